@@ -1,0 +1,39 @@
+# The two commands of the README, and a few for those who work on Jackfield.
+.PHONY: quickstart test wheels develop check format docs constraints references benchmark-peers clean
+
+PYTHON = .venv/bin/python
+
+quickstart: ## install the first plugins and watch a language model get better at a task
+	@python3 tools/environment.py quickstart
+	$(PYTHON) examples/quickstart/quickstart.py $(ARGS)
+
+test: ## everything that CI runs
+	@bash .ci/run
+
+wheels: ## build all wheels into dist/ and install them
+	@python3 tools/ci.py environment wheels
+
+develop: ## install the tools and every package, editable
+	@python3 tools/environment.py develop
+
+check: develop ## what needs no test run: lint, types, imports, contracts, docs
+	@python3 tools/ci.py lint format imports types abi references docs
+
+format: develop ## lay out the code
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+docs: develop ## build the documentation into build/docs
+	@python3 tools/ci.py docs
+
+constraints: develop ## write the versions that are installed to constraints.txt
+	$(PYTHON) tools/constraints.py
+
+references: develop ## write the pages of the documentation that are generated
+	@for tool in tools/*_reference.py; do $(PYTHON) $$tool || exit 1; done
+
+benchmark-peers: develop ## install what benchmarks compare with into .venv
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt
+
+clean: ## remove what was made: environments, wheels, caches
+	rm -rf .venv .tox dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,46 @@
+"""The ABI: what a plugin of each kind implements, and what it is asked with.
+
+One module per kind. Overridable methods take one frozen request and return one result, so that they
+can grow by defaulted fields without breaking an implementer. Versions are per kind: a new method with
+a default body, or a new defaulted field, is a minor step; anything that would break an existing
+implementer is a major one. ``core/abi/`` holds the committed snapshots.
+
+Importing this package imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+from jackfield.abc.agent import AgentLoopBase
+from jackfield.abc.checkpoint_engine import CheckpointEngine
+from jackfield.abc.engine import BaseEngine
+from jackfield.abc.reward import RewardAgent
+from jackfield.abc.rollout import BaseRolloutServer
+from jackfield.abc.transfer_queue import TransferQueueBackend
+
+__all__ = [
+    "ABI_VERSIONS",
+    "CONTRACTS",
+    "KINDS",
+    "AgentLoopBase",
+    "BaseEngine",
+    "BaseRolloutServer",
+    "CheckpointEngine",
+    "RewardAgent",
+    "TransferQueueBackend",
+]
+
+#: The abstract class of each kind.
+CONTRACTS: dict[str, type] = {
+    "engine": BaseEngine,
+    "rollout": BaseRolloutServer,
+    "agent": AgentLoopBase,
+    "reward": RewardAgent,
+    "transfer_queue": TransferQueueBackend,
+    "checkpoint_engine": CheckpointEngine,
+}
+
+#: The six kinds of plugin, in the order in which they are listed everywhere.
+KINDS: tuple[str, ...] = tuple(CONTRACTS)
+
+#: The version of each kind's contract that this host implements, as ``major.minor``.
+ABI_VERSIONS: dict[str, str] = {kind: vars(contract)["abi_version"] for kind, contract in CONTRACTS.items()}

@@ -1,0 +1,306 @@
+"""Contract of a rollout server: one asynchronous object per replica.
+
+Token ids in, token ids and log-probabilities out; text is never re-tokenised.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, ClassVar, Literal
+
+import attrs
+
+from jackfield.abc.engine import ModelSpec
+from jackfield.clock import Clock
+
+__all__ = [
+    "AbortRequest",
+    "AbortResult",
+    "BaseRolloutServer",
+    "GenerateChunk",
+    "GenerateRequest",
+    "GenerateResult",
+    "HealthReport",
+    "PauseRequest",
+    "PauseResult",
+    "ResumeRequest",
+    "ResumeResult",
+    "RolloutContext",
+    "SamplingParams",
+    "ServerInfo",
+    "SleepRequest",
+    "SleepResult",
+    "UpdateWeightsRequest",
+    "WakeUpRequest",
+    "WakeUpResult",
+    "WeightReceipt",
+    "WorkerReceipt",
+]
+
+
+@attrs.frozen(kw_only=True)
+class RolloutContext:
+    """What a replica is told at its construction, beside the plugin's own config."""
+
+    model: ModelSpec
+    replica: int = 0
+    device: str = "cpu"
+    seed: int = 0
+    max_model_len: int | None = None  #: prompt and response tokens together; None: the model's own limit
+    host: str = "127.0.0.1"  #: where servers of the replica listen
+    clock: Clock = attrs.field(factory=Clock)
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. The same on every backend.
+
+    Order: temperature, top-k, top-p, min-p. ``temperature=0`` is greedy.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  #: 0: off
+    min_p: float = 0.0
+    seed: int | None = None  #: None: drawn from the replica's seed
+    stop_token_ids: tuple[int, ...] = ()  #: beside the model's own end tokens
+    stop: tuple[str, ...] = ()  #: strings; the text is only used to find the end, never re-tokenised
+    ignore_eos: bool = False
+    #: ``processed``: of the distribution that was drawn from; ``raw``: of the model's logits at temperature 1
+    logprobs: Literal["processed", "raw"] = "processed"
+
+
+@attrs.frozen(kw_only=True)
+class GenerateRequest:
+    """One sample to generate."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = attrs.field(factory=SamplingParams)
+    minimum_weight_version: int | None = None  #: an older replica refuses (``rollout.stale``)
+    multi_modal_data: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class GenerateResult:
+    """What was generated, the end token included."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]  #: one per token, natural logarithm
+    weight_versions: tuple[int, ...]  #: of the weights that made each token
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+@attrs.frozen(kw_only=True)
+class GenerateChunk:
+    """Some further tokens of a streamed sample; ``finish_reason`` is set on the last."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+
+
+@attrs.frozen(kw_only=True)
+class AbortRequest:
+    """End requests now; each returns what it has with ``finish_reason="abort"``."""
+
+    request_ids: tuple[str, ...] = ()  #: empty: all
+
+
+@attrs.frozen(kw_only=True)
+class AbortResult:
+    """The requests that were running or waiting and have been ended."""
+
+    request_ids: tuple[str, ...]
+
+
+@attrs.frozen(kw_only=True)
+class PauseRequest:
+    """Stop decoding.
+
+    ``keep``: requests stay and go on at resume; ``wait``: running requests finish first; ``abort``: they end at once.
+    New requests wait until resume.
+    """
+
+    mode: Literal["keep", "wait", "abort"] = "keep"
+
+
+@attrs.frozen(kw_only=True)
+class PauseResult:
+    """The state of the replica at the pause."""
+
+    running: int = 0  #: requests that are kept
+
+
+@attrs.frozen(kw_only=True)
+class ResumeRequest:
+    """Go on decoding."""
+
+
+@attrs.frozen(kw_only=True)
+class ResumeResult:
+    """The requests that go on."""
+
+    running: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class SleepRequest:
+    """Give memory back. Level 1 drops the KV cache and keeps weights (off the device); level 2 drops both."""
+
+    level: Literal[1, 2] = 1
+
+
+@attrs.frozen(kw_only=True)
+class SleepResult:
+    """What was freed on the device."""
+
+    freed_bytes: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class WakeUpRequest:
+    """Take memory again: ``weights``, ``kv_cache`` or both (empty)."""
+
+    tags: tuple[Literal["weights", "kv_cache"], ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class WakeUpResult:
+    """The tags that are awake now."""
+
+    awake: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class UpdateWeightsRequest:
+    """Receive and load weights; the receiver is built inside each inference worker.
+
+    After it returns, the next token of every request uses the new weights.
+    """
+
+    version: int
+    checkpoint_engine: str  #: name of the plugin that moves the tensors
+    checkpoint_engine_config: Mapping[str, Any] = attrs.field(factory=dict)
+    connect: tuple[Mapping[str, Any], ...] = ()  #: per inference worker: what its ``connect`` gets
+    first_worker: int = 0  #: rank of this replica's first worker among the workers of all replicas
+    total_workers: int = 1  #: of all replicas
+    kind: Literal["full", "adapter", "delta"] = "full"
+    peft_config: Mapping[str, Any] | None = None
+    deadline_seconds: float = 600.0
+
+
+@attrs.frozen(kw_only=True)
+class WorkerReceipt:
+    """What one inference worker loaded: a digest (``jackfield.weights.digest``) of the loaded bytes by tensor name."""
+
+    worker: int
+    digests: Mapping[str, str]
+
+
+@attrs.frozen(kw_only=True)
+class WeightReceipt:
+    """A replica's proof of what it serves from now on."""
+
+    version: int
+    replica: int
+    workers: tuple[WorkerReceipt, ...]
+    seconds: float = 0.0  #: the whole update
+    paused_seconds: float = 0.0  #: of it, without decoding
+
+
+@attrs.frozen(kw_only=True)
+class ServerInfo:
+    """How a started replica is addressed."""
+
+    replica: int
+    workers: int = 1  #: inference workers (tensor-parallel ranks): what ``build_topology`` counts
+    openai_base_url: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class HealthReport:
+    """The state of a replica."""
+
+    healthy: bool
+    running: int = 0
+    waiting: int = 0
+    weight_version: int = 0
+    detail: str = ""
+
+
+class BaseRolloutServer(ABC):
+    """A replica that generates.
+
+    Invariants, each checked by the conformance suite:
+
+    * one log-probability and one weight version per generated token; log-probabilities equal the engine's within
+      the tolerance that the manifest declares;
+    * a request with a seed yields the same tokens whatever else runs, within numerical noise;
+    * aborted and resumed requests keep one token budget;
+    * after :meth:`update_weights` the next token uses the new weights, and the receipt proves it by digest.
+    """
+
+    abi_version: ClassVar[str] = "1.0"
+
+    def __init__(self, config: Any, context: RolloutContext) -> None:
+        self.config = config
+        self.context = context
+
+    @abstractmethod
+    async def start(self) -> ServerInfo:
+        """Load the model and begin to serve, with weight version 0."""
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate one sample. Cancelling the call aborts the request.
+
+        Raises:
+            RolloutError: ``rollout.request`` for an invalid request, ``rollout.stopped``, ``rollout.stale``.
+        """
+
+    @abstractmethod
+    def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Generate one sample and yield its tokens as they come. Closing the iterator aborts the request."""
+
+    @abstractmethod
+    async def abort(self, request: AbortRequest) -> AbortResult:
+        """End requests; when it returns they generate no more."""
+
+    @abstractmethod
+    async def pause(self, request: PauseRequest) -> PauseResult:
+        """Stop decoding; when it returns no forward pass runs."""
+
+    @abstractmethod
+    async def resume(self, request: ResumeRequest) -> ResumeResult:
+        """Go on decoding."""
+
+    @abstractmethod
+    async def sleep(self, request: SleepRequest) -> SleepResult:
+        """Give memory back; only while paused or idle."""
+
+    @abstractmethod
+    async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
+        """Take memory again."""
+
+    @abstractmethod
+    async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
+        """Receive a new version of the weights, load it between two decode steps and acknowledge it.
+
+        Raises:
+            WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``; the replica then serves
+                nothing until a later update succeeds.
+        """
+
+    @abstractmethod
+    async def health(self) -> HealthReport:
+        """Whether the replica can serve, and its load."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End everything the replica started. Waiting requests fail with ``rollout.stopped``."""

@@ -1,0 +1,196 @@
+"""Contract of a TransferQueue backend: where the values of samples are kept.
+
+Metadata (rows, readiness, leases, tags) is the core's; a backend only stores bytes by key and column.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Column",
+    "DeleteRequest",
+    "DeleteResult",
+    "GetRequest",
+    "GetResult",
+    "PutRequest",
+    "PutResult",
+    "SnapshotRequest",
+    "SnapshotResult",
+    "StatsResult",
+    "TagsRequest",
+    "TransferQueueBackend",
+    "TransferQueueContext",
+]
+
+
+@attrs.frozen(kw_only=True)
+class TransferQueueContext:
+    """What a backend is told at its construction, beside the plugin's own config."""
+
+    folder: str | None = None  #: the run's folder, for durable backends
+    host: str = "127.0.0.1"
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Column:
+    """One column of some rows, in the order of their keys.
+
+    Jagged: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``. Dense (``offsets`` is None): row ``i`` is ``values[i]``.
+    ``encoding="json"`` marks UTF-8 JSON texts in a jagged uint8 tensor.
+    """
+
+    values: torch.Tensor  #: any dtype, contiguous, on the CPU; ``[sum of lengths, ...]`` or ``[rows, ...]``
+    offsets: torch.Tensor | None = None  #: int64 ``[rows + 1]``, from 0, never falling
+    encoding: Literal["tensor", "json"] = "tensor"
+
+    def __len__(self) -> int:
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PutRequest:
+    """Write columns of rows. Other columns of the same rows stay as they are; the backend copies what it keeps."""
+
+    partition: str
+    keys: tuple[str, ...]  #: distinct
+    columns: Mapping[str, Column]
+
+
+@attrs.frozen(kw_only=True)
+class PutResult:
+    """What was stored."""
+
+    bytes: int  #: of values
+
+
+@attrs.frozen(kw_only=True)
+class GetRequest:
+    """Read columns of rows, in the order of ``keys``."""
+
+    partition: str
+    keys: tuple[str, ...]
+    columns: tuple[str, ...]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class GetResult:
+    """The columns asked for; the reader does not change them in place.
+
+    Rows of one column that were put with different dtypes, encodings or trailing shapes cannot be read together
+    (``queue.column``).
+    """
+
+    columns: Mapping[str, Column]
+
+
+@attrs.frozen(kw_only=True)
+class DeleteRequest:
+    """Forget rows; unknown keys are ignored."""
+
+    partition: str
+    keys: tuple[str, ...]
+
+
+@attrs.frozen(kw_only=True)
+class DeleteResult:
+    """What was freed; bytes are those of values, here and everywhere."""
+
+    rows: int
+    bytes: int
+
+
+@attrs.frozen(kw_only=True)
+class StatsResult:
+    """What the backend holds now."""
+
+    rows: int
+    bytes: int
+    details: Mapping[str, float] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class SnapshotRequest:
+    """Write the backend's state to, or read it from, ``folder``."""
+
+    folder: str
+
+
+@attrs.frozen(kw_only=True)
+class SnapshotResult:
+    """What was written or read."""
+
+    rows: int
+    bytes: int
+
+
+@attrs.frozen(kw_only=True)
+class TagsRequest:
+    """Show tags beside the values, to people who read the store with its own tools."""
+
+    partition: str
+    keys: tuple[str, ...]
+    tags: tuple[Mapping[str, Any], ...]
+
+
+class TransferQueueBackend(ABC):
+    """A store of values by (partition, key, column).
+
+    Invariants, each checked by the conformance suite: bit-exact round trip for every dtype, empty rows and jagged
+    shapes; putting one column keeps the others; a missing row or column is an error that names it; a restart keeps
+    everything if ``durable`` and nothing is leaked.
+
+    Raises (all methods): ``QueueError`` with ``queue.unknown-row``, ``queue.column``, ``queue.closed``.
+    """
+
+    abi_version: ClassVar[str] = "1.0"
+
+    #: whether values survive ``kill -9`` of the process that put them
+    durable: ClassVar[bool] = False
+
+    def __init__(self, config: Any, context: TransferQueueContext) -> None:
+        self.config = config
+        self.context = context
+
+    async def start(self) -> None:
+        """Open files, sockets and servers, before the first request."""
+        return
+
+    @abstractmethod
+    async def put(self, request: PutRequest) -> PutResult:
+        """Store; when it returns, every reader sees it."""
+
+    @abstractmethod
+    async def get(self, request: GetRequest) -> GetResult:
+        """Read; when it returns, every byte is there."""
+
+    @abstractmethod
+    async def delete(self, request: DeleteRequest) -> DeleteResult:
+        """Forget."""
+
+    @abstractmethod
+    async def stats(self) -> StatsResult:
+        """Count."""
+
+    @abstractmethod
+    async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
+        """Write everything that was put before the call, without stopping producers."""
+
+    @abstractmethod
+    async def restore(self, request: SnapshotRequest) -> SnapshotResult:
+        """Replace everything by what :meth:`checkpoint` wrote."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release memory, ports and files; idempotent."""
+
+    async def put_tags(self, request: TagsRequest) -> None:
+        """Show tags to people; the core keeps its own copy."""
+        return

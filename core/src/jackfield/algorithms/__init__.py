@@ -1,0 +1,54 @@
+"""Advantages, policy losses, KL estimators, off-policy correction and aggregation: pure functions on tensors, by name.
+
+Shapes are ``[B, T]`` over response tokens; ``response_mask`` (bool or float) is 1 on the model's own tokens. Losses
+are normalised by explicit *global* counts, so that no split into micro-batches and no data-parallel size changes
+them. Importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+from jackfield.algorithms.advantages import advantages
+from jackfield.algorithms.aggregation import aggregate
+from jackfield.algorithms.bundles import Algorithm, algorithm, resolve_loss
+from jackfield.algorithms.correction import importance_weights
+from jackfield.algorithms.kl import AdaptiveKLController, FixedKLController, kl
+from jackfield.algorithms.losses import distillation_loss, entropy_loss, policy_loss, prepare, value_loss
+from jackfield.algorithms.losses.supervised import chord_mu
+from jackfield.algorithms.registry import Part, names, part, register, register_part
+from jackfield.algorithms.shaping import (
+    clip_rewards,
+    dynamic_sampling_filter,
+    fill_failed,
+    kl_in_reward,
+    normalize_rewards,
+    overlong_penalty,
+)
+
+__all__ = [
+    "AdaptiveKLController",
+    "Algorithm",
+    "FixedKLController",
+    "Part",
+    "advantages",
+    "aggregate",
+    "algorithm",
+    "chord_mu",
+    "clip_rewards",
+    "distillation_loss",
+    "dynamic_sampling_filter",
+    "entropy_loss",
+    "fill_failed",
+    "importance_weights",
+    "kl",
+    "kl_in_reward",
+    "names",
+    "normalize_rewards",
+    "overlong_penalty",
+    "part",
+    "policy_loss",
+    "prepare",
+    "register",
+    "register_part",
+    "resolve_loss",
+    "value_loss",
+]

@@ -1,0 +1,93 @@
+"""How much better than expected each token was."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jackfield.algorithms.advantages import baselines, critic, group, opmd, steps
+from jackfield.algorithms.registry import call, check_options, part
+from jackfield.algorithms.tensors import require_finite, require_shapes, row_sums
+from jackfield.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["advantages"]
+
+#: Inputs that anyone may offer; an estimator takes those that it uses.
+EXTRA_INPUTS = (
+    "run_ids",
+    "step_ids",
+    "anchor_ids",
+    "reward_dimensions",
+    "baseline_rewards",
+    "old_log_probs",
+    "sum_pi_squared",
+    "rollout_weights",
+)
+_PARTS = (baselines, critic, group, opmd, steps)  # imported for their registrations
+
+
+def advantages(
+    name: str,
+    *,
+    token_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    group_ids: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns by a registered estimator, over a whole batch.
+
+    Args:
+        name: of the estimator; ``jackfield algorithms list`` shows them all.
+        token_rewards: float ``[B, T]``; a sequence-level reward stands on any one token of its row. Rewards on
+            observation tokens count: for the row's total, and as credit of the model token before them.
+        response_mask: bool or float ``[B, T]``, 1 on the model's own tokens.
+        group_ids: int ``[B]``, equal for the runs of one task; needed by group-relative estimators.
+        values: float ``[B, T]`` of a critic.
+        **options: of the estimator, and its further inputs: ``run_ids`` int ``[B]`` (rows of one run are its steps),
+            ``step_ids`` int ``[B]`` (order of the steps in a run), ``anchor_ids`` int ``[B]`` (equal for steps taken in
+            the same state), ``reward_dimensions`` float ``[B, D]``, ``baseline_rewards`` float ``[B]``,
+            ``old_log_probs`` and ``sum_pi_squared`` float ``[B, T]``.
+
+    Returns:
+        ``(advantages, returns)``, float ``[B, T]``, 0 where the mask is 0. Estimators that compare whole responses
+        return their advantages as returns, too.
+
+    Raises:
+        ConfigError: ``algorithm.unknown``, ``algorithm.input``, ``algorithm.not-finite`` (names the first row).
+    """
+    chosen = part("advantages", name)
+    check_options(chosen, options, EXTRA_INPUTS)
+    if not token_rewards.is_floating_point():
+        token_rewards = token_rewards.float()
+    _require_finite_rows(row_sums(token_rewards), "reward")  # a sum of float32 does not overflow in float64
+    for extra in ("reward_dimensions", "baseline_rewards"):
+        if options.get(extra) is not None and extra in (*chosen.needs, *chosen.accepts):
+            _require_finite_rows(options[extra], extra)
+    token_inputs = {"values": values} | {
+        key: options.get(key) for key in ("old_log_probs", "sum_pi_squared", "rollout_weights")
+    }
+    used = {key: value for key, value in token_inputs.items() if key in (*chosen.needs, *chosen.accepts)}
+    require_shapes({"token_rewards": token_rewards, **used}, response_mask)
+    require_finite(used, response_mask)
+    offered = {
+        "token_rewards": token_rewards,
+        "response_mask": response_mask,
+        "group_ids": group_ids,
+        "values": values,
+    }
+    result: tuple[torch.Tensor, torch.Tensor] = call(chosen, offered, options)
+    return result
+
+
+def _require_finite_rows(values: torch.Tensor, what: str) -> None:
+    finite = values.isfinite().reshape(len(values), -1).all(-1)
+    if not bool(finite.all()):
+        raise ConfigError(
+            f"a {what} is NaN or infinite",
+            code="algorithm.not-finite",
+            where=f"row {int((~finite).nonzero()[0, 0])}",
+            fix="return a failure status from the reward agent in the place of such a score",
+        )

@@ -1,0 +1,90 @@
+"""Baselines that are neither a critic nor a plain group mean."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jackfield.algorithms.registry import register
+from jackfield.algorithms.tensors import Groups, ModelTokens, credited_returns, row_sums, spread
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = []
+
+Pair = tuple["torch.Tensor", "torch.Tensor"]
+
+
+@register(
+    "advantages",
+    "optimal_token_baseline",
+    "group",
+    paper="optimal token baseline, as documented in verl (docs/algo/otb.md); the paper's own text was not at hand",
+    differs="verl gives a group of one its raw return; the equation gives 0. One estimator for single and multi-turn "
+    "responses: t counts model tokens.",
+)
+def _optimal_token_baseline(
+    token_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    group_ids: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_weights: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-8,
+) -> Pair:
+    """A_it = G_it - B_t, B_t = sum_j(G_jt W_jt) / (sum_j(W_jt) + eps), W_it = sum_{s <= t}(1 - 2 pi_is + sum_v
+    pi_is(v)^2).
+
+    G is the reward to go; t counts a row's model tokens; the sums are over the rows of the group that reach t. Where
+    one row alone reaches t, its advantage is 0. ``rollout_weights`` scale each summand of W by their square.
+    """
+    tokens = ModelTokens(response_mask)
+    dtype = token_rewards.dtype if token_rewards.dtype.itemsize >= 4 else token_rewards.float().dtype
+    returns = credited_returns(token_rewards.to(dtype), response_mask)
+    energy = 1.0 - 2.0 * old_log_probs.to(dtype).exp() + sum_pi_squared.to(dtype)
+    if rollout_weights is not None:
+        energy = energy * rollout_weights.to(dtype).square()
+    there = tokens.pack(tokens.keep.to(dtype))
+    weights = tokens.pack(energy.clamp(min=0.0)).cumsum(-1).mul_(there)
+    packed = tokens.pack(returns)
+    groups = Groups(group_ids)
+    baseline = groups.totals(packed * weights) / (groups.totals(weights) + eps)
+    several = groups.totals(there) > 1
+    advantages = (packed - baseline[groups.index]).masked_fill(~several[groups.index], 0.0)
+    return tokens.unpack(advantages).to(token_rewards.dtype), returns.to(token_rewards.dtype)
+
+
+@register(
+    "advantages",
+    "topr",
+    "sequence",
+    paper="TOPR, arXiv:2503.14286",
+    differs="Not relative to a group: the paper's reward, less one constant for the whole batch.",
+)
+def _topr(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, baseline: float = 0.0) -> Pair:
+    """A_i = R_i - baseline; the loss ``topr`` tells positive from negative responses by its sign."""
+    scores = row_sums(token_rewards) - baseline
+    advantages = spread(scores, response_mask, token_rewards)
+    return advantages, advantages
+
+
+@register(
+    "advantages",
+    "asymre",
+    "group",
+    paper="Asymmetric REINFORCE, arXiv:2506.20520",
+    differs="Trinity-RFT gives a group of one its raw score; here it gets 0.",
+)
+def _asymre(
+    token_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    baseline_shift: float = -0.1,
+) -> Pair:
+    """A_i = R_i - (mean_group(R) + baseline_shift): below the mean, so that good responses weigh more."""
+    groups, scores = Groups(group_ids), row_sums(token_rewards)
+    rows = (scores - groups.means(scores) - baseline_shift).masked_fill(groups.alone, 0.0)
+    advantages = spread(rows, response_mask, token_rewards)
+    return advantages, advantages

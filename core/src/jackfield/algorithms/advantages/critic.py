@@ -1,0 +1,116 @@
+"""Estimators with a critic, and those that use each token's reward to go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jackfield.algorithms.registry import register
+from jackfield.algorithms.tensors import (
+    Groups,
+    ModelTokens,
+    credited_returns,
+    discounted_sums,
+    masked_mean_std,
+    row_sums,
+    spread,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = []
+
+Pair = tuple["torch.Tensor", "torch.Tensor"]
+
+
+@register(
+    "advantages",
+    "gae",
+    "sequence",
+    paper="Schulman et al., arXiv:1506.02438, equation 16",
+    differs="No whitening unless asked for. A reward on an observation token is credited to the model token before it "
+    "(verl drops it).",
+    batch_options={"whiten": True},
+)
+def _gae(
+    token_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten: bool = False,
+    eps: float = 1e-8,
+) -> Pair:
+    """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t; t counts model tokens only.
+
+    Observation tokens are skipped: their values are not used and they neither discount nor decay. The value after the
+    last model token is 0. returns = A + V. ``whiten`` (scope ``batch``) centres and scales A over all model tokens,
+    after the returns were taken.
+    """
+    tokens = ModelTokens(response_mask)
+    dtype = token_rewards.dtype if token_rewards.dtype.itemsize >= 4 else values.float().dtype
+    expected = tokens.pack(values.to(dtype))
+    deltas = tokens.credit(token_rewards.to(dtype)).sub_(expected)
+    deltas[:, :-1].add_(expected[:, 1:], alpha=gamma)  # past the last model token the value is 0
+    advantages = tokens.unpack(discounted_sums(deltas, gamma * lam))
+    returns = values.to(dtype).masked_fill(~tokens.keep, 0.0).add_(advantages)
+    if whiten:
+        advantages = _whitened(advantages, tokens.keep, eps)
+    return advantages.to(token_rewards.dtype), returns.to(token_rewards.dtype)
+
+
+def _whitened(values: torch.Tensor, keep: torch.Tensor, eps: float) -> torch.Tensor:
+    mean, deviation = masked_mean_std(values, keep)
+    return ((values - mean.to(values.dtype)) / (deviation + eps).to(values.dtype)).masked_fill(~keep, 0.0)
+
+
+@register("advantages", "reinforce", "sequence", paper="Williams, 1992")
+def _reinforce(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: float = 1.0) -> Pair:
+    """A_t = sum_{s >= t} gamma^{s - t} r_s: reward to go, no baseline."""
+    returns = credited_returns(token_rewards, response_mask, gamma)
+    return returns, returns
+
+
+@register(
+    "advantages",
+    "reinforce_plus_plus",
+    "batch",
+    paper="REINFORCE++, arXiv:2501.03262",
+    differs="std + eps in the place of sqrt(variance + eps): equal rewards give exactly 0.",
+)
+def _reinforce_plus_plus(
+    token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: float = 1.0, eps: float = 1e-8
+) -> Pair:
+    """A = (G - mean_batch(G)) / (std_batch(G) + eps), G_t the reward to go; statistics over all model tokens.
+
+    The paper's KL penalty in the reward is :func:`jackfield.algorithms.kl_in_reward`.
+    """
+    returns = credited_returns(token_rewards, response_mask, gamma)
+    return _whitened(returns, response_mask != 0, eps), returns
+
+
+@register(
+    "advantages",
+    "reinforce_plus_plus_baseline",
+    "batch",
+    paper="REINFORCE++, arXiv:2501.03262 (with baseline)",
+    differs="A group of one gets 0 and is left out of the statistics; verl keeps its raw score.",
+)
+def _reinforce_plus_plus_baseline(
+    token_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids: torch.Tensor, *, eps: float = 1e-8
+) -> Pair:
+    """A = (D - mean_batch(D)) / (std_batch(D) + eps), D_i = R_i - mean_group(R); statistics over all model tokens."""
+    groups = Groups(group_ids)
+    scores = row_sums(token_rewards)
+    centred = (scores - groups.means(scores)).unsqueeze(-1).expand(token_rewards.shape)
+    keep = (response_mask != 0) & ~groups.alone.unsqueeze(-1)
+    advantages = _whitened(centred, keep, eps).to(token_rewards.dtype)
+    return advantages, advantages
+
+
+@register("advantages", "remax", "sequence", paper="ReMax, arXiv:2310.10505")
+def _remax(token_rewards: torch.Tensor, response_mask: torch.Tensor, baseline_rewards: torch.Tensor) -> Pair:
+    """A_t = sum_{s >= t} r_s - R(greedy response): ``baseline_rewards`` float ``[B]``."""
+    returns = credited_returns(token_rewards, response_mask)
+    return returns - spread(baseline_rewards, response_mask, returns), returns

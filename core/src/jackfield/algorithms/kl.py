@@ -1,0 +1,149 @@
+"""Estimators of the KL divergence from the policy to a reference, per token, and controllers of its coefficient.
+
+J. Schulman, "Approximating KL divergence", 2020. With r = pi_ref / pi and samples from pi, E[k1] = E[k3] = KL(pi,
+pi_ref).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from jackfield.algorithms.registry import call, part, register
+from jackfield.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AdaptiveKLController", "FixedKLController", "kl"]
+
+_SCHULMAN = "Schulman, Approximating KL divergence, 2020"
+_STRAIGHT_THROUGH = "the gradient of k2 is the gradient of the KL in expectation: arXiv:2506.09477"
+_CLAMP = 20.0  # of a log-ratio, before it is exponentiated in the clipped form
+
+
+def kl(
+    name: str, log_probs: torch.Tensor, ref_log_probs: torch.Tensor, *, old_log_probs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A KL estimate per token.
+
+    Args:
+        name: ``k1`` (-log r), ``k2`` ((log r)^2 / 2), ``k3`` (r - 1 - log r), ``abs`` (absolute value of
+            log r), ``low_var_kl`` (k3 with bounds), ``k1+``, ``k3+``, ``abs+``,
+            ``low_var_kl+`` (their value with the gradient of k2) or ``k3_corrected`` (k3 times pi / pi_old).
+        log_probs: of the policy, ``[B, T]``.
+        ref_log_probs: of the reference, ``[B, T]``.
+        old_log_probs: of the behaviour policy; only estimators that correct for it use it.
+
+    Returns:
+        float ``[B, T]``.
+
+    Raises:
+        ConfigError: ``algorithm.unknown`` or ``algorithm.input``.
+    """
+    offered = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
+    value: torch.Tensor = call(part("kl", name), offered, {})
+    return value
+
+
+@register("kl", "k1", "token", paper=_SCHULMAN)
+def _k1(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """-log r = log pi - log pi_ref. Unbiased in value; in a loss its gradient is 0 in expectation."""
+    return log_probs - ref_log_probs
+
+
+@register("kl", "k2", "token", paper=_SCHULMAN)
+def _k2(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """(log r)^2 / 2. Biased in value; its gradient is that of the KL in expectation."""
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+@register("kl", "k3", "token", paper=_SCHULMAN)
+def _k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """r - 1 - log r. Unbiased in value, never negative."""
+    log_ratio = ref_log_probs - log_probs
+    return log_ratio.expm1() - log_ratio
+
+
+@register("kl", "abs", "token")
+def _abs(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """|log r|."""
+    return (log_probs - ref_log_probs).abs()
+
+
+@register("kl", "low_var_kl", "token", paper=_SCHULMAN)
+def _low_var_kl(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """clip(r - 1 - log r, -10, 10) with log r clipped to [-20, 20]. Beyond the bounds there is no gradient."""
+    log_ratio = (ref_log_probs - log_probs).clamp(-_CLAMP, _CLAMP)
+    return (log_ratio.expm1() - log_ratio).clamp(-10.0, 10.0)
+
+
+def _straight_through(value: torch.Tensor, log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    gradient = _k2(log_probs, ref_log_probs)
+    return value.detach() + (gradient - gradient.detach())
+
+
+@register("kl", "k1+", "token", paper=_STRAIGHT_THROUGH)
+def _k1_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """the value of k1 with the gradient of k2."""
+    return _straight_through(_k1(log_probs, ref_log_probs), log_probs, ref_log_probs)
+
+
+@register("kl", "k3+", "token", paper=_STRAIGHT_THROUGH)
+def _k3_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """the value of k3 with the gradient of k2."""
+    return _straight_through(_k3(log_probs, ref_log_probs), log_probs, ref_log_probs)
+
+
+@register("kl", "abs+", "token", paper=_STRAIGHT_THROUGH)
+def _abs_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """the value of abs with the gradient of k2."""
+    return _straight_through(_abs(log_probs, ref_log_probs), log_probs, ref_log_probs)
+
+
+@register("kl", "low_var_kl+", "token", paper=_STRAIGHT_THROUGH)
+def _low_var_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """the value of low_var_kl with the gradient of k2."""
+    return _straight_through(_low_var_kl(log_probs, ref_log_probs), log_probs, ref_log_probs)
+
+
+@register("kl", "k3_corrected", "token", paper="DeepSeek-V3.2, arXiv:2512.02556")
+def _k3_corrected(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
+    """(pi / pi_old) (r - 1 - log r): unbiased, in value and gradient, for samples from pi_old."""
+    return (log_probs - old_log_probs).clamp(-_CLAMP, _CLAMP).exp() * _k3(log_probs, ref_log_probs)
+
+
+@attrs.define(kw_only=True)
+class FixedKLController:
+    """A constant coefficient."""
+
+    coefficient: float
+
+    def update(self, current: float, steps: int) -> float:
+        """The coefficient; nothing changes."""
+        return self.coefficient
+
+
+@attrs.define(kw_only=True)
+class AdaptiveKLController:
+    """Steers the KL to a target (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    ``coefficient *= 1 + clip(current / target - 1, -0.2, 0.2) * steps / horizon``. Its whole state is ``coefficient``.
+    """
+
+    coefficient: float
+    target: float = attrs.field(validator=attrs.validators.gt(0.0))
+    horizon: float = attrs.field(validator=attrs.validators.gt(0.0))
+
+    def update(self, current: float, steps: int) -> float:
+        """Take in the KL of ``steps`` samples; return the new coefficient.
+
+        Raises:
+            ConfigError: ``algorithm.not-finite``.
+        """
+        if not abs(current) < float("inf"):
+            raise ConfigError(f"the KL is {current}", code="algorithm.not-finite", where="AdaptiveKLController.update")
+        error = min(max(current / self.target - 1.0, -0.2), 0.2)
+        self.coefficient *= 1.0 + error * steps / self.horizon
+        return self.coefficient

@@ -1,0 +1,113 @@
+"""On-policy distillation: divergences between student and teacher over the vocabulary, on the student's own tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from jackfield.algorithms.aggregation import aggregate
+from jackfield.algorithms.registry import call, check_options, part, register
+from jackfield.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["distillation_loss"]
+
+_GKD = "GKD, arXiv:2306.13649, section 2"
+
+
+def distillation_loss(
+    name: str,
+    *,
+    log_probs: torch.Tensor,
+    teacher_log_probs: torch.Tensor,
+    response_mask: torch.Tensor,
+    global_tokens: int,
+    global_sequences: int,
+    aggregation: str = "token-mean",
+    length_norm: float | None = None,
+    **options: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The share of these rows in the batch's distillation loss.
+
+    Args:
+        name: ``forward_kl``, ``reverse_kl`` or ``jsd``.
+        log_probs: the student's, normalised over the vocabulary, float ``[B, T, V]``, with gradients.
+        teacher_log_probs: the teacher's, float ``[B, T, V]``; -inf is a probability of 0.
+        response_mask: bool or float ``[B, T]``.
+        global_tokens: masked tokens in the whole batch.
+        global_sequences: sequences in the whole batch.
+        aggregation: see :func:`jackfield.algorithms.aggregate`.
+        length_norm: see there.
+        **options: ``beta`` of ``jsd``.
+
+    Returns:
+        ``(loss, metrics)``.
+
+    Raises:
+        ConfigError: ``algorithm.unknown``, ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
+    """
+    chosen = part("distillation", name)
+    check_options(chosen, options)
+    if log_probs.shape != teacher_log_probs.shape or log_probs.shape[:2] != response_mask.shape:
+        raise ConfigError(
+            "student, teacher and response_mask do not fit together",
+            code="algorithm.input",
+            expected="[B, T, V], [B, T, V] and [B, T]",
+            found=f"{tuple(log_probs.shape)}, {tuple(teacher_log_probs.shape)} and {tuple(response_mask.shape)}",
+        )
+    outside = (response_mask == 0).unsqueeze(-1)
+    offered = {
+        "log_probs": log_probs.masked_fill(outside, -math.log(log_probs.shape[-1])),
+        "teacher_log_probs": teacher_log_probs.masked_fill(outside, -math.log(log_probs.shape[-1])),
+    }
+    divergence: torch.Tensor = call(chosen, offered, options)
+    bad = ~divergence.detach().isfinite()
+    if bool(bad.any()):
+        row, token = (int(index) for index in bad.nonzero()[0])
+        raise ConfigError(
+            f"the {name} is {float(divergence.detach()[row, token])}",
+            code="algorithm.not-finite",
+            where=f"row {row}, response token {token}",
+            fix="student and teacher need the same vocabulary; reverse_kl needs a teacher that excludes no token",
+        )
+    counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
+    loss = aggregate(divergence, response_mask, aggregation, length_norm=length_norm, **counts)
+    metrics = {f"distillation/{name}": aggregate(divergence.detach(), response_mask, "token-mean", **counts)}
+    return loss, metrics
+
+
+def _divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p, q) over the last dimension; 0 log 0 = 0."""
+    nothing = log_p == float("-inf")
+    terms = log_p.exp() * (log_p.masked_fill(nothing, 0.0) - log_q.masked_fill(nothing, 0.0))
+    return terms.sum(-1)
+
+
+@register("distillation", "forward_kl", "token", paper=_GKD)
+def _forward_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
+    """KL(teacher, student) = sum_v p_T log(p_T / p_S): covers the teacher's modes."""
+    return _divergence(teacher_log_probs, log_probs)
+
+
+@register("distillation", "reverse_kl", "token", paper=_GKD + "; MiniLLM, arXiv:2306.08543")
+def _reverse_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
+    """KL(student, teacher) = sum_v p_S log(p_S / p_T): stays within the teacher's modes."""
+    return _divergence(log_probs, teacher_log_probs)
+
+
+@register(
+    "distillation",
+    "jsd",
+    "token",
+    paper=_GKD + ", equation 1",
+    differs="beta=0 and beta=1 are refused: they are 0; forward_kl and reverse_kl are the limits of jsd over beta and "
+    "1 - beta.",
+)
+def _jsd(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, *, beta: float = 0.5) -> torch.Tensor:
+    """beta KL(teacher, m) + (1 - beta) KL(student, m), m = beta p_T + (1 - beta) p_S."""
+    if not 0.0 < beta < 1.0:
+        raise ConfigError("jsd needs 0 < beta < 1", code="algorithm.input", found=str(beta))
+    mixture = (teacher_log_probs + math.log(beta)).logaddexp(log_probs + math.log1p(-beta))
+    return beta * _divergence(teacher_log_probs, mixture) + (1.0 - beta) * _divergence(log_probs, mixture)

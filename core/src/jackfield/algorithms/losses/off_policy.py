@@ -1,0 +1,99 @@
+"""Policy-gradient losses without a clipped ratio: -A log pi and what regularises it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from jackfield.algorithms.losses.terms import LossResult, log_ratio
+from jackfield.algorithms.registry import register
+from jackfield.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = []
+
+
+@register("loss", "reinforce", "token", paper="Williams, 1992")
+def _reinforce(log_probs: torch.Tensor, advantages: torch.Tensor) -> LossResult:
+    """-A log pi."""
+    return -advantages * log_probs, {}
+
+
+@register("loss", "gpg", "token", paper="GPG, arXiv:2504.02546")
+def _gpg(log_probs: torch.Tensor, advantages: torch.Tensor) -> LossResult:
+    """-A log pi: what is special in GPG is its advantages."""
+    return -advantages * log_probs, {}
+
+
+@register("loss", "sppo", "token", paper="Vaswani et al., arXiv:2108.05828 (softmax PPO)")
+def _sppo(
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, epsilon: float = 0.3
+) -> LossResult:
+    """-A log(clip(r, 1 / (1 + epsilon), 1 + epsilon))."""
+    bound = math.log1p(epsilon)
+    logs = log_probs - old_log_probs
+    clipped = logs.clamp(-bound, bound)
+    return -advantages * clipped, {"policy/clip_fraction": (clipped != logs).to(logs.dtype)}
+
+
+_CLIPS = ("none", "one-side", "two-side", "ring")
+_WEIGHTS = ("none", "importance", "advantage")
+_REGULARIZERS = ("none", "k2", "forward_kl")
+
+
+@register(
+    "loss",
+    "rec",
+    "token",
+    paper="Yao et al., arXiv:2509.24203 (REC family, RED-Weight, and OPMD's and AsymRE's regularisers)",
+    differs="Rows that RED-Drop leaves out are the estimator's business, not the loss's.",
+)
+def _rec(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip: str = "one-side",
+    weight: str = "none",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ring_low: float = 0.6,
+    ring_high: float = 2.0,
+    temperature: float = 1.0,
+    regularizer: str = "none",
+    regularizer_coefficient: float = 0.0,
+) -> LossResult:
+    """-M w A log pi + regulariser; M keeps r within bounds, w is 1, r (no gradient) or exp(A / temperature).
+
+    ``clip``: ``two-side`` keeps 1 - clip_low <= r <= 1 + clip_high; ``one-side`` bounds r from above for A >= 0 and
+    from
+    below for A <= 0; ``ring`` is two-side and, beyond, r <= 1 - ring_low for A >= 0 and r >= 1 + ring_high for A <= 0.
+    ``regularizer``: ``k2`` adds coefficient (log r)^2, ``forward_kl`` adds -coefficient log pi.
+    """
+    for value, known in ((clip, _CLIPS), (weight, _WEIGHTS), (regularizer, _REGULARIZERS)):
+        if value not in known:
+            raise ConfigError("rec has no such setting", code="algorithm.input", expected=", ".join(known), found=value)
+    ratio = log_ratio(log_probs, old_log_probs).exp().detach()
+    low, high = ratio >= 1.0 - clip_low, ratio <= 1.0 + clip_high
+    up, down = advantages >= 0, advantages <= 0
+    if clip == "none":
+        kept = ratio > 0
+    elif clip == "two-side":
+        kept = low & high
+    elif clip == "one-side":
+        kept = (up & high) | (down & low)
+    else:
+        kept = (low & high) | (up & (ratio <= 1.0 - ring_low)) | (down & (ratio >= 1.0 + ring_high))
+    gain = advantages
+    if weight == "importance":
+        gain = advantages * ratio
+    elif weight == "advantage":
+        gain = advantages * (advantages / temperature).clamp(max=20.0).exp()
+    losses = -(gain * log_probs).masked_fill(~kept, 0.0)
+    if regularizer == "k2":
+        losses = losses + regularizer_coefficient * (log_probs - old_log_probs).square()
+    elif regularizer == "forward_kl":
+        losses = losses - regularizer_coefficient * log_probs
+    return losses, {"policy/clip_fraction": (~kept).to(ratio.dtype), "policy/ratio": ratio}

@@ -1,0 +1,105 @@
+"""The critic's loss and the entropy bonus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jackfield.algorithms.aggregation import aggregate
+from jackfield.algorithms.tensors import require_finite, require_shapes
+from jackfield.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["entropy_loss", "value_loss"]
+
+
+def value_loss(
+    *,
+    values: torch.Tensor,
+    returns: torch.Tensor,
+    response_mask: torch.Tensor,
+    global_tokens: int,
+    global_sequences: int,
+    old_values: torch.Tensor | None = None,
+    clip: float | None = 0.2,
+    aggregation: str = "token-mean",
+    length_norm: float | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, or (V - R)^2 / 2 without clipping.
+
+    PPO's value loss as in OpenAI baselines (the paper has no clip). Everything is float ``[B, T]``.
+
+    Args:
+        values: of the critic, with gradients.
+        returns: what they should be (:func:`jackfield.algorithms.advantages`).
+        response_mask: bool or float.
+        global_tokens: masked tokens in the whole batch.
+        global_sequences: sequences in the whole batch.
+        old_values: of the critic before this batch's updates; needed by ``clip``.
+        clip: how far from ``old_values`` a prediction may get better; None: off.
+        aggregation: see :func:`jackfield.algorithms.aggregate`.
+        length_norm: see there.
+
+    Returns:
+        ``(loss, metrics)``: the share of these rows.
+
+    Raises:
+        ConfigError: ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
+    """
+    if clip is not None and old_values is None:
+        raise ConfigError("a clipped value loss needs old_values", code="algorithm.input", fix="clip=None: no clipping")
+    tensors = {"values": values, "returns": returns, "old_values": old_values}
+    require_shapes(tensors, response_mask)
+    require_finite(tensors, response_mask)
+    outside = response_mask == 0
+    predicted, target = values.masked_fill(outside, 0.0), returns.masked_fill(outside, 0.0)
+    errors = (predicted - target).square()
+    clipped = errors
+    if clip is not None and old_values is not None:
+        old = old_values.masked_fill(outside, 0.0)
+        clipped = (predicted.maximum(old - clip).minimum(old + clip) - target).square()
+    counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
+    losses = 0.5 * errors.maximum(clipped)
+    loss = aggregate(losses, response_mask, aggregation, length_norm=length_norm, **counts)
+    metrics = {
+        "value/clip_fraction": (clipped > errors).to(errors.dtype),
+        "value/mean": predicted.detach(),
+        "value/squared_error": errors.detach(),
+    }
+    return loss, {key: aggregate(value, response_mask, "token-mean", **counts) for key, value in metrics.items()}
+
+
+def entropy_loss(
+    *,
+    entropy: torch.Tensor,
+    response_mask: torch.Tensor,
+    global_tokens: int,
+    global_sequences: int,
+    coefficient: float = 1.0,
+    aggregation: str = "token-mean",
+    length_norm: float | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-coefficient * mean entropy: what to *add* to a loss so that entropy is rewarded.
+
+    Args:
+        entropy: of the policy at each token, float ``[B, T]``, with gradients.
+        response_mask: bool or float ``[B, T]``.
+        global_tokens: masked tokens in the whole batch.
+        global_sequences: sequences in the whole batch.
+        coefficient: weight of the bonus.
+        aggregation: see :func:`jackfield.algorithms.aggregate`.
+        length_norm: see there.
+
+    Returns:
+        ``(loss, metrics)``: the share of these rows; ``policy/entropy`` is the token mean.
+
+    Raises:
+        ConfigError: ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
+    """
+    require_shapes({"entropy": entropy}, response_mask)
+    require_finite({"entropy": entropy}, response_mask)
+    counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
+    bonus = aggregate(entropy, response_mask, aggregation, length_norm=length_norm, **counts)
+    metrics = {"policy/entropy": aggregate(entropy.detach(), response_mask, "token-mean", **counts)}
+    return -coefficient * bonus, metrics

@@ -1,0 +1,166 @@
+"""Reward shaping on the way to the advantages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jackfield.algorithms.kl import kl
+from jackfield.algorithms.registry import register
+from jackfield.algorithms.tensors import Groups, masked_mean_std, require_finite, require_shapes
+from jackfield.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "clip_rewards",
+    "dynamic_sampling_filter",
+    "fill_failed",
+    "kl_in_reward",
+    "normalize_rewards",
+    "overlong_penalty",
+]
+
+
+@register(
+    "shaping",
+    "kl_in_reward",
+    "token",
+    paper="InstructGPT, arXiv:2203.02155, equation 2; Ziegler et al., arXiv:1909.08593",
+)
+def kl_in_reward(
+    token_rewards: torch.Tensor,
+    log_probs: torch.Tensor,
+    ref_log_probs: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    coefficient: float,
+    estimator: str = "k1",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """r_t - coefficient kl_t on each model token.
+
+    Args:
+        token_rewards: float ``[B, T]``.
+        log_probs: of the policy that generated (or of pi_old), ``[B, T]``.
+        ref_log_probs: of the reference, ``[B, T]``.
+        response_mask: bool or float ``[B, T]``; rewards of observation tokens stay as they are.
+        coefficient: constant, or of a controller.
+        estimator: see :func:`jackfield.algorithms.kl`.
+
+    Returns:
+        ``(token_rewards, kl)``: ``[B, T]``, and the mean KL per model token, a scalar: what a controller is told.
+
+    Raises:
+        ConfigError: ``algorithm.unknown``, ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
+    """
+    tensors = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
+    require_shapes({**tensors, "token_rewards": token_rewards}, response_mask)
+    require_finite(tensors, response_mask)
+    keep = response_mask != 0
+    new, reference = (tensor.detach().masked_fill(~keep, 0.0) for tensor in (log_probs, ref_log_probs))
+    penalty = kl(estimator, new, reference).masked_fill(~keep, 0.0)
+    mean = masked_mean_std(penalty, keep)[0].to(penalty.dtype)
+    return token_rewards - coefficient * penalty.to(token_rewards.dtype), mean
+
+
+@register("shaping", "overlong_penalty", "sequence", paper="DAPO, arXiv:2503.14476, equation 13")
+def overlong_penalty(lengths: torch.Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> torch.Tensor:
+    """factor * clip((max_length - buffer - length) / buffer, -1, 0): to be added to the reward of a response.
+
+    Args:
+        lengths: of the responses in tokens, int ``[B]``.
+        max_length: from here on the penalty is ``-factor``.
+        buffer: over how many tokens before it the penalty grows from 0.
+        factor: the largest penalty.
+
+    Returns:
+        float ``[B]``, never positive.
+
+    Raises:
+        ConfigError: ``algorithm.input``.
+    """
+    if not 0 < buffer <= max_length:
+        raise ConfigError(
+            "overlong_penalty needs 0 < buffer <= max_length",
+            code="algorithm.input",
+            found=f"buffer {buffer}, max_length {max_length}",
+        )
+    return factor * ((max_length - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
+
+
+@register("shaping", "dynamic_sampling_filter", "group", paper="DAPO, arXiv:2503.14476, equation 11")
+def dynamic_sampling_filter(scores: torch.Tensor, group_ids: torch.Tensor, *, min_spread: float = 0.0) -> torch.Tensor:
+    """Keep rows of groups with max(score) - min(score) > min_spread: the others give no group-relative gradient.
+
+    Args:
+        scores: float ``[B]``.
+        group_ids: int ``[B]``.
+        min_spread: a larger one leaves out groups that hardly differ.
+
+    Returns:
+        bool ``[B]``. A group of one is left out.
+    """
+    groups, values = Groups(group_ids), scores.double()
+    return groups.maxima(values) + groups.maxima(-values) > min_spread
+
+
+@register("shaping", "normalize_rewards", "batch")
+def normalize_rewards(scores: torch.Tensor, *, center: bool = True, eps: float = 1e-8) -> torch.Tensor:
+    """(R - mean_batch(R)) / (std_batch(R) + eps), std over n - 1; ``center=False``: R / (std_batch(R) + eps).
+
+    ``scores`` float ``[B]``. A batch of one (or of equal rewards) is centred to 0 and, uncentred, left as it is.
+    """
+    mean, deviation = masked_mean_std(scores, scores == scores)
+    if center:
+        return ((scores.double() - mean) / (deviation + eps)).to(scores.dtype)
+    if not float(deviation):
+        return scores
+    return (scores / (deviation + eps)).to(scores.dtype)
+
+
+@register("shaping", "clip_rewards", "token")
+def clip_rewards(rewards: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
+    """clip(R, low, high), any shape.
+
+    Raises:
+        ConfigError: ``algorithm.input``.
+    """
+    if not low < high:
+        raise ConfigError("clip_rewards needs low < high", code="algorithm.input", found=f"{low}, {high}")
+    return rewards.clamp(low, high)
+
+
+@register(
+    "shaping",
+    "fill_failed",
+    "group",
+    paper="verl's async reward agent recipe (post_process_scores)",
+    differs="A group that failed as a whole has no mean: its rows are reported, not scored 0.",
+)
+def fill_failed(
+    scores: torch.Tensor, failed: torch.Tensor, group_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A failed score becomes the mean of its group's other scores: group-relative estimators then give it about 0.
+
+    Args:
+        scores: float ``[B]``; what a failed row holds does not matter, NaN included.
+        failed: bool ``[B]``.
+        group_ids: int ``[B]``.
+
+    Returns:
+        ``(scores, failed)``: ``[B]``; still failed (and 0) are the rows of groups without any score.
+
+    Raises:
+        ConfigError: ``algorithm.not-finite``: a score that has not failed is NaN or infinite (names the first row).
+    """
+    bad = ~scores.isfinite() & ~failed
+    if bool(bad.any()):
+        raise ConfigError(
+            "a score that has not failed is NaN or infinite",
+            code="algorithm.not-finite",
+            where=f"row {int(bad.nonzero()[0, 0])}",
+        )
+    groups = Groups(group_ids)
+    known = groups.sums((~failed).double())
+    means = groups.sums(scores.double().masked_fill(failed, 0.0)) / known.clamp(min=1.0)
+    return means.to(scores.dtype).where(failed, scores), failed & (known == 0)

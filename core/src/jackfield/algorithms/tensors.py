@@ -1,0 +1,191 @@
+"""What the parts share: masks, groups of rows, statistics over a batch. No torch is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from jackfield.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Groups",
+    "ModelTokens",
+    "credited_returns",
+    "discounted_sums",
+    "masked_mean_std",
+    "require_finite",
+    "require_shapes",
+    "row_means",
+    "row_sums",
+    "spread",
+]
+
+
+class Groups:
+    """Rows by an integer id; sums over groups without a loop."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        """``ids``: int ``[B]``, in any order, any values."""
+        _, index, counts = ids.unique(return_inverse=True, return_counts=True)
+        self.index: torch.Tensor = index  #: int64 ``[B]``: the number of each row's group
+        self.counts: torch.Tensor = counts.double()  #: ``[G]``: rows of each group
+        self.sizes: torch.Tensor = self.counts[index]  #: ``[B]``: rows of each row's group
+        self.alone: torch.Tensor = self.sizes == 1  #: bool ``[B]``
+
+    def totals(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[G, ...]``: the sum of each group's rows (``[B, ...]``)."""
+        return rows.new_zeros((len(self.counts), *rows.shape[1:])).index_add(0, self.index, rows)
+
+    def sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[B, ...]``: for each row the sum over its group."""
+        return self.totals(rows)[self.index]
+
+    def means(self, rows: torch.Tensor) -> torch.Tensor:
+        """For each row (``[B]`` or ``[B, D]``) the mean over its group."""
+        return self.sums(rows) / _like(self.sizes, rows)
+
+    def stds(self, rows: torch.Tensor) -> torch.Tensor:
+        """For each row the standard deviation of its group, over n - 1; 0 for a group of one."""
+        squares = self.sums((rows - self.means(rows)).square())
+        return (squares / _like((self.sizes - 1).clamp(min=1), rows)).sqrt()
+
+    def maxima(self, rows: torch.Tensor) -> torch.Tensor:
+        """For each row (``[B]``) the maximum of its group."""
+        lowest = rows.new_full((len(self.counts),), float("-inf"))
+        return lowest.scatter_reduce(0, self.index, rows, "amax")[self.index]
+
+    def log_mean_exp(self, rows: torch.Tensor) -> torch.Tensor:
+        """For each row log(mean(exp)) of its group."""
+        highest = self.maxima(rows)
+        return highest + self.means((rows - highest).exp()).log()
+
+
+def _like(rows: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return rows.reshape(-1, *([1] * (other.dim() - 1)))
+
+
+def spread(rows: torch.Tensor, mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A value per row (``[B]``) on each of the row's masked tokens: ``[B, T]`` of ``like``'s dtype."""
+    return rows.to(like.dtype).unsqueeze(-1).masked_fill(mask == 0, 0.0)
+
+
+def row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``[B]``: the mean over each row's masked tokens; 0 for a row without any."""
+    kept = values.masked_fill(mask == 0, 0.0)
+    return kept.sum(-1) / (mask != 0).sum(-1).clamp(min=1)
+
+
+def row_sums(values: torch.Tensor) -> torch.Tensor:
+    """``[B]``: the sum of each row, in float64: equal rewards differ from their mean by far less than any eps."""
+    return values.sum(-1, dtype=values.new_empty(0).double().dtype)
+
+
+def masked_mean_std(values: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation (n - 1) of ``values`` where ``keep``: two float64 scalars, 0 where undefined."""
+    wide = values.new_empty(0).double().dtype
+    count = keep.sum()
+    mean = values.masked_fill(~keep, 0.0).sum(dtype=wide) / count.clamp(min=1)
+    squares = (values - mean.to(values.dtype)).masked_fill(~keep, 0.0).square_().sum(dtype=wide)
+    return mean, (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+class ModelTokens:
+    """Rows packed to the left: the t-th model token of each row in column t, so that a recurrence meets no gap."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        """``mask``: ``[B, T]``."""
+        self.keep: torch.Tensor = mask != 0
+        self._position: torch.Tensor | None = None
+        if bool((self.keep[:, 1:] & ~self.keep[:, :-1]).any()) or not bool(self.keep[:, :1].all()):
+            self._position = self.keep.cumsum(-1) - 1  # -1 before the first model token
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        """``[B, T]``: the values of model tokens, then zeros."""
+        kept = values.masked_fill(~self.keep, 0.0)
+        return kept if self._position is None else self._scatter(kept)
+
+    def credit(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Packed rewards, each with those of the observations up to the next model token.
+
+        What stands before the first model token is nobody's doing.
+        """
+        if self._position is not None:
+            return self._scatter(rewards.masked_fill(self._position < 0, 0.0))
+        kept = rewards.masked_fill(~self.keep, 0.0)
+        after = rewards.masked_fill(self.keep, 0.0).sum(-1, keepdim=True)
+        last = (self.keep.sum(-1, keepdim=True) - 1).clamp(min=0)
+        return kept.scatter_add_(1, last, after) if rewards.shape[1] else kept
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """Back to ``[B, T]``; 0 where the mask is 0. ``packed`` is used up."""
+        if self._position is not None:
+            packed = packed.gather(1, self._position.clamp(min=0))
+        return packed.masked_fill_(~self.keep, 0.0)
+
+    def _scatter(self, values: torch.Tensor) -> torch.Tensor:
+        assert self._position is not None
+        return values.new_zeros(values.shape).scatter_add_(1, self._position.clamp(min=0), values)
+
+
+def discounted_sums(values: torch.Tensor, factor: float) -> torch.Tensor:
+    """x_t = values_t + factor x_{t+1} along each row of ``[B, T]``; a new tensor."""
+    if factor == 1.0:
+        return values.flip(-1).cumsum(-1).flip(-1)
+    steps = values.new_empty(values.T.shape).copy_(values.T)  # a time step is one stretch of memory
+    for t in range(len(steps) - 2, -1, -1):
+        steps[t].add_(steps[t + 1], alpha=factor)
+    return steps.T.contiguous()
+
+
+def credited_returns(token_rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
+    """Reward to go on each model token, float ``[B, T]``; 0 where the mask is 0.
+
+    Only model tokens discount. A reward on an observation token is credited to the model token before it: nothing
+    that an environment returns is lost.
+    """
+    if gamma == 1.0:
+        return discounted_sums(token_rewards, 1.0).masked_fill(mask == 0, 0.0)
+    tokens = ModelTokens(mask)
+    return tokens.unpack(discounted_sums(tokens.credit(token_rewards), gamma))
+
+
+def require_shapes(tensors: Mapping[str, torch.Tensor | None], mask: torch.Tensor) -> None:
+    """Refuse tensors that are not shaped like ``mask`` (``[B, T]``).
+
+    Raises:
+        ConfigError: ``algorithm.input``.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != mask.shape:
+            raise ConfigError(
+                f"{name} and response_mask have different shapes",
+                code="algorithm.input",
+                where=name,
+                expected=str(tuple(mask.shape)),
+                found=str(tuple(tensor.shape)),
+            )
+
+
+def require_finite(tensors: Mapping[str, torch.Tensor | None], mask: torch.Tensor) -> None:
+    """Refuse NaN and infinity on masked tokens, with one look at the device when all is well.
+
+    Raises:
+        ConfigError: ``algorithm.not-finite``, naming the tensor, the row and the token.
+    """
+    bad = {name: ~tensor.detach().isfinite() & (mask != 0) for name, tensor in tensors.items() if tensor is not None}
+    if not bad or not bool(sum(flags.sum() for flags in bad.values())):
+        return
+    for name, flags in bad.items():
+        if bool(flags.any()):
+            row, column = (int(index) for index in flags.nonzero()[0])
+            tensor = tensors[name]
+            assert tensor is not None
+            raise ConfigError(
+                f"{name} is {float(tensor.detach()[row, column])}",
+                code="algorithm.not-finite",
+                where=f"row {row}, response token {column}",
+                fix="lower the learning rate, or look at that sample",
+            )

@@ -1,0 +1,51 @@
+"""``jackfield config show|explain|validate FILE``."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["config"]
+
+
+@click.group()
+def config() -> None:
+    """Look at a run's configuration."""
+
+
+def _arguments(command: click.decorators.FC) -> click.decorators.FC:
+    command = click.argument("overrides", nargs=-1)(command)
+    return click.argument("file", type=click.Path(dir_okay=False))(command)
+
+
+@config.command()
+@_arguments
+def show(file: str, overrides: tuple[str, ...]) -> None:
+    """Print the whole resolved configuration, defaults included, as YAML."""
+    from jackfield.config import load_config
+    from jackfield.config import show as show_config
+
+    click.echo(show_config(load_config(file, overrides)), nl=False)
+
+
+@config.command()
+@_arguments
+def explain(file: str, overrides: tuple[str, ...]) -> None:
+    """Print every setting with its value, what it does, and its default where the value differs."""
+    from jackfield.config import explain as explain_config
+    from jackfield.config import load_config
+    from jackfield.plugins import discover
+
+    for path, value, default, text in explain_config(load_config(file, overrides), discover()):
+        changed = "" if value == default else f"  (default: {default!r})"
+        click.echo(f"{path} = {value!r}{changed}" + (f"\n    {text}" if text else ""))
+
+
+@config.command()
+@_arguments
+def validate(file: str, overrides: tuple[str, ...]) -> None:
+    """Check the configuration's structure, plugin settings included. Paths in it need not exist."""
+    from jackfield.config import load_config, validate_plugins
+    from jackfield.plugins import discover
+
+    validate_plugins(load_config(file, overrides), discover())
+    click.echo(f"{file}: valid")

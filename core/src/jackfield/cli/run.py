@@ -1,0 +1,19 @@
+"""``jackfield run FILE [key.path=value ...]``."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["run"]
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.argument("overrides", nargs=-1)
+def run(file: str, overrides: tuple[str, ...]) -> None:
+    """Do the run that FILE describes, after OVERRIDES such as schedule.steps=10."""
+    from jackfield.compose import run as do_run
+    from jackfield.config import load_config
+
+    result = do_run(load_config(file, overrides))
+    click.echo(f"{result.steps} steps done; model in {result.model}")

@@ -1,0 +1,96 @@
+"""The one clock through which every wait and every deadline goes.
+
+A run gets a :class:`Clock` injected; simulations and tests use a :class:`VirtualClock`, on which an
+hour passes as soon as every task waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+from jackfield.errors import DeadlineExceeded
+
+__all__ = ["Clock", "VirtualClock"]
+
+T = TypeVar("T")
+
+
+class Clock:
+    """Real time. ``time()`` is monotonic, in seconds, with an arbitrary origin."""
+
+    def time(self) -> float:
+        """Seconds on a monotonic clock."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Suspend the calling task for ``seconds``."""
+        await asyncio.sleep(seconds)
+
+    async def wait_for(self, awaitable: Awaitable[T], seconds: float, waiting_for: str) -> T:
+        """Await ``awaitable`` for at most ``seconds``.
+
+        Args:
+            awaitable: a coroutine or future; it is cancelled when time runs out.
+            seconds: the deadline, from now.
+            waiting_for: who and what is waited for, for the error message.
+
+        Raises:
+            DeadlineExceeded: when time runs out; the message names ``waiting_for``.
+        """
+        try:
+            async with asyncio.timeout(seconds) as scope:
+                return await awaitable
+        except TimeoutError as error:
+            if not scope.expired():
+                raise  # a timeout of the awaitable's own
+            raise DeadlineExceeded(
+                f"waited {seconds:g} s for {waiting_for}",
+                fix="look at why it did not answer, or raise the deadline",
+            ) from error
+
+
+class VirtualClock(Clock):
+    """A clock that jumps to the next deadline as soon as every task waits.
+
+    Use :meth:`run` in the place of :func:`asyncio.run`; ``asyncio.sleep`` and ``asyncio.timeout``
+    inside it run on virtual time, too. Work in threads or other processes does not hold the clock.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def time(self) -> float:
+        """Virtual seconds since the clock was made."""
+        return self._now
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run ``main`` to its end on virtual time and return its result."""
+        with asyncio.Runner(loop_factory=lambda: _VirtualTimeLoop(self)) as runner:
+            return runner.run(main)
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """A selector that moves the virtual clock instead of waiting."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            return super().select(None)
+        self._clock._now += max(timeout, 0.0)
+        return super().select(0)
+
+
+class _VirtualTimeLoop(asyncio.SelectorEventLoop):
+    def __init__(self, clock: VirtualClock) -> None:
+        self._virtual_clock = clock
+        super().__init__(_JumpingSelector(clock))
+
+    def time(self) -> float:
+        return self._virtual_clock.time()

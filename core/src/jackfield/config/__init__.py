@@ -1,0 +1,49 @@
+"""Typed configuration: YAML files and ``a.b=c`` overrides to one frozen :class:`RunConfig`."""
+
+from __future__ import annotations
+
+from jackfield.config.loading import (
+    as_plain,
+    explain,
+    load_config,
+    make_config,
+    parse_override,
+    plugin_sections,
+    show,
+    validate_plugins,
+)
+from jackfield.config.sections import (
+    AlgorithmConfig,
+    DataConfig,
+    DeadlineConfig,
+    EvaluationConfig,
+    EvaluationSampling,
+    KLConfig,
+    PartConfig,
+    PluginSection,
+    RunConfig,
+    RuntimeConfig,
+    ScheduleConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "DataConfig",
+    "DeadlineConfig",
+    "EvaluationConfig",
+    "EvaluationSampling",
+    "KLConfig",
+    "PartConfig",
+    "PluginSection",
+    "RunConfig",
+    "RuntimeConfig",
+    "ScheduleConfig",
+    "as_plain",
+    "explain",
+    "load_config",
+    "make_config",
+    "parse_override",
+    "plugin_sections",
+    "show",
+    "validate_plugins",
+]

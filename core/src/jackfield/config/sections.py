@@ -1,0 +1,172 @@
+"""The sections of a run's configuration. Importing this module imports no plugin and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import attrs
+from attrs.validators import ge, gt
+
+from jackfield.abc.engine import ModelSpec, OptimizerSpec
+from jackfield.abc.rollout import SamplingParams
+from jackfield.data.tasks import TaskFormat
+from jackfield.observe import ObserveConfig
+from jackfield.structuring import option
+
+__all__ = [
+    "AlgorithmConfig",
+    "DataConfig",
+    "DeadlineConfig",
+    "EvaluationConfig",
+    "EvaluationSampling",
+    "KLConfig",
+    "PartConfig",
+    "PluginSection",
+    "RunConfig",
+    "RuntimeConfig",
+    "ScheduleConfig",
+]
+
+
+@attrs.frozen(kw_only=True)
+class PluginSection:
+    """A plugin by name, with the settings that its own schema defines (beside ``name`` in the file)."""
+
+    name: str
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class DataConfig:
+    """Tasks."""
+
+    train: str | None = option(None, help="JSONL file of training tasks")
+    eval: str | None = option(None, help="JSONL file of held-out tasks")
+    format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; GSM8K's own format by default")
+    chat_template: str | None = option(None, help="a Jinja chat template in the place of the tokenizer's own")
+    prompts_per_step: int = option(32, help="tasks (groups) in one training batch", validator=gt(0))
+    runs_per_prompt: int = option(8, help="agent runs per task (the group size)", validator=gt(0))
+    max_prompt_tokens: int | None = option(None, help="longest prompt allowed, in tokens")
+
+
+@attrs.frozen(kw_only=True)
+class PartConfig:
+    """A registered part by name, with its options."""
+
+    name: str
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class KLConfig:
+    """A KL penalty to the reference policy, in the loss."""
+
+    name: str = option("k3", help="the estimator: k1, k2, k3 or abs")
+    coefficient: float = option(0.0, help="0: off, no reference model is loaded", validator=ge(0.0))
+
+
+@attrs.frozen(kw_only=True)
+class AlgorithmConfig:
+    """A named bundle of parts, any of which can be replaced."""
+
+    name: str = option("grpo", help="the bundle: grpo, sft, or one that a plugin registers")
+    advantages: PartConfig | None = option(None, help="advantage estimator in the place of the bundle's")
+    loss: PartConfig | None = option(None, help="policy loss in the place of the bundle's")
+    aggregation: str | None = option(None, help="how token losses are averaged, in the place of the bundle's")
+    kl: KLConfig = option(factory=KLConfig, help="KL penalty to the reference policy")
+    entropy_coefficient: float = option(0.0, help="weight of the entropy bonus")
+    mini_batches: int = option(1, help="optimizer steps that one batch is split into", validator=gt(0))
+    epochs: int = option(1, help="passes over one batch", validator=gt(0))
+    old_log_probs: Literal["rollout", "engine"] = option(
+        "rollout", help="behaviour policy: log-probs of the rollout server, or recomputed by the engine before updates"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class ScheduleConfig:
+    """When batches are generated, trained on and published."""
+
+    steps: int = option(100, help="training steps", validator=gt(0))
+    sync_interval: int = option(1, help="k: weights are published every k steps", validator=gt(0))
+    sync_offset: int = option(0, help="o: how many batches the explorer may run ahead", validator=ge(0))
+    max_refills: int = option(8, help="times that one failed group of a batch is replaced", validator=ge(0))
+
+
+@attrs.frozen(kw_only=True)
+class EvaluationSampling(SamplingParams):
+    """How evaluation answers are drawn: greedy unless told otherwise."""
+
+    temperature: float = option(0.0, help="0: greedy", validator=ge(0.0))
+
+
+@attrs.frozen(kw_only=True)
+class EvaluationConfig:
+    """Runs over the held-out tasks."""
+
+    every: int = option(0, help="evaluate every n steps and at both ends; 0: never", validator=ge(0))
+    tasks: int | None = option(None, help="use the first n held-out tasks; null: all")
+    sampling: EvaluationSampling = option(factory=EvaluationSampling, help="how answers are drawn")
+
+
+@attrs.frozen(kw_only=True)
+class RuntimeConfig:
+    """Where workers live."""
+
+    name: Literal["inline"] = option("inline", help="inline: everything in this process")
+    device: str = option("cpu", help="torch device of engine and rollout server")
+    threads: int | None = option(None, help="torch threads; null: as torch decides")
+    rollout_replicas: int = option(1, help="rollout servers", validator=gt(0))
+    micro_batch_tokens: int = option(16384, help="padded tokens of one training pass, at most", validator=gt(0))
+    offload: bool = option(False, help="at every hand-over the idle side gives its device memory back")
+
+
+@attrs.frozen(kw_only=True)
+class DeadlineConfig:
+    """The longest that a run waits, in seconds, before it fails and names who was waited for."""
+
+    start: float = option(600.0, help="for a rollout server or a reward agent to start", validator=gt(0.0))
+    engine: float = option(3600.0, help="for one call of an engine: loading, a pass, a checkpoint", validator=gt(0.0))
+    generate: float = option(600.0, help="for one agent run", validator=gt(0.0))
+    reward: float = option(60.0, help="for one score", validator=gt(0.0))
+    batch: float = option(1800.0, help="for the batch of the next step", validator=gt(0.0))
+    sync: float = option(600.0, help="for one weight synchronisation", validator=gt(0.0))
+
+
+@attrs.frozen(kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    name: str = option("run", help="shown in progress, curves and tables")
+    folder: str = option("runs/run", help="where everything that the run writes goes")
+    seed: int = option(0, help="fixes a synchronous run")
+    mode: Literal["both", "train"] = option("both", help="both: explore and train; train: on the data's own answers")
+    model: ModelSpec = option(help="the policy")
+    data: DataConfig = option(factory=DataConfig, help="tasks")
+    sampling: SamplingParams = option(factory=SamplingParams, help="how training responses are drawn")
+    algorithm: AlgorithmConfig = option(factory=AlgorithmConfig, help="advantages, loss, KL")
+    optimizer: OptimizerSpec = option(factory=OptimizerSpec, help="AdamW and its learning-rate schedule")
+    schedule: ScheduleConfig = option(factory=ScheduleConfig, help="steps and synchronisation")
+    evaluation: EvaluationConfig = option(factory=EvaluationConfig, help="held-out tasks")
+    runtime: RuntimeConfig = option(factory=RuntimeConfig, help="where workers live")
+    deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="longest waits")
+    engine: PluginSection = option(
+        factory=partial(PluginSection, name="fsdp"), help="the engine plugin, and its own settings"
+    )
+    rollout: PluginSection = option(
+        factory=partial(PluginSection, name="transformers"), help="the rollout plugin, and its own settings"
+    )
+    agent: PluginSection = option(
+        factory=partial(PluginSection, name="single_turn"), help="the agent plugin, and its own settings"
+    )
+    reward: PluginSection = option(
+        factory=partial(PluginSection, name="rules"), help="the reward plugin, and its own settings"
+    )
+    transfer_queue: PluginSection = option(
+        factory=partial(PluginSection, name="memory"), help="the transfer_queue plugin, and its own settings"
+    )
+    checkpoint_engine: PluginSection = option(
+        factory=partial(PluginSection, name="in_process"), help="the checkpoint_engine plugin, and its own settings"
+    )
+    observe: ObserveConfig = option(factory=ObserveConfig, help="what the run writes and shows")

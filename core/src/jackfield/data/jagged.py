@@ -1,0 +1,127 @@
+"""Jagged tensors: rows of different lengths in one ``torch.nested`` tensor of layout ``torch.jagged``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jackfield.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["from_padded", "jagged", "lengths", "rows", "to_padded"]
+
+
+def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows ``[length, ...]`` of one dtype as a nested tensor ``[B, j, ...]``; gradients flow through.
+
+    Raises:
+        DataError: without rows, or where dtypes or trailing shapes differ.
+    """
+    import torch
+
+    if not rows:
+        raise DataError("a jagged tensor needs one row at least", expected="rows [length, ...]", found="none")
+    first = rows[0]
+    for index, row in enumerate(rows):
+        if row.dim() == 0 or row.dtype != first.dtype or row.shape[1:] != first.shape[1:]:
+            raise DataError(
+                f"row {index} does not fit",
+                expected=f"{first.dtype}, [length, *{list(first.shape[1:])}]",
+                found=f"{row.dtype}, {list(row.shape)}",
+            )
+    return _nested(torch.cat(list(rows)), [row.shape[0] for row in rows])
+
+
+def rows(nested: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of a nested tensor ``[B, j, ...]``, as views."""
+    _require_jagged(nested)
+    return list(nested.unbind())
+
+
+def lengths(nested: torch.Tensor) -> torch.Tensor:
+    """The rows' lengths, int64 ``[B]``."""
+    import torch
+
+    _require_jagged(nested)
+    offsets, sizes = _layout(nested)
+    return (offsets.diff() if sizes is None else sizes).to(torch.int64)
+
+
+def to_padded(nested: torch.Tensor, padding: float = 0, length: int | None = None) -> torch.Tensor:
+    """``[B, j, ...]`` as ``[B, T, ...]`` with ``padding`` on the right.
+
+    Args:
+        nested: layout ``torch.jagged``.
+        padding: what stands past a row's end.
+        length: T; None: the longest row's.
+
+    Raises:
+        DataError: when a row is longer than ``length``.
+    """
+    sizes = lengths(nested)
+    longest = int(sizes.max()) if len(sizes) else 0
+    if length is not None and length < longest:
+        raise DataError("a row is longer than the padded length", expected=f"at most {length}", found=longest)
+    values = _values(nested)
+    padded = values.new_full((len(sizes), longest if length is None else length, *values.shape[1:]), padding)
+    padded[_mask(sizes, padded.shape[1])] = values
+    return padded
+
+
+def from_padded(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """``[B, T, ...]`` and int64 lengths ``[B]`` as ``[B, j, ...]``; what lies past a row's length is left out.
+
+    Raises:
+        DataError: when the shapes contradict each other.
+    """
+    import torch
+
+    fits = dense.dim() >= 2 and lengths.shape == dense.shape[:1]
+    if not fits or (len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= dense.shape[1]):
+        raise DataError(
+            "lengths do not fit the padded tensor",
+            expected="[B, T, ...] and B lengths from 0 to T",
+            found=f"{list(dense.shape)} and {lengths.tolist()[:8]}",
+        )
+    sizes = lengths.to(dense.device, torch.int64)
+    return _nested(dense[_mask(sizes, dense.shape[1])], sizes.tolist())
+
+
+def _nested(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    import torch
+
+    offsets = torch.zeros(len(sizes) + 1, dtype=torch.int64)
+    torch.cumsum(torch.tensor(sizes, dtype=torch.int64), 0, out=offsets[1:])
+    return torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
+
+
+def _values(nested: torch.Tensor) -> torch.Tensor:
+    """The rows back to back, without holes."""
+    import torch
+
+    offsets, sizes = _layout(nested)
+    values = nested.values()
+    if sizes is None and int(offsets[0]) == 0 and int(offsets[-1]) == values.shape[0]:
+        return values
+    return torch.cat(list(nested.unbind()))
+
+
+def _layout(nested: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Offsets, and lengths where rows do not end at the next one's offset."""
+    return nested.offsets(), nested.lengths()
+
+
+def _mask(sizes: torch.Tensor, length: int) -> torch.Tensor:
+    """bool ``[B, T]``: where rows have values."""
+    import torch
+
+    return torch.arange(length, device=sizes.device) < sizes[:, None]
+
+
+def _require_jagged(nested: torch.Tensor) -> None:
+    import torch
+
+    if not nested.is_nested or nested.layout != torch.jagged:
+        raise DataError("not a nested tensor of layout torch.jagged", expected="[B, j, ...]", found=list(nested.shape))

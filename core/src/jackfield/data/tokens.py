@@ -1,0 +1,230 @@
+"""Text to tokens, once: a chat tokenizer over a Hugging Face tokenizer.
+
+History is never rendered again. What a template puts between the model's answer and its next turn is computed from
+the template's difference on a made-up conversation, so that each inserted token is known and the sequence only grows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jackfield.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["HuggingFaceChatTokenizer", "check_vocabulary"]
+
+_QUESTION: Mapping[str, Any] = {"role": "user", "content": "q"}
+_ANSWER = "jackfield-answer"
+_CACHED_CHATS = 4096
+
+
+class HuggingFaceChatTokenizer:
+    """A :class:`jackfield.abc.agent.ChatTokenizer` over a tokenizer of the transformers library.
+
+    Args:
+        tokenizer: a loaded tokenizer.
+        chat_template: a Jinja template in the place of the tokenizer's own.
+        template_options: further variables of the template (``{"enable_thinking": False}``).
+        end_token_ids: end tokens beside the tokenizer's and the template's (a generation config's).
+
+    Raises:
+        DataError: ``data.no-chat-template``; ``data.malformed`` when the template does not render a plain question;
+            ``data.no-end-token`` when neither template, tokenizer nor argument gives a token that ends an answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        end_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.tokenizer = tokenizer
+        own = tokenizer.chat_template
+        self._template = chat_template or (own.get("default") if isinstance(own, dict) else own)
+        self._options = dict(template_options or {})
+        self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        if not self._template:
+            raise DataError(
+                "the tokenizer has no chat template",
+                code="data.no-chat-template",
+                where=self._name,
+                fix="set chat_template in the configuration to a Jinja template, or use an instruction-tuned model",
+            )
+        self._turn_end = self._find_turn_end()
+        found = (self._turn_end, tokenizer.eos_token_id, *end_token_ids)
+        self._end_token_ids = tuple(dict.fromkeys(token for token in found if token is not None))
+        if not self._end_token_ids:
+            raise DataError(
+                "no token ends the model's answer",
+                code="data.no-end-token",
+                where=self._name,
+                expected="an end-of-text token of the tokenizer, or a special token after an answer in the template",
+                fix="set the tokenizer's eos_token",
+            )
+        self._encode_chat = functools.lru_cache(_CACHED_CHATS)(self._encode_chat_text)
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path,
+        *,
+        chat_template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> HuggingFaceChatTokenizer:
+        """Load the tokenizer of a model folder (or of a name on the Hub).
+
+        End tokens of the folder's generation config are taken over.
+
+        Raises:
+            DataError: ``data.missing`` when there is no such tokenizer; those of the constructor.
+        """
+        from transformers import AutoTokenizer
+
+        local = Path(name).is_dir()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(name), local_files_only=local, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise DataError(
+                "the tokenizer cannot be loaded",
+                code="data.missing",
+                where=str(name),
+                expected="a folder made by save_pretrained, or a name on the Hugging Face Hub",
+                found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+                fix="check the path; save the tokenizer beside the model",
+            ) from error
+        return cls(
+            tokenizer,
+            chat_template=chat_template,
+            template_options=template_options,
+            end_token_ids=_generation_end_tokens(Path(name)) if local else (),
+        )
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn of the model; the first is the one that :meth:`encode_response` adds."""
+        return self._end_token_ids
+
+    @property
+    def vocabulary_size(self) -> int:
+        """One more than the largest token id, added tokens included."""
+        return int(max(self.tokenizer.get_vocab().values())) + 1
+
+    @property
+    def padding_token_id(self) -> int:
+        """A token for places that no loss and no attention sees: the tokenizer's padding or end token."""
+        padding = self.tokenizer.pad_token_id
+        return self._end_token_ids[0] if padding is None else int(padding)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Tokens of a conversation, up to where the model has to answer. Cached: runs of a group share their prompt.
+
+        Raises:
+            DataError: ``data.malformed`` when the template refuses the messages.
+        """
+        return self._encode_chat(json.dumps(list(messages), default=dict))
+
+    def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Tokens that append further messages after the model's own answer, up to where it has to answer again.
+
+        The answer is taken to end with one of :attr:`end_token_ids`; that token is not repeated. Thinking that a
+        template would remove from earlier answers stays: it is what the model saw.
+
+        Raises:
+            DataError: ``data.not-append-only`` when the template would change the turns before.
+        """
+        before = self._render([_QUESTION], generation_prompt=False)
+        after = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages], generation_prompt=True)
+        if not after.startswith(before) or _ANSWER not in after[len(before) :]:
+            raise DataError(
+                "the chat template changes earlier turns when further messages follow",
+                code="data.not-append-only",
+                where=self._name,
+                expected=f"{before!r}, an answer, then the further messages",
+                found=repr(after),
+                fix="give a chat_template that renders every message without looking at later ones",
+            )
+        token_ids = self._encode(after[len(before) :].partition(_ANSWER)[2])
+        return token_ids[1:] if token_ids[:1] and token_ids[0] in self._end_token_ids else token_ids
+
+    def encode_response(self, text: str) -> tuple[int, ...]:
+        """Tokens of an answer that is taught (supervised training), the end token included."""
+        return (*self._encode(text), self._end_token_ids[0])
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of some tokens."""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _encode_chat_text(self, messages: str) -> tuple[int, ...]:
+        return self._encode(self._render(json.loads(messages), generation_prompt=True))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self._options,
+            )
+        except Exception as error:  # Jinja's own errors, and whatever a template raises
+            raise DataError(
+                "the chat template refuses the messages",
+                code="data.malformed",
+                where=self._name,
+                found=f"{type(error).__name__}: {error}; roles {[message.get('role') for message in messages]}",
+                fix="check the roles and their order, or give another chat_template",
+            ) from error
+        return text
+
+    def _find_turn_end(self) -> int | None:
+        """The special token by which the template closes an answer (``<|im_end|>``), if it has one.
+
+        A base model's tokenizer often names another end of text than its chat template uses.
+        """
+        text = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+        token_ids = self._encode(text.partition(_ANSWER)[2])
+        special = set(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
+        return token_ids[0] if token_ids and token_ids[0] in special else None
+
+
+def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size: int) -> None:
+    """Refuse a tokenizer that can make token ids which the model's embedding does not have.
+
+    A model with more rows than the tokenizer has tokens is fine (rows are padded to round numbers).
+
+    Raises:
+        DataError: ``data.vocabulary``.
+    """
+    if tokenizer.vocabulary_size > model_vocabulary_size:
+        raise DataError(
+            "the tokenizer knows tokens that the model does not have",
+            code="data.vocabulary",
+            expected=f"token ids below {model_vocabulary_size}, the model's vocabulary size",
+            found=f"token ids up to {tokenizer.vocabulary_size - 1}",
+            fix="use the tokenizer of this model, or resize the model's embeddings",
+        )
+
+
+def _generation_end_tokens(folder: Path) -> tuple[int, ...]:
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return ()
+    value = json.loads(file.read_text()).get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)

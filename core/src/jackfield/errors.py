@@ -1,0 +1,302 @@
+"""Every error Jackfield raises on purpose, in one tree.
+
+::
+
+    JackfieldError
+    ├── ConfigError             a configuration file or an override is wrong
+    ├── PluginError             a plugin cannot be used
+    │   ├── PluginNotFound        no plugin of that name is installed
+    │   ├── DuplicatePlugin       two distributions provide one name
+    │   ├── ManifestError         the manifest is missing or malformed (gate 1)
+    │   ├── AbiError              the plugin was built for another ABI (gate 1)
+    │   ├── StructureError        the class does not fit its contract (gate 2)
+    │   └── PluginImportError     the plugin's module fails to import (gate 2)
+    ├── DataError               a task file, a tokenizer or a template is wrong
+    ├── EngineError             a training engine refused or failed
+    ├── RolloutError            a rollout server refused or failed
+    ├── AgentError              an agent loop broke its contract or failed
+    ├── RewardError             a reward agent broke its contract or failed
+    ├── QueueError              the TransferQueue refused a request
+    │   ├── LeaseError            a lease is unknown, expired or of an old epoch
+    │   └── QueueFull             backpressure lasted beyond its deadline
+    ├── WeightsError            a weight synchronisation was lost, stale or corrupt
+    ├── ScheduleError           a schedule's staleness bound would be broken
+    ├── RunError                a run cannot start, go on or be resumed
+    └── DeadlineExceeded        a wait ended without what was waited for
+
+Every error carries a ``code`` (a stable slug that is listed in :data:`CODES` and in
+``docs/reference/errors.md``), what went wrong, where, what was expected, what was found and how to
+fix it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CODES",
+    "AbiError",
+    "AgentError",
+    "ConfigError",
+    "DataError",
+    "DeadlineExceeded",
+    "DuplicatePlugin",
+    "EngineError",
+    "JackfieldError",
+    "LeaseError",
+    "ManifestError",
+    "PluginError",
+    "PluginImportError",
+    "PluginNotFound",
+    "QueueError",
+    "QueueFull",
+    "RewardError",
+    "RolloutError",
+    "RunError",
+    "ScheduleError",
+    "StructureError",
+    "WeightsError",
+]
+
+CODES: dict[str, str] = {
+    "config.unreadable": "The configuration file is missing or is not YAML.",
+    "config.unknown-key": "A key in the configuration belongs to no setting.",
+    "config.missing-key": "A setting without a default is not given.",
+    "config.wrong-type": "A value has the wrong type.",
+    "config.invalid-value": "A value has the right type but is not allowed.",
+    "config.override": "A command-line override is not of the form key.path=value.",
+    "plugin.not-found": "No installed plugin has this name and kind.",
+    "plugin.ambiguous": "Plugins of several kinds have this name.",
+    "plugin.duplicate": "Two distributions provide a plugin of the same kind and name.",
+    "plugin.manifest-missing": "An entry point names a manifest file that is not there.",
+    "plugin.manifest-invalid": "A manifest is not TOML, or has missing, unknown or wrong keys.",
+    "plugin.abi-major": "The plugin implements another major version of its contract.",
+    "plugin.abi-newer": "The plugin needs a newer minor version of its contract than this host has.",
+    "plugin.import": "The plugin's module raised while it was imported.",
+    "plugin.object-missing": "The manifest names an object that its module does not have.",
+    "plugin.not-a-subclass": "The plugin's class does not derive from the contract's abstract class.",
+    "plugin.abstract-method": "The plugin's class leaves an abstract method of its contract undefined.",
+    "plugin.sync-async": "A method is synchronous where the contract is asynchronous, or the reverse.",
+    "plugin.signature": "A method does not accept the parameters of its contract.",
+    "plugin.capability": "A request needs a capability that the plugin does not declare.",
+    "plugin.config-class": "The plugin's config object is not a frozen attrs class.",
+    "plugin.hooks": "The plugin's hook module cannot be registered.",
+    "plugin.hook-failed": "A hook implementation raised; all others of that hook were called.",
+    "plugin.interpreter": "A configured interpreter is missing, broken or did not answer in time.",
+    "plugin.requirement": "A package that this part needs is not installed.",
+    "plugin.scaffold": "A new plugin cannot be written: a bad name, or something is there already.",
+    "plugin.check": "The conformance checks of a plugin could not be run.",
+    "data.missing": "A data file does not exist.",
+    "data.malformed": "A line of a data file is not a JSON object, or lacks a field.",
+    "data.empty": "A data set has no tasks.",
+    "data.no-chat-template": "The tokenizer has no chat template and the configuration gives none.",
+    "data.no-end-token": "Neither the tokenizer nor the chat template has a token that ends an answer.",
+    "data.prompt-too-long": "A prompt has more tokens than the limit.",
+    "data.not-append-only": "A turn changed tokens of an earlier turn.",
+    "data.vocabulary": "The tokenizer knows token ids that the model does not have.",
+    "algorithm.unknown": "No registered part of this kind has this name.",
+    "algorithm.input": "An algorithm got tensors or options that it cannot work with.",
+    "algorithm.not-finite": "A log-probability, an advantage or a loss is NaN or infinite.",
+    "engine.failed": "The training engine raised.",
+    "engine.state": "The engine was used before initialize() or in the wrong mode.",
+    "engine.model": "The model folder is missing or cannot be loaded.",
+    "rollout.failed": "The rollout server raised.",
+    "rollout.request": "A generation request is invalid.",
+    "rollout.stopped": "The rollout server is stopped or died.",
+    "rollout.stale": "A replica whose weights are not current was asked to generate.",
+    "agent.failed": "An agent loop raised.",
+    "agent.output": "An agent loop returned sequences that break the contract.",
+    "reward.failed": "A reward agent raised.",
+    "reward.output": "A reward agent returned something that is not a score.",
+    "reward.too-many-failures": "More groups than allowed ended without a usable reward.",
+    "queue.unknown-row": "A row key is not in the queue.",
+    "queue.unknown-consumer": "A consumer has not been registered.",
+    "queue.invalid": "A queue request contradicts itself.",
+    "queue.closed": "The queue is closed.",
+    "queue.column": "A column is not there, or was written twice.",
+    "queue.lease-epoch": "A lease is expired, released or of an older epoch.",
+    "queue.full": "The queue stayed full until the deadline.",
+    "weights.digest": "A replica loaded other bytes than the engine sent.",
+    "weights.missing": "A tensor that was sent did not arrive, or arrived twice.",
+    "weights.version": "A weight version went backwards or does not match.",
+    "weights.transfer": "A weight transfer broke off.",
+    "schedule.invalid": "The schedule's settings contradict each other.",
+    "schedule.staleness": "A batch is staler than the schedule allows.",
+    "run.folder-in-use": "Another run is using this folder.",
+    "run.not-finite": "A loss or gradient norm became NaN or infinite.",
+    "run.failed": "A part of the run failed.",
+    "worker.start": "A worker process cannot start, or cannot load the user's code.",
+    "deadline": "Something that was waited for did not come in time.",
+    "lint": "An internal rule of the project is broken.",
+}
+
+
+class JackfieldError(Exception):
+    """Base of all errors.
+
+    Args:
+        message: what went wrong, one sentence without a full stop.
+        code: one of :data:`CODES`; each class has a default.
+        where: the place: a file and line, a path in the configuration, a plugin, a sample.
+        expected: what would have been right.
+        found: what was there.
+        fix: what the reader can do.
+    """
+
+    default_code = "run.failed"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        where: object = None,
+        expected: object = None,
+        found: object = None,
+        fix: str | None = None,
+    ) -> None:
+        self.code = code or self.default_code
+        assert self.code in CODES, f"error code {self.code!r} is not listed in jackfield.errors.CODES"
+        self.message = message
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.fix = fix
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        head = f"{self.message}" if self.where is None else f"{self.message} at {self.where}"
+        if isinstance(self.where, str) and self.where in self.message:
+            head = self.message
+        lines = [f"[{self.code}] {head}"]
+        for label in ("expected", "found", "fix"):
+            value = getattr(self, label)
+            if value is not None:
+                lines.append(f"  {label}: {value}")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The error as JSON-ready fields (what ``--json`` prints)."""
+        fields = ("where", "expected", "found", "fix")
+        details = {name: None if getattr(self, name) is None else str(getattr(self, name)) for name in fields}
+        return {"code": self.code, "message": self.message, **details}
+
+
+class ConfigError(JackfieldError):
+    """A configuration file or an override is wrong."""
+
+    default_code = "config.invalid-value"
+
+
+class PluginError(JackfieldError):
+    """A plugin cannot be used."""
+
+    default_code = "plugin.requirement"
+
+
+class PluginNotFound(PluginError):
+    """No plugin of that name is installed."""
+
+    default_code = "plugin.not-found"
+
+
+class DuplicatePlugin(PluginError):
+    """Two distributions provide one name."""
+
+    default_code = "plugin.duplicate"
+
+
+class ManifestError(PluginError):
+    """The manifest is missing or malformed."""
+
+    default_code = "plugin.manifest-invalid"
+
+
+class AbiError(PluginError):
+    """The plugin was built for another ABI."""
+
+    default_code = "plugin.abi-major"
+
+
+class StructureError(PluginError):
+    """The plugin's class does not fit its contract."""
+
+    default_code = "plugin.abstract-method"
+
+
+class PluginImportError(PluginError):
+    """The plugin's module fails to import."""
+
+    default_code = "plugin.import"
+
+
+class DataError(JackfieldError):
+    """A task file, a tokenizer or a template is wrong."""
+
+    default_code = "data.malformed"
+
+
+class EngineError(JackfieldError):
+    """A training engine refused or failed."""
+
+    default_code = "engine.failed"
+
+
+class RolloutError(JackfieldError):
+    """A rollout server refused or failed."""
+
+    default_code = "rollout.failed"
+
+
+class AgentError(JackfieldError):
+    """An agent loop broke its contract or failed."""
+
+    default_code = "agent.failed"
+
+
+class RewardError(JackfieldError):
+    """A reward agent broke its contract or failed."""
+
+    default_code = "reward.failed"
+
+
+class QueueError(JackfieldError):
+    """The TransferQueue refused a request."""
+
+    default_code = "queue.invalid"
+
+
+class LeaseError(QueueError):
+    """A lease is unknown, expired or of an old epoch."""
+
+    default_code = "queue.lease-epoch"
+
+
+class QueueFull(QueueError):
+    """Backpressure lasted beyond its deadline."""
+
+    default_code = "queue.full"
+
+
+class WeightsError(JackfieldError):
+    """A weight synchronisation was lost, stale or corrupt."""
+
+    default_code = "weights.transfer"
+
+
+class ScheduleError(JackfieldError):
+    """A schedule's staleness bound would be broken."""
+
+    default_code = "schedule.invalid"
+
+
+class RunError(JackfieldError):
+    """A run cannot start, go on or be resumed."""
+
+    default_code = "run.failed"
+
+
+class DeadlineExceeded(JackfieldError):
+    """A wait ended without what was waited for."""
+
+    default_code = "deadline"

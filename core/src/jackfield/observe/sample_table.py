@@ -1,0 +1,138 @@
+"""Tables of samples for people to read."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jackfield.observe._files import AppendFile, cut_after, encode, read_lines, strict
+from jackfield.observe._listener import Listener, listens
+from jackfield.plugins.hooks import RunEnded, RunStarted, SampleRecord, SamplesFailed, SamplesRecorded
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["SampleTables", "read_samples", "render_samples"]
+
+
+class SampleTables(Listener):
+    """Writes ``samples/PARTITION.jsonl`` (``train``, ``eval``) and ``samples/failed.jsonl``, one object per sample.
+
+    A sample has ``step``, ``key``, ``prompt``, ``response``, ``reward``, ``response_ids``, ``response_mask``,
+    ``mask_text`` (the mask in words) and ``tags``; a failed one has ``step``, ``key`` and ``reason``.
+    """
+
+    name = "sample table"
+    output = "samples"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._files: dict[str, AppendFile] = {}
+
+    @listens()
+    def run_started(self, event: RunStarted) -> None:
+        """Cut what a resumed run does again, and remove the tables of a run that begins anew."""
+        folder = self._folder / self.output
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(folder.glob("*.jsonl")):
+            if event.first_step > 0:
+                cut_after(path, event.first_step)
+            else:
+                path.unlink()
+
+    @listens()
+    def samples_recorded(self, event: SamplesRecorded) -> None:
+        """Write the first samples of a step or an evaluation, as many as the configuration says."""
+        most = self._config.samples_per_step if event.partition == "train" else self._config.samples_per_evaluation
+        self._append(event.partition, [_row(event.step, sample) for sample in event.samples[:most]])
+
+    @listens()
+    def samples_failed(self, event: SamplesFailed) -> None:
+        """Write all failures."""
+        rows = [{"step": event.step, "key": key, "reason": reason} for key, reason in event.reasons.items()]
+        self._append("failed", rows)
+
+    @listens()
+    def run_ended(self, event: RunEnded) -> None:
+        """Close the files."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def _append(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not rows:
+            return
+        name = re.sub(r"[^\w-]+", "_", table)
+        if name not in self._files:
+            folder = self._folder / self.output
+            folder.mkdir(parents=True, exist_ok=True)
+            self._files[name] = AppendFile(folder / f"{name}.jsonl")
+        self._files[name].append(b"".join(encode(row) + b"\n" for row in rows))
+
+
+def read_samples(path: Path, step: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a sample table.
+
+    Args:
+        path: a file that :class:`SampleTables` wrote; none there, no rows.
+        step: rows of this step only; -1 means the last step in the file.
+    """
+    rows = list(read_lines(path))
+    if step == -1:
+        step = max((row["step"] for row in rows), default=None)
+    return [row for row in rows if step is None or row["step"] == step]
+
+
+def render_samples(samples: Sequence[Mapping[str, Any] | SampleRecord], console: Console, title: str = "") -> None:
+    """Print samples as a table: key, prompt, response, reward and mask.
+
+    Args:
+        samples: rows of :func:`read_samples`, or the records of an event.
+        console: where to print.
+        title: a line above the table.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, box=SIMPLE_HEAD, show_lines=True, expand=True)
+    table.add_column("key", ratio=2, min_width=12, overflow="fold")
+    table.add_column("prompt", ratio=6, overflow="fold")
+    table.add_column("response", ratio=6, overflow="fold")
+    table.add_column("reward", justify="right", no_wrap=True)
+    table.add_column("mask", ratio=2, min_width=12)
+    for sample in samples:
+        row = _row(0, sample) if isinstance(sample, SampleRecord) else sample
+        reward = row.get("reward")
+        shown = "-" if reward is None else f"{reward:.3g}"
+        cells = (row["key"], row["prompt"], row["response"], shown, row.get("mask_text", ""))
+        table.add_row(*(Text(cell.rstrip("\n")) for cell in cells))
+    console.print(table)
+
+
+def _row(step: int, sample: SampleRecord) -> dict[str, Any]:
+    not_finite: list[str] = []
+    row = {
+        "step": step,
+        "key": sample.key,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "reward": strict(sample.reward, not_finite, "reward"),
+        "response_ids": [int(token) for token in sample.response_ids],
+        "response_mask": [int(bit) for bit in sample.response_mask],
+        "mask_text": _mask_text(sample.response_mask),
+        "tags": strict(sample.tags, not_finite, "tags"),
+    }
+    return {**row, "not_finite": not_finite} if not_finite else row
+
+
+def _mask_text(mask: Sequence[int]) -> str:
+    """Runs of a mask in words: ``12 model, 5 inserted, 7 model`` (tokens)."""
+    runs = [(len(list(run)), "model" if bit else "inserted") for bit, run in itertools.groupby(mask)]
+    return ", ".join(f"{length} {who}" for length, who in runs)

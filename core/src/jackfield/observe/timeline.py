@@ -1,0 +1,127 @@
+"""The timeline of a run in the Chrome trace event format, which Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jackfield.observe._files import AppendFile, encode, replace
+from jackfield.observe._listener import Listener, listens
+from jackfield.plugins.hooks import RunEnded, RunStarted, StageEnded
+
+__all__ = ["Timeline"]
+
+_HEAD = b"[\n"
+_TAIL = b"\n]\n"
+_ORDER = ("explorer", "reward", "trainer", "weights", "evaluation")  # lanes from top to bottom; others follow
+_REMEMBERED = 64  # earlier stages of a track against which a new one is checked
+_SLACK = 1e-6  # seconds by which stages that follow each other may overlap on paper
+
+
+class Timeline(Listener):
+    """Writes ``trace.json``: one lane per ``StageEnded.lane``, times in microseconds since the run's start.
+
+    The file is valid JSON after every event, so also when the run is killed. Stages of one lane that overlap without
+    one holding the other (two batches in flight) get a second lane, ``explorer (2)``, as the format has no other
+    way to draw them. ``StageEnded.step`` counts from 0 as tickets do, so a run resumed after ``n`` completed steps
+    keeps the stages of steps below ``n``.
+    """
+
+    name = "timeline"
+    output = "trace.json"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._file: AppendFile | None = None
+        self._early: list[StageEnded] = []
+        self._origin = 0.0
+        self._empty = True
+        self._tracks: dict[str, int] = {}
+        self._open: dict[str, list[tuple[float, float]]] = {}
+
+    @listens()
+    def run_started(self, event: RunStarted) -> None:
+        """Open the file; a resumed run goes on where the last kept stage ended."""
+        path = self._folder / self.output
+        kept = _stages(path.read_bytes(), event.first_step) if event.first_step > 0 and path.exists() else []
+        worked = max((stage["ts"] + stage["dur"] for stage in kept), default=0.0) / 1e6
+        self._origin = self._clock.time() - worked
+        replace(path, [_HEAD, _TAIL])
+        self._file = AppendFile(path, _TAIL)
+        self._append(_metadata("process_name", 0, name=event.name))
+        for stage in kept:
+            track = self._track(stage["cat"], stage["ts"] / 1e6, (stage["ts"] + stage["dur"]) / 1e6)
+            self._append({**stage, "tid": track})
+        for early in self._early:
+            self._stage(early)
+        self._early.clear()
+
+    @listens()
+    def stage_ended(self, event: StageEnded) -> None:
+        """Write a stage; those before the run's start (loading a model) wait for it."""
+        if self._file is None:
+            self._early.append(event)
+        else:
+            self._stage(event)
+
+    @listens()
+    def run_ended(self, event: RunEnded) -> None:
+        """Close the file."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _stage(self, event: StageEnded) -> None:
+        start, end = event.start - self._origin, event.end - self._origin
+        stage = {
+            "name": event.name,
+            "cat": event.lane,
+            "ph": "X",
+            "ts": round(start * 1e6, 3),
+            "dur": round(max(end - start, 0.0) * 1e6, 3),
+            "pid": 1,
+            "tid": self._track(event.lane, start, end),
+            "args": {"step": event.step},
+        }
+        self._append(stage)
+
+    def _track(self, lane: str, start: float, end: float) -> int:
+        """The first track of the lane in which the stage nests."""
+        for count in range(1, len(self._tracks) + 2):
+            name = lane if count == 1 else f"{lane} ({count})"
+            stages = self._open.setdefault(name, [])
+            outside = [stage for stage in stages if stage[0] < start - _SLACK]
+            # Stages come in the order of their ends, so one that began earlier must have ended before this began.
+            if not outside or max(ended for _, ended in outside) <= start + _SLACK:
+                self._open[name] = [*outside[-_REMEMBERED:], (start, end)]
+                return self._tracks[name] if name in self._tracks else self._new_track(lane, name)
+        raise AssertionError("an unused track holds any stage")
+
+    def _new_track(self, lane: str, name: str) -> int:
+        track = self._tracks[name] = len(self._tracks) + 1
+        position = _ORDER.index(lane) if lane in _ORDER else len(_ORDER)
+        self._append(_metadata("thread_name", track, name=name))
+        self._append(_metadata("thread_sort_index", track, sort_index=position * 100 + track))
+        return track
+
+    def _append(self, event: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.append((b"" if self._empty else b",\n") + encode(event))
+        self._empty = False
+
+
+def _metadata(kind: str, track: int, **arguments: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": 1, "tid": track, "args": arguments}
+
+
+def _stages(trace: bytes, completed: int) -> list[dict[str, Any]]:
+    """The stages of an earlier trace that belong to completed steps; of a file that something tore, none."""
+    try:
+        events = json.loads(trace)
+    except ValueError:
+        return []
+    return [event for event in events if event.get("ph") == "X" and event["args"]["step"] < completed]

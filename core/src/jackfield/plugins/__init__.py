@@ -1,0 +1,28 @@
+"""The plugin system: manifests, discovery, gates, the registry and hooks.
+
+:func:`discover` reads the manifests of what is installed and imports nothing; :func:`load_plugin` imports the one
+plugin that is asked for. Lifecycle events and small parts go through :func:`hook_manager`.
+"""
+
+from __future__ import annotations
+
+from jackfield.plugins.discovery import GROUPS, PluginRecord
+from jackfield.plugins.hook_manager import HookManager, hook_manager
+from jackfield.plugins.hooks import hookimpl
+from jackfield.plugins.manifest import Manifest, require_capability
+from jackfield.plugins.registry import LoadedPlugin, Registry, discover, installed, load_plugin
+
+__all__ = [
+    "GROUPS",
+    "HookManager",
+    "LoadedPlugin",
+    "Manifest",
+    "PluginRecord",
+    "Registry",
+    "discover",
+    "hook_manager",
+    "hookimpl",
+    "installed",
+    "load_plugin",
+    "require_capability",
+]

@@ -1,0 +1,151 @@
+"""Writes a new plugin: a complete project with a small implementation that works, to be changed into one's own.
+
+The templates are files below ``templates/``, see the README there.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path, PurePosixPath
+
+from jackfield import __version__
+from jackfield.abc import ABI_VERSIONS, KINDS
+from jackfield.errors import PluginError
+from jackfield.plugins.discovery import GROUPS
+
+__all__ = ["available_kinds", "write_scaffold"]
+
+_SUFFIX = ".template"
+_PACKAGE_FOLDER = "__package__"
+_NAME = re.compile(r"[a-z][a-z0-9]*(?:[_-][a-z0-9]+)*")
+_LONGEST_NAME = 40
+_PLACEHOLDER = re.compile(r"(?<!\$)\{\{(\w+)\}\}")  # `${{ … }}` is GitHub's
+
+#: The end of the class's name, and the first sentence of the plugin, by kind.
+_KINDS: dict[str, tuple[str, str]] = {
+    "engine": ("Engine", "Trains a causal language model on one device"),
+    "rollout": ("Server", "Generates with a causal language model in this process"),
+    "agent": ("Agent", "Has the model review its own answer"),
+    "reward": ("Reward", "Scores a number by its distance from the ground truth"),
+    "transfer_queue": ("Queue", "Stores columns of samples"),
+    "checkpoint_engine": ("CheckpointEngine", "Moves weights from the trainer to inference workers"),
+}
+
+
+def available_kinds() -> tuple[str, ...]:
+    """The kinds that there are templates for."""
+    return tuple(kind for kind in KINDS if _templates(kind).is_dir())
+
+
+def write_scaffold(kind: str, name: str, parent: Path) -> Path:
+    """Write the project ``jackfield-KIND-NAME`` into a folder.
+
+    Args:
+        kind: of plugin.
+        name: of the plugin: lower-case words of letters and digits, the first a letter, joined by ``_`` or ``-``.
+        parent: where the project's folder is made.
+
+    Returns:
+        The project's folder.
+
+    Raises:
+        PluginError: ``plugin.scaffold``: an unknown kind, a bad name, or something is there already. Nothing is
+            written then.
+    """
+    values = _values(kind, name)
+    target = parent / f"jackfield-{kind}-{name}"
+    if target.exists() or target.is_symlink():
+        raise PluginError(
+            f"{target.name} is there already",
+            code="plugin.scaffold",
+            where=str(target),
+            expected="no file or folder of this name",
+            fix="choose another name, or move what is there out of the way",
+        )
+    # written beside its place and then moved, so that an interrupted call leaves no half project
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
+    try:
+        for path, text in _texts(kind, values):
+            file = scratch / "project" / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        (scratch / "project").rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _values(kind: str, name: str) -> dict[str, str]:
+    """What the placeholders stand for."""
+    if kind not in available_kinds():
+        raise PluginError(
+            f"there is no scaffold for the kind '{kind}'",
+            code="plugin.scaffold",
+            expected="one of " + ", ".join(available_kinds()),
+            found=repr(kind),
+        )
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+        raise PluginError(
+            "a plugin cannot have this name",
+            code="plugin.scaffold",
+            expected=f"lower-case letters and digits, words joined by '_' or '-', the first character a letter, at most"
+            f" {_LONGEST_NAME} characters: llama_judge",
+            found=repr(name),
+            fix=f"for example: {_near_name(name)}",
+        )
+    suffix, description = _KINDS[kind]
+    return {
+        "name": name,
+        "kind": kind,
+        "package": f"jackfield_{kind}_{name.replace('-', '_')}",
+        "distribution": f"jackfield-{kind}-{name}".replace("_", "-"),
+        "class_name": "".join(word.capitalize() for word in re.split("[_-]", name)) + suffix,
+        "group": GROUPS[kind],
+        "abi": ABI_VERSIONS[kind],
+        "description": description,
+        "jackfield": ".".join(__version__.split(".")[:2]),
+    }
+
+
+def _near_name(name: str) -> str:
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    near = "_".join(words).lstrip("0123456789_")[:_LONGEST_NAME].rstrip("_")
+    return near or "my_plugin"
+
+
+def _texts(kind: str, values: Mapping[str, str]) -> Iterator[tuple[PurePosixPath, str]]:
+    """Path and content of each file; those of the kind replace common ones."""
+    found: dict[PurePosixPath, Traversable] = {}
+    for folder in ("common", kind):
+        found.update(_walk(_templates(folder), PurePosixPath()))
+    for path, source in sorted(found.items()):
+        where = PurePosixPath(*(values["package"] if part == _PACKAGE_FOLDER else part for part in path.parts))
+        yield (
+            PurePosixPath(_filled(str(where), values, path)),
+            _filled(source.read_text(encoding="utf-8"), values, path),
+        )
+
+
+def _walk(folder: Traversable, path: PurePosixPath) -> Iterator[tuple[PurePosixPath, Traversable]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _walk(entry, path / entry.name)
+        elif entry.name.endswith(_SUFFIX):
+            yield path / entry.name.removesuffix(_SUFFIX), entry
+
+
+def _filled(text: str, values: Mapping[str, str], path: PurePosixPath) -> str:
+    def value(found: re.Match[str]) -> str:
+        assert found[1] in values, f"the template {path} has the unknown placeholder {found[0]}"
+        return values[found[1]]
+
+    return _PLACEHOLDER.sub(value, text)
+
+
+def _templates(folder: str) -> Traversable:
+    return files("jackfield.plugins") / "templates" / folder

@@ -1,0 +1,43 @@
+"""The data plane: samples × columns, written by many, leased, acked and consumed exactly once."""
+
+from __future__ import annotations
+
+from jackfield.queue.columns import (
+    byte_size,
+    column_from_rows,
+    concatenate,
+    dense_column,
+    from_nested,
+    json_column,
+    row_bytes,
+    rows_of,
+    take,
+    to_nested,
+)
+from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket
+from jackfield.queue.samplers import SAMPLERS, ReadyRows, Sampler, Sequential, make_sampler, register_sampler
+from jackfield.queue.transfer_queue import TransferQueue
+
+__all__ = [
+    "SAMPLERS",
+    "BatchMeta",
+    "GroupSlot",
+    "GroupView",
+    "ReadyRows",
+    "Sampler",
+    "Sequential",
+    "Ticket",
+    "TransferQueue",
+    "byte_size",
+    "column_from_rows",
+    "concatenate",
+    "dense_column",
+    "from_nested",
+    "json_column",
+    "make_sampler",
+    "register_sampler",
+    "row_bytes",
+    "rows_of",
+    "take",
+    "to_nested",
+]

@@ -1,0 +1,355 @@
+"""The controller's records of rows, groups, tickets and consumers. Internal: nobody outside the package holds them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import attrs
+
+from jackfield.clock import Clock
+from jackfield.errors import QueueError
+from jackfield.queue.meta import GroupSlot, GroupView, Ticket
+from jackfield.queue.waiting import Line, Signal
+
+__all__ = ["Ack", "Consumer", "Group", "GroupWaiter", "Lease", "Partition", "Row", "Slot", "State", "TicketState"]
+
+_KEPT_FAILURES = 10_000
+
+
+@attrs.define(eq=False, repr=False)
+class Row:
+    """One sample. It is recorded from the moment its run has ended, until it fails, expires or is consumed."""
+
+    key: str
+    group: Group
+    run: int
+    sequence: int
+    serial: int  #: order of creation
+    tags: Mapping[str, Any]
+    columns: int = 0  #: bits of the columns that are there
+    writing: int = 0  #: bits of the columns that are being written
+    bytes: int = 0
+    done: int = 0  #: bits of the consumers whose acks are final
+    status: Literal["sealed", "failed", "expired", "consumed"] = "sealed"
+
+    def all_tags(self) -> dict[str, Any]:
+        """The row's tags, its group's, and what the controller knows."""
+        group = self.group
+        return {
+            "task_id": group.task_id,
+            "ticket": group.slot.ticket.number,
+            "slot": group.slot.index,
+            "attempt": group.attempt,
+            "run": self.run,
+            "sequence": self.sequence,
+            **group.tags,
+            **self.tags,
+        }
+
+
+@attrs.define(eq=False, repr=False)
+class Group:
+    """Sibling runs of one task."""
+
+    id: str
+    slot: Slot
+    attempt: int
+    task_id: str
+    runs: int
+    minimum_rows: int | None
+    tags: Mapping[str, Any]
+    state: Literal["open", "published", "dropped"] = "open"
+    reason: str | None = None
+    ended: dict[int, str | None] = attrs.field(factory=dict)  #: by run: why it failed
+    writing: set[int] = attrs.field(factory=set)  #: runs whose rows are being put
+    broken: dict[int, int] = attrs.field(factory=dict)  #: by run: puts that broke off; the next one uses new keys
+    rows: list[Row] = attrs.field(factory=list)  #: surviving ones; by run and sequence once published
+    consumed: int = 0  #: rows that all consumers are done with; none of them is in ``rows``
+    available: dict[Consumer, int] = attrs.field(factory=dict)  #: surviving rows that a consumer could lease now
+    held_by: set[Consumer] = attrs.field(factory=set)  #: who leased or acked it as a whole
+    settled: Signal = attrs.field(factory=Signal)
+
+    @property
+    def partition(self) -> Partition:
+        return self.slot.ticket.partition
+
+    def sort(self) -> None:
+        self.rows.sort(key=lambda row: (row.run, row.sequence))
+
+    def satisfied(self) -> bool:
+        """Whether the surviving rows are enough to publish the group."""
+        if self.minimum_rows is not None:
+            return len(self.rows) >= self.minimum_rows
+        return len({row.run for row in self.rows}) == self.runs
+
+    def view(self) -> GroupView:
+        ordered = sorted(self.rows, key=lambda row: (row.run, row.sequence))
+        common = -1
+        for row in ordered:
+            common &= row.columns
+        return GroupView(
+            id=self.id,
+            partition=self.partition.name,
+            ticket=self.slot.ticket.number,
+            index=self.slot.index,
+            attempt=self.attempt,
+            task_id=self.task_id,
+            state=self.state,
+            reason=self.reason,
+            runs=self.runs,
+            failed_runs={run: reason for run, reason in sorted(self.ended.items()) if reason is not None},
+            keys=tuple(row.key for row in ordered),
+            key_runs=tuple(row.run for row in ordered),
+            columns=frozenset(self.partition.names(common) if ordered else ()),
+            tags=self.tags,
+        )
+
+
+@attrs.define(eq=False, repr=False)
+class Slot:
+    """A place in a ticket."""
+
+    ticket: TicketState
+    index: int
+    attempt: int = 0
+    claim: int = 0
+    explorer: str | None = None  #: that has been given it
+    group: Group | None = None  #: open or published
+    reasons: list[str] = attrs.field(factory=list)  #: of the groups that were dropped
+
+    def group_id(self) -> str:
+        again = f"r{self.claim}" if self.claim else ""
+        return f"{self.ticket.partition.name}/{self.ticket.number}/{self.index}/{self.attempt}{again}"
+
+
+@attrs.define(eq=False, repr=False)
+class TicketState:
+    """A ticket and its slots."""
+
+    partition: Partition
+    number: int
+    slots: list[Slot] = attrs.field(factory=list)
+    explorers: set[str] = attrs.field(factory=set)  #: that have claimed it and live
+    groups: list[str] = attrs.field(factory=list)  #: all there ever were
+    vacant: list[int] = attrs.field(factory=list)  #: heap of slots that no explorer has been given
+    iterators: int = 0  #: running ``slots`` iterations
+    published: int = 0
+    rows: int = 0  #: that are in the backend
+    failure: str | None = None
+    ready: dict[Consumer, dict[int, Group]] = attrs.field(factory=dict)  #: groups that could be leased now, by slot
+    held: dict[Consumer, int] = attrs.field(factory=dict)  #: groups that a consumer leased or acked as a whole
+    changed: Signal = attrs.field(factory=Signal)
+
+    @property
+    def complete(self) -> bool:
+        return self.published == len(self.slots)
+
+    def final(self) -> bool:
+        """Whether no group can be dropped any more: all are held by a consumer, or consumed."""
+        return self.complete and all(
+            slot.group is not None and (slot.group.held_by or slot.group.consumed) for slot in self.slots
+        )
+
+    def public(self, explorer: str) -> Ticket:
+        return Ticket(self.partition.name, self.number, len(self.slots), explorer)
+
+    def vacate(self, slot: Slot) -> None:
+        """Let ``slot`` be handed out: to a running iteration, or to the next claimant of a ticket."""
+        slot.explorer = slot.group = None
+        heapq.heappush(self.vacant, slot.index)
+        self.changed.notify()
+        self.offer()
+
+    def offer(self) -> None:
+        """Offer the ticket to the next claimant if slots are vacant and nobody waits for them."""
+        if self.vacant and not self.iterators and self.failure is None:
+            self.partition.offer(self.number)
+
+    def hand_out(self, explorer: str) -> GroupSlot | None:
+        """The next vacant slot, if there is any."""
+        if not self.vacant:
+            return None
+        slot = self.slots[heapq.heappop(self.vacant)]
+        slot.explorer = explorer
+        return GroupSlot(self.number, slot.index, slot.attempt, self.partition.name, explorer, slot.claim)
+
+    def error(self) -> QueueError:
+        return QueueError(
+            f"ticket {self.number} of partition {self.partition.name!r} has failed: {self.failure}",
+            where=f"{self.partition.name}/{self.number}",
+            fix="look at why its groups were dropped, or raise max_refills",
+        )
+
+
+@attrs.frozen(eq=False, repr=False)
+class Ack:
+    """A consumer's statement that it is done with a row."""
+
+    step: int | None  #: None: final at once
+    final: bool
+
+
+@attrs.define(eq=False, repr=False)
+class Lease:
+    """Rows that a consumer holds."""
+
+    consumer: Consumer
+    epoch: int
+    expires: float
+    whole: bool  #: of whole groups
+    rows: dict[Row, None]
+
+
+@attrs.define(eq=False, repr=False)
+class GroupWaiter:
+    """Somebody who waits for groups of one ticket; ``groups=None``: for all of them."""
+
+    groups: int | None
+    signal: Signal = attrs.field(factory=Signal)
+
+
+@attrs.define(eq=False, repr=False)
+class Consumer:
+    """Who takes rows of one partition as soon as its columns are there."""
+
+    name: str
+    partition: Partition
+    columns: tuple[str, ...]
+    mask: int
+    bit: int
+    lease_seconds: float
+    epoch: int = 0
+    ready: dict[Row, None] = attrs.field(factory=dict)
+    leased: dict[Row, Lease] = attrs.field(factory=dict)
+    leases: dict[int, Lease] = attrs.field(factory=dict)
+    acked: dict[Row, Ack] = attrs.field(factory=dict)
+    provisional: dict[int, dict[Row, None]] = attrs.field(factory=dict)  #: acks by step
+    line: Line = attrs.field(factory=Line)
+    row_demand: int = 0  #: waiters for any rows
+    group_waiters: dict[int, list[GroupWaiter]] = attrs.field(factory=dict)  #: by ticket
+
+
+@attrs.define(eq=False, repr=False)
+class Partition:
+    """Rows, tickets and consumers of one name."""
+
+    name: str
+    bits: dict[str, int] = attrs.field(factory=dict)  #: a bit per column
+    consumers: list[Consumer] = attrs.field(factory=list)
+    tickets: dict[int, TicketState] = attrs.field(factory=dict)  #: until all their rows are consumed
+    next_ticket: int = 0
+    offered: list[int] = attrs.field(factory=list)  #: heap of tickets to be handed out again
+    offers: Signal = attrs.field(factory=Signal)
+    feeds: list[list[str]] = attrs.field(factory=list)  #: groups to come, of each ``settled_groups`` iteration
+    fed: Signal = attrs.field(factory=Signal)
+
+    def mask(self, columns: tuple[str, ...]) -> int:
+        """The bits of ``columns``; new names get new bits."""
+        mask = 0
+        for name in columns:
+            mask |= self.bits.setdefault(name, 1 << len(self.bits))
+        return mask
+
+    def names(self, mask: int) -> tuple[str, ...]:
+        return tuple(name for name, bit in self.bits.items() if mask & bit)
+
+    def offer(self, number: int) -> None:
+        """Let the next claimant have a ticket that was claimed before."""
+        if number not in self.offered:
+            heapq.heappush(self.offered, number)
+            self.offers.notify()
+
+
+@attrs.define(eq=False, repr=False)
+class State:
+    """Everything the controller knows."""
+
+    clock: Clock
+    on_ledger: Callable[[dict[str, Any]], None] | None = None
+    partitions: dict[str, Partition] = attrs.field(factory=dict)
+    consumers: dict[str, Consumer] = attrs.field(factory=dict)
+    groups: dict[str, Group] = attrs.field(factory=dict)  #: until their ticket is consumed
+    rows: dict[str, Row] = attrs.field(factory=dict)
+    next_serial: int = 0
+    row_count: int = 0  #: in the backend or on the way there
+    byte_count: int = 0
+    committed: int | None = None  #: the last step whose acks are final
+    ledger: list[dict[str, Any]] = attrs.field(factory=list)
+    failures: dict[str, str] = attrs.field(factory=dict)
+    discarded: dict[str, list[str]] = attrs.field(factory=dict)  #: keys by partition that the backend may forget
+    discards: Signal = attrs.field(factory=Signal)
+    room: Signal = attrs.field(factory=Signal)
+    closed: bool = False
+
+    def partition(self, name: str) -> Partition:
+        if name not in self.partitions:
+            self.partitions[name] = Partition(name)
+        return self.partitions[name]
+
+    def consumer(self, name: str) -> Consumer:
+        if name not in self.consumers:
+            raise QueueError(
+                f"no consumer {name!r} is registered",
+                code="queue.unknown-consumer",
+                where=name,
+                expected=f"one of {', '.join(sorted(self.consumers)) or '(none)'}",
+                fix="call register_consumer first",
+            )
+        return self.consumers[name]
+
+    def group(self, group_id: str) -> Group:
+        if group_id not in self.groups:
+            raise QueueError(
+                f"no group {group_id!r} is in the queue",
+                code="queue.unknown-row",
+                where=group_id,
+                fix="its ticket may have been consumed already",
+            )
+        return self.groups[group_id]
+
+    def row(self, key: str) -> Row | None:
+        """A row by key, or None when it was there once.
+
+        Raises:
+            QueueError: ``queue.unknown-row`` when it never was.
+        """
+        found = self.rows.get(key)
+        if found is None and not self._was_there(key):
+            raise QueueError(f"no row {key!r} is in the queue", code="queue.unknown-row", where=key)
+        return found
+
+    def _was_there(self, key: str) -> bool:
+        """Keys are ``partition/ticket/slot/attempt/run/sequence``."""
+        group_id = key.rsplit("/", 2)[0]
+        if group_id in self.groups:
+            return True
+        parts = group_id.rsplit("/", 3)
+        partition = self.partitions.get(parts[0])
+        if partition is None or len(parts) != 4 or not parts[1].isdigit():
+            return False
+        return int(parts[1]) < partition.next_ticket and int(parts[1]) not in partition.tickets
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Append to the ledger."""
+        entry = {"event": event, "time": self.clock.time(), **fields}
+        self.ledger.append(entry)
+        if self.on_ledger is not None:
+            self.on_ledger(entry)
+
+    def failed(self, subject: str, reason: str) -> None:
+        """Remember, for :meth:`TransferQueue.drain_failures`, what will not become training data."""
+        self.failures[subject] = reason
+        if len(self.failures) > _KEPT_FAILURES:
+            del self.failures[next(iter(self.failures))]
+
+    def discard(self, partition: str, key: str) -> None:
+        """Let the backend forget a row."""
+        self.discarded.setdefault(partition, []).append(key)
+        self.discards.notify()
+
+    def release_room(self, rows: int, size: int) -> None:
+        self.row_count -= rows
+        self.byte_count -= size
+        self.room.notify()

@@ -1,0 +1,124 @@
+"""The program of a worker process: loads one function and calls it, one JSON line at a time.
+
+Run by its path, not as a module of a package, and with nothing but the standard library, so that it starts fast and
+in any interpreter. Standard output belongs to the user's code and goes where standard error goes; answers travel on a
+descriptor that the user's code does not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    _die_with_parent(int(sys.argv[1]))
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    with asyncio.Runner() as runner:
+        function: Callable[..., Any] | None = None
+        for line in requests:
+            request = json.loads(line)
+            try:
+                if function is None:
+                    function = _load(request)
+                    value = None
+                else:
+                    _limit_cpu(request["cpu_seconds"])
+                    value = function(**request["arguments"])
+                    if inspect.isawaitable(value):
+                        value = runner.run(_wait(value))
+                text = json.dumps({"value": value}, default=_scalar)
+            except BaseException as error:  # SystemExit is the user's code's, too
+                text = json.dumps({"error": _describe(error)})
+            answers.write(text.encode() + b"\n")
+
+
+async def _wait(value: Any) -> Any:
+    return await value
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
+
+
+def _load(request: dict[str, Any]) -> Callable[..., Any]:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if request["memory_bytes"] is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (request["memory_bytes"], request["memory_bytes"]))
+    sys.path.extend(path for path in request["sys_path"] if path not in sys.path)
+    place, _, name = request["target"].rpartition(":")
+    found: Any = _file_module(place) if place.endswith(".py") else importlib.import_module(place)
+    for part in name.split("."):
+        found = getattr(found, part)
+    keywords, method = request["keywords"], request["method"]
+    if inspect.isclass(found):
+        return _method(found(**keywords), method)
+    if not inspect.isroutine(found) and hasattr(found, method):
+        found = _method(found, method)
+    return functools.partial(found, **keywords)
+
+
+def _method(instance: Any, name: str) -> Callable[..., Any]:
+    method: Callable[..., Any] = getattr(instance, name)
+    return method
+
+
+def _file_module(path: str) -> Any:
+    name = os.path.basename(path).removesuffix(".py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)
+    sys.path.insert(0, os.path.dirname(path))  # the file's neighbours, as when it is run as a script
+    spec.loader.exec_module(module)
+    return module
+
+
+def _limit_cpu(seconds: float) -> None:
+    """Let this process use so much more CPU time: the end of an endless loop when nobody is left to kill it."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    limit = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _scalar(value: Any) -> Any:
+    """NumPy's and torch's scalars are numbers to their users."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"the result is not JSON: it contains {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _describe(error: BaseException) -> str:
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__
+    ]  # ours say nothing
+    lines = [*traceback.format_list(frames[-5:]), *traceback.format_exception_only(error)]
+    return "".join(lines).strip()
+
+
+if __name__ == "__main__":
+    main()

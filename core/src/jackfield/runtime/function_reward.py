@@ -1,0 +1,108 @@
+"""The built-in reward agent ``function``: a plain Python function or class with ``compute_score``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
+from jackfield.errors import ConfigError, RewardError
+from jackfield.runtime.worker import UserCodePool, WorkerLimits
+from jackfield.structuring import option
+
+__all__ = ["FunctionReward", "FunctionRewardConfig"]
+
+
+@attrs.frozen(kw_only=True)
+class FunctionRewardConfig:
+    """Where the function is, and what it may use."""
+
+    path: str = option(help="folder/file.py:function or package.module:function; a class or an instance will do.")
+    method: str = option("compute_score", help="What is called of a class or an instance.")
+    keywords: Mapping[str, Any] = option(
+        factory=dict, help="Further keyword arguments of the function, or of the class's constructor."
+    )
+    workers: int = option(1, help="Processes that score side by side.")
+    memory_bytes: int | None = option(4 * 2**30, help="Address space of one process; null: unlimited.")
+    start_seconds: float = option(60.0, help="Longest time to import the function.")
+
+    def __attrs_post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError("workers must be at least 1", where="workers", found=self.workers)
+
+
+class FunctionReward(RewardAgent):
+    """Scores with ``compute_score(data_source, solution_str, ground_truth, extra_info)``, synchronous or not.
+
+    The function yields a number, or a dict with ``score`` whose further numbers become metrics. It runs in a worker
+    process, which is killed when a sample's deadline is over. What raises, dies or is not a finite number is
+    ``failed``, what takes too long is ``timeout``; neither is ever a score.
+    """
+
+    def __init__(self, config: FunctionRewardConfig, context: RewardContext) -> None:
+        super().__init__(config, context)
+        self._pool = UserCodePool(
+            config.path,
+            method=config.method,
+            keywords=config.keywords,
+            workers=config.workers,
+            limits=WorkerLimits(memory_bytes=config.memory_bytes, start_seconds=config.start_seconds),
+            clock=context.clock,
+        )
+
+    async def start(self) -> None:
+        """Import the function once, so that a wrong path shows at the beginning of a run.
+
+        Raises:
+            RunError: ``worker.start``.
+        """
+        await self._pool.start()
+
+    async def close(self) -> None:
+        """Kill the worker processes."""
+        await self._pool.close()
+
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        """Score one sample in the next free process. ``extra_info`` is the request's, as JSON carries it."""
+        arguments = {
+            "data_source": request.data_source,
+            "solution_str": request.solution_str,
+            "ground_truth": request.ground_truth,
+            "extra_info": dict(request.extra_info),
+        }
+        result = await self._pool.call(arguments, deadline_seconds=request.deadline_seconds)
+        if result.status != "ok":
+            return ScoreResult(status=result.status, error=result.error)
+        try:
+            return self._result(result.value)
+        except RewardError as error:
+            return ScoreResult(status="failed", error=str(error))
+
+    def _result(self, value: Any) -> ScoreResult:
+        if not isinstance(value, dict):
+            return ScoreResult(score=self._number(value, "the result"))
+        if "score" not in value:
+            raise self._refuse("the result has no 'score'", f"keys {sorted(value)}")
+        metrics = {
+            name: self._number(each, f"metric {name!r}")
+            for name, each in value.items()
+            if name != "score" and isinstance(each, int | float)
+        }
+        return ScoreResult(score=self._number(value["score"], "the score"), metrics=metrics)
+
+    def _number(self, value: Any, what: str) -> float:
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._refuse(f"{what} is not a finite number", f"{type(value).__name__} {value!r}"[:200])
+        return float(value)
+
+    def _refuse(self, message: str, found: str) -> RewardError:
+        return RewardError(
+            message,
+            code="reward.output",
+            where=self.config.path,
+            expected="a number, or a dict with 'score' and further numbers",
+            found=found,
+        )

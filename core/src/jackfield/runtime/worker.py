@@ -1,0 +1,359 @@
+"""Worker processes for code that may hang, crash, print or eat memory: a user's functions.
+
+One call at a time per process, as JSON lines over pipes. A process that misses a deadline is killed with everything
+it started (its process group), and replaced at the next call. A grandchild that makes a session of its own escapes;
+untrusted programs belong into a sandbox, not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import attrs
+
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, RunError
+
+__all__ = ["UserCodePool", "UserCodeWorker", "WorkerLimits", "WorkerResult"]
+
+_CHILD = Path(__file__).with_name("_worker_child.py")
+_ANSWER_BYTES = 64 * 2**20  #: a longer answer ends the process
+_NOISE_BYTES = 8192  #: how much of the end of a process's output is kept
+_NOISE_LINES = 10
+_END_SECONDS = 5.0  #: between a kill and the end of a process and its pipes
+
+
+@attrs.frozen(kw_only=True)
+class WorkerLimits:
+    """What one worker process may use."""
+
+    memory_bytes: int | None = 4 * 2**30  #: of address space (RLIMIT_AS); None: unlimited
+    cpu_seconds: float | None = None  #: per call (RLIMIT_CPU); None: the deadline on all cores, and a little more
+    start_seconds: float = 60.0  #: until the code is imported
+
+
+@attrs.frozen(kw_only=True)
+class WorkerResult:
+    """What a call yielded, or why it did not."""
+
+    status: Literal["ok", "failed", "timeout"]
+    value: Any = None  #: JSON value, with ``ok``
+    error: str | None = None  #: the last lines of a traceback, how the process died, or who was waited for
+
+
+class UserCodeWorker:
+    """One process that calls one function, one call at a time. It starts with the first call.
+
+    Args:
+        target: ``package.module:function`` or ``folder/file.py:function``: a function, a class (constructed once)
+            or an instance.
+        method: what is called of a class or an instance.
+        keywords: of the constructor where the target is a class, else of each call. JSON values.
+        limits: resource limits.
+        clock: through which deadlines go.
+        python: the interpreter; this one by default.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        method: str = "__call__",
+        keywords: Mapping[str, Any] | None = None,
+        limits: WorkerLimits | None = None,
+        clock: Clock | None = None,
+        python: str | None = None,
+    ) -> None:
+        self._target = _absolute(target)
+        self._method = method
+        self._keywords = dict(keywords or {})
+        self._limits = limits or WorkerLimits()
+        self._clock = clock or Clock()
+        self._python = python or sys.executable
+        self._process: _Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process, when there is one."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the process and import the code, unless that is done.
+
+        Raises:
+            RunError: ``worker.start``: the interpreter or the code is missing, raised or took too long.
+        """
+        if self._process is not None and not self._process.exited.done():
+            return
+        await self.close()
+        try:
+            self._process = await _Process.spawn(self._python)
+        except OSError as error:
+            raise self._cannot_start(str(error)) from error
+        message = {
+            "target": self._target,
+            "method": self._method,
+            "keywords": self._keywords,
+            "memory_bytes": self._limits.memory_bytes,
+            "sys_path": [os.path.abspath(path) for path in sys.path] if self._python == sys.executable else [],
+        }
+        result = await self._exchange(message, self._limits.start_seconds, "import its code")
+        if result.status != "ok":
+            await self.close()
+            raise self._cannot_start(result.error or "")
+
+    async def call(self, arguments: Mapping[str, Any], deadline_seconds: float) -> WorkerResult:
+        """Call the function with keyword arguments (JSON values).
+
+        After a timeout, a cancellation or a crash the process is gone, and the next call starts another.
+
+        Raises:
+            RunError: ``worker.start``.
+        """
+        cpu_seconds = self._limits.cpu_seconds
+        if cpu_seconds is None:
+            cpu_seconds = deadline_seconds * (os.cpu_count() or 1) + 1
+        message = {"arguments": dict(arguments), "cpu_seconds": cpu_seconds}
+        try:
+            line = json.dumps(message)
+        except (TypeError, ValueError) as error:
+            return WorkerResult(status="failed", error=f"the arguments of {self._target} are not JSON: {error}")
+        await self.start()
+        return await self._exchange(line, deadline_seconds, "answer")
+
+    async def close(self) -> None:
+        """Kill the process and what it started. May be called at any time, and again."""
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end(self._clock)
+
+    async def _exchange(self, message: Mapping[str, Any] | str, seconds: float, purpose: str) -> WorkerResult:
+        process = self._process
+        assert process is not None
+        line = message if isinstance(message, str) else json.dumps(message)
+        try:
+            answer = await self._clock.wait_for(process.ask(line), seconds, f"{self._target} to {purpose}")
+        except DeadlineExceeded as error:
+            await self.close()
+            return WorkerResult(status="timeout", error=error.message + process.noise())
+        except BaseException:  # cancelled: whatever the process is doing, nobody wants it
+            await self.close()
+            raise
+        if answer is None:
+            await self.close()
+            return WorkerResult(status="failed", error=f"the process of {self._target} {process.death()}")
+        if "error" in answer:
+            return WorkerResult(status="failed", error=str(answer["error"]))
+        return WorkerResult(status="ok", value=answer["value"])
+
+    def _cannot_start(self, found: str) -> RunError:
+        return RunError(
+            "the worker process cannot load the user's code",
+            code="worker.start",
+            where=self._target,
+            found=found,
+            fix="check the path, and that the code imports with this interpreter: " + self._python,
+        )
+
+
+class UserCodePool:
+    """Several workers behind one fair queue: calls are served in the order in which they came.
+
+    Takes the arguments of :class:`UserCodeWorker`, and ``workers``, the number of processes.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        method: str = "__call__",
+        keywords: Mapping[str, Any] | None = None,
+        workers: int = 1,
+        limits: WorkerLimits | None = None,
+        clock: Clock | None = None,
+        python: str | None = None,
+    ) -> None:
+        self._target = target
+        self._limits = limits or WorkerLimits()
+        self._clock = clock or Clock()
+        self._workers = [
+            UserCodeWorker(
+                target, method=method, keywords=keywords, limits=self._limits, clock=self._clock, python=python
+            )
+            for _ in range(workers)
+        ]
+        self._idle = list(reversed(self._workers))
+        self._free = asyncio.Semaphore(workers)
+        self._waiting = 0
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Processes that exist now."""
+        return tuple(worker.pid for worker in self._workers if worker.pid is not None)
+
+    async def start(self) -> None:
+        """Start one process now, to see early that the code can be loaded. The others start when they are needed.
+
+        Raises:
+            RunError: ``worker.start``.
+        """
+        async with self._worker(self._limits.start_seconds) as worker:
+            await worker.start()
+
+    async def call(
+        self, arguments: Mapping[str, Any], deadline_seconds: float, call_seconds: float | None = None
+    ) -> WorkerResult:
+        """Call the function in the next free process. What cannot start is a failed result, with the reason.
+
+        Args:
+            arguments: keyword arguments of the function, JSON values.
+            deadline_seconds: for everything, the wait for a free process included.
+            call_seconds: for the function alone; None: what is left of the deadline.
+        """
+        began = self._clock.time()
+        try:
+            async with self._worker(deadline_seconds) as worker:
+                left = round(max(deadline_seconds - (self._clock.time() - began), 0.0), 3)
+                return await worker.call(arguments, left if call_seconds is None else min(left, call_seconds))
+        except DeadlineExceeded as error:
+            return WorkerResult(status="timeout", error=error.message)
+        except RunError as error:
+            return WorkerResult(status="failed", error=str(error))
+
+    async def close(self) -> None:
+        """Kill all processes. May be called again; a later call starts them anew."""
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    @contextlib.asynccontextmanager
+    async def _worker(self, seconds: float) -> AsyncIterator[UserCodeWorker]:
+        if self._free.locked():
+            self._waiting += 1
+            try:
+                for_whom = f"one of {len(self._workers)} workers of {self._target}, {self._waiting} calls waiting"
+                await self._clock.wait_for(self._free.acquire(), seconds, for_whom)
+            finally:
+                self._waiting -= 1
+        else:
+            await self._free.acquire()
+        worker = self._idle.pop()
+        try:
+            yield worker
+        finally:
+            self._idle.append(worker)
+            self._free.release()
+
+
+class _Process(asyncio.SubprocessProtocol):
+    """A child process and its pipes."""
+
+    _transport: asyncio.SubprocessTransport
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[None] = loop.create_future()  #: the process has ended
+        self._gone: asyncio.Future[None] = loop.create_future()  #: and its pipes are closed
+        self._answer: asyncio.Future[dict[str, Any] | None] | None = None
+        self._buffer = bytearray()
+        self._noise = bytearray()
+        self._complaint = ""
+
+    @classmethod
+    async def spawn(cls, python: str) -> _Process:
+        """Start a child in a session of its own, so that its process group can be killed as a whole."""
+        loop = asyncio.get_running_loop()
+        command = (python, "-P", "-u", str(_CHILD), str(os.getpid()))
+        _, process = await loop.subprocess_exec(cls, *command, start_new_session=True)
+        return process
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # here, and not where the process was asked for: a start that is cancelled still has a process to end
+        self._transport = cast(asyncio.SubprocessTransport, transport)
+
+    @property
+    def pid(self) -> int:
+        pid: int = self._transport.get_pid()
+        return pid
+
+    async def ask(self, line: str) -> dict[str, Any] | None:
+        """Send a line and wait for the answer; None: the process died."""
+        if self._gone.done():
+            return None
+        self._answer = asyncio.get_running_loop().create_future()
+        pipe: Any = self._transport.get_pipe_transport(0)
+        pipe.write(line.encode() + b"\n")
+        return await self._answer
+
+    def kill(self) -> None:
+        """Kill the process group; the process is its leader."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def end(self, clock: Clock) -> None:
+        """Kill, and wait until nothing is left."""
+        if not self.exited.done():
+            self.kill()
+        with contextlib.suppress(DeadlineExceeded):  # a grandchild of another session may hold a pipe for ever
+            await clock.wait_for(asyncio.shield(self._gone), _END_SECONDS, "a killed process to be gone")
+        self._transport.close()
+
+    def noise(self) -> str:
+        """The last lines of what the process printed, for messages."""
+        lines = self._noise.decode(errors="replace").strip().splitlines()[-_NOISE_LINES:]
+        return "; it printed:\n" + "\n".join(lines) if lines else ""
+
+    def death(self) -> str:
+        """How the process ended, for messages."""
+        code = self._transport.get_returncode()
+        if self._complaint:
+            how = self._complaint
+        elif code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit status {code} before it answered"
+        return how + self.noise()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            self._noise += data
+            del self._noise[:-_NOISE_BYTES]
+            return
+        self._buffer += data
+        if self._buffer.endswith(b"\n"):
+            line, self._buffer = bytes(self._buffer), bytearray()
+            self._settle(json.loads(line))
+        elif len(self._buffer) > _ANSWER_BYTES:
+            self._complaint = f"was killed: its answer is longer than {_ANSWER_BYTES} bytes"
+            self._buffer.clear()
+            self.kill()
+
+    def process_exited(self) -> None:
+        self.exited.set_result(None)
+        self.kill()  # what it started; closes the pipes they hold
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gone.set_result(None)
+        self._settle(None)  # last, so that everything the process printed has arrived
+
+    def _settle(self, answer: dict[str, Any] | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(answer)
+
+
+def _absolute(target: str) -> str:
+    place, separator, name = target.rpartition(":")
+    if not separator or not name or not place:
+        raise RunError(
+            "a target of a worker is not of the form module:function",
+            code="worker.start",
+            where=target,
+            expected="package.module:function or folder/file.py:function",
+        )
+    return f"{os.path.abspath(os.path.expanduser(place))}:{name}" if place.endswith(".py") else target

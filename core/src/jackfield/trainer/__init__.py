@@ -1,0 +1,27 @@
+"""The training loop, the explorer, the reward pipeline and the schedule that ties them together."""
+
+from __future__ import annotations
+
+from jackfield.trainer.evaluation import Evaluator
+from jackfield.trainer.explorer import Explorer
+from jackfield.trainer.offline import OfflineProducer
+from jackfield.trainer.placement import PlacementLease
+from jackfield.trainer.reward_pipeline import RewardPipeline
+from jackfield.trainer.schedule import Progress, Schedule
+from jackfield.trainer.stages import Stages
+from jackfield.trainer.trainer import AdvantageEstimator, EngineGroup, Trainer, WeightPublisher
+
+__all__ = [
+    "AdvantageEstimator",
+    "EngineGroup",
+    "Evaluator",
+    "Explorer",
+    "OfflineProducer",
+    "PlacementLease",
+    "Progress",
+    "RewardPipeline",
+    "Schedule",
+    "Stages",
+    "Trainer",
+    "WeightPublisher",
+]

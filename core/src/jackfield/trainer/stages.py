@@ -1,0 +1,38 @@
+"""How long each stage takes, for the timeline and the step's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from jackfield.clock import Clock
+from jackfield.plugins.hooks import StageEnded
+
+__all__ = ["Stages"]
+
+
+class Stages:
+    """Measures stages and tells the hooks."""
+
+    def __init__(self, clock: Clock, hooks: Any) -> None:
+        self._clock = clock
+        self._hooks = hooks
+        self._seconds: dict[str, float] = {}
+
+    @asynccontextmanager
+    async def measure(self, name: str, lane: str, step: int) -> AsyncIterator[None]:
+        """Measure what runs inside."""
+        start = self._clock.time()
+        try:
+            yield
+        finally:
+            end = self._clock.time()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            self._hooks.stage_ended(event=StageEnded(name=name, lane=lane, start=start, end=end, step=step))
+
+    def drain(self) -> dict[str, float]:
+        """Seconds per stage since the last call, as metrics ``seconds/<stage>``."""
+        drained = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds = {}
+        return drained

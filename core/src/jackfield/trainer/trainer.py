@@ -1,0 +1,211 @@
+"""The training loop: one loop for every schedule and every algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import attrs
+
+from jackfield.abc.agent import ChatTokenizer
+from jackfield.abc.engine import LossSpec
+from jackfield.algorithms import Algorithm
+from jackfield.clock import Clock
+from jackfield.errors import RunError
+from jackfield.plugins.hooks import SampleRecord, SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
+from jackfield.queue import BatchMeta, TransferQueue, rows_of
+from jackfield.trainer.evaluation import Evaluator
+from jackfield.trainer.placement import PlacementLease
+from jackfield.trainer.samples import TRAIN
+from jackfield.trainer.schedule import Progress, Schedule
+from jackfield.trainer.stages import Stages
+from jackfield.weights import SyncReport
+
+__all__ = ["AdvantageEstimator", "EngineGroup", "Trainer", "WeightPublisher"]
+
+CONSUMER = "trainer"
+
+
+class EngineGroup(Protocol):
+    """The workers of one model, whatever their parallelism and wherever they live. They get metadata only."""
+
+    async def compute_log_probs(self, batch: BatchMeta, column: str) -> None:
+        """Write the model's log-probs of the responses into ``column``."""
+
+    async def update(self, batch: BatchMeta, loss: LossSpec) -> Mapping[str, float]:
+        """One optimizer step on ``batch``."""
+
+    async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
+        """Write a checkpoint."""
+
+
+class WeightPublisher(Protocol):
+    """Whoever brings the engine's weights to the replicas."""
+
+    async def sync(self, version: int) -> SyncReport:
+        """Publish a version; every replica has acknowledged it when this returns."""
+
+
+class AdvantageEstimator(Protocol):
+    """Whoever turns rewards into advantages."""
+
+    async def estimate(self, batch: BatchMeta) -> Mapping[str, float]:
+        """Write ``advantages`` and ``returns``; return the rewards' statistics."""
+
+
+@attrs.define(kw_only=True, eq=False)
+class Trainer:
+    """Takes the batch of each step from the queue, trains on it, and publishes weights as the schedule says."""
+
+    queue: TransferQueue
+    schedule: Schedule
+    algorithm: Algorithm
+    loss_options: Mapping[str, Any]
+    actor: EngineGroup
+    estimator: AdvantageEstimator | None  #: None: the loss needs no advantages
+    reference: EngineGroup | None  #: None: no KL to a reference
+    recompute_old_log_probs: bool
+    mini_batches: int
+    epochs: int
+    weights: WeightPublisher | None  #: None: nobody generates
+    evaluator: Evaluator | None
+    evaluate_every: int
+    explores: bool  #: whether an explorer waits for weights
+    placement: PlacementLease
+    version: Progress
+    steps_done: Progress
+    clock: Clock
+    stages: Stages
+    hooks: Any
+    tokenizer: ChatTokenizer
+    batch_seconds: float
+    recorded: int = 4  #: samples of a step that are shown in the table
+
+    def register(self) -> None:
+        """Announce the consumer to the queue, before any row is put."""
+        columns = ("prompt_ids", "response_ids", "response_mask")
+        needed = ("rollout_log_probs", "reward") if self.estimator else ()
+        self.queue.register_consumer(CONSUMER, partition=TRAIN, columns=(*columns, *needed))
+
+    async def run(self, first_step: int = 0) -> int:
+        """Train until the schedule ends; returns the number of completed steps."""
+        await self._evaluate_if_due(first_step)
+        for step in range(first_step, self.schedule.steps):
+            start = self.clock.time()
+            batch = await self._next_batch(step)
+            async with self.placement.hold("train"):
+                metrics = await self._estimate(batch, step)
+                metrics |= await self._update(batch, step)
+                await self._sync_if_due(step)
+            await self.queue.ack(batch, step=step)
+            await self._record(batch, step, metrics, start)
+            await self.queue.commit(step)  # a run cannot be resumed yet: a step is final when it is done
+            await self.steps_done.advance(step + 1)
+            await self._evaluate_if_due(step + 1)
+        return self.schedule.steps
+
+    async def _next_batch(self, step: int) -> BatchMeta:
+        async with self.stages.measure("wait", "trainer", step):
+            batch = await self.queue.lease_groups(CONSUMER, ticket=step, deadline_seconds=self.batch_seconds)
+        if self.explores:
+            self.schedule.check(step, min(tags["weight_version_min"] for tags in batch.tags))
+        return batch
+
+    async def _estimate(self, batch: BatchMeta, step: int) -> dict[str, float]:
+        """Everything that the loss reads beside the samples: reference and old log-probs, advantages."""
+        metrics: dict[str, float] = {}
+        if self.reference is not None:
+            async with self.stages.measure("reference", "trainer", step):
+                await self.reference.compute_log_probs(batch, "ref_log_probs")
+        if self.recompute_old_log_probs:
+            async with self.stages.measure("old_log_probs", "trainer", step):
+                await self.actor.compute_log_probs(batch, "old_log_probs")
+        if self.estimator is not None:
+            async with self.stages.measure("advantages", "trainer", step):
+                metrics.update(await self.estimator.estimate(batch))
+        return metrics
+
+    async def _update(self, batch: BatchMeta, step: int) -> dict[str, float]:
+        """``epochs`` passes over the batch, ``mini_batches`` optimizer steps in each."""
+        updates = []
+        async with self.stages.measure("update", "trainer", step):
+            for _ in range(self.epochs):
+                for part in batch.split(self.mini_batches):
+                    counts = {
+                        "global_tokens": sum(tags["model_tokens"] for tags in part.tags),
+                        "global_sequences": len(part),
+                    }
+                    loss = LossSpec(name=self.algorithm.loss, options=self.loss_options, global_counts=counts)
+                    updates.append(await self.actor.update(part, loss))
+                    _require_finite(updates[-1], step)
+        return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+
+    async def _sync_if_due(self, step: int) -> None:
+        """Publish the weights that step made: on schedule, or before an evaluation that nobody explores beside."""
+        due = self.schedule.syncs_after(step) if self.explores else self._evaluates_at(step + 1)
+        if self.weights is not None and due:
+            async with self.stages.measure("sync", "weights", step):
+                report = await self.weights.sync(step + 1)
+            self.hooks.weights_synced(
+                event=WeightsSynced(version=step + 1, receipts=report.receipts, seconds=report.seconds)
+            )
+            await self.version.advance(step + 1)
+
+    async def _evaluate_if_due(self, steps_done: int) -> None:
+        if self.evaluator is not None and self._evaluates_at(steps_done):
+            await self.evaluator.evaluate(self.version.value)
+
+    def _evaluates_at(self, steps_done: int) -> bool:
+        ends = steps_done in (0, self.schedule.steps)
+        return self.evaluator is not None and (ends or steps_done % self.evaluate_every == 0)
+
+    async def _record(self, batch: BatchMeta, step: int, metrics: dict[str, float], start: float) -> None:
+        """Tell the hooks what the step was like."""
+        seconds = self.clock.time() - start
+        lengths = [tags["response_tokens"] for tags in batch.tags]
+        metrics |= {
+            "samples": float(len(batch)),
+            "response_tokens/mean": sum(lengths) / len(batch),
+            "response_tokens/max": float(max(lengths)),
+            "samples_per_second": len(batch) / max(seconds, 1e-9),
+            "seconds/step": seconds,
+            **self.stages.drain(),
+        }
+        if self.explores:
+            metrics["staleness/max"] = float(step - min(tags["weight_version_min"] for tags in batch.tags))
+        self.hooks.step_ended(event=StepEnded(step=step + 1, metrics=metrics))
+        failed = self.queue.drain_failures()
+        if failed:
+            self.hooks.samples_failed(event=SamplesFailed(step=step + 1, reasons=failed))
+        if self.recorded:
+            samples = await self._samples(batch.select(range(min(self.recorded, len(batch)))))
+            self.hooks.samples_recorded(event=SamplesRecorded(step=step + 1, partition=TRAIN, samples=samples))
+
+    async def _samples(self, batch: BatchMeta) -> tuple[SampleRecord, ...]:
+        names = ("prompt_ids", "response_ids", "response_mask", *(("reward",) if self.estimator else ()))
+        rows = {name: rows_of(column) for name, column in (await self.queue.get(batch, names)).items()}
+        decode = self.tokenizer.decode
+        return tuple(
+            SampleRecord(
+                key=key,
+                prompt=decode(rows["prompt_ids"][index].tolist(), skip_special_tokens=False),
+                response=decode(rows["response_ids"][index].tolist(), skip_special_tokens=False),
+                reward=float(rows["reward"][index].sum()) if self.estimator else None,
+                response_ids=tuple(rows["response_ids"][index].tolist()),
+                response_mask=tuple(int(value) for value in rows["response_mask"][index].tolist()),
+                tags=batch.tags[index],
+            )
+            for index, key in enumerate(batch.keys)
+        )
+
+
+def _require_finite(update: Mapping[str, float], step: int) -> None:
+    for name in ("policy/loss", "grad_norm"):
+        value = update[name]
+        if value - value != 0:
+            raise RunError(
+                f"{name} is {value}",
+                code="run.not-finite",
+                where=f"step {step + 1}",
+                fix="lower optimizer.lr or set optimizer.clip_grad; the step was not applied",
+            )

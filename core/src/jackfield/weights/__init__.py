@@ -1,0 +1,19 @@
+"""The weight plane: versions, digests, receipts, and the synchronisation of all replicas."""
+
+from __future__ import annotations
+
+from jackfield.weights.digest import digest
+from jackfield.weights.ends import WeightReceiver, Weights, WeightSender, WeightSource
+from jackfield.weights.synchronizer import Replica, Sender, SyncReport, WeightSynchronizer
+
+__all__ = [
+    "Replica",
+    "Sender",
+    "SyncReport",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightSource",
+    "WeightSynchronizer",
+    "Weights",
+    "digest",
+]

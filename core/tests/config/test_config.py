@@ -1,0 +1,99 @@
+"""Configuration files: structure, overrides, messages that name the path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jackfield.config import RunConfig, explain, load_config, parse_override, show
+from jackfield.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: small\nmodel: {path: some/folder}\nengine: {name: fsdp, mixed_precision: bfloat16}\n")
+    return path
+
+
+def fails(file: Path, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return caught.value
+
+
+def test_values_defaults_and_overrides(file: Path) -> None:
+    config = load_config(file, ["schedule.steps=7", "optimizer.lr=1e-3", "data.train=a.jsonl", "agent=single_turn"])
+    found = (config.name, config.model.path, config.schedule.steps, config.optimizer.lr, config.data.train)
+    assert ("small", "some/folder", 7, 0.001, "a.jsonl") == found
+    assert ("fsdp", {"mixed_precision": "bfloat16"}) == (config.engine.name, config.engine.settings)
+    assert "single_turn" == config.agent.name
+
+
+def test_evaluation_stays_greedy_when_another_sampling_key_is_given(file: Path) -> None:
+    sampling = load_config(file, ["evaluation.sampling.max_new_tokens=5"]).evaluation.sampling
+    assert (0.0, 5) == (sampling.temperature, sampling.max_new_tokens)
+
+
+def test_what_show_prints_is_read_back_as_the_same_configuration(file: Path, tmp_path: Path) -> None:
+    config = load_config(file, ["optimizer.betas=[0.9, 0.95]", "evaluation.every=5"])
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(show(config))
+    assert config == load_config(shown)
+
+
+def test_a_misspelt_key_gets_a_suggestion(file: Path) -> None:
+    error = fails(file, "optimizer.lrr=1")
+    assert ("config.unknown-key", "optimizer.lrr") == (error.code, error.where)
+    assert "unknown key 'lrr' at optimizer.lrr (did you mean 'lr'?)" == error.message
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "where"),
+    [
+        ("schedule.steps=many", "config.wrong-type", "schedule.steps"),
+        ("schedule.steps=0", "config.invalid-value", "schedule"),
+        ("mode=explore-ish", "config.invalid-value", "mode"),
+        ("model=null", "config.wrong-type", "model"),
+        ("optimizer.betas=[1, x]", "config.wrong-type", "optimizer.betas[1]"),
+        ("engine=[1]", "config.wrong-type", "engine"),
+        ("name.inner=1", "config.override", "name"),
+        ("steps", "config.override", None),
+        ("a.b=[", "config.override", "a.b"),
+    ],
+)
+def test_bad_values_are_named(file: Path, override: str, code: str, where: str | None) -> None:
+    error = fails(file, override)
+    assert (code, where) == (error.code, error.where)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "config.unreadable" == fails(tmp_path / "none.yaml").code
+    (tmp_path / "bad.yaml").write_text("a: [")
+    assert "config.unreadable" == fails(tmp_path / "bad.yaml").code
+    (tmp_path / "list.yaml").write_text("- 1")
+    assert "config.wrong-type" == fails(tmp_path / "list.yaml").code
+    (tmp_path / "empty.yaml").write_text("")
+    assert ("config.missing-key", "model") == (lambda e: (e.code, e.where))(fails(tmp_path / "empty.yaml"))
+
+
+def test_explain_lists_every_setting_with_help_and_default(file: Path) -> None:
+    rows = {path: (value, default) for path, value, default, _ in explain(load_config(file, ["schedule.steps=7"]))}
+    assert (7, 100) == rows["schedule.steps"]
+    assert ("some/folder", "(required)") == rows["model.path"]
+    assert ("fsdp", "fsdp") == rows["engine.name"]
+
+
+def test_every_section_says_what_it_is_for() -> None:
+    for field in attrs.fields(RunConfig):
+        assert field.metadata.get("help"), field.name
+
+
+@given(st.lists(st.text("abcdefgh_", min_size=1), min_size=1, max_size=4), st.one_of(st.integers(), st.booleans()))
+def test_overrides_are_yaml_at_a_path(keys: list[str], value: object) -> None:
+    assert (keys, value) == parse_override(".".join(keys) + "=" + yaml.safe_dump(value))

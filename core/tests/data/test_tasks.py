@@ -1,0 +1,247 @@
+"""Tasks: formats, errors that name the place, lazy files, and a seeded order that resumes anywhere."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jackfield.data import tasks as tasks_module
+from jackfield.data.tasks import SeededOrder, Task, TaskFormat, TaskSet
+from jackfield.errors import ConfigError, DataError
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def problem(number: int) -> dict[str, object]:
+    return {"question": f"What is {number} + 1?", "answer": f"Count on.\n#### {number + 1}"}
+
+
+def test_gsm8k_format_is_the_default(tmp_path: Path) -> None:
+    tasks = TaskSet.load(write(tmp_path / "train.jsonl", problem(1), problem(2)))
+    expected = Task(
+        id="train:2",
+        messages=({"role": "user", "content": "What is 2 + 1?"},),
+        ground_truth="Count on.\n#### 3",
+        data_source="train",
+        fields=problem(2),
+        response="Count on.\n#### 3",
+    )
+    assert 2 == len(tasks)
+    assert expected == tasks[1]
+    assert expected == tasks[-1]
+    assert [expected] == tasks[1:]
+
+
+def test_keys_system_message_template_and_source_are_settings() -> None:
+    task_format = TaskFormat(
+        prompt_key="input.text",
+        answer_key="truth",
+        response_key="worked",
+        id_key="name",
+        system="Be brief.",
+        prompt_template="{prompt} Use \\boxed{} and {answer}.",
+        data_source="mine",
+    )
+    record = {"input": {"text": "1+1 {prompt}?"}, "truth": 2, "worked": "two", "name": 7}
+    [task] = TaskSet.from_records([record], task_format)
+    assert "7" == task.id
+    assert [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+1 {prompt}? Use \\boxed{} and {answer}."},
+    ] == list(task.messages)
+    assert ("2", "mine", "two") == (task.ground_truth, task.data_source, task.response)
+
+
+def test_conversations_and_records_in_the_form_of_verl() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    record = {"prompt": messages, "data_source": "chat", "reward_model": {"ground_truth": "x"}, "messages": "shadowed"}
+    task_format = TaskFormat(messages_key="prompt", answer_key="reward_model.ground_truth")
+    [task] = TaskSet.from_records([record], task_format)
+    assert (messages, "x", "chat") == (list(task.messages), task.ground_truth, task.data_source)
+    fields = task.agent_fields()
+    assert (messages, "records:1", "x") == (fields["messages"], fields["task_id"], fields["ground_truth"])
+
+
+def test_tasks_without_answers() -> None:
+    [task] = TaskSet.from_records([{"question": "q"}], TaskFormat(answer_key=None))
+    assert ("", None) == (task.ground_truth, task.response)
+
+
+def test_settings_without_effect_are_refused() -> None:
+    with pytest.raises(ConfigError, match="prompt_template"):
+        TaskFormat(prompt_template="no place")
+    with pytest.raises(ConfigError, match="no effect"):
+        TaskFormat(prompt_template="Q: {prompt}", messages_key="messages")
+
+
+def test_missing_file_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"working folder") as caught:
+        TaskSet.load(tmp_path / "nothing.jsonl")
+    assert "data.missing" == caught.value.code
+    with pytest.raises(DataError, match="a folder"):
+        TaskSet.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_empty_files_are_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_text(text)
+    with pytest.raises(DataError) as caught:
+        TaskSet.load(file)
+    assert "data.empty" == caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (b'{"question": "q", ', "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[1]", "not a JSON object"),
+        (b'{"question": "q"}', "field 'answer' is missing"),
+        (b'{"answer": "a"}', "field 'question' is missing"),
+        (b'{"question": 5, "answer": "a"}', "field 'question' is not a text"),
+        (b'{"question": [{"role": "user"}], "answer": "a"}', "messages_key"),
+        (b'{"question": "q", "answer": "a", "id": true}', "not an id"),
+        (b'{"question": "q", "answer": "a", "self": 1}', "reserved name 'self'"),
+        (b'{"question": "q", "answer": "a", "id": "bad:1"}', "two tasks have one id"),
+    ],
+)
+def test_malformed_lines_name_file_and_line(tmp_path: Path, line: bytes, what: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(json.dumps(problem(1)).encode() + b"\n\n" + line + b"\n")
+    with pytest.raises(DataError, match=what) as caught:
+        TaskSet.load(file)
+    assert "data.malformed" == caught.value.code
+    assert f"{file}:3" == caught.value.where
+
+
+@pytest.mark.parametrize("value", [[], "text", [{"content": "x"}], [1]])
+def test_malformed_conversations_are_refused(value: object) -> None:
+    with pytest.raises(DataError, match="not a conversation"):
+        TaskSet.from_records([{"messages": value, "answer": ""}], TaskFormat(messages_key="messages"))
+
+
+def test_lines_beyond_the_checked_part_fail_when_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file larger than memory opens without parsing all of it."""
+    monkeypatch.setattr(tasks_module, "CHECKED_BYTES", 10)
+    tasks = TaskSet.load(write(tmp_path / "big.jsonl", problem(1), {"nothing": 0}))
+    assert "big:1" == tasks[0].id
+    with pytest.raises(DataError, match=r"big\.jsonl:2"):
+        tasks[1]
+
+
+def test_several_files_have_distinct_ids_and_a_common_digest(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    files = [write(tmp_path / "a" / "t.jsonl", problem(1), problem(2)), write(tmp_path / "b" / "t.jsonl", problem(3))]
+    tasks = TaskSet.load(files)
+    assert ["t:1", "t:2", "t~2:1"] == [task.id for task in tasks]
+    assert tasks.digest == TaskSet.load(files).digest
+    write(files[1], problem(4))
+    assert tasks.digest != TaskSet.load(files).digest
+
+
+def test_limit_and_index_errors(tmp_path: Path) -> None:
+    tasks = TaskSet.load(write(tmp_path / "t.jsonl", problem(1), problem(2), {"bad": 1}), limit=2)
+    assert 2 == len(list(tasks))
+    with pytest.raises(IndexError):
+        tasks[2]
+    with pytest.raises(IndexError):
+        tasks[-3]
+
+
+def test_digest_of_a_task_is_of_its_content() -> None:
+    one, same, other = TaskSet.from_records([problem(1), problem(1), problem(2)])
+    assert one.id != same.id
+    assert one.digest == same.digest
+    assert one.digest != other.digest
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=20), st.data())
+def test_any_text_comes_back_from_a_file(tmp_path_factory: pytest.TempPathFactory, pairs, data) -> None:  # type: ignore[no-untyped-def]
+    """Any Unicode text, with blank lines between and without a newline at the end, is read unchanged by number."""
+    file = tmp_path_factory.mktemp("tasks") / "t.jsonl"
+    lines = [json.dumps({"question": q, "answer": a}, ensure_ascii=data.draw(st.booleans())) for q, a in pairs]
+    file.write_bytes("\n\n".join(lines).encode())
+    tasks = TaskSet.load(file)
+    number = data.draw(st.integers(0, len(pairs) - 1))
+    assert len(pairs) == len(tasks)
+    assert pairs[number] == (tasks[number].messages[0]["content"], tasks[number].response)
+    assert f"t:{2 * number + 1}" == tasks[number].id
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(-5, 2**40), st.integers(0, 50))
+def test_each_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
+    order = SeededOrder(size, seed)
+    numbers = [order.index(position) for position in range(epoch * size, (epoch + 1) * size)]
+    assert list(range(size)) == sorted(numbers)
+    assert epoch == order.epoch(epoch * size)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10**12), st.integers(0, 2**63), st.integers(0, 10**15), st.integers(0, 20))
+def test_a_walk_resumes_exactly_from_a_position(size: int, seed: int, start: int, steps: int) -> None:
+    """The position is all the state there is, at any size."""
+    order = SeededOrder(size, seed)
+    straight = list(itertools.islice(order.walk(start), steps + 5))
+    assert straight[steps:] == list(itertools.islice(SeededOrder(size, seed).walk(start + steps), 5))
+    assert all(0 <= number < size for number in straight)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_permutations_of_a_small_set_come_about_equally_often(size: int) -> None:
+    order = SeededOrder(size, seed=1)
+    epochs = 3000
+    seen = collections.Counter(
+        tuple(order.index(epoch * size + place) for place in range(size)) for epoch in range(epochs)
+    )
+    permutations = list(itertools.permutations(range(size)))
+    expected = epochs / len(permutations)
+    assert len(permutations) == len(seen)
+    assert all(abs(count - expected) < 5 * expected**0.5 for count in seen.values()), seen
+
+
+def test_places_of_a_large_set_are_uniform_over_epochs() -> None:
+    """Chi-square of where number 0 to 9 of 1000 land, in ten bins: 9 degrees of freedom, 99.9 % is below 27.9."""
+    order = SeededOrder(1000, seed=3)
+    for place in range(10):
+        bins = collections.Counter(order.index(epoch * 1000 + place) // 100 for epoch in range(1000))
+        assert 27.9 > sum((bins[index] - 100) ** 2 / 100 for index in range(10))
+
+
+def test_the_order_is_the_same_in_every_version() -> None:
+    """Runs resume with later versions: these numbers may not change."""
+    assert [6, 1, 7, 5, 0, 4, 2, 9, 8, 3] == [SeededOrder(10, seed=42).index(position) for position in range(10)]
+    assert 721142 == SeededOrder(1_000_000, seed=42).index(123_456_789)
+
+
+def test_unshuffled_order_and_bad_arguments() -> None:
+    assert [0, 1, 2, 0, 1] == list(itertools.islice(SeededOrder(3, shuffle=False).walk(), 5))
+    with pytest.raises(ValueError, match="size"):
+        SeededOrder(0)
+    with pytest.raises(IndexError):
+        SeededOrder(3).index(-1)
+
+
+@pytest.mark.parametrize(("name", "count"), [("train", 7473), ("test", 1319)])
+@pytest.mark.needs_data("gsm8k")
+def test_the_real_gsm8k(name: str, count: int, shared_data: Path) -> None:
+    file = shared_data / "gsm8k" / f"{name}.jsonl"
+    tasks = TaskSet.load(file)
+    assert count == len(tasks)
+    assert all("\n#### " in task.ground_truth for task in tasks)
+    assert count == len({task.digest for task in tasks})

@@ -1,0 +1,153 @@
+"""A run that consists of hook calls only, on a clock that tests move."""
+
+from __future__ import annotations
+
+import io
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pluggy
+import pytest
+from rich.console import Console
+
+from jackfield.abc.rollout import WeightReceipt
+from jackfield.clock import Clock
+from jackfield.observe import ObserveConfig, listeners
+from jackfield.plugins.hooks import (
+    EvaluationEnded,
+    HookSpecs,
+    RunEnded,
+    RunStarted,
+    SampleRecord,
+    SamplesFailed,
+    SamplesRecorded,
+    StageEnded,
+    StepEnded,
+    WeightsSynced,
+)
+
+OFF = dict.fromkeys(("metrics_file", "tensorboard", "sample_table", "timeline", "curve", "progress"), False)
+
+
+class SetClock(Clock):
+    """A clock that stands where it was put."""
+
+    now = 100.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class TerminalText(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class FakeRun:
+    """Tells listeners what a run would tell them."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], terminal: bool, width: int) -> None:
+        self.folder = folder
+        self.clock = SetClock()
+        self.text = TerminalText() if terminal else io.StringIO()
+        self.console = Console(file=self.text, width=width, force_terminal=terminal or None, legacy_windows=False)
+        config = ObserveConfig(**(OFF | settings))
+        self.listeners = listeners(config, folder, self.console, clock=self.clock)
+        manager = pluggy.PluginManager("jackfield")
+        manager.add_hookspecs(HookSpecs)
+        for listener in self.listeners:
+            manager.register(listener)
+        manager.check_pending()
+        self.hook = manager.hook
+
+    def start(self, first_step: int = 0, total_steps: int = 4, **config: Any) -> FakeRun:
+        event = RunStarted(
+            name="demo", folder=str(self.folder), total_steps=total_steps, first_step=first_step, config=config
+        )
+        self.hook.run_started(event=event)
+        return self
+
+    def step(self, step: int, seconds: float = 1.0, **metrics: float) -> None:
+        self.clock.now += seconds
+        self.hook.step_ended(event=StepEnded(step=step, metrics=metrics))
+
+    def evaluate(self, step: int, **metrics: float) -> None:
+        self.hook.evaluation_ended(event=EvaluationEnded(step=step, metrics=metrics))
+
+    def sync(self, version: int) -> None:
+        receipts = tuple(
+            WeightReceipt(version=version, replica=replica, workers=(), paused_seconds=0.1 * (replica + 1))
+            for replica in range(2)
+        )
+        self.hook.weights_synced(event=WeightsSynced(version=version, receipts=receipts, seconds=0.5))
+
+    def stage(self, name: str, lane: str, start: float, end: float, step: int = 0) -> None:
+        """Times are seconds after 100, where the clock begins."""
+        event = StageEnded(name=name, lane=lane, start=100 + start, end=100 + end, step=step)
+        self.hook.stage_ended(event=event)
+
+    def samples(self, step: int, *records: SampleRecord, partition: str = "train") -> None:
+        self.hook.samples_recorded(event=SamplesRecorded(step=step, partition=partition, samples=records))
+
+    def failures(self, step: int, **reasons: str) -> None:
+        self.hook.samples_failed(event=SamplesFailed(step=step, reasons=reasons))
+
+    def end(self, steps: int = 4, error: BaseException | None = None) -> None:
+        self.hook.run_ended(event=RunEnded(folder=str(self.folder), steps=steps, error=error))
+
+    @property
+    def screen(self) -> list[str]:
+        return self.text.getvalue().replace(str(self.folder), "FOLDER").splitlines()
+
+
+MakeRun = Callable[..., FakeRun]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[MakeRun]:
+    """``make_run(metrics_file=True, ...)``: a run in ``tmp_path/run`` with these observers and no others."""
+    runs: list[FakeRun] = []
+
+    def make(terminal: bool = False, width: int = 130, **settings: Any) -> FakeRun:
+        runs.append(FakeRun(tmp_path / "run", settings, terminal, width))
+        return runs[-1]
+
+    yield make
+    for run in runs:  # most tests do not end theirs
+        for listener in run.listeners:
+            listener.close()
+
+
+@pytest.fixture
+def sample() -> Callable[..., SampleRecord]:
+    def make(key: str = "a", **changes: Any) -> SampleRecord:
+        fields: dict[str, Any] = {
+            "prompt": "2 + 2 = ?",
+            "response": "#### 4",
+            "reward": 1.0,
+            "response_ids": (5, 6, 7),
+            "response_mask": (1, 1, 0),
+            "tags": {"group": 3},
+        }
+        return SampleRecord(key=key, **(fields | changes))
+
+    return make
+
+
+@pytest.fixture
+def full_disk() -> Callable[[int], AbstractContextManager[None]]:
+    """``with full_disk(n)``: no file grows beyond ``n`` bytes; the write that crosses it is done in part."""
+
+    @contextmanager
+    def limit(size: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limit

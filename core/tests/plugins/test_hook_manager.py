@@ -1,0 +1,158 @@
+"""Hooks: who hears them, in which order, and what happens when one raises."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from jackfield.errors import PluginError, PluginImportError, RunError
+from jackfield.plugins import discover, hook_manager
+from jackfield.plugins.hooks import StepEnded, hookimpl
+
+STEP = StepEnded(step=3, metrics={"loss": 1.0})
+
+
+class Listener:
+    def __init__(self, name: str, heard: list[str], error: BaseException | None = None) -> None:
+        self.name, self.heard, self.error = name, heard, error
+
+    @hookimpl
+    def step_ended(self, event: StepEnded) -> None:
+        self.heard.append(f"{self.name} {event.step}")
+        if self.error is not None:
+            raise self.error
+
+
+def test_everybody_hears_in_the_order_of_registration():
+    heard: list[str] = []
+    manager = hook_manager([Listener("first", heard), Listener("second", heard)])
+    manager.hook.step_ended(event=STEP)
+    assert ["first 3", "second 3"] == heard
+
+
+def test_a_hook_that_raises_leaves_the_others_hearing_and_is_named():
+    heard: list[str] = []
+    cause = ValueError("disk full")
+    manager = hook_manager([Listener("a", heard, cause), Listener("b", heard), Listener("c", heard, RunError("stop"))])
+    with pytest.raises(PluginError) as caught:
+        manager.hook.step_ended(event=STEP)
+    assert ["a 3", "b 3", "c 3"] == heard
+    assert "plugin.hook-failed" == caught.value.code
+    assert "ValueError: disk full; RunError: stop" == caught.value.found
+    assert "Listener.step_ended" in str(caught.value.where)
+    assert cause is caught.value.__cause__
+    with pytest.raises(PluginError):  # and the next event reaches all again
+        manager.hook.step_ended(event=STEP)
+    assert 6 == len(heard)
+
+
+def test_a_single_error_of_ours_comes_as_it_is():
+    heard: list[str] = []
+    error = RunError("the disk is full", fix="make room")
+    manager = hook_manager([Listener("a", heard, error), Listener("b", heard)])
+    with pytest.raises(RunError) as caught:
+        manager.hook.step_ended(event=STEP)
+    assert error is caught.value
+    assert ["a 3", "b 3"] == heard
+
+
+def test_an_interrupt_passes_at_once():
+    heard: list[str] = []
+    manager = hook_manager([Listener("a", heard, KeyboardInterrupt()), Listener("b", heard)])
+    with pytest.raises(KeyboardInterrupt):
+        manager.hook.step_ended(event=STEP)
+    assert ["a 3"] == heard
+
+
+def test_a_failure_in_a_nested_hook_call_belongs_to_the_inner_call():
+    heard: list[str] = []
+
+    class Outer:
+        @hookimpl
+        def run_ended(self, event: object) -> None:
+            with pytest.raises(PluginError, match="step_ended failed"):
+                manager.hook.step_ended(event=STEP)
+            raise ValueError("outer")
+
+    manager = hook_manager([Outer(), Listener("a", heard, ValueError("x"))])
+    with pytest.raises(PluginError, match="run_ended failed") as caught:
+        manager.hook.run_ended(event=None)
+    assert "ValueError: outer" == caught.value.found
+    assert ["a 3"] == heard
+
+
+def test_the_hooks_module_of_a_selected_plugin_is_registered_once(site):
+    hooks = """
+        from jackfield.plugins import hookimpl
+        @hookimpl
+        def register_parts(register):
+            register("loss", "mine", 1)
+    """
+    site.install("good", extra='hooks = "fake_good.hooks"', modules={"hooks.py": hooks})
+    manifest = discover().find("reward", "good")
+    parts: list[tuple[object, ...]] = []
+    hook_manager([], [manifest, manifest]).hook.register_parts(register=lambda *part: parts.append(part))
+    assert [("loss", "mine", 1)] == parts
+
+
+def test_a_plugin_without_hooks_registers_nothing(site):
+    site.install("good")
+    assert [] == hook_manager([], [discover().find("reward", "good")]).hook.step_ended(event=STEP)
+
+
+def test_a_hooks_module_that_raises_is_an_import_error_of_its_plugin(site):
+    site.install("bad", extra='hooks = "fake_bad.hooks"', modules={"hooks.py": "raise OSError('gone')"})
+    with pytest.raises(PluginImportError, match=r"fake_bad\.hooks") as caught:
+        hook_manager([], [discover().find("reward", "bad")])
+    assert "hooks of the reward 'bad'" == caught.value.where
+
+
+def _misspelt() -> object:
+    @hookimpl
+    def step_endet(event: object) -> None: ...
+
+    return SimpleNamespace(step_endet=step_endet)
+
+
+def _wrong_parameters() -> object:
+    @hookimpl
+    def step_ended(step: object) -> None: ...
+
+    return SimpleNamespace(step_ended=step_ended)
+
+
+@pytest.mark.parametrize(
+    ("listener", "message"),
+    [
+        (SimpleNamespace(), "implements no hook"),
+        (_misspelt(), "did you mean 'step_ended'?"),
+        (_wrong_parameters(), "'step'"),
+    ],
+)
+def test_a_listener_that_would_hear_nothing_is_refused(listener: object, message: str):
+    with pytest.raises(PluginError) as caught:
+        hook_manager([listener])
+    assert "plugin.hooks" == caught.value.code
+    assert message in str(caught.value)
+
+
+def test_one_object_twice_is_refused():
+    listener = Listener("a", [])
+    with pytest.raises(PluginError, match="cannot be registered"):
+        hook_manager([listener, listener])
+
+
+def test_wrappers_are_left_to_pluggy():
+    heard: list[str] = []
+
+    class Wrapper:
+        @hookimpl(wrapper=True)
+        def step_ended(self, event: StepEnded):
+            heard.append("before")
+            result = yield
+            heard.append("after")
+            return result
+
+    hook_manager([Wrapper(), Listener("a", heard)]).hook.step_ended(event=STEP)
+    assert ["before", "a 3", "after"] == heard

@@ -1,0 +1,126 @@
+"""Interpreters: missing, broken, silent, old, or without Jackfield; each with a deadline."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from pathlib import Path
+
+import pytest
+
+from jackfield import __version__
+from jackfield.errors import PluginError
+from jackfield.plugins.interpreters import preflight, resolve_interpreter, run_child
+
+
+def script(folder: Path, text: str, name: str = "python") -> str:
+    """A program that stands for an interpreter."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_this_interpreter_is_fine():
+    report = preflight()
+    assert report.problem is None
+    assert (sys.executable, sys.version.split()[0]) == (report.path, report.python)
+    assert __version__ == report.versions["jackfield"]
+
+
+def test_a_missing_interpreter_has_a_code_and_a_fix(tmp_path: Path):
+    report = preflight(str(tmp_path / "absent" / "bin" / "python"))
+    assert report.problem is not None
+    assert "plugin.interpreter" == report.problem.code
+    assert "no such file" == report.problem.found
+    assert report.problem.fix
+
+
+def test_a_file_that_is_no_program_is_told_apart(tmp_path: Path):
+    (tmp_path / "python").write_text("text")
+    with pytest.raises(PluginError) as caught:
+        resolve_interpreter(str(tmp_path / "python"))
+    assert "a file that cannot be executed" == caught.value.found
+
+
+def test_a_program_that_the_system_cannot_start(tmp_path: Path):
+    path = tmp_path / "python"
+    path.write_bytes(b"\x00\x01\x02")
+    path.chmod(0o755)
+    report = preflight(str(path))
+    assert report.problem is not None
+    assert "plugin.interpreter" == report.problem.code
+    assert "OSError" in str(report.problem.found)
+
+
+def test_a_command_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert script(tmp_path, "exit 0", "mypython") == resolve_interpreter("mypython")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("echo 'no library' >&2; exit 3", "exit code 3, no library"),
+        ("echo hello", "exit code 0"),
+        ("kill -SEGV $$", "killed by SIGSEGV"),
+    ],
+)
+def test_an_interpreter_that_does_not_work_says_how_it_ended(tmp_path: Path, text: str, found: str):
+    report = preflight(script(tmp_path, text))
+    assert report.problem is not None
+    assert ("plugin.interpreter", found) == (report.problem.code, report.problem.found)
+
+
+def ended(pid: int) -> bool:
+    """Wait until a process of somebody else's is gone: a kill takes effect a moment after it was sent."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 10)[0])
+    finally:
+        os.close(descriptor)
+
+
+def test_an_interpreter_that_does_not_answer_costs_the_deadline_and_no_more(tmp_path: Path):
+    """`sleep` runs in a grandchild, which holds the output open and has to be ended, too."""
+    marker = tmp_path / "pid"
+    report = preflight(script(tmp_path, f"sleep 600 & echo $! > {marker}; wait"), deadline=0.5)
+    assert report.problem is not None
+    assert "plugin.interpreter" == report.problem.code
+    assert "did not answer in time" in report.problem.message
+    assert 0.5 <= report.seconds < 20
+    assert ended(int(marker.read_text()))
+
+
+def test_a_child_that_leaves_a_grandchild_behind_is_not_waited_for(tmp_path: Path):
+    result = run_child(script(tmp_path, "sleep 600 & echo done"), [], deadline=30)
+    assert (0, "done\n") == (result.returncode, result.stdout)
+    assert result.seconds < 20
+
+
+def test_an_interpreter_without_jackfield_is_told_what_to_install(tmp_path: Path):
+    python = script(tmp_path, f'exec {sys.executable} -I -S "$@"')
+    report = preflight(python)
+    assert report.problem is not None
+    assert "plugin.requirement" == report.problem.code
+    assert f"{python} -m pip install jackfield" == report.problem.fix
+
+
+def test_an_old_python_is_refused(tmp_path: Path):
+    answer = '{"python": "3.9.1", "versions": {"jackfield": "0.1", "torch": null, "ray": null}}'
+    report = preflight(script(tmp_path, f"echo '{answer}'"))
+    assert report.problem is not None
+    assert ("plugin.interpreter", "Python 3.9.1") == (report.problem.code, report.problem.found)
+
+
+def test_import_settings_of_this_interpreter_do_not_reach_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    other = script(tmp_path, "echo path=$PYTHONPATH safe=$PYTHONSAFEPATH")
+    assert "path= safe=1\n" == run_child(other, [], deadline=30).stdout
+    own = run_child(sys.executable, ["-c", "import sys; print(sys.path)"], deadline=30).stdout
+    assert str(tmp_path) in own
+    assert "''" not in own  # nor does the working directory

@@ -1,0 +1,152 @@
+"""Rules that hold for every module of the core."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from jackfield.errors import CODES
+
+#: Of the core that is under test, be it the source tree's or an installed wheel's.
+PACKAGE = Path(find_spec("jackfield").origin).parent  # type: ignore[union-attr, arg-type]
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+HEAVY = ("torch", "ray", "transformers", "tensordict", "numpy")
+
+#: Codes that nothing raises yet, and why they are listed; one that is raised has to leave.
+RESERVED = {
+    "reward.too-many-failures": "the limit on failed groups is not built yet",
+    "run.folder-in-use": "the lock on a run's folder is not built yet",
+}
+
+# One fresh interpreter that forks for each module: nothing of ours is imported before the fork. What makes forks cheap
+# is that third-party packages which the core needs anyway are warm.
+ZYGOTE = """
+import json, os, sys, traceback
+import attrs, cattrs, click, importlib.metadata, pluggy, yaml
+modules, heavy = json.loads(sys.argv[1])
+assert not [name for name in sys.modules if name.partition(".")[0] == "jackfield"]
+for module in modules:
+    child = os.fork()
+    if child == 0:
+        try:
+            __import__(module)
+            loaded = [name for name in heavy if name in sys.modules]
+            problem = f"loads {loaded}" if loaded else None
+        except BaseException:
+            problem = traceback.format_exc()
+        print(json.dumps([module, problem]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def literals(path: Path) -> set[str]:
+    """The texts in a file that stand in its code, docstrings and comments left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare
+    }
+
+
+@pytest.mark.timeout(180)
+def test_every_module_imports_alone_without_a_warning_and_loads_nothing_heavy():
+    modules = [name_of(path) for path in SOURCES]
+    arguments = json.dumps([modules, HEAVY])
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ZYGOTE, arguments],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert 0 == result.returncode, result.stderr
+    answers = dict(json.loads(line) for line in result.stdout.splitlines())
+    assert set(modules) == set(answers), "a module ended its interpreter"
+    problems = {module: problem for module, problem in answers.items() if problem}
+    assert {} == problems, "\n\n".join(f"{module}: {problem}" for module, problem in problems.items())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_every_public_module_has_a_sorted_all(path: Path):
+    """A module whose name begins with an underscore is private, and so is an empty ``__init__``."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    private = any(part.startswith("_") and part != "__init__" for part in name_of(path).split("."))
+    only_a_docstring = all(isinstance(node, ast.Expr | ast.ImportFrom) for node in tree.body) and not any(
+        isinstance(node, ast.ImportFrom) and node.module != "__future__" for node in tree.body
+    )
+    if private or only_a_docstring:
+        return
+    exported = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and [getattr(target, "id", None) for target in node.targets] == ["__all__"]
+    ]
+    assert 1 == len(exported), "no __all__"
+    assert _like_ruff(exported[0]) == exported[0]
+    assert len(set(exported[0])) == len(exported[0])
+
+
+def _like_ruff(names: list[str]) -> list[str]:
+    """Constants, then classes, then the rest: the order of ruff's RUF022."""
+    return sorted(names, key=lambda name: (0 if name.isupper() else 1 if name[:1].isupper() else 2, name))
+
+
+def test_every_code_that_is_raised_is_listed():
+    unlisted = {
+        f"{path.name}:{node.value.lineno}: {node.value.value}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.keyword)
+        and node.arg == "code"
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        and node.value.value not in CODES
+    }
+    assert set() == unlisted
+
+
+def test_every_listed_code_is_used():
+    """By the core, or by a package of this repository; a code for nobody is a promise for nothing."""
+    errors = PACKAGE / "errors.py"
+    plugins = [path for top in ("plugins", "tests/conformance") for path in REPOSITORY.glob(f"{top}/**/src/**/*.py")]
+    used: set[str] = set()
+    for path in (*SOURCES, *plugins):
+        if path != errors:
+            used |= literals(path)
+    defaults = {
+        node.value.value
+        for node in ast.walk(ast.parse(errors.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assign)
+        and getattr(node.targets[0], "id", None) == "default_code"
+        and isinstance(node.value, ast.Constant)
+    }
+    assert set(RESERVED) == set(CODES) - used - defaults
+
+
+def test_every_code_is_documented():
+    page = REPOSITORY / "docs" / "reference" / "errors.md"
+    if not page.is_file():
+        pytest.skip("the documentation is not beside this package")
+    text = page.read_text(encoding="utf-8")
+    assert [] == [code for code in CODES if f"`{code}`" not in text]
+
+
+def test_codes_are_slugs_with_a_sentence():
+    for code, sentence in CODES.items():
+        assert all(part.replace("-", "").isalpha() and part.islower() for part in code.split(".")), code
+        assert sentence.endswith("."), code

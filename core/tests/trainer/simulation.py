@@ -1,0 +1,234 @@
+"""A whole run on virtual time: the real queue, explorer, reward pipeline and trainer, around fakes that take time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
+from jackfield.abc.engine import LossSpec
+from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
+from jackfield.abc.transfer_queue import TransferQueueContext
+from jackfield.algorithms import algorithm
+from jackfield.clock import Clock, VirtualClock
+from jackfield.data.tasks import Task
+from jackfield.plugins import hook_manager, hookimpl
+from jackfield.plugins.hooks import SamplesFailed, StepEnded
+from jackfield.queue import BatchMeta, GroupSlot, TransferQueue
+from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.runtime.advantages import AdvantageWorker
+from jackfield.trainer import Explorer, PlacementLease, Progress, RewardPipeline, Schedule, Stages, Trainer
+
+
+class FakeTokenizer:
+    """A token is a letter."""
+
+    end_token_ids = (0,)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        return tuple(ord(letter) for letter in messages[-1]["content"])
+
+    def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        return self.encode_chat(messages)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(token) for token in token_ids)
+
+
+class FakeSynchronizer:
+    """Replicas in the form of one number."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds, self.loaded, self.syncs = clock, seconds, 0, []
+
+    async def sync(self, version: int) -> Any:
+        await self.clock.sleep(self.seconds)
+        self.loaded = version
+        self.syncs.append(version)
+        return attrs.make_class("Report", {"receipts": attrs.field(default=()), "seconds": attrs.field(default=0.0)})()
+
+
+class FakeActor:
+    """Takes time, and notes what it was trained on."""
+
+    def __init__(self, queue: TransferQueue, clock: Clock, seconds: float) -> None:
+        self.queue, self.clock, self.seconds = queue, clock, seconds
+        self.updates: list[tuple[BatchMeta, LossSpec]] = []
+        self.advantages: list[list[float]] = []
+
+    async def compute_log_probs(self, batch: BatchMeta, column: str) -> None:
+        raise AssertionError("not asked for")
+
+    async def update(self, batch: BatchMeta, loss: LossSpec) -> Mapping[str, float]:
+        await self.clock.sleep(self.seconds)
+        self.updates.append((batch, loss))
+        columns = await self.queue.get(batch, ("advantages",))
+        self.advantages.append(columns["advantages"].values.tolist())
+        return {"policy/loss": 0.5, "grad_norm": 1.0}
+
+    async def save(self, folder: str, format: str) -> None:
+        raise AssertionError("not asked for")
+
+
+class FakeAgent(AgentLoopBase):
+    """Answers with one letter, with the weights that the replicas have at the moment."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+
+    async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
+        simulation = self.simulation
+        simulation.seeds.append(sampling_params["seed"])
+        version = simulation.synchronizer.loaded
+        await simulation.clock.sleep(simulation.generate_seconds)
+        letter = simulation.answer(fields["task_id"], sampling_params["seed"])
+        sequence = AgentSequence(
+            prompt_ids=(1, 2),
+            response_ids=(ord(letter), 0),
+            response_mask=(1, 1),
+            response_logprobs=(-1.0, -1.0),
+            weight_versions=(version, version),
+        )
+        return AgentLoopOutput(sequences=(sequence,))
+
+
+class FakeReward(RewardAgent):
+    """1 for an ``a``, 0 for another letter; an ``x`` raises, an ``s`` never ends."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__(None, RewardContext(clock=clock))
+        self.seconds = seconds
+
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        await self.context.clock.sleep(self.seconds)
+        if request.solution_str[0] == "x":
+            raise ValueError("cannot score an x")
+        if request.solution_str[0] == "s":
+            await asyncio.Event().wait()
+        return ScoreResult(score=float(request.solution_str[0] == "a"))
+
+
+class Recorder:
+    """Notes steps and failures."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.steps: list[StepEnded] = []
+        self.ended_at: list[float] = []
+        self.failed: dict[str, str] = {}
+
+    @hookimpl
+    def step_ended(self, event: StepEnded) -> None:
+        self.steps.append(event)
+        self.ended_at.append(self.clock.time())
+
+    @hookimpl
+    def samples_failed(self, event: SamplesFailed) -> None:
+        self.failed.update(event.reasons)
+
+
+@attrs.define(eq=False, slots=False)
+class Simulation:
+    """Settings, and what is left after :meth:`run`."""
+
+    schedule: Schedule
+    groups: int = 4
+    runs: int = 2
+    generate_seconds: float = 10.0
+    reward_seconds: float = 0.0
+    update_seconds: float = 6.0
+    sync_seconds: float = 1.0
+    score_deadline: float = 100.0
+    shared: bool = False  #: engine and replicas on one device
+    mini_batches: int = 1
+    max_refills: int = 3
+    answer: Callable[[str, int], str] = attrs.field(default=lambda task, seed: "ab"[seed % 2])
+    clock: VirtualClock = attrs.field(factory=VirtualClock)
+    seeds: list[int] = attrs.field(factory=list)
+
+    def run(self) -> Simulation:
+        """Run to the end on virtual time."""
+        self.clock.run(asyncio.wait_for(self._run(), 1e6))
+        return self
+
+    async def _run(self) -> None:
+        clock = self.clock
+        self.recorder = Recorder(clock)
+        hooks = hook_manager([self.recorder], []).hook
+        stages, version, steps_done = Stages(clock, hooks), Progress(clock), Progress(clock)
+        backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
+        self.queue = queue = TransferQueue(backend, clock, max_refills=self.max_refills)
+        await queue.start()
+        self.synchronizer = FakeSynchronizer(clock, self.sync_seconds)
+        self.actor = FakeActor(queue, clock, self.update_seconds)
+        lease = PlacementLease(clock, 1000)
+        apart = PlacementLease(clock, 1000)
+        trainer = Trainer(
+            queue=queue,
+            schedule=self.schedule,
+            algorithm=algorithm("grpo"),
+            loss_options={},
+            actor=self.actor,
+            estimator=AdvantageWorker(queue, "grpo", {}),
+            reference=None,
+            recompute_old_log_probs=False,
+            mini_batches=self.mini_batches,
+            epochs=1,
+            weights=self.synchronizer,
+            evaluator=None,
+            evaluate_every=0,
+            explores=True,
+            placement=lease if self.shared else apart,
+            version=version,
+            steps_done=steps_done,
+            clock=clock,
+            stages=stages,
+            hooks=hooks,
+            tokenizer=FakeTokenizer(),
+            batch_seconds=500.0,
+        )
+        trainer.register()
+        rewards = RewardPipeline(
+            queue=queue,
+            agent=FakeReward(clock, self.reward_seconds),
+            tokenizer=FakeTokenizer(),
+            clock=clock,
+            stages=stages,
+            score_seconds=self.score_deadline,
+            idle_seconds=500.0,
+        )
+        rewards.register()
+        explorer = Explorer(
+            name="explorer-0",
+            queue=queue,
+            schedule=self.schedule,
+            version=version,
+            placement=lease,
+            clock=clock,
+            stages=stages,
+            task_for=_task,
+            make_agent=lambda: FakeAgent(self),
+            sampling={},
+            groups=self.groups,
+            runs=self.runs,
+            seed=7,
+            run_seconds=50.0,
+            batch_seconds=500.0,
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(explorer.run()), tasks.create_task(rewards.run())]
+                await trainer.run()
+                for task in background:
+                    task.cancel()
+            self.rows_left = queue.stats()["rows"]
+        finally:
+            await queue.close()
+
+
+def _task(slot: GroupSlot) -> Task:
+    name = f"task-{slot.ticket}-{slot.index}-{slot.attempt}"
+    return Task(id=name, messages=({"role": "user", "content": name},))

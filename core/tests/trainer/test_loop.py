@@ -1,0 +1,114 @@
+"""The one loop under every schedule: what it trains on, in which order, how stale, and how long it takes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from jackfield.errors import QueueError
+from jackfield.trainer import Schedule
+
+from .simulation import Simulation
+
+
+def simulate(steps: int = 6, k: int = 1, o: int = 0, **settings: object) -> Simulation:
+    return Simulation(Schedule(steps=steps, sync_interval=k, sync_offset=o), **settings).run()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("k", "o", "shared"), list(itertools.product((1, 2, 3), (0, 1, 2), (False, True))))
+def test_each_step_trains_on_its_own_ticket_and_staleness_reaches_but_never_passes_the_bound(
+    k: int, o: int, shared: bool
+) -> None:
+    run = simulate(steps=9, k=k, o=o, shared=shared, generate_seconds=1.0)
+    tickets = [{key.split("/")[1] for key in batch.keys} for batch, _ in run.actor.updates]
+    assert 9 == len(run.actor.updates)
+    assert all(len(ticket) == 1 for ticket in tickets), tickets
+    staleness = [
+        step - min(tags["weight_version_min"] for tags in batch.tags)
+        for step, (batch, _) in enumerate(run.actor.updates)
+    ]
+    # on one device they take turns, and a far offset is not always used up
+    assert max(staleness) <= k - 1 + o if shared and o == 2 else max(staleness) == k - 1 + o
+    assert [step + 1 for step in range(9) if (step + 1) % k == 0] == run.synchronizer.syncs
+    assert 0 == run.rows_left, "every row was consumed exactly once, and deleted"
+
+
+def test_on_policy_takes_the_sum_and_one_step_off_the_longest_stage() -> None:
+    """Apart from each other, generation of the next batch and training of this one overlap."""
+    generate, update, sync, steps = 10.0, 6.0, 1.0, 20
+    on_policy = simulate(steps=steps, generate_seconds=generate, update_seconds=update, sync_seconds=sync)
+    one_off = simulate(steps=steps, o=1, generate_seconds=generate, update_seconds=update, sync_seconds=sync)
+    assert steps * (generate + update + sync) == pytest.approx(on_policy.recorder.ended_at[-1])
+    critical_path = steps * max(generate, update + sync) + update + sync
+    assert critical_path == pytest.approx(one_off.recorder.ended_at[-1])
+
+
+def test_colocated_one_step_off_hides_the_wait_for_rewards() -> None:
+    """On one device, the next rollout runs while rewards are pending (the asynchronous reward agent's recipe)."""
+    settings = {"shared": True, "generate_seconds": 10.0, "update_seconds": 6.0, "reward_seconds": 8.0}
+    on_policy, one_off = simulate(steps=12, **settings), simulate(steps=12, o=1, **settings)
+    assert 12 * (10 + 8 + 6 + 1) == pytest.approx(on_policy.recorder.ended_at[-1])
+    assert one_off.recorder.ended_at[-1] <= 12 * (10 + 6 + 1) + 8 + 10
+
+
+def test_advantages_compare_the_runs_of_one_task() -> None:
+    run = simulate(steps=2, runs=2)
+    for batch, loss in run.actor.updates:
+        assert {"global_tokens": 16, "global_sequences": 8} == dict(loss.global_counts)
+        groups = [batch.group_ids[index : index + 2] for index in range(0, 8, 2)]
+        assert all(first == second for first, second in groups)
+    for values in run.actor.advantages:
+        for row in range(0, 16, 4):
+            first, second = values[row], values[row + 2]
+            assert abs(first) in (0.0, pytest.approx(2**-0.5, abs=1e-4))
+            assert 0.0 == pytest.approx(first + second, abs=1e-6)
+
+
+def test_seeds_do_not_depend_on_the_schedule() -> None:
+    assert sorted(simulate(steps=4).seeds) == sorted(simulate(steps=4, k=2, o=1).seeds)
+
+
+def test_mini_batches_have_their_own_global_counts() -> None:
+    run = simulate(steps=2, mini_batches=2)
+    assert [4, 4, 4, 4] == [loss.global_counts["global_sequences"] for _, loss in run.actor.updates]
+
+
+@pytest.mark.parametrize(("letter", "reason"), [("x", "cannot score an x"), ("s", "waited 100 s for the reward")])
+def test_a_sample_without_a_reward_is_named_and_its_group_made_again(letter: str, reason: str) -> None:
+    """A failed or late score is never a score of 0: the group is refilled inside its ticket."""
+    bad = ("task-1-2-0", "task-1-2-1")
+    run = simulate(steps=3, answer=lambda task, seed: letter if task in bad else "ab"[seed % 2])
+    assert 3 == len(run.actor.updates)
+    tasks = [tags["task"] for tags in run.actor.updates[1][0].tags]
+    assert ["task-1-0-0", "task-1-1-0", "task-1-2-2", "task-1-3-0"] == sorted(set(tasks))
+    assert any(reason in text for text in run.recorder.failed.values()), run.recorder.failed
+
+
+def test_a_task_that_can_never_be_scored_ends_the_run_with_its_reasons() -> None:
+    with pytest.raises(BaseExceptionGroup) as caught:
+        simulate(steps=3, max_refills=2, answer=lambda task, seed: "x" if task.startswith("task-1-2") else "a")
+    error = caught.value.exceptions[0]
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, QueueError)
+    assert "cannot score an x" in str(error)
+
+
+def test_step_metrics_are_those_of_the_batch() -> None:
+    run = simulate(steps=2, answer=lambda task, seed: "a")
+    metrics = run.recorder.steps[0].metrics
+    assert (1.0, 0.0, 8.0, 2.0) == tuple(
+        metrics[name] for name in ("reward/mean", "reward/std", "samples", "response_tokens/mean")
+    )
+    assert {"seconds/update", "seconds/sync", "seconds/wait"} <= set(metrics)
+
+
+def test_the_loop_fits_on_one_screen() -> None:
+    import inspect
+
+    from jackfield.trainer import trainer
+
+    lines = inspect.getsource(trainer.Trainer.run).splitlines()
+    assert len(lines) <= 25, Path(trainer.__file__)

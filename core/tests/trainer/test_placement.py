@@ -1,0 +1,85 @@
+"""The placement lease: one role at a time, in order, with hand-overs, on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from jackfield.clock import VirtualClock
+from jackfield.errors import DeadlineExceeded
+from jackfield.trainer import PlacementLease
+
+
+def test_roles_take_turns_and_hand_over_once() -> None:
+    clock = VirtualClock()
+    log: list[str] = []
+
+    def note(text: str):  # type: ignore[no-untyped-def]
+        async def action() -> None:
+            log.append(text)
+
+        return action
+
+    async def work(lease: PlacementLease, role: str, name: str, seconds: float) -> None:
+        async with lease.hold(role):
+            log.append(f"{name}+")
+            await clock.sleep(seconds)
+            log.append(f"{name}-")
+
+    async def main() -> None:
+        lease = PlacementLease(
+            clock,
+            100,
+            enter={"rollout": note("wake"), "train": note("load")},
+            leave={"rollout": note("sleep"), "train": note("offload")},
+        )
+        await asyncio.gather(
+            work(lease, "rollout", "a", 3),
+            work(lease, "rollout", "b", 5),
+            work(lease, "train", "c", 2),
+            work(lease, "rollout", "d", 1),
+        )
+
+    clock.run(main())
+    assert ["wake", "a+", "b+", "a-", "b-", "sleep", "load", "c+", "c-", "offload", "wake", "d+", "d-"] == log
+
+
+def test_a_wait_ends_at_its_deadline_and_names_the_holder() -> None:
+    clock = VirtualClock()
+
+    async def main() -> str:
+        lease = PlacementLease(clock, 10)
+        async with lease.hold("rollout"):
+            with pytest.raises(DeadlineExceeded) as caught:
+                async with lease.hold("train"):
+                    pass
+        async with lease.hold("train"):  # nothing is left behind
+            return str(caught.value)
+
+    message = clock.run(main())
+    assert "for train, while rollout holds them" in message
+
+
+def test_a_cancelled_wait_lets_the_next_in() -> None:
+    clock = VirtualClock()
+
+    async def main() -> list[str]:
+        lease, log = PlacementLease(clock, 100), []
+
+        async def hold(role: str) -> None:
+            async with lease.hold(role):
+                log.append(role)
+
+        async with lease.hold("rollout"):
+            waiting = asyncio.ensure_future(hold("train"))
+            await asyncio.sleep(0)
+            behind = asyncio.ensure_future(hold("rollout"))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            await behind  # joins the present holder now
+        assert waiting.cancelled()
+        return log
+
+    assert ["rollout"] == clock.run(main())

@@ -1,0 +1,61 @@
+"""The staleness bound of section 6, by exhaustion, and waits on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from jackfield.clock import VirtualClock
+from jackfield.errors import DeadlineExceeded, ScheduleError
+from jackfield.trainer import Progress, Schedule
+
+
+@pytest.mark.parametrize(("k", "o"), list(itertools.product((1, 2, 3, 5), (0, 1, 2))))
+def test_every_ticket_can_start_and_none_is_staler_than_the_bound(k: int, o: int) -> None:
+    """An explorer that starts each ticket as early as the gate allows meets the bound exactly, and never starves."""
+    schedule = Schedule(steps=40, sync_interval=k, sync_offset=o)
+    version, started, staleness = 0, {}, []
+    for step in range(schedule.steps):
+        for ticket in range(len(started), schedule.steps):
+            if not schedule.may_start(ticket, version):
+                break
+            started[ticket] = version
+        assert step in started, "the trainer would wait for a ticket that may not start"
+        staleness.append(schedule.check(step, started[step]))
+        if schedule.syncs_after(step):
+            version = step + 1
+    assert k - 1 + o == max(staleness)
+    assert k - 1 + o == schedule.max_staleness
+
+
+def test_a_batch_beyond_the_bound_is_refused() -> None:
+    schedule = Schedule(steps=10, sync_interval=2, sync_offset=1)
+    assert 2 == schedule.check(5, 3)
+    with pytest.raises(ScheduleError) as caught:
+        schedule.check(5, 2)
+    assert "schedule.staleness" == caught.value.code
+
+
+def test_progress_wakes_waiters_and_names_them_at_the_deadline() -> None:
+    clock = VirtualClock()
+
+    async def main() -> tuple[int, str, float]:
+        progress = Progress(clock)
+
+        async def later() -> None:
+            await clock.sleep(5)
+            await progress.advance(3)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(later())
+            reached = await progress.until(lambda value: value >= 2, 10, "the trainer")
+        with pytest.raises(DeadlineExceeded) as caught:
+            await progress.until(lambda value: value >= 4, 10, "the trainer")
+        return reached, str(caught.value), clock.time()
+
+    reached, message, now = clock.run(main())
+    assert 3 == reached
+    assert "the trainer" in message
+    assert 15 == pytest.approx(now)

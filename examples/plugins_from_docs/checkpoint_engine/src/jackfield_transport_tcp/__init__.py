@@ -1,0 +1,1 @@
+"""Weights over TCP connections."""

@@ -1,0 +1,1 @@
+"""Right answers, the shorter the better."""

@@ -1,0 +1,1 @@
+"""The shortest rollout server that keeps the contract."""

@@ -1,0 +1,1 @@
+"""Samples in an SQLite file."""

@@ -1,0 +1,16 @@
+"""Settings of the backend; importable without torch."""
+
+from __future__ import annotations
+
+import attrs
+
+from jackfield.structuring import option
+
+__all__ = ["Config"]
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """Where the file is."""
+
+    file: str = option("samples.sqlite", help="name of the file in the queue's folder")

@@ -1,0 +1,80 @@
+"""The main job: make a tiny language model, warm it up on demonstrations, and let GRPO teach it arithmetic.
+
+    python examples/quickstart/quickstart.py [--seed N] [--folder F] [key.path=value ...]
+
+Overrides go to the GRPO run. ``model.path=<Hugging Face folder>`` trains that model (nothing is made and nothing is
+warmed up), ``data.train=<GSM8K train.jsonl>`` trains on those problems.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import click
+from make_task import make_task
+
+from jackfield.compose import run
+from jackfield.config import load_config
+from jackfield.errors import JackfieldError
+from jackfield.observe import plot_learning_curve
+
+HERE = Path(__file__).parent
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the model is tiny: it loads in no time
+
+
+@click.command()
+@click.option("--seed", default=1, show_default=True, help="Seed of the whole example.")
+@click.option("--folder", default="runs/quickstart", show_default=True, type=click.Path(path_type=Path))
+@click.option("--warmup-steps", default=None, type=int, help="Shorten the warm-up, to try something out.")
+@click.argument("overrides", nargs=-1)
+def main(seed: int, folder: Path, warmup_steps: int | None, overrides: tuple[str, ...]) -> None:
+    """Run the example; OVERRIDES such as schedule.steps=20 change the GRPO run."""
+    started = time.monotonic()
+    try:
+        quickstart(seed, folder, warmup_steps, overrides)
+    except JackfieldError as error:
+        click.echo(error, err=True)
+        sys.exit(1)
+    click.echo(f"whole example: {time.monotonic() - started:.0f} s")
+
+
+def quickstart(seed: int, folder: Path, warmup_steps: int | None, overrides: tuple[str, ...]) -> None:
+    """Make what is not given, warm up, train, draw."""
+    made, curves = folder / "made", []
+    given = {override.partition("=")[0] for override in overrides}
+    own = [f"seed={seed}", f"folder={folder / 'grpo'}"]
+    if not {"model.path", "data.train"} <= given:
+        make_task(made, seed)
+    if "model.path" not in given:
+        curves.append(warm_up(seed, folder, made, warmup_steps))
+        own.append(f"model.path={folder / 'warmup' / 'model'}")
+    if "data.train" not in given:
+        own += [f"data.train={made / 'problems.jsonl'}", f"data.eval={made / 'held_out.jsonl'}"]
+    elif "data.eval" not in given:
+        own.append("evaluation.every=0")  # somebody's problems, without held-out ones
+    run(load_config(HERE / "grpo.yaml", [*own, *overrides]))
+    if curves:
+        picture = folder / "learning_curve.png"
+        plot_learning_curve([[*curves, folder / "grpo" / "metrics.jsonl"]], picture, "Warm-up, then GRPO", target=0.9)
+        click.echo(f"learning curve: {picture}")
+
+
+def warm_up(seed: int, folder: Path, made: Path, steps: int | None) -> Path:
+    """Supervised fine-tuning on the demonstrations; returns the metrics file."""
+    overrides = [
+        f"seed={seed}",
+        f"folder={folder / 'warmup'}",
+        f"model.path={made / 'model'}",
+        f"data.train={made / 'demonstrations.jsonl'}",
+        f"data.eval={made / 'held_out.jsonl'}",
+    ]
+    if steps is not None:
+        overrides += [f"schedule.steps={steps}", f"optimizer.total_steps={steps}"]
+    return run(load_config(HERE / "warmup.yaml", overrides)).folder / "metrics.jsonl"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The plainest agent of Jackfield: one question, one answer."""

@@ -1,0 +1,345 @@
+"""The engine: one rank of a model that is sharded with FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from tensordict import TensorDict
+from torch.distributed.fsdp import FSDPModule
+
+from jackfield.abc.engine import (
+    BaseEngine,
+    EngineContext,
+    EngineLayout,
+    EngineOutput,
+    LoadCheckpointRequest,
+    LoadCheckpointResult,
+    LossFunction,
+    LossSpec,
+    SaveCheckpointRequest,
+    SaveCheckpointResult,
+)
+from jackfield.errors import EngineError
+from jackfield_engine_fsdp import checkpointing, export, loading, passes
+from jackfield_engine_fsdp.batching import RowBatch
+from jackfield_engine_fsdp.config import Config
+from jackfield_engine_fsdp.model import TokenModel, shard
+from jackfield_engine_fsdp.optimization import Optimization
+from jackfield_engine_fsdp.placement import Placement
+from jackfield_engine_fsdp.process_group import Ranks
+from jackfield_engine_fsdp.random_state import RandomStreams
+
+__all__ = ["FSDPEngine"]
+
+
+class FSDPEngine(BaseEngine):
+    """A Hugging Face causal language model under ``torch.distributed.fsdp.fully_shard``.
+
+    Every rank is one data-parallel rank. A role ``critic`` with a value head runs no output layer: its loss functions
+    get ``log_probs`` of zeros, and its results have none.
+
+    Args:
+        config: how the model is sharded and computed.
+        context: what is trained, and where this rank stands.
+    """
+
+    config: Config
+
+    def __init__(self, config: Config, context: EngineContext) -> None:
+        super().__init__(config, context)
+        self._ranks: Ranks | None = None
+        self._model: TokenModel | None = None
+        self._optimization: Optimization | None = None
+        self._mode: str | None = None
+        self._damaged = False  # a pass failed and what it left behind cannot be cleared
+
+    # ---- life
+
+    def initialize(self) -> None:
+        """Load, adapt, shard; every rank loads the whole model on the CPU before it keeps its part."""
+        if self._model is not None:
+            raise EngineError("the engine is initialized already", code="engine.state")
+        context, config = self.context, self.config
+        self._check(context)
+        device = _device(context)
+        model = self._build()
+        self._ranks = Ranks(context, device, config.collective_timeout)
+        try:
+            self._sharded: FSDPModule = shard(model, self._ranks.mesh, config)
+            trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            if context.optimizer is not None:
+                self._optimization = Optimization(trainable, context.optimizer, self._ranks)
+        except BaseException:
+            self._ranks.leave()
+            raise
+        model.to(device)  # buffers; parameters are there
+        self._streams = RandomStreams(context.seed + context.rank, device)
+        self._placement = Placement(model, self._optimization, device, streamed=config.cpu_offload)
+        self._unsharded_accumulation = self._accumulates_unsharded(sum(p.numel() for _, p in trainable))
+        self._model = model
+
+    @staticmethod
+    def _check(context: EngineContext) -> None:
+        for name, value in (("temperature", context.temperature), ("micro_batch_tokens", context.micro_batch_tokens)):
+            if value <= 0:
+                raise EngineError(
+                    f"{name} is not positive",
+                    code="config.invalid-value",
+                    where=f"EngineContext.{name}",
+                    expected="more than 0",
+                    found=value,
+                )
+        if context.role == "critic" and not context.model.value_head:
+            raise EngineError(
+                "a critic has no value head",
+                code="config.invalid-value",
+                where="EngineContext.model.value_head",
+                expected=True,
+                found=False,
+            )
+
+    def _build(self) -> TokenModel:
+        spec, seed = self.context.model, self.context.seed
+        causal_lm = loading.load_causal_lm(spec, self.config.attention, seed)
+        language_model = causal_lm if spec.lora is None else loading.add_lora(causal_lm, spec.lora, seed)
+        head = None
+        if spec.value_head:
+            hidden_size = causal_lm.config.get_text_config().hidden_size
+            # PEFT keeps adapters of half-precision models in float32, and FSDP wants trainable parameters of one dtype
+            dtype = torch.float32 if spec.lora is not None else loading.torch_dtype(spec.dtype)
+            head = loading.make_value_head(hidden_size, dtype, seed)
+        model = TokenModel(
+            language_model,
+            head,
+            with_log_probs=self.context.role != "critic",
+            temperature=self.context.temperature,
+            logits_chunk=self.config.logits_chunk,
+        )
+        if self.context.optimizer is None:
+            model.requires_grad_(False)
+        return model.eval()
+
+    def _accumulates_unsharded(self, trainable: int) -> bool:
+        choice = self.config.gradient_accumulation
+        if choice == "auto":
+            return self.context.world_size > 1 and trainable <= self.config.unsharded_max_parameters
+        return choice == "unsharded"
+
+    @property
+    def layout(self) -> EngineLayout:
+        """Every rank is a data-parallel rank of its own."""
+        self._ready()
+        return EngineLayout(
+            data_parallel_rank=self.context.rank, data_parallel_size=self.context.world_size, is_output_rank=True
+        )
+
+    def close(self) -> None:
+        """Forget model and optimizer, and leave the process group."""
+        self._model = self._optimization = self._mode = None
+        for name in ("_sharded", "_placement"):
+            self.__dict__.pop(name, None)
+        if self._ranks is not None:
+            self._ranks.leave()
+            self._ranks = None
+
+    def _ready(self) -> TokenModel:
+        if self._model is None:
+            raise EngineError(
+                "the engine is not initialized",
+                code="engine.state",
+                fix="call initialize() first, and nothing after close()",
+            )
+        return self._model
+
+    def _optimizing(self) -> Optimization:
+        self._ready()
+        if self._optimization is None:
+            raise EngineError(
+                f"this engine ({self.context.role}) has no optimizer",
+                code="engine.state",
+                where="EngineContext.optimizer",
+                expected="an OptimizerSpec",
+                found=None,
+            )
+        return self._optimization
+
+    # ---- modes
+
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Dropout on, weights on the device; what was off the device goes back there at the end."""
+        return self._in_mode("train")
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Dropout off, no gradients, weights on the device."""
+        return self._in_mode("eval")
+
+    @contextmanager
+    def _in_mode(self, mode: str) -> Iterator[None]:
+        model = self._ready()
+        before = self._mode
+        with self._placement.on_device(training=mode == "train"):
+            self._mode = mode
+            model.train(mode == "train")
+            try:
+                yield
+            finally:
+                self._mode = before
+                model.train(before == "train")
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Inside, the model is its base model; no effect without an adapter."""
+        language_model = self._ready().language_model
+        return language_model.disable_adapter() if isinstance(language_model, PeftModel) else nullcontext()
+
+    # ---- computing
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | LossSpec | None, forward_only: bool = False
+    ) -> EngineOutput:
+        """See :meth:`jackfield.abc.engine.BaseEngine.forward_backward_batch`.
+
+        Micro-batches run longest rows first. A rank with fewer micro-batches than another computes an empty one in
+        step with it, because gathering weights and reducing gradients are collective.
+        """
+        model = self._ready()
+        self._check_pass(loss_function, forward_only)
+        assert self._ranks is not None, "initialized"
+        function = _resolve(loss_function)
+        batch = RowBatch(data, model.causal_lm.get_input_embeddings().num_embeddings, self._ranks.device)
+        run = passes.Pass(model, batch, function, backward=not forward_only)
+        micro_batches = batch.plan(self.context.micro_batch_tokens)
+        count = self._ranks.maximum(len(micro_batches))
+        streams = self._streams.active() if self._mode == "train" else nullcontext()
+        try:
+            with torch.set_grad_enabled(not forward_only), streams:
+                for index in range(count):
+                    if self._unsharded_accumulation and not forward_only:
+                        self._reduce_gradients(index == count - 1)
+                    if index < len(micro_batches):
+                        run.micro_batch(batch.micro_batch(micro_batches[index]), tie=self._ranks.size > 1)
+                    else:
+                        run.idle(batch.idle_micro_batch())
+        except BaseException:
+            self._recover()
+            raise
+        if forward_only:
+            passes.reshard(model)
+        return run.output()
+
+    def _check_pass(self, loss_function: object, forward_only: bool) -> None:
+        if self._mode is None or (self._mode == "eval" and not forward_only):
+            raise EngineError(
+                "a pass outside of its mode",
+                code="engine.state",
+                expected="engine.train_mode(), or engine.eval_mode() with forward_only",
+                found="no mode" if self._mode is None else f"eval_mode with forward_only={forward_only}",
+                fix="with engine.train_mode(): engine.forward_backward_batch(...)",
+            )
+        if self._damaged:
+            raise EngineError(
+                "an earlier pass failed half-way", code="engine.state", fix="make a new engine and load a checkpoint"
+            )
+        if not forward_only:
+            self._optimizing()
+            if loss_function is None:
+                raise EngineError(
+                    "a backward pass needs a loss function", expected="a callable or LossSpec", found=None
+                )
+
+    def _reduce_gradients(self, now: bool) -> None:
+        self._sharded.set_requires_gradient_sync(now)
+        self._sharded.set_is_last_backward(now)
+        self._sharded.set_reshard_after_backward(now)
+
+    def _recover(self) -> None:
+        """After a failure inside of a pass: gathered weights and half-made gradients must not leak into the next.
+
+        Where that cannot be made sure (other ranks wait in a collective, or gradients are held unsharded), no pass
+        follows.
+        """
+        recovers = hasattr(self._sharded, "reset_iter_state") and not self._unsharded_accumulation
+        if recovers and self.context.world_size == 1:
+            self._sharded.reset_iter_state()
+        else:
+            self._damaged = True
+
+    def optimizer_zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+        self._optimizing().zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Clip by the global norm, step, return the norm before clipping; not finite: no step."""
+        return self._optimizing().step()
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule; the learning rate of the next optimizer step."""
+        return self._optimizing().advance_schedule()
+
+    # ---- weights
+
+    def get_per_tensor_param(
+        self,
+    ) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
+        """Copies of the full tensors on the engine's device; the value head stays here."""
+        model = self._ready()
+
+        def tensors() -> Generator[tuple[str, torch.Tensor], None, None]:
+            yield from export.published_tensors(model)
+
+        return tensors(), export.adapter_config(model)
+
+    def get_per_tensor_grad(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Full gradients in the order of the parameters; zeros where a parameter got none."""
+        model = self._ready()
+        adapter = isinstance(model.language_model, PeftModel)
+        for name, parameter in self._optimizing().parameters.items():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            yield export.trainable_name(name, adapter), export.full(gradient)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move the chosen state to the CPU or to the engine's own device."""
+        self._ready()
+        self._placement.move(device, model=model, optimizer=optimizer, grad=grad)
+
+    def save_checkpoint(self, request: SaveCheckpointRequest) -> SaveCheckpointResult:
+        """Native: model, optimizer, schedule and random state. Hugging Face: a folder for ``from_pretrained``."""
+        model = self._ready()
+        assert self._ranks is not None, "initialized"
+        folder = checkpointing.make_folder(request.folder, self._ranks)
+        if request.format == "huggingface":
+            export.save_folder(model, Path(self.context.model.path), folder, writes=self._ranks.rank == 0)
+        else:
+            checkpointing.save(folder, model, self._optimization, self._streams, self._ranks)
+        self._ranks.barrier()
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        return SaveCheckpointResult(folder=request.folder, files=tuple(files))
+
+    def load_checkpoint(self, request: LoadCheckpointRequest) -> LoadCheckpointResult:
+        """Read a native checkpoint; random state only where as many ranks wrote it."""
+        model = self._ready()
+        assert self._ranks is not None, "initialized"
+        folder = Path(request.folder)
+        checkpointing.load(folder, model, self._optimization, self._streams, self._ranks, request.model_only)
+        return LoadCheckpointResult(folder=request.folder)
+
+
+def _device(context: EngineContext) -> torch.device:
+    """The device of this rank: ``cuda`` alone means the one of its local rank."""
+    device = torch.device(context.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", context.local_rank if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _resolve(loss_function: LossFunction | LossSpec | None) -> Callable[..., Any] | None:
+    if isinstance(loss_function, LossSpec):
+        from jackfield.algorithms import resolve_loss
+
+        return resolve_loss(loss_function)
+    return loss_function

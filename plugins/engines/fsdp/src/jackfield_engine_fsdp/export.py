@@ -1,0 +1,146 @@
+"""Full tensors under Hugging Face and PEFT names, and folders that ``from_pretrained`` reads."""
+
+from __future__ import annotations
+
+import enum
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from jackfield_engine_fsdp.loading import without_progress_bars
+from jackfield_engine_fsdp.model import TokenModel
+
+__all__ = [
+    "adapter_config",
+    "full",
+    "published_name",
+    "published_tensors",
+    "save_folder",
+    "trainable_name",
+    "value_head_tensors",
+]
+
+#: What lies beside the weights and is needed to use them; copied as it is.
+COMPANIONS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor, detached, in memory of its own. A collective operation."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    whole = tensor.full_tensor()
+    shares = whole.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
+    return whole.clone() if shares else whole  # with one rank there is nothing to gather
+
+
+def published_name(name: str) -> str:
+    """PEFT's file name of an adapter's parameter: without the adapter's own name."""
+    return ".".join(part for part in name.split(".") if part != "default")
+
+
+def trainable_name(name: str, adapter: bool) -> str:
+    """The published name of a parameter of :class:`TokenModel`."""
+    inner = name.removeprefix("language_model.")
+    return published_name(inner) if adapter and inner != name else inner
+
+
+def published_tensors(model: TokenModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """What inference loads: the adapter's tensors if there is one, else parameters (tied once) and saved buffers."""
+    if isinstance(model.language_model, PeftModel):
+        for name, parameter in model.language_model.named_parameters():
+            if parameter.requires_grad:
+                yield published_name(name), full(parameter)
+        return
+    causal_lm = model.causal_lm
+    for name, parameter in causal_lm.named_parameters():
+        yield name, full(parameter)
+    for name, buffer in _saved_buffers(causal_lm):
+        yield name, full(buffer)
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    skipped = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return ((name, buffer) for name, buffer in model.named_buffers() if name not in skipped)
+
+
+def value_head_tensors(model: TokenModel) -> dict[str, torch.Tensor]:
+    """The value head's full tensors, empty without one."""
+    if model.value_head is None:
+        return {}
+    return {name: full(parameter) for name, parameter in model.value_head.named_parameters()}
+
+
+def adapter_config(model: TokenModel) -> dict[str, Any] | None:
+    """The adapter's PEFT config as JSON-ready values; None without an adapter."""
+    if not isinstance(model.language_model, PeftModel):
+        return None
+    return {name: _plain(value) for name, value in model.language_model.peft_config["default"].to_dict().items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def save_folder(model: TokenModel, source: Path, folder: Path, writes: bool) -> None:
+    """Write ``folder`` for ``from_pretrained`` (transformers', or PEFT's with an adapter). A collective operation.
+
+    Args:
+        model: the sharded model.
+        source: the folder from which the model came; the tokenizer's files are copied from there.
+        folder: exists and is empty.
+        writes: whether this rank writes; the others only take part in the gathering.
+    """
+    tensors = {name: tensor.cpu() for name, tensor in published_tensors(model) if writes}
+    head = value_head_tensors(model)
+    if not writes:
+        return
+    if isinstance(model.language_model, PeftModel):
+        save_file(_contiguous(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        model.language_model.peft_config["default"].save_pretrained(str(folder))
+    else:
+        with without_progress_bars():
+            model.causal_lm.save_pretrained(str(folder), state_dict=tensors)
+    if head:
+        save_file(_contiguous(head), folder / "value_head.safetensors", metadata={"format": "pt"})
+    names = [*COMPANIONS, *(path.name for path in source.glob("*.py"))]
+    for path in (source / name for name in names):
+        if path.is_file() and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+
+
+def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,161 @@
+"""From a Hugging Face folder to a module that is ready to be sharded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from jackfield.abc.engine import LoraSpec, ModelSpec
+from jackfield.errors import EngineError
+
+__all__ = ["DTYPES", "add_lora", "load_causal_lm", "make_value_head", "seeded", "torch_dtype", "without_progress_bars"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a :attr:`ModelSpec.dtype`.
+
+    Raises:
+        EngineError: ``config.invalid-value`` for another name.
+    """
+    if name not in DTYPES:
+        raise EngineError(
+            f"unknown dtype {name!r}",
+            code="config.invalid-value",
+            where="ModelSpec.dtype",
+            expected="one of " + ", ".join(sorted(DTYPES)),
+            found=repr(name),
+        )
+    return DTYPES[name]
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Inside, transformers draws no bars: the run that uses the engine shows its own progress."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, torch's random numbers start from ``seed``; outside, nothing has happened."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedModel:
+    """The model of ``spec.path`` on the CPU, whole, in every rank.
+
+    Raises:
+        EngineError: ``engine.model`` when the folder is missing, cannot be loaded or lacks weights;
+            ``config.invalid-value`` for an unknown dtype.
+    """
+    dtype = torch_dtype(spec.dtype)
+    folder = Path(spec.path)
+    if not (folder / "config.json").is_file():
+        raise EngineError(
+            f"no model in the folder {spec.path!r}",
+            code="engine.model",
+            where="ModelSpec.path",
+            expected="a Hugging Face folder with config.json and weights",
+            found="no config.json" if folder.is_dir() else "no such folder",
+            fix="give a folder that save_pretrained() wrote or that was downloaded before",
+        )
+    try:
+        with seeded(seed), without_progress_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=spec.trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as caught:  # whatever transformers raises for a broken folder or a missing kernel
+        raise EngineError(
+            f"the model in {spec.path!r} cannot be loaded: {caught}",
+            code="engine.model",
+            where="ModelSpec.path",
+            expected=f"weights that transformers loads as a causal language model with {attention} attention",
+            found=type(caught).__name__,
+        ) from caught
+    _refuse_missing_weights(spec.path, report)
+    model.config.use_cache = False
+    if spec.gradient_checkpointing:
+        _enable_checkpointing(model)
+    return model
+
+
+def _enable_checkpointing(model: PreTrainedModel) -> None:
+    # the method has a new name since transformers 5.2x, and the old one warns
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as caught:
+        raise EngineError(
+            str(caught), code="config.invalid-value", where="ModelSpec.gradient_checkpointing", fix="set it to false"
+        ) from caught
+
+
+def _refuse_missing_weights(path: str, report: dict[str, Any]) -> None:
+    """transformers fills what it does not find with random numbers; nobody wants to train those by accident."""
+    missing = sorted(report.get("missing_keys", ())) + sorted(str(key) for key in report.get("mismatched_keys", ()))
+    if missing:
+        raise EngineError(
+            f"the model folder {path!r} lacks {len(missing)} weights",
+            code="engine.model",
+            where="ModelSpec.path",
+            expected="every weight of the architecture that config.json names",
+            found="no " + ", ".join(missing[:4]) + (" …" if len(missing) > 4 else ""),
+        )
+
+
+def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> PeftModel:
+    """``model`` with a fresh adapter (the same for the same seed); only the adapter is trainable.
+
+    Raises:
+        EngineError: ``config.invalid-value`` when PEFT refuses the settings, e.g. target modules that are not there.
+    """
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        lora_dropout=spec.dropout,
+        target_modules=list(spec.target_modules) or "all-linear",
+    )
+    try:
+        with seeded(seed), warnings.catch_warnings():
+            # peft 0.21 asks transformers 5.23 by an old name
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return get_peft_model(model, config)
+    except ValueError as caught:
+        raise EngineError(
+            f"the adapter does not fit the model: {caught}", code="config.invalid-value", where="ModelSpec.lora"
+        ) from caught
+
+
+def make_value_head(hidden_size: int, dtype: torch.dtype, seed: int) -> nn.Linear:
+    """A scalar head ``[*, hidden_size] -> [*, 1]``: weights N(0, 1/hidden_size), the same for a seed; bias 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with seeded(seed):
+        head = nn.Linear(hidden_size, 1)
+    with torch.no_grad():
+        head.weight.normal_(0.0, hidden_size**-0.5, generator=generator)
+        head.bias.zero_()
+    return head.to(dtype)

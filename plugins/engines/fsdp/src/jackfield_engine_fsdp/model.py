@@ -1,0 +1,181 @@
+"""The module that is sharded: a language model that answers with log-probabilities of given tokens.
+
+Shapes: ``B`` rows, ``S`` padded positions, ``N`` response tokens, ``H`` hidden size, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from jackfield.errors import EngineError
+from jackfield_engine_fsdp.config import Config
+
+__all__ = ["TokenModel", "decoder_layers", "shard", "token_statistics"]
+
+
+class TokenModel(nn.Module):
+    """A causal language model, with an adapter and a value head where wanted, over right-padded rows.
+
+    Hidden states are narrowed to the wanted positions *before* the output layer, so that logits exist for
+    response tokens only. The narrowing is a hook on the output layer: the model's own forward stays in charge, with
+    whatever it does to its logits (soft caps, scales).
+
+    No attention mask is passed: with causal attention a token never sees the padding to its right.
+    """
+
+    def __init__(
+        self,
+        language_model: PreTrainedModel | PeftModel,
+        value_head: nn.Linear | None,
+        *,
+        with_log_probs: bool,
+        temperature: float,
+        logits_chunk: int,
+    ) -> None:
+        super().__init__()
+        self.language_model = language_model
+        self.value_head = value_head
+        self.with_log_probs = with_log_probs
+        self.temperature = temperature
+        self.logits_chunk = logits_chunk
+        self._positions: torch.Tensor | None = None
+        self._hidden: torch.Tensor | None = None
+        output_layer = self.causal_lm.get_output_embeddings()
+        assert output_layer is not None, "a causal language model has an output layer"
+        output_layer.register_forward_pre_hook(self._narrow)
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The transformers model itself, inside of the adapter if there is one."""
+        model = self.language_model
+        return model.get_base_model() if isinstance(model, PeftModel) else model
+
+    def _narrow(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden_BSH, *rest = inputs
+        assert self._positions is not None, "the output layer runs only inside of TokenModel.forward"
+        self._hidden = hidden_BSH.flatten(0, 1).index_select(0, self._positions)
+        return (self._hidden, *rest)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, want_entropy: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Log-probabilities, entropy and values of ``N`` tokens, float32 ``[N]`` each, None where not computed.
+
+        Args:
+            input_ids: int64 ``[B, S]``.
+            positions: int64 ``[N]``, indices into the flattened ``[B * S]``: where each label is predicted.
+            labels: int64 ``[N]``.
+            want_entropy: whether the entropy of each prediction is computed.
+        """
+        log_probs = entropy = None
+        self._positions = positions
+        try:
+            if self.with_log_probs:
+                logits_NV = self.causal_lm(input_ids=input_ids, use_cache=False).logits
+                hidden_NH = self._hidden
+                log_probs, entropy = token_statistics(
+                    logits_NV, labels, self.temperature, want_entropy, self.logits_chunk
+                )
+            else:
+                hidden_BSH = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+                hidden_NH = hidden_BSH.flatten(0, 1).index_select(0, positions)
+        finally:
+            self._positions = self._hidden = None
+        if self.value_head is None:
+            return log_probs, entropy, None
+        assert hidden_NH is not None, "the output layer has run"
+        values = self.value_head(hidden_NH.to(self.value_head.weight.dtype)).float().sum(-1)  # FSDP warns of views
+        return log_probs, entropy, values
+
+
+def token_statistics(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, want_entropy: bool, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities of ``labels`` and entropies under ``softmax(logits / temperature)``, in float32.
+
+    Args:
+        logits: ``[N, V]``, any float dtype.
+        labels: int64 ``[N]``.
+        temperature: divides the logits.
+        want_entropy: whether the second result is computed.
+        chunk: logits in float32 at once, at most (but one row); pieces are computed again in the backward pass.
+    """
+    rows = max(1, chunk // logits.shape[-1])
+    if logits.shape[0] <= rows:
+        return _statistics(logits, labels, temperature, want_entropy)
+    pieces = []
+    for piece, piece_labels in zip(torch.split(logits, rows), torch.split(labels, rows), strict=True):
+        arguments = (piece, piece_labels, temperature, want_entropy)
+        if torch.is_grad_enabled():
+            pieces.append(checkpoint(_statistics, *arguments, use_reentrant=False, preserve_rng_state=False))
+        else:
+            pieces.append(_statistics(*arguments))
+    entropy = torch.cat([piece[1] for piece in pieces]) if want_entropy else None
+    return torch.cat([piece[0] for piece in pieces]), entropy
+
+
+def _statistics(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, want_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    if not want_entropy:
+        return -F.cross_entropy(logits, labels, reduction="none"), None
+    all_log_probs = logits.log_softmax(-1)
+    log_probs = -F.nll_loss(all_log_probs, labels, reduction="none")
+    return log_probs, -(all_log_probs.exp() * all_log_probs).sum(-1)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of which the model's class says that they are not to be split: its decoder layers."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def shard(model: TokenModel, mesh: DeviceMesh, config: Config) -> FSDPModule:
+    """Shard every parameter of ``model`` over ``mesh`` in place; gradients are *summed* over its ranks.
+
+    Returns:
+        ``model``, which now is an ``FSDPModule`` too.
+    """
+    reduced = config.mixed_precision == "bfloat16"
+    options: dict[str, Any] = {"mesh": mesh}
+    if reduced:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if config.cpu_offload and mesh.device_type != "cpu":
+        options["offload_policy"] = CPUOffloadPolicy()
+    for layer in _layers_to_wrap(model, config):
+        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
+    sharded = fully_shard(model, **options)
+    if mesh.size() > 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        if hasattr(sharded, "set_reduce_scatter_unused_params"):  # ranks may use different parts of the model
+            sharded.set_reduce_scatter_unused_params(True)
+    return sharded
+
+
+def _layers_to_wrap(model: TokenModel, config: Config) -> list[nn.Module]:
+    layers = decoder_layers(model.causal_lm)
+    if config.wrap == "layers" and not layers:
+        raise EngineError(
+            f"{type(model.causal_lm).__name__} does not name its decoder layers",
+            code="config.invalid-value",
+            where="wrap",
+            fix="set wrap to root",
+        )
+    if config.wrap == "auto":
+        return [layer for layer in layers if sum(p.numel() for p in layer.parameters()) >= config.wrap_min_parameters]
+    return layers if config.wrap == "layers" else []

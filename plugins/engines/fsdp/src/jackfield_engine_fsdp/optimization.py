@@ -1,0 +1,128 @@
+"""AdamW on sharded parameters, its learning-rate schedule, and the global gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from jackfield.abc.engine import OptimizerSpec
+from jackfield.errors import EngineError
+from jackfield_engine_fsdp.process_group import Ranks
+
+__all__ = ["Optimization", "learning_rate", "local"]
+
+
+def learning_rate(spec: OptimizerSpec, step: int) -> float:
+    """The learning rate of step ``step`` (the first is 0).
+
+    ``lr * step / warmup_steps`` while warming up; then, with progress p from 0 to 1 at ``total_steps`` and
+    r = ``min_lr_ratio``: ``lr`` (constant), ``lr * (r + (1 - r) * (1 - p))`` (linear) or
+    ``lr * (r + (1 - r) * (1 + cos(pi * p)) / 2)`` (cosine).
+    """
+    if step < spec.warmup_steps:
+        return spec.lr * step / spec.warmup_steps
+    if spec.scheduler == "constant":
+        return spec.lr
+    assert spec.total_steps is not None, "checked by Optimization"
+    progress = min(1.0, (step - spec.warmup_steps) / max(1, spec.total_steps - spec.warmup_steps))
+    rest = 1.0 - progress if spec.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return spec.lr * (spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * rest)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor: a view of the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Optimization:
+    """The optimizer of the trainable parameters and its place in the schedule.
+
+    Raises:
+        EngineError: ``config.invalid-value`` for a decay without a length.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec, ranks: Ranks) -> None:
+        if spec.scheduler != "constant" and spec.total_steps is None:
+            raise EngineError(
+                f"the {spec.scheduler} schedule has no length",
+                code="config.invalid-value",
+                where="OptimizerSpec.total_steps",
+                expected="the number of optimizer steps of the whole run",
+                found=None,
+            )
+        self.spec = spec
+        self.parameters = dict(parameters)
+        self.schedule_step = 0
+        self._ranks = ranks
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=learning_rate(spec, 0),
+            betas=spec.betas,
+            eps=spec.eps,
+            weight_decay=spec.weight_decay,
+            fused=True,  # 1.3 ms for 0.8M parameters on two cores; foreach needs twice that
+        )
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> float:
+        """Clip and apply; the norm before clipping. A norm that is not finite skips the step."""
+        norm = self._gradient_norm()
+        if not math.isfinite(norm):
+            return norm
+        if self.spec.clip_grad is not None and norm > self.spec.clip_grad:
+            scale = self.spec.clip_grad / norm
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    local(parameter.grad).mul_(scale)
+        self.optimizer.step()
+        return norm
+
+    def _gradient_norm(self) -> float:
+        """The 2-norm over all parameters and ranks, summed in float64."""
+        device = self._ranks.device
+        squares = [
+            torch.linalg.vector_norm(local(p.grad), dtype=torch.float32).double() ** 2
+            for p in self.parameters.values()
+            if p.grad is not None
+        ]
+        total = (
+            torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)
+        )
+        return math.sqrt(self._ranks.sum(total).item())
+
+    def advance_schedule(self) -> float:
+        """One step on in the schedule; the learning rate of the next step."""
+        return self.set_schedule_step(self.schedule_step + 1)
+
+    def set_schedule_step(self, step: int) -> float:
+        """Stand at ``step`` of the schedule; the learning rate there."""
+        self.schedule_step = step
+        rate = learning_rate(self.spec, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """AdamW's tensors by parameter name: what it holds, and what it would start from where it holds nothing."""
+        for parameter in self.parameters.values():
+            if not self.optimizer.state[parameter]:
+                self.optimizer.state[parameter].update(
+                    step=torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    exp_avg=torch.zeros_like(parameter, requires_grad=False),
+                    exp_avg_sq=torch.zeros_like(parameter, requires_grad=False),
+                )
+        return {name: dict(self.optimizer.state[parameter]) for name, parameter in self.parameters.items()}
+
+    def move(self, device: torch.device) -> None:
+        """Move AdamW's tensors."""
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                state[name] = value.to(device)

@@ -1,0 +1,124 @@
+"""One forward (and backward) pass over a rank's rows, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from jackfield.abc.engine import EngineOutput, TokenOutput
+from jackfield_engine_fsdp.batching import MicroBatch, RowBatch, TokenBuffer
+from jackfield_engine_fsdp.model import TokenModel
+
+__all__ = ["Pass", "reshard"]
+
+
+class Pass:
+    """Runs micro-batches and adds up what they give.
+
+    Args:
+        model: the sharded model.
+        batch: this rank's rows.
+        function: the loss function, or None without one.
+        backward: whether gradients are computed.
+    """
+
+    def __init__(
+        self, model: TokenModel, batch: RowBatch, function: Callable[..., Any] | None, *, backward: bool
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._function = function
+        self._backward = backward
+        self._want_entropy = bool(getattr(function, "needs_entropy", False)) and model.with_log_probs
+        self._loss: torch.Tensor | float = 0.0
+        self._sums: dict[str, Any] = {}
+        kinds = {
+            "log_probs": model.with_log_probs,
+            "entropy": self._want_entropy,
+            "values": model.value_head is not None,
+        }
+        self._buffers = {name: TokenBuffer(batch.responses) for name, wanted in kinds.items() if wanted}
+
+    def micro_batch(self, micro: MicroBatch, tie: bool) -> None:
+        """Run one micro-batch.
+
+        Args:
+            micro: its tensors.
+            tie: let every output take part in the backward pass, with a factor of 0 if the loss ignores it, so
+                that all ranks reduce the same gradients.
+        """
+        log_probs, entropy, values = self._forward(micro)
+        for name, tokens in (("log_probs", log_probs), ("entropy", entropy), ("values", values)):
+            if tokens is not None:
+                self._buffers[name].add(micro.rows, tokens)
+        if self._function is None:
+            return
+        token_output = TokenOutput(
+            log_probs=micro.dense(
+                torch.zeros_like(micro.labels, dtype=torch.float32) if log_probs is None else log_probs
+            ),
+            entropy=None if entropy is None else micro.dense(entropy),
+            values=None if values is None else micro.dense(values),
+        )
+        loss, metrics = self._function(token_output, micro.data())
+        self._add(loss, metrics)
+        if self._backward:
+            if tie or not loss.requires_grad:
+                loss = loss + _nothing(log_probs, entropy, values)
+            loss.backward()
+
+    def idle(self, micro: MicroBatch) -> None:
+        """Keep step with the other ranks: the same collectives, gradients of zero."""
+        outputs = self._forward(micro)
+        if self._backward:
+            _nothing(*outputs).backward()
+
+    def _forward(self, micro: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        result = self._model(micro.input_ids, micro.positions, micro.labels, self._want_entropy)
+        return result  # type: ignore[no-any-return]
+
+    def _add(self, loss: Any, metrics: Any) -> None:
+        """Losses and metrics stay on the device until the end: reading them here would wait for it."""
+        self._loss = self._loss + _detached(loss)
+        for name, value in metrics.items():
+            value = _detached(value)
+            if name not in self._sums:
+                self._sums[name] = value
+            elif name.endswith("/max"):
+                self._sums[name] = _larger(self._sums[name], value)
+            elif name.endswith("/min"):
+                self._sums[name] = -_larger(-self._sums[name], -value)
+            else:
+                self._sums[name] = self._sums[name] + value
+
+    def output(self) -> EngineOutput:
+        """Everything in the order of the rows."""
+        results = {name: buffer.nested() for name, buffer in self._buffers.items()}
+        metrics = {name: float(value) for name, value in self._sums.items()}
+        loss = None if self._function is None else float(self._loss)
+        return EngineOutput(loss=loss, metrics=metrics, **results)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().double() if isinstance(value, torch.Tensor) else value
+
+
+def _larger(one: Any, other: Any) -> Any:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return torch.maximum(torch.as_tensor(one, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64))
+    return max(one, other)
+
+
+def _nothing(*outputs: torch.Tensor | None) -> torch.Tensor:
+    """A zero that depends on all outputs."""
+    return torch.stack([output.sum() for output in outputs if output is not None]).sum() * 0.0
+
+
+def reshard(model: TokenModel) -> None:
+    """Free gathered weights: after a pass without a backward, FSDP would go on with them even if the shards change."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

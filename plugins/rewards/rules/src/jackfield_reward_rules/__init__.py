@@ -1,0 +1,1 @@
+"""Rewards by rule: exact match, regular expressions and mathematical equivalence."""

@@ -1,0 +1,96 @@
+"""Settings of the rewards by rule."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+import regex
+
+from jackfield.errors import ConfigError
+from jackfield.structuring import option
+
+__all__ = ["GSM8K_ANSWER", "Config"]
+
+#: GSM8K's final line, ``#### 1,234``: a number, with or without a currency sign.
+GSM8K_ANSWER = r"####\s*\$?\s*(-?(?:\d[\d,]*(?:\.\d+)?|\.\d+))"
+
+
+def _default_pattern(config: Config) -> str | None:
+    return GSM8K_ANSWER if config.method == "exact" else None
+
+
+def _is_pattern(_: Config, attribute: attrs.Attribute[str | None], value: str | None) -> None:
+    if value is None:
+        return
+    try:
+        regex.compile(value)
+    except regex.error as error:
+        raise ConfigError(
+            f"{attribute.name} is not a regular expression",
+            where=attribute.name,
+            expected="a pattern of Python's `regex` package (a superset of `re`)",
+            found=f"{value!r}: {error}",
+        ) from error
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """How an answer is found in a response, and when it is right."""
+
+    method: Literal["exact", "regex", "math"] = option(
+        "exact", help="exact: equal texts; regex: the ground truth is a pattern; math: equal mathematically."
+    )
+    pattern: str | None = attrs.field(
+        default=attrs.Factory(_default_pattern, takes_self=True),
+        validator=_is_pattern,
+        metadata={
+            "help": "Where the answer is in a response: the group `answer`, else the first group, else all that "
+            "matches; null: the whole response. Default for exact: GSM8K's `#### n`; else null."
+        },
+    )
+    ground_truth_pattern: str | None = attrs.field(
+        default=attrs.Factory(_default_pattern, takes_self=True),
+        validator=_is_pattern,
+        metadata={"help": "The same for the ground truth, in which it has to match. Same defaults."},
+    )
+    match: Literal["last", "first"] = option(
+        "last", help="Which match in the response counts, where there are several."
+    )
+    expected: str | None = option(
+        None, help="regex: the pattern an answer has to match fully, {ground_truth} in it; null: the ground truth."
+    )
+    correct: float = option(1.0, help="Score of a right answer.")
+    incorrect: float = option(0.0, help="Score of a wrong answer, and of none.")
+    format_score: float | None = option(None, help="Score of a wrong answer in the right form; null: incorrect.")
+    remove: str | None = option(None, help="exact: characters to ignore in both texts; null: commas.")
+    ignore_case: bool = option(False, help="exact, regex: upper and lower case are the same.")
+    strip: bool = option(True, help="exact, regex: white space around answers, and its amount inside, is ignored.")
+    seconds: float = option(10.0, help="Longest time for one answer; then its worker is killed: status timeout.")
+    workers: int = option(1, help="Worker processes for math (and for patterns that take long).")
+    memory_bytes: int = option(4 * 2**30, help="Address space of a worker process.")
+
+    def __attrs_post_init__(self) -> None:
+        if self.remove is not None and self.method != "exact":
+            raise _without_effect("remove", self.method, "exact")
+        if self.ignore_case and self.method == "math":
+            raise _without_effect("ignore_case", self.method, "exact or regex")
+        if self.expected is not None and self.method != "regex":
+            raise _without_effect("expected", self.method, "regex")
+        if self.expected is not None:
+            _is_pattern(self, attrs.fields(Config).expected, self.expected.replace("{ground_truth}", "x"))
+        if self.format_score is not None and self.pattern is None and self.method != "math":
+            raise ConfigError(
+                "format_score needs a pattern: without one, no answer is in a wrong form",
+                where="format_score",
+                fix="give a pattern, or remove format_score",
+            )
+        for name in ("seconds", "workers", "memory_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive", where=name, found=getattr(self, name))
+
+
+def _without_effect(name: str, method: str, methods: str) -> ConfigError:
+    return ConfigError(
+        f"{name} has no effect with method {method!r}", where=name, expected=f"method {methods}", fix=f"remove {name}"
+    )

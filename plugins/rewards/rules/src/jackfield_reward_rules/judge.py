@@ -1,0 +1,167 @@
+"""The rules themselves. The same object works in the trainer's process and in a worker process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from typing import Any
+
+import attrs
+import regex
+
+from jackfield.errors import RewardError
+from jackfield_reward_rules.config import Config
+
+__all__ = ["Judge", "settings_of"]
+
+_CACHED_TRUTHS = 4096
+_MARKUP = ("$", "\\boxed", "\\(", "\\[")
+
+
+class Judge:
+    """Decides whether a response is right.
+
+    Args:
+        settings: fields of :class:`jackfield_reward_rules.config.Config`, as plain values.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = config = Config(**settings)
+        self._pattern = None if config.pattern is None else regex.compile(config.pattern)
+        self._truth_pattern = (
+            None if config.ground_truth_pattern is None else regex.compile(config.ground_truth_pattern)
+        )
+        self._ignored = str.maketrans("", "", "," if config.remove is None else config.remove)
+        self._compare = {"exact": self._equal, "regex": self._matches, "math": self._equivalent}[config.method]
+        self.truth = functools.lru_cache(_CACHED_TRUTHS)(self._truth)
+        if config.method == "math":
+            _load_math_verify()
+
+    def judge(self, response: str, ground_truth: str, timeout: float | None = None) -> tuple[bool, bool]:
+        """Whether the response is right, and whether it has an answer in the right form.
+
+        Args:
+            response: text of the model.
+            ground_truth: text of the task.
+            timeout: seconds for one pattern on one text.
+
+        Raises:
+            RewardError: ``reward.failed`` for a ground truth that is none.
+            TimeoutError: when a pattern takes longer.
+        """
+        truth = self.truth(ground_truth)
+        answer = response if self._pattern is None else self._find(self._pattern, response, timeout)
+        return (False, False) if answer is None else self._compare(answer, truth, timeout)
+
+    def _find(self, pattern: regex.Pattern[str], text: str, timeout: float | None) -> str | None:
+        if self.config.match == "first":
+            first = pattern.search(text, timeout=timeout)
+            return None if first is None else _answer(first)
+        found = list(pattern.finditer(text, timeout=timeout))
+        return _answer(found[-1]) if found else None
+
+    def _truth(self, ground_truth: str) -> Any:
+        """The ground truth, ready to compare with: a text, a pattern or mathematical expressions."""
+        text = ground_truth
+        if self._truth_pattern is not None:
+            found = list(self._truth_pattern.finditer(ground_truth, timeout=self.config.seconds))
+            if not found:
+                raise RewardError(
+                    "the ground truth has no answer",
+                    expected=f"a match of {self._truth_pattern.pattern!r}",
+                    found=repr(ground_truth[-200:]),
+                    fix="set ground_truth_pattern of the rules; null takes the whole ground truth",
+                )
+            text = _answer(found[-1])
+        if self.config.method == "exact":
+            return self._normal(text)
+        return self._truth_regex(text) if self.config.method == "regex" else _truth_expressions(text)
+
+    def _normal(self, text: str) -> str:
+        text = text.translate(self._ignored)
+        if self.config.strip:
+            text = " ".join(text.split())
+        return text.casefold() if self.config.ignore_case else text
+
+    def _equal(self, answer: str, truth: str, timeout: float | None) -> tuple[bool, bool]:
+        return self._normal(answer) == truth, True
+
+    def _truth_regex(self, text: str) -> regex.Pattern[str]:
+        expected = self.config.expected
+        pattern = text if expected is None else expected.replace("{ground_truth}", regex.escape(text))
+        try:
+            return regex.compile(pattern, regex.IGNORECASE if self.config.ignore_case else 0)
+        except regex.error as error:
+            raise RewardError(
+                "the ground truth is not a regular expression",
+                found=f"{pattern!r}: {error}",
+                fix="set `expected` of the rules to a pattern with {ground_truth}, or another method",
+            ) from error
+
+    def _matches(self, answer: str, truth: regex.Pattern[str], timeout: float | None) -> tuple[bool, bool]:
+        text = " ".join(answer.split()) if self.config.strip else answer
+        matched = truth.fullmatch(text, timeout=timeout) is not None
+        return matched, matched or self._pattern is not None
+
+    def _equivalent(self, answer: str, truth: list[Any], timeout: float | None) -> tuple[bool, bool]:
+        expressions = _expressions(answer if self._pattern is None else _marked(answer))
+        return _any_equal(truth, expressions), bool(expressions)
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Fields of a configuration as plain values, for another process."""
+    return attrs.asdict(config)
+
+
+def _answer(found: regex.Match[str]) -> str:
+    if "answer" in found.re.groupindex:
+        return str(found["answer"] or "")
+    return str((found[1] if found.re.groups else found[0]) or "")
+
+
+def _load_math_verify() -> None:
+    """Import the library, and quiet its warning that time limits are ours."""
+    import math_verify  # noqa: F401
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
+
+def _marked(text: str) -> str:
+    """An answer that stands alone is read as LaTeX; one with LaTeX's own marks is found by them."""
+    return text if any(mark in text for mark in _MARKUP) else f"\\boxed{{{text}}}"
+
+
+def _expressions(text: str) -> list[Any]:
+    from math_verify import parse
+
+    expressions: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
+    return expressions
+
+
+def _truth_expressions(text: str) -> list[Any]:
+    expressions = _expressions(_marked(text)) or _expressions(text)
+    if not expressions:
+        raise RewardError(
+            "the ground truth is not mathematics",
+            expected="a number, an expression or LaTeX",
+            found=repr(text[:200]),
+            fix="set ground_truth_pattern of the rules to where the answer is, or another method",
+        )
+    return expressions
+
+
+def _any_equal(truths: list[Any], answers: list[Any]) -> bool:
+    """Whether one pair is equal. What raised counts only where no other pair is equal."""
+    from math_verify import verify
+
+    failure: Exception | None = None
+    for truth, answer in itertools.product(truths, answers):
+        try:
+            if verify(truth, answer, timeout_seconds=None, raise_on_error=True):
+                return True
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return False

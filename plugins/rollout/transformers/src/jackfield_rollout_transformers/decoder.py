@@ -1,0 +1,244 @@
+"""The batch: joining, prefilling, decoding and leaving. Synchronous; knows nothing of callers.
+
+Rows ``0 .. B-1`` of the KV cache and of the row table are the batch; a row that leaves is filled by a joiner or by the
+last row, so every pass works on a dense block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import attrs
+import torch
+from torch import Tensor
+
+from jackfield.errors import RolloutError
+from jackfield_rollout_transformers.cache import BatchCache
+from jackfield_rollout_transformers.config import Config
+from jackfield_rollout_transformers.model import LoadedModel
+from jackfield_rollout_transformers.sampling import LAST_TOKEN, POSITION, Modes, RowTable, draw
+from jackfield_rollout_transformers.sequence import Sequence
+
+__all__ = ["Decoder"]
+
+
+@attrs.frozen(eq=False)
+class _Prompts:
+    """Some different prompts of one prefill pass, and the sequences that begin with each."""
+
+    contexts: list[tuple[int, ...]]
+    sequences: list[Sequence]
+    source: list[int]  #: by sequence: the index of its prompt
+
+
+class Decoder:
+    """Continuous batching over one model."""
+
+    def __init__(self, model: LoadedModel, config: Config) -> None:
+        self._model = model
+        self._config = config
+        self._device = model.device
+        self._cache = BatchCache(model.layers, config.max_batch_size, config.max_cache_tokens)
+        self._table = RowTable.zeros(config.max_batch_size, self._device)
+        self._rows: list[Sequence | None] = []
+        self._holes: list[int] = []
+        self._modes = Modes()
+        self._prefill_tokens = config.max_prefill_tokens or (2048 if model.device.type == "cpu" else 16384)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences of the batch, by row."""
+        return [sequence for sequence in self._rows if sequence is not None]
+
+    @property
+    def running(self) -> int:
+        """How many sequences the batch has."""
+        return len(self._rows) - len(self._holes)
+
+    def choose_joiners(self, waiting: Iterable[Sequence]) -> int:
+        """How many of the ``waiting`` join now.
+
+        While more wait than fit, room is collected until a sixteenth of the batch is free: a prefill pass for one
+        sequence costs almost as much as one for many.
+        """
+        free = self._config.max_batch_size - self.running
+        candidates = [sequence for _, sequence in zip(range(free), waiting, strict=False)]
+        if len(candidates) == free and self.running and free < self._config.max_batch_size // 16:
+            return 0
+        bound = self._config.max_cache_tokens
+        if bound is None:
+            return len(candidates)
+        rows, longest = self.running, max((sequence.longest for sequence in self.sequences), default=0)
+        count = 0
+        for sequence in candidates:
+            longest = max(longest, sequence.longest)
+            if (rows + count + 1) * longest > bound and rows + count:
+                break
+            count += 1
+        return count
+
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Take sequences out of the batch; their rows are filled before the next pass."""
+        for sequence in sequences:
+            if sequence.row >= 0:
+                self._rows[sequence.row] = None
+                self._holes.append(sequence.row)
+                self._modes -= sequence.modes
+                sequence.row, sequence.length = -1, 0
+
+    def release(self) -> int:
+        """Empty the batch and give the KV cache back; return its bytes. The sequences may join again."""
+        self.remove(self.sequences)
+        self._rows, self._holes = [], []
+        return self._cache.release()
+
+    @torch.inference_mode()
+    def run(self, joiners: list[Sequence], steps: int, interrupted: Callable[[], bool]) -> list[Sequence]:
+        """Up to ``steps`` passes, the first of which takes the joiners in; return the sequences that ended, removed.
+
+        It comes back early as soon as a sequence ends or when ``interrupted()``.
+
+        Raises:
+            RolloutError: ``rollout.failed`` when the model's logits are not finite.
+        """
+        finished = self._prefill(joiners) if joiners else self._decode()
+        for _ in range(steps - 1):
+            if finished or interrupted():
+                break
+            finished = self._decode()
+        self.remove(finished)
+        return finished
+
+    # -- arranging rows --------------------------------------------------------------------------------------------
+
+    def _arrange(self, joiners: list[Sequence]) -> None:
+        """Give joiners their rows and close the remaining holes with the last rows."""
+        used = max((sequence.length for sequence in self.sequences), default=0)
+        keep = len(self._rows)
+        self._holes.sort(reverse=True)
+        for sequence in joiners:
+            if self._holes:
+                sequence.row = self._holes.pop()
+                self._rows[sequence.row] = sequence
+            else:
+                sequence.row = len(self._rows)
+                self._rows.append(sequence)
+            self._modes += sequence.modes
+        self._close_holes(used)
+        longest = max((len(sequence.context) for sequence in joiners), default=0)
+        # a decode pass writes one position behind the longest row
+        self._cache.reserve(len(self._rows), max(longest, used) + 1, min(keep, len(self._rows)), used)
+
+    def _close_holes(self, used: int) -> None:
+        target, source = [], []
+        while self._holes:
+            last = self._rows.pop()
+            if last is None:
+                self._holes.remove(len(self._rows))
+                continue
+            hole = self._holes.pop()
+            target.append(hole)
+            source.append(last.row)
+            self._rows[hole], last.row = last, hole
+        if target:
+            rows = torch.tensor((target, source), device=self._device)
+            self._cache.move(rows[0], rows[1], used)
+            self._table.move(rows[0], rows[1])
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> list[Sequence]:
+        """One token for every row."""
+        self._arrange([])
+        sequences = self.sequences
+        table = self._table.head(len(sequences))
+        attended = max(sequence.length for sequence in sequences) + 1
+        positions = table.integers[:, POSITION]
+        self._cache.begin_decode(positions, attended)
+        output = self._model.module(
+            input_ids=table.integers[:, LAST_TOKEN, None],
+            attention_mask=self._length_mask(positions, attended),
+            position_ids=positions[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        positions += 1
+        for sequence in sequences:
+            sequence.length += 1
+        return self._sample(output.logits[:, -1], table, sequences, self._modes)
+
+    def _length_mask(self, positions: Tensor, attended: int) -> Tensor:
+        """Additive mask ``[B, 1, 1, L]``: a row attends up to its own position."""
+        columns = torch.arange(attended, device=self._device)
+        mask = torch.zeros(positions.shape[0], attended, dtype=self._model.module.dtype, device=self._device)
+        return mask.masked_fill_(columns > positions[:, None], -math.inf)[:, None, None]
+
+    def _prefill(self, joiners: list[Sequence]) -> list[Sequence]:
+        """Take joiners in: compute their prompts, once for all that share one, and draw a token for each."""
+        self._arrange(joiners)
+        finished = []
+        for prompts in self._split(joiners):
+            finished += self._prefill_pass(prompts)
+        return finished
+
+    def _split(self, joiners: list[Sequence]) -> list[_Prompts]:
+        """Passes of similar lengths, each within the bound of padded tokens."""
+        sharing: dict[tuple[int, ...], list[Sequence]] = {}
+        for sequence in joiners:
+            sharing.setdefault(sequence.context, []).append(sequence)
+        passes: list[_Prompts] = []
+        for context in sorted(sharing, key=len):
+            full = passes and (len(passes[-1].contexts) + 1) * len(context) > self._prefill_tokens
+            if not passes or full:
+                passes.append(_Prompts([], [], []))
+            current = passes[-1]
+            current.source.extend([len(current.contexts)] * len(sharing[context]))
+            current.contexts.append(context)
+            current.sequences.extend(sharing[context])
+        return passes
+
+    def _prefill_pass(self, prompts: _Prompts) -> list[Sequence]:
+        lengths = torch.tensor([len(context) for context in prompts.contexts], device=self._device)
+        width = len(prompts.contexts[-1])  # they are sorted
+        # padding on the right: under a causal mask no token of a prompt ever sees it
+        padded = [context + (0,) * (width - len(context)) for context in prompts.contexts]
+        source = torch.tensor(prompts.source, device=self._device)
+        rows = torch.tensor([sequence.row for sequence in prompts.sequences], device=self._device)
+        self._cache.begin_prefill(rows, source)
+        last = torch.arange(len(padded), device=self._device), lengths - 1
+        # only the last position's logits are wanted, and it differs by row, so the choice is made where logits are made
+        hook = self._model.output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][last][:, None],))
+        try:
+            output = self._model.module(
+                input_ids=torch.tensor(padded, device=self._device),
+                position_ids=torch.arange(width, device=self._device)[None],
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+        finally:
+            hook.remove()
+        for sequence in prompts.sequences:
+            sequence.length = len(sequence.context)
+        table = RowTable.build(
+            [(one.request.sampling, one.seed, one.length, len(one.token_ids)) for one in prompts.sequences],
+            self._device,
+        )
+        modes = sum((sequence.modes for sequence in prompts.sequences), Modes())
+        finished = self._sample(output.logits[:, -1].index_select(0, source), table, prompts.sequences, modes)
+        self._table.write(rows, table)
+        return finished
+
+    def _sample(self, logits: Tensor, table: RowTable, sequences: list[Sequence], modes: Modes) -> list[Sequence]:
+        tokens, log_probs = draw(logits, table, modes)
+        table.advance(tokens)
+        values = log_probs.tolist()
+        if not math.isfinite(sum(values)):
+            broken = [
+                one.request.request_id for one, value in zip(sequences, values, strict=True) if value - value != 0
+            ]
+            raise RolloutError(
+                "the model's logits are not finite", where=", ".join(broken[:3]), fix="check its weights"
+            )
+        drawn = zip(sequences, tokens.tolist(), values, strict=True)
+        return [sequence for sequence, token, value in drawn if sequence.append(token, value)]

@@ -1,0 +1,149 @@
+"""Loading a model folder and knowing what this server can do with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jackfield.abc.rollout import RolloutContext
+from jackfield.errors import RolloutError
+from jackfield_rollout_transformers import attention
+from jackfield_rollout_transformers.config import Config
+
+__all__ = ["LoadedModel", "load_decode", "load_model", "unusable"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
+_ROTARY_PER_BATCH = ("dynamic", "longrope")  # frequencies depend on the longest row of a pass
+
+
+@attrs.frozen(eq=False)
+class LoadedModel:
+    """A causal language model on its device, in evaluation mode, without gradients."""
+
+    module: Any  #: the library's ``PreTrainedModel``
+    output_layer: nn.Module  #: hidden states to logits
+    layers: int
+    vocabulary: int  #: ids below it are valid
+    end_ids: frozenset[int]  #: the model's own end tokens
+    max_model_len: int  #: prompt and response together
+    device: torch.device
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters, tied ones once."""
+        return list(self.module.parameters())
+
+
+def load_model(config: Config, context: RolloutContext) -> LoadedModel:
+    """Load ``context.model`` for generation.
+
+    Raises:
+        RolloutError: ``engine.model`` when the folder is missing, cannot be loaded or holds a model that this server
+            would run wrongly.
+    """
+    path, spec = context.model.path, context.model
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        raise unusable(path, "a folder with config.json", "none")
+    if spec.dtype not in _DTYPES:
+        raise unusable(path, f"a dtype of {', '.join(_DTYPES)}", spec.dtype)
+    device = torch.device(context.device)
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=_DTYPES[spec.dtype],
+            attn_implementation=config.attention,
+            trust_remote_code=spec.trust_remote_code,
+            local_files_only=True,
+        )
+    except Exception as error:
+        raise RolloutError(
+            f"the model in {path} cannot be loaded: {error}",
+            code="engine.model",
+            where=path,
+            fix="see the cause; where it says that sdpa is not supported, set attention to eager",
+        ) from error
+    if config.attention == "sdpa" and device.type == "cpu":
+        module.set_attn_implementation(attention.NAME)
+    module = module.to(device).eval().requires_grad_(False)
+    settings = module.config.get_text_config()
+    limit = _model_limit(settings, context.max_model_len)
+    _check_architecture(path, settings, limit)
+    head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
+    if head is None or embeddings is None:
+        raise unusable(path, "a model with an embedding and an output layer", type(module).__name__)
+    return LoadedModel(
+        module=module,
+        output_layer=head,
+        layers=settings.num_hidden_layers,
+        vocabulary=embeddings.weight.shape[0],
+        end_ids=_end_ids(module),
+        max_model_len=limit,
+        device=device,
+    )
+
+
+def load_decode(path: str, trust_remote_code: bool = False) -> Callable[[list[int]], str]:
+    """The tokenizer's ``ids -> text`` (special tokens shown), for finding stop strings.
+
+    Raises:
+        RolloutError: ``rollout.request`` when the folder has no tokenizer.
+    """
+    try:
+        # without its files the library makes an empty tokenizer, which decodes everything to nothing
+        if not any(name.startswith(_TOKENIZER_FILES) or name.endswith(".model") for name in os.listdir(path)):
+            raise FileNotFoundError(f"{path} holds no tokenizer files")
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:
+        raise RolloutError(
+            f"stop strings need the model's tokenizer: {error}",
+            code="rollout.request",
+            where=path,
+            fix="save the tokenizer into the model folder, or use stop_token_ids",
+        ) from error
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def unusable(path: str, expected: str, found: str) -> RolloutError:
+    """The refusal of a model."""
+    return RolloutError(
+        f"the model in {path} cannot be served", code="engine.model", where=path, expected=expected, found=found
+    )
+
+
+def _model_limit(settings: Any, wanted: int | None) -> int:
+    own = getattr(settings, "max_position_embeddings", None)
+    limits = [limit for limit in (own, wanted) if limit is not None]
+    return min(limits) if limits else 1 << 20
+
+
+def _check_architecture(path: str, settings: Any, limit: int) -> None:
+    """Refuse what is known to need more than plain causal attention; ``selfcheck`` finds what is not known."""
+    window = getattr(settings, "sliding_window", None)
+    kinds = set(getattr(settings, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
+    if "sliding_attention" in kinds and window is not None and limit <= window:
+        kinds.discard("sliding_attention")  # no token is ever out of the window
+    strange = sorted(kinds - {"full_attention"})
+    if strange:
+        hint = f" (or max_model_len of at most {window})" if window else ""
+        raise unusable(path, f"layers with full attention{hint}", ", ".join(strange))
+    if getattr(settings, "is_encoder_decoder", False):
+        raise unusable(path, "a decoder-only model", "an encoder-decoder model")
+    rotary = getattr(settings, "rope_parameters", None) or {}
+    kind = rotary.get("rope_type", "default")
+    if kind in _ROTARY_PER_BATCH:
+        raise unusable(path, "rotary frequencies that do not depend on the batch", f"rope_type {kind!r}")
+
+
+def _end_ids(module: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for holder in (getattr(module, "generation_config", None), module.config):
+        value = getattr(holder, "eos_token_id", None)
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return frozenset(found)

@@ -1,0 +1,205 @@
+"""Drawing tokens for a batch in which each row has its own parameters and its own stream of random numbers.
+
+Random numbers are counter-based: the number for a row's ``n``-th token is a hash of its seed and ``n``, so what a
+request draws does not depend on its neighbours. The hash is SplitMix64's finaliser (Steele, Lea, Flood 2014), twice.
+
+Shapes: ``B`` rows, ``V`` vocabulary, ``K`` table columns.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import torch
+from torch import Tensor
+
+from jackfield.abc.rollout import SamplingParams
+
+__all__ = ["Modes", "RowTable", "draw", "mix", "uniforms"]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+# integer columns; those that advance with each token stand side by side
+POSITION, COUNTER, LAST_TOKEN, RANDOM_STATE, TOP_K, GREEDY, FILTERED, RAW = range(8)
+# float columns
+TEMPERATURE, TOP_P, MIN_P = range(3)
+
+
+def mix(number: int) -> int:
+    """SplitMix64's finaliser on an unsigned 64-bit integer; any Python integer is taken modulo 2^64."""
+    number &= _MASK
+    number = ((number ^ (number >> 30)) * _FACTORS[0]) & _MASK
+    number = ((number ^ (number >> 27)) * _FACTORS[1]) & _MASK
+    return number ^ (number >> 31)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    """A logical right shift; ``>>`` on int64 is arithmetic."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def uniforms(state: Tensor, counter: Tensor) -> Tensor:
+    """Random numbers in (0, 1), float64 ``[B]``, from int64 ``[B]`` states (mixed seeds) and token numbers."""
+    bits = state + (counter + 1) * _signed(_GOLDEN)
+    bits = (bits ^ _shift(bits, 30)) * _signed(_FACTORS[0])
+    bits = (bits ^ _shift(bits, 27)) * _signed(_FACTORS[1])
+    bits = bits ^ _shift(bits, 31)
+    return (_shift(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
+
+
+@attrs.frozen
+class Modes:
+    """What the rows of a batch need, so that nothing is computed for nobody: how many rows ask for it."""
+
+    greedy: int = 0
+    filtered: int = 0
+    tempered: int = 0
+    raw: int = 0
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> Modes:
+        """One row's needs."""
+        greedy = sampling.temperature == 0
+        filtered = not greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+        tempered = not greedy and sampling.temperature != 1
+        raw = sampling.logprobs == "raw" and (filtered or tempered)
+        return cls(int(greedy), int(filtered), int(tempered), int(raw))
+
+    def __add__(self, other: Modes) -> Modes:
+        return Modes(
+            self.greedy + other.greedy,
+            self.filtered + other.filtered,
+            self.tempered + other.tempered,
+            self.raw + other.raw,
+        )
+
+    def __sub__(self, other: Modes) -> Modes:
+        return Modes(
+            self.greedy - other.greedy,
+            self.filtered - other.filtered,
+            self.tempered - other.tempered,
+            self.raw - other.raw,
+        )
+
+
+@attrs.frozen(eq=False)
+class RowTable:
+    """Per-row state and parameters: ``integers`` int64 ``[B, 8]`` and ``floats`` float32 ``[B, 3]``."""
+
+    integers: Tensor
+    floats: Tensor
+
+    @classmethod
+    def zeros(cls, rows: int, device: torch.device) -> RowTable:
+        """A table of empty rows."""
+        return cls(
+            torch.zeros(rows, 8, dtype=torch.int64, device=device),
+            torch.zeros(rows, 3, dtype=torch.float32, device=device),
+        )
+
+    @classmethod
+    def build(cls, rows: list[tuple[SamplingParams, int, int, int]], device: torch.device) -> RowTable:
+        """A table of ``(sampling, seed, position, token number)``."""
+        integers, floats = [], []
+        for sampling, seed, position, counter in rows:
+            modes = Modes.of(sampling)
+            state = _signed(mix(seed))
+            integers.append(
+                (position, counter, 0, state, sampling.top_k, modes.greedy, modes.filtered, modes.raw),
+            )
+            floats.append((sampling.temperature or 1.0, sampling.top_p, sampling.min_p))
+        return cls(
+            torch.tensor(integers, dtype=torch.int64, device=device),
+            torch.tensor(floats, dtype=torch.float32, device=device),
+        )
+
+    def head(self, rows: int) -> RowTable:
+        """A view of the first ``rows`` rows."""
+        return RowTable(self.integers[:rows], self.floats[:rows])
+
+    def write(self, rows: Tensor, table: RowTable) -> None:
+        """Overwrite ``rows`` with ``table``."""
+        self.integers.index_copy_(0, rows, table.integers)
+        self.floats.index_copy_(0, rows, table.floats)
+
+    def move(self, target: Tensor, source: Tensor) -> None:
+        """Copy rows ``source`` over rows ``target``."""
+        self.integers.index_copy_(0, target, self.integers.index_select(0, source))
+        self.floats.index_copy_(0, target, self.floats.index_select(0, source))
+
+    def advance(self, tokens: Tensor) -> None:
+        """Enter the tokens ``[B]`` just drawn: they are each row's last token, to be computed at the next position."""
+        self.integers[:, LAST_TOKEN] = tokens
+        self.integers[:, COUNTER] += 1
+
+
+def draw(logits: Tensor, table: RowTable, modes: Modes) -> tuple[Tensor, Tensor]:
+    """Draw one token per row.
+
+    Args:
+        logits: ``[B, V]``, any float dtype.
+        table: parameters and random state of the rows.
+        modes: what any of the rows needs.
+
+    Returns:
+        Tokens, int64 ``[B]``, and their log-probabilities, float32 ``[B]``: of the distribution that was drawn from
+        (``processed``) or of the logits at temperature 1 without filters (``raw``, and for greedy rows always).
+    """
+    logits = logits.float()
+    rows = logits.shape[0]
+    if modes.greedy == rows:
+        tokens = logits.argmax(-1)
+        return tokens, _pick(logits, tokens) - logits.logsumexp(-1)
+    scaled = logits / table.floats[:, TEMPERATURE, None] if modes.tempered else logits
+    uniform = uniforms(table.integers[:, RANDOM_STATE], table.integers[:, COUNTER])
+    log_probs = scaled.log_softmax(-1)
+    tokens = _invert(log_probs, uniform)
+    if modes.greedy:
+        tokens = torch.where(table.integers[:, GREEDY].bool(), logits.argmax(-1), tokens)
+    chosen = _pick(log_probs, tokens)
+    if modes.filtered:
+        which = table.integers[:, FILTERED].nonzero().squeeze(1)
+        parameters = RowTable(table.integers.index_select(0, which), table.floats.index_select(0, which))
+        filtered = _draw_filtered(scaled.index_select(0, which), parameters, uniform.index_select(0, which))
+        tokens = tokens.index_copy(0, which, filtered[0])
+        chosen = chosen.index_copy(0, which, filtered[1])
+    if modes.raw:
+        raw = _pick(logits, tokens) - logits.logsumexp(-1)
+        chosen = torch.where(table.integers[:, RAW].bool(), raw, chosen)
+    return tokens, chosen
+
+
+def _pick(values: Tensor, tokens: Tensor) -> Tensor:
+    return values.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _invert(log_probs: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the cumulative probability passes ``uniform``. Tokens of probability 0 are never drawn."""
+    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    target = uniform * cumulative[:, -1]
+    found = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    return found.clamp_(max=log_probs.shape[1] - 1)  # beyond the end only where logits are NaN, which the caller finds
+
+
+def _draw_filtered(scaled: Tensor, table: RowTable, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Top-k, then top-p of what is left, then min-p; the most probable token always stays."""
+    ordered, order = scaled.sort(stable=True, dim=-1, descending=True)
+    ranks = torch.arange(ordered.shape[1], device=ordered.device)
+    top_k = table.integers[:, TOP_K, None]
+    ordered = ordered.masked_fill((top_k > 0) & (ranks >= top_k), -math.inf)
+    probabilities = ordered.softmax(-1, dtype=torch.float64)
+    before = probabilities.cumsum(-1) - probabilities
+    top_p = table.floats[:, TOP_P, None].double()
+    dropped = (before >= top_p) & (top_p < 1)
+    dropped |= ordered < ordered[:, :1] + table.floats[:, MIN_P, None].log()
+    dropped[:, 0] = False
+    log_probs = ordered.masked_fill(dropped, -math.inf).log_softmax(-1)
+    rank = _invert(log_probs, uniform)
+    return _pick(order, rank), _pick(log_probs, rank)

@@ -1,0 +1,119 @@
+"""One request while it is generated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+import attrs
+
+from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult
+from jackfield_rollout_transformers.sampling import Modes
+
+__all__ = ["FinishReason", "Sequence", "StopStrings"]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@attrs.define(eq=False)
+class Sequence:
+    """A request, its tokens so far and the caller who waits for it."""
+
+    request: GenerateRequest
+    seed: int
+    limit: int  #: of generated tokens
+    stop_ids: frozenset[int]
+    ended: asyncio.Future[None]
+    stop_strings: StopStrings | None = None
+    stream: asyncio.Queue[GenerateChunk | None] | None = None
+    modes: Modes = attrs.field(init=False)
+    row: int = -1  #: in the batch; -1: not in it
+    length: int = 0  #: tokens of it in the KV cache
+    token_ids: list[int] = attrs.Factory(list)
+    log_probs: list[float] = attrs.Factory(list)
+    weight_versions: list[int] = attrs.Factory(list)
+    finish_reason: FinishReason | None = None
+    streamed: int = 0  #: tokens already handed to the stream
+
+    @modes.default
+    def _modes(self) -> Modes:
+        return Modes.of(self.request.sampling)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The tokens whose keys and values a joining sequence needs: the prompt and what it has generated."""
+        return (*self.request.prompt_ids, *self.token_ids) if self.token_ids else self.request.prompt_ids
+
+    @property
+    def longest(self) -> int:
+        """The positions it may come to need."""
+        return len(self.request.prompt_ids) + self.limit
+
+    def append(self, token: int, log_prob: float) -> bool:
+        """Enter a token that the model made; whether it was the last."""
+        self.token_ids.append(token)
+        self.log_probs.append(log_prob)
+        if token in self.stop_ids or (self.stop_strings is not None and self.stop_strings.completed(self.token_ids)):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.limit:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def stamp(self, version: int) -> None:
+        """Note that the tokens since the last stamp were made by weights of ``version``."""
+        self.weight_versions.extend([version] * (len(self.token_ids) - len(self.weight_versions)))
+
+    def result(self) -> GenerateResult:
+        """What the caller of ``generate`` gets."""
+        assert self.finish_reason is not None
+        return GenerateResult(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids),
+            log_probs=tuple(self.log_probs),
+            weight_versions=tuple(self.weight_versions),
+            finish_reason=self.finish_reason,
+        )
+
+    def next_chunk(self) -> GenerateChunk:
+        """The tokens since the last chunk."""
+        first, self.streamed = self.streamed, len(self.token_ids)
+        return GenerateChunk(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids[first:]),
+            log_probs=tuple(self.log_probs[first:]),
+            weight_versions=tuple(self.weight_versions[first:]),
+            finish_reason=self.finish_reason,
+        )
+
+
+class StopStrings:
+    """Whether the newest token completes one of some strings.
+
+    Decoding is by far the dearest part, so it happens only for tokens that can complete a string: those that hold its
+    last character, a part of a character, or something the tokenizer shows only in context.
+    """
+
+    def __init__(self, strings: tuple[str, ...], decode: Callable[[list[int]], str], pieces: dict[int, str]) -> None:
+        self._strings = strings
+        self._decode = decode
+        self._pieces = pieces  # token -> its text alone; shared by all requests of a server
+        self._last_characters = frozenset(string[-1] for string in strings)
+        self._ends_in_space = any(character.isspace() for character in self._last_characters)
+        # a token is at least a byte of text, but for a few that are empty
+        self._window = max(len(string.encode()) for string in strings) + 8
+
+    def completed(self, token_ids: list[int]) -> bool:
+        """Whether the text of ``token_ids`` holds a string that it did not hold without the last token."""
+        if not self._may_complete(token_ids[-1]):
+            return False
+        text = self._decode(token_ids[-self._window :])
+        return any(string in text for string in self._strings)
+
+    def _may_complete(self, token: int) -> bool:
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._decode([token])
+        if self._ends_in_space or not piece or "\ufffd" in piece:
+            return True
+        return not self._last_characters.isdisjoint(piece)

@@ -1,0 +1,1 @@
+"""References and deliberately broken implementations of each kind. Not shipped."""

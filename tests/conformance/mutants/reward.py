@@ -1,0 +1,339 @@
+"""A correct reward agent, and agents with one fault each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import attrs
+
+from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
+from jackfield.errors import RewardError
+from mutants.harness import Mutant, Reference
+
+__all__ = ["LEAKED", "MUTANTS", "REFERENCE", "ReferenceReward"]
+
+#: What mutants leave behind on purpose; the meta-test clears it.
+LEAKED: list[Any] = []
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """The score of a right answer."""
+
+    correct: float = 1.0
+
+
+class ReferenceReward(RewardAgent):
+    """Compares the last line of the answer with the ground truth.
+
+    A ground truth ``broken`` cannot be scored; with ``slow`` a process is waited for that takes a minute.
+    """
+
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        right = self.is_right(request)
+        if request.ground_truth == "broken":
+            return self.broken(request)
+        if request.ground_truth == "slow":
+            await self.slow()
+        await asyncio.sleep(0)
+        return self.result(self.config.correct if right else 0.0, request)
+
+    def is_right(self, request: ScoreRequest) -> bool:
+        return request.solution_str.rstrip().rpartition("\n")[2] == request.ground_truth
+
+    def broken(self, request: ScoreRequest) -> ScoreResult:
+        raise RewardError("the ground truth is broken", where=request.idempotency_key)
+
+    async def slow(self) -> None:
+        process = await asyncio.create_subprocess_exec("sleep", "60")
+        try:
+            await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    def result(self, score: float, request: ScoreRequest) -> ScoreResult:
+        tokens = len(request.response_ids)
+        token_scores = (*(0.0,) * (tokens - 1), score) if tokens else None
+        return ScoreResult(score=score, token_scores=token_scores, metrics={"right": float(score > 0)})
+
+    def post_process_scores(self, scores: Sequence[ScoreResult]) -> Sequence[ScoreResult]:
+        """Each score less the mean of its group."""
+        return self.less(scores, self.mean(scores))
+
+    def mean(self, scores: Sequence[ScoreResult]) -> float:
+        known = [each.score for each in scores if each.score is not None]
+        return sum(known) / len(known) if known else 0.0
+
+    def less(self, scores: Sequence[ScoreResult], mean: float) -> list[ScoreResult]:
+        return [
+            attrs.evolve(each, score=each.score - mean, token_scores=None) if each.score is not None else each
+            for each in scores
+        ]
+
+
+class Lenient(ReferenceReward):
+    def is_right(self, request: ScoreRequest) -> bool:
+        return bool(request.solution_str.strip())
+
+
+class NotANumber(ReferenceReward):
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        result = await super().compute_score(request)
+        return result if request.solution_str else attrs.evolve(result, score=float("nan"))
+
+
+class ShortTokenScores(ReferenceReward):
+    def result(self, score: float, request: ScoreRequest) -> ScoreResult:
+        whole = super().result(score, request)
+        return attrs.evolve(whole, token_scores=whole.token_scores[1:] if whole.token_scores else None)
+
+
+class SilentFailure(ReferenceReward):
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        try:
+            return await super().compute_score(request)
+        except RewardError:
+            raise
+        except Exception:
+            return ScoreResult(score=0.0)
+
+
+class ZeroForBroken(ReferenceReward):
+    def broken(self, request: ScoreRequest) -> ScoreResult:
+        return self.result(0.0, request)
+
+
+class ScoreAndFailure(ReferenceReward):
+    def broken(self, request: ScoreRequest) -> ScoreResult:
+        return ScoreResult(status="failed", score=0.0, error="the ground truth is broken")
+
+
+class DiscountedRetry(ReferenceReward):
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        result = await super().compute_score(request)
+        return result if request.attempt == 1 else self.result((result.score or 0.0) / 2, request)
+
+
+class KeyHeldForEver(ReferenceReward):
+    def __init__(self, config: Any, context: RewardContext) -> None:
+        super().__init__(config, context)
+        self.running: set[str] = set()
+
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        if request.idempotency_key in self.running and request.attempt > 1:
+            return ScoreResult(status="failed", error="this sample is being scored")
+        self.running.add(request.idempotency_key)
+        result = await super().compute_score(request)
+        self.running.discard(request.idempotency_key)
+        return result
+
+
+class SharedState(ReferenceReward):
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        self.request = request
+        await asyncio.sleep(0)
+        result = await super().compute_score(request)
+        if result.status != "ok":
+            return result
+        return self.result(float(self.is_right(self.request)) * self.config.correct, request)
+
+
+class DeafToCancellation(ReferenceReward):
+    async def slow(self) -> None:
+        try:
+            await super().slow()
+        except asyncio.CancelledError:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.Event().wait(), 1)
+            raise
+
+
+class WorkGoesOn(ReferenceReward):
+    async def slow(self) -> None:
+        await asyncio.shield(asyncio.create_task(asyncio.sleep(60), name="the work that goes on"))
+
+
+class ProcessGoesOn(ReferenceReward):
+    async def slow(self) -> None:
+        LEAKED.append(subprocess.Popen(["sleep", "60"]))
+        await asyncio.Event().wait()
+
+
+class OrphanGoesOn(ReferenceReward):
+    async def slow(self) -> None:
+        process = await asyncio.create_subprocess_exec("sh", "-c", "sleep 60 & wait")
+        try:
+            await process.wait()
+        finally:
+            process.kill()
+            await process.wait()
+
+
+class BlocksTheLoop(ReferenceReward):
+    async def slow(self) -> None:
+        threading.Event().wait(0.05)
+        raise RewardError("the answer took too long")
+
+
+class LeavesASocket(ReferenceReward):
+    async def start(self) -> None:
+        LEAKED.extend(socket.socketpair())
+
+
+class LeavesAProcess(ReferenceReward):
+    async def start(self) -> None:
+        LEAKED.append(subprocess.Popen(["sleep", "60"]))
+
+
+class LeavesATask(ReferenceReward):
+    async def start(self) -> None:
+        self.heartbeat = asyncio.create_task(asyncio.sleep(60), name="heartbeat")
+
+
+class ClosesOnce(ReferenceReward):
+    closed = False
+
+    async def close(self) -> None:
+        if self.closed:
+            raise RewardError("the agent is closed")
+        self.closed = True
+
+
+class NeedsStart(ReferenceReward):
+    async def start(self) -> None:
+        self.open = True
+
+    async def close(self) -> None:
+        assert self.open
+
+
+class SharedPool(ReferenceReward):
+    open: ClassVar[bool] = False
+
+    async def start(self) -> None:
+        SharedPool.open = True
+
+    async def close(self) -> None:
+        SharedPool.open = False
+
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        if not SharedPool.open:
+            raise RewardError("the pool is closed")
+        return await super().compute_score(request)
+
+
+class TakesFieldsAway(ReferenceReward):
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        request.extra_info.pop("conformance", None)  # type: ignore[attr-defined]
+        return await super().compute_score(request)
+
+
+class RefusesFields(ReferenceReward):
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        if "conformance_unknown" in request.extra_info:
+            raise RewardError("unknown field")
+        return await super().compute_score(request)
+
+
+class DropsFailed(ReferenceReward):
+    def post_process_scores(self, scores: Sequence[ScoreResult]) -> Sequence[ScoreResult]:
+        return super().post_process_scores([each for each in scores if each.status == "ok"])
+
+
+class SortsGroups(ReferenceReward):
+    def post_process_scores(self, scores: Sequence[ScoreResult]) -> Sequence[ScoreResult]:
+        return sorted(super().post_process_scores(scores), key=lambda each: each.score or 0.0)
+
+
+class ZeroForFailed(ReferenceReward):
+    def post_process_scores(self, scores: Sequence[ScoreResult]) -> Sequence[ScoreResult]:
+        return [each if each.status == "ok" else attrs.evolve(each, score=0.0) for each in scores]
+
+
+class BaselineOfTheFirstGroup(ReferenceReward):
+    baseline: float | None = None
+
+    def post_process_scores(self, scores: Sequence[ScoreResult]) -> Sequence[ScoreResult]:
+        if self.baseline is None:
+            self.baseline = self.mean(scores)
+        return self.less(scores, self.baseline)
+
+
+class NoTokenScores(ReferenceReward):
+    def result(self, score: float, request: ScoreRequest) -> ScoreResult:
+        return attrs.evolve(super().result(score, request), token_scores=None)
+
+
+REFERENCE = Reference(
+    cls=ReferenceReward,
+    config_class=Config,
+    settings={"correct": 2.0},
+    capabilities={"post_process": "full", "token_scores": "full"},
+    fixture={
+        "examples": [
+            {"solution_str": "It is\n4", "ground_truth": "4", "score": 2.0},
+            {"solution_str": "It is\n3", "ground_truth": "4", "score": 0.0},
+            {"solution_str": "7", "ground_truth": "7", "score": 2.0, "extra_info": {"level": 3}},
+        ],
+        "failing": [{"solution_str": "4", "ground_truth": "broken"}],
+        "slow": [{"solution_str": "4", "ground_truth": "slow"}],
+    },
+)
+
+MUTANTS: dict[str, Mutant] = {
+    "lenient": Mutant(cls=Lenient, killed_by=("REW-010",), what="every answer is right"),
+    "not a number": Mutant(cls=NotANumber, killed_by=("REW-011",), what="an empty answer scores NaN with status ok"),
+    "short token scores": Mutant(
+        cls=ShortTokenScores, killed_by=("REW-011", "REW-032"), what="the token scores lack the first token"
+    ),
+    "undeclared token scores": Mutant(
+        cls=ReferenceReward,
+        killed_by=("REW-011",),
+        what="token scores come from an agent that does not declare them",
+        capabilities={"post_process": "full"},
+    ),
+    "silent failure": Mutant(cls=SilentFailure, killed_by=("REW-012",), what="an exception becomes a score of 0"),
+    "zero for broken": Mutant(cls=ZeroForBroken, killed_by=("REW-012",), what="a broken task scores 0"),
+    "score and failure": Mutant(cls=ScoreAndFailure, killed_by=("REW-012",), what="a failure carries a score of 0"),
+    "discounted retry": Mutant(
+        cls=DiscountedRetry, killed_by=("REW-013", "REW-014"), what="a second attempt earns half the score"
+    ),
+    "key held for ever": Mutant(
+        cls=KeyHeldForEver, killed_by=("REW-014",), what="a cancelled attempt keeps its idempotency key"
+    ),
+    "shared state": Mutant(
+        cls=SharedState, killed_by=("REW-015", "REW-050"), what="the request is kept in the agent over a wait"
+    ),
+    "deaf to cancellation": Mutant(
+        cls=DeafToCancellation, killed_by=("REW-016",), what="a cancelled call waits on for a while"
+    ),
+    "work goes on": Mutant(cls=WorkGoesOn, killed_by=("REW-016",), what="a shielded task outlives the cancelled call"),
+    "process goes on": Mutant(cls=ProcessGoesOn, killed_by=("REW-017",), what="the deadline leaves the process alive"),
+    "orphan goes on": Mutant(
+        cls=OrphanGoesOn, killed_by=("REW-017",), what="the deadline kills the process and not what that had started"
+    ),
+    "blocks the loop": Mutant(cls=BlocksTheLoop, killed_by=("REW-018",), what="a slow score blocks the event loop"),
+    "leaves a socket": Mutant(cls=LeavesASocket, killed_by=("REW-019",), what="close leaves a socket open"),
+    "leaves a process": Mutant(cls=LeavesAProcess, killed_by=("REW-019",), what="close leaves a process running"),
+    "leaves a task": Mutant(cls=LeavesATask, killed_by=("REW-019",), what="close leaves a task running"),
+    "closes once": Mutant(cls=ClosesOnce, killed_by=("REW-020",), what="a second close raises"),
+    "needs start": Mutant(cls=NeedsStart, killed_by=("REW-020",), what="close without start raises"),
+    "shared pool": Mutant(cls=SharedPool, killed_by=("REW-021",), what="closing one agent closes the other"),
+    "takes fields away": Mutant(cls=TakesFieldsAway, killed_by=("REW-022",), what="extra_info of a request is changed"),
+    "refuses fields": Mutant(cls=RefusesFields, killed_by=("REW-023",), what="an unknown field of the task is refused"),
+    "drops failed": Mutant(cls=DropsFailed, killed_by=("REW-030",), what="post-processing drops failed runs"),
+    "sorts groups": Mutant(cls=SortsGroups, killed_by=("REW-030",), what="post-processing sorts the group"),
+    "zero for failed": Mutant(cls=ZeroForFailed, killed_by=("REW-030",), what="a failed run gets a score of 0"),
+    "baseline of the first group": Mutant(
+        cls=BaselineOfTheFirstGroup, killed_by=("REW-031",), what="the first group's mean is taken off all groups"
+    ),
+    "no token scores": Mutant(cls=NoTokenScores, killed_by=("REW-032",), what="declared token scores never come"),
+}

@@ -1,0 +1,19 @@
+"""The reference of rollout servers and its mutants."""
+
+from __future__ import annotations
+
+from mutants import rollout_control, rollout_tokens
+from mutants.harness import Mutant, Reference
+from mutants.rollout_server import Config, ReferenceServer
+
+__all__ = ["MUTANTS", "REFERENCE"]
+
+REFERENCE = Reference(
+    cls=ReferenceServer,
+    config_class=Config,
+    capabilities={"sleep": "full", "stop_strings": "full", "weights_adapter": "full"},
+)
+
+MUTANTS: dict[str, Mutant] = {
+    mutant.cls.__name__: mutant for mutant in (*rollout_tokens.MUTANTS, *rollout_control.MUTANTS)
+}

@@ -1,0 +1,190 @@
+"""The pytest plugin: ``--plugin KIND:NAME`` makes every check of the kind a test of its own.
+
+Installed by the entry point ``pytest11``, so it is loaded in every pytest run of an environment that has
+jackfield-conformance: importing it must stay cheap, and without ``--plugin`` it does nothing but show the table of what
+:func:`jackfield_conformance.certify` was called for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from jackfield_conformance.registry import Check, Outcome
+    from jackfield_conformance.runner import Run  # noqa: F401
+
+__all__: list[str] = []
+
+_PACKAGE = "jackfield_conformance"
+_FOLDER = Path(__file__).parent
+_ENTRY = _FOLDER / "conformance.py"  #: the file that stands for the checks when pytest collects the package
+_RUN = pytest.StashKey["Run"]()
+_TEMPORARY = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--plugin``, ``--tier`` and ``--certificate``."""
+    group = parser.getgroup("jackfield", "Jackfield conformance")
+    group.addoption("--plugin", metavar="KIND:NAME", help="the installed plugin to check, for example engine:fsdp")
+    group.addoption(
+        "--tier",
+        dest="jackfield_tiers",
+        action="append",
+        default=[],
+        choices=("base", "capability", "stress", "gpu"),
+        help="run this tier of checks, too, beside base and capability; repeatable",
+    )
+    group.addoption("--certificate", metavar="FILE", help="write the JSON certificate here")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
+    """Forget the configuration of the folder that pytest was started in, as far as pytest lets one.
+
+    Its ``conftest.py``, its ``addopts`` and the values of its ini file have no say in whether a plugin keeps its
+    contract. What pytest has done with them by now stays done: ``pythonpath``, ``-p`` in ``addopts``,
+    ``required_plugins``.
+    """
+    known = early_config.known_args_namespace
+    if not getattr(known, "plugin", None) or _PACKAGE not in known.file_or_dir:
+        return
+    if getattr(known, "inifilename", None):
+        return  # -c FILE: somebody means it
+    known.noconftest = True
+    given = [str(argument) for argument in early_config.invocation_params.args]
+    args[:] = [*shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), *given]
+    for name in ("_inicfg", "_inicache"):  # there is no public way; where the names change, the ini values stay
+        getattr(early_config, name, {}).clear()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find the plugin that ``--plugin`` names."""
+    asked = config.getoption("--plugin")
+    if asked is None:
+        return
+    from jackfield.errors import PluginNotFound
+    from jackfield_conformance.runner import DEFAULT_TIERS, Run
+
+    config.stash[_TEMPORARY] = tempfile.TemporaryDirectory(prefix="jackfield-conformance-", ignore_cleanup_errors=True)
+    try:
+        tiers = (*DEFAULT_TIERS, *config.getoption("jackfield_tiers"))
+        config.stash[_RUN] = Run.of(asked, Path(config.stash[_TEMPORARY].name), tiers)
+    except ValueError as error:
+        raise pytest.UsageError(f"--plugin: {error}") from None
+    except PluginNotFound as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what the checks wrote."""
+    temporary = config.stash.get(_TEMPORARY, None)
+    if temporary is not None:
+        temporary.cleanup()
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say what is checked."""
+    run = config.stash.get(_RUN, None)
+    if run is None:
+        return None
+    record = run.record
+    return f"conformance of {record.kind}:{record.name}, ABI {record.abi}, from {record.distribution} {record.version}"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of this package only the entry is collected, whatever ``python_files`` says."""
+    if _FOLDER in collection_path.parents:
+        return collection_path != _ENTRY
+    return None
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """The entry yields the checks."""
+    if file_path != _ENTRY:
+        return None
+    if _RUN not in parent.config.stash:
+        raise pytest.UsageError("say which plugin is to be checked: --plugin KIND:NAME")
+    collector: pytest.Collector = _Checks.from_parent(parent, path=file_path)
+    return collector
+
+
+class _Checks(pytest.File):
+    """All checks of a kind."""
+
+    def collect(self) -> Iterable[pytest.Item]:
+        run = self.config.stash[_RUN]
+        for check in run.checks:
+            # an id of our own: the path of this package says nothing to a reader
+            node = f"{run.record.kind}:{run.record.name}::{check.id}"
+            yield _CheckItem.from_parent(self, name=check.id, nodeid=node, check=check)
+
+
+class _CheckItem(pytest.Item):
+    """One check as a test."""
+
+    def __init__(self, *, check: Check, **options: Any) -> None:
+        super().__init__(**options)
+        self.check = check
+        # each check has its own deadline; pytest-timeout is the last resort
+        self.add_marker(pytest.mark.timeout(check.deadline_seconds + 30))
+
+    def runtest(self) -> None:
+        outcome = self.config.stash[_RUN].execute(self.check)
+        if outcome.status == "failed":
+            raise _Broken(self.check, outcome)
+        if outcome.status == "exempt":
+            pytest.xfail(outcome.message.splitlines()[0])
+        if outcome.status != "passed":
+            pytest.skip(f"{outcome.status.replace('_', ' ')}: {outcome.message}")
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, _Broken):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.path, None, f"{self.check.id}: {self.check.invariant}"
+
+
+class _Broken(Exception):
+    """A check failed: shown without a traceback of pytest's own."""
+
+    def __init__(self, check: Check, outcome: Outcome) -> None:
+        super().__init__(f"{check.id}: {check.invariant}.\n{outcome.message}\nsee {check.page}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the certificate, also of a run that failed."""
+    run = session.config.stash.get(_RUN, None)
+    file = session.config.getoption("--certificate")
+    if run is not None and run.outcomes and file:
+        Path(file).write_text(json.dumps(run.certificate().as_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The report of the plugin; or, in a plugin's own tests, the table plugin × level."""
+    run = config.stash.get(_RUN, None)
+    if run is not None and run.outcomes:
+        terminalreporter.section("conformance")
+        terminalreporter.write_line(run.certificate().report())
+    for line in _table():
+        terminalreporter.write_line(line)
+
+
+def _table() -> Iterator[str]:
+    runner = sys.modules.get("jackfield_conformance.runner")  # nobody imported it: nobody certified anything
+    if runner is None or not runner.RUNS:
+        return
+    from jackfield_conformance.certificate import level_table
+
+    yield "conformance, checks passed of those that apply:"
+    yield from level_table(certificate.as_dict() for certificate in runner.RUNS)

@@ -1,0 +1,285 @@
+"""The checks of all kinds, and how one of them is run on one plugin.
+
+A check is a function of a :class:`~jackfield_conformance.subject.Subject` that raises where an invariant of the
+contract is broken. Checks live in ``jackfield_conformance.suites``, one module (or package) per kind; those that hold
+for every kind are in ``jackfield_conformance.suites.structure``. Ids are never used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import re
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from importlib.util import find_spec
+from types import FrameType
+from typing import Any, Literal, TypeVar
+
+import attrs
+
+from jackfield_conformance.subject import Subject
+
+__all__ = [
+    "FIRST_BEHAVIOUR",
+    "PREFIXES",
+    "TIERS",
+    "Capability",
+    "Check",
+    "NotApplicable",
+    "Outcome",
+    "Skipped",
+    "Status",
+    "Tier",
+    "capabilities",
+    "check",
+    "checks",
+    "run_check",
+]
+
+#: The first part of the ids of each kind's checks.
+PREFIXES: dict[str, str] = {
+    "engine": "ENG",
+    "rollout": "ROL",
+    "agent": "AGT",
+    "reward": "REW",
+    "transfer_queue": "TRQ",
+    "checkpoint_engine": "CKE",
+}
+
+Tier = Literal["base", "capability", "stress", "gpu"]
+
+#: In the order in which a certificate lists them. ``base`` and ``capability`` run by default.
+TIERS: tuple[Tier, ...] = ("base", "capability", "stress", "gpu")
+
+#: Checks below this number look at the plugin from outside and hold for every kind; behaviour starts here.
+FIRST_BEHAVIOUR = 10
+
+#: ``passed`` and ``failed`` ran. ``exempt``: failed, as the manifest says with a reason. ``not_applicable``: newer than
+#: the plugin's ABI, or of a capability that it does not declare, or about nothing that it does. ``skipped``: could not
+#: run here. ``not_run``: was not asked for.
+Status = Literal["passed", "failed", "exempt", "not_applicable", "skipped", "not_run"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_KINDS = {prefix: kind for kind, prefix in PREFIXES.items()}
+_ID = re.compile(rf"({'|'.join(_KINDS)})-(\d{{3}})")
+_CHECKS: dict[str, Check] = {}
+_GRACE_SECONDS = 5.0  #: between the deadline inside a check's event loop and the alarm that breaks a blocked one
+_FRAMES = 6  #: of a traceback that a message shows
+
+
+class NotApplicable(Exception):
+    """Raised by a check whose invariant says nothing about this plugin, with the reason. Never a pass."""
+
+
+class Skipped(Exception):
+    """Raised by a check that cannot run here: no such hardware, or the fixture lacks what it needs. Never a pass."""
+
+
+@attrs.frozen(kw_only=True)
+class Check:
+    """One invariant of a contract, and how to look whether a plugin keeps it."""
+
+    id: str  #: ``ENG-014``
+    kind: str
+    tier: Tier
+    since: str  #: a check newer than the ABI minor version that the plugin declares does not run
+    capability: str | None  #: runs only on a plugin that declares it ``full`` or ``partial``
+    invariant: str  #: one sentence, what has to hold
+    page: str  #: where the contract says so
+    function: Callable[[Subject], Awaitable[None] | None]
+    deadline_seconds: float = 30.0
+
+    @property
+    def number(self) -> int:
+        """The number in the id."""
+        return int(self.id.partition("-")[2])
+
+    def applies(self, abi: str, declared: Mapping[str, str]) -> bool:
+        """Whether a plugin of this ABI version with these capabilities has to pass it."""
+        if _version(self.since) > _version(abi):
+            return False
+        return self.capability is None or declared.get(self.capability) in ("full", "partial")
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """How a check ended."""
+
+    id: str
+    status: Status
+    message: str = ""  #: why it failed, was exempt, skipped or does not apply
+    seconds: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
+class Capability:
+    """A capability that plugins of a kind may declare.
+
+    A suite's module names those of its kind in ``CAPABILITIES: dict[str, Capability]``.
+    """
+
+    what: str  #: one line
+    #: whether the class is seen to have it; None: only the checks of the capability tell
+    detect: Callable[[Subject], bool] | None = None
+
+
+def check(
+    id: str,
+    *,
+    tier: Tier = "base",
+    since: str = "1.0",
+    capability: str | None = None,
+    page: str = "",
+    deadline_seconds: float = 30.0,
+) -> Callable[[Function], Function]:
+    """Make a function a check. The first sentence of its docstring is the invariant; the kind follows from the id.
+
+    The function takes a :class:`Subject`, is synchronous or not, and raises (an ``AssertionError``, or anything else)
+    where the invariant is broken; :class:`Skipped` where it cannot look. The message says what was expected and found.
+
+    Args:
+        id: prefix of the kind and a number of three digits.
+        tier: ``capability`` where ``capability`` is given and nothing else is.
+        since: the ABI version with which the invariant came.
+        capability: see :class:`Check`.
+        page: default: the page of the kind, ``docs/plugins/<kind>.md``.
+        deadline_seconds: a check that takes longer has failed.
+    """
+    parts = _ID.fullmatch(id)
+    assert parts, f"{id!r} is not an id like ENG-014"
+    kind = _KINDS[parts[1]]
+
+    def register(function: Function) -> Function:
+        made = Check(
+            id=id,
+            kind=kind,
+            tier="capability" if capability and tier == "base" else tier,
+            since=since,
+            capability=capability,
+            invariant=first_sentence(function),
+            page=page or f"docs/plugins/{kind}.md",
+            function=function,
+            deadline_seconds=deadline_seconds,
+        )
+        known = _CHECKS.get(id)
+        assert known is None or _place(known.function) == _place(function), f"two checks have the id {id}"
+        _CHECKS[id] = made
+        return function
+
+    return register
+
+
+def first_sentence(function: Callable[..., Any]) -> str:
+    """The first sentence of a docstring, on one line, without its full stop."""
+    text = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.!])\s", text, maxsplit=1)[0].rstrip(".")
+    assert sentence, f"the check {function.__qualname__} has no docstring: its first sentence is the invariant"
+    return sentence
+
+
+def checks(kind: str) -> tuple[Check, ...]:
+    """All checks of a kind, in the order of their ids."""
+    _import("structure")
+    _import(kind)
+    return tuple(sorted((each for each in _CHECKS.values() if each.kind == kind), key=lambda each: each.id))
+
+
+def capabilities(kind: str) -> dict[str, Capability]:
+    """The capabilities that a kind knows, by name."""
+    return dict(getattr(_import(kind), "CAPABILITIES", {}))
+
+
+def run_check(check: Check, subject: Subject) -> Outcome:
+    """Run a check to its end or to its deadline.
+
+    Returns:
+        An outcome that is ``passed``, ``failed``, ``skipped`` or ``not_applicable``; nothing is raised but
+        ``KeyboardInterrupt``.
+    """
+    started = time.monotonic()
+    status: Status = "passed"
+    message = ""
+    try:
+        with _alarm(check.deadline_seconds + _GRACE_SECONDS):
+            result = check.function(subject)
+            if inspect.isawaitable(result):
+                asyncio.run(_within(result, check.deadline_seconds))
+    except Skipped as reason:
+        status, message = "skipped", str(reason)
+    except NotApplicable as reason:
+        status, message = "not_applicable", str(reason)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a plugin may raise, a cancellation or an exit included
+        status, message = "failed", _told(error)
+    return Outcome(id=check.id, status=status, message=message, seconds=round(time.monotonic() - started, 3))
+
+
+async def _within(result: Awaitable[None], seconds: float) -> None:
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            await result
+    except TimeoutError as error:
+        if scope.expired():
+            raise _Late(f"the check did not end within its {seconds:g} s") from error
+        raise
+
+
+class _Late(Exception):
+    """A deadline of ours."""
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raise in this thread after ``seconds``, and every five from then on, whatever it is doing.
+
+    An alarm of somebody else (pytest-timeout's) is put back, with the time that is left of it.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def ring(_: int, frame: FrameType | None) -> None:
+        raise _Late(f"the check did not end within {seconds:g} s, and nothing else could run meanwhile")
+
+    started = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, _GRACE_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 0.001), interval)
+
+
+def _told(error: BaseException) -> str:
+    """What went wrong: an assertion's own words; of any other error its type, and where it came from."""
+    if isinstance(error, AssertionError | _Late) and str(error):
+        return str(error).partition("\nassert ")[0]  # what pytest's rewriting adds says the same again
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    where = "".join(traceback.format_list(frames)).rstrip()
+    return f"{type(error).__name__}: {error}\n{where}".strip()
+
+
+def _import(suite: str) -> Any:
+    """A suite's module; None where a kind has none yet."""
+    module = f"jackfield_conformance.suites.{suite}"
+    return importlib.import_module(module) if find_spec(module) is not None else None
+
+
+def _place(function: Callable[..., Any]) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))

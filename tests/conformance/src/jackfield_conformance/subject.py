@@ -1,0 +1,66 @@
+"""What a check is given: one plugin, ready to be made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+if TYPE_CHECKING:
+    from jackfield.plugins import Manifest, PluginRecord, Registry
+
+__all__ = ["Subject"]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Subject:
+    """One plugin under one check.
+
+    ``make`` builds its object. ``record`` and ``registry`` are for the checks that look at a plugin from outside; a
+    mutant, which is not installed, has none.
+    """
+
+    kind: str
+    name: str
+    cls: Any  #: the plugin's class
+    config: Any  #: an instance of ``config_class``, made from ``settings``
+    config_class: Any
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  #: of a tiny instance
+    capabilities: Mapping[str, str] = attrs.field(factory=dict)  #: name to declared level
+    fixture: Mapping[str, Any] = attrs.field(factory=dict)  #: what the plugin's fixture function returned
+    folder: Path  #: fresh and empty for each check
+    abi: str = "1.0"
+    record: PluginRecord | None = None
+    registry: Registry | None = None
+
+    @property
+    def label(self) -> str:
+        """How messages name it."""
+        return f"{self.kind}:{self.name}"
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The plugin's manifest, where it is installed and readable."""
+        return None if self.record is None else self.record.manifest
+
+    def has(self, capability: str) -> bool:
+        """Whether the plugin declares a capability as ``full`` or ``partial``."""
+        return self.capabilities.get(capability) in ("full", "partial")
+
+    def make(self, context: Any, **settings: Any) -> Any:
+        """A new object of the plugin, on this context; ``settings`` replace those of its fixture.
+
+        Raises:
+            ConfigError: the settings do not fit the plugin's config class.
+        """
+        if not settings:
+            return self.cls(self.config, context)
+        from jackfield.structuring import structure
+
+        return self.cls(structure(self.config_class, {**self.settings, **settings}), context)
+
+    def at(self, folder: Path) -> Subject:
+        """The same plugin with another folder."""
+        return attrs.evolve(self, folder=folder)

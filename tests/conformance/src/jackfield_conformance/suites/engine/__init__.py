@@ -1,0 +1,24 @@
+"""The suite of training engines: the invariants of ``jackfield.abc.engine``, on a running engine.
+
+Every engine gets the same tiny Qwen3 and the same seven rows. A plugin's fixture may hold ``settings`` and ``device``
+(default ``cpu``), where its engine runs.
+"""
+
+from __future__ import annotations
+
+from jackfield_conformance.registry import Capability
+from jackfield_conformance.suites.engine import adapters, passes, ranks, training, weights
+
+__all__ = ["CAPABILITIES", "adapters", "passes", "ranks", "training", "weights"]
+
+CAPABILITIES: dict[str, Capability] = {
+    "checkpoint": Capability(what="native and Hugging Face checkpoints"),
+    "entropy": Capability(what="the entropy of each prediction, for losses that need it"),
+    "gpu": Capability(what="runs on a GPU"),
+    "gradient_checkpointing": Capability(what="computes activations again in the backward pass"),
+    "lora": Capability(what="trains a low-rank adapter", detect=adapters.has_lora),
+    "mixed_precision": Capability(what="passes in another precision than the weights'"),
+    "multi_rank": Capability(what="several ranks, each in a process of its own"),
+    "offload": Capability(what="weights, gradients and optimizer state move off the device to make room"),
+    "value_head": Capability(what="a scalar head on the last hidden state", detect=adapters.has_value_head),
+}

@@ -1,0 +1,278 @@
+"""What a step does: AdamW, its schedule, determinism, offloading, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import attrs
+import torch
+
+from jackfield.abc.engine import (
+    BaseEngine,
+    LoadCheckpointRequest,
+    OptimizerSpec,
+    SaveCheckpointRequest,
+    TokenOutput,
+)
+from jackfield_conformance.registry import check
+from jackfield_conformance.subject import Subject
+from jackfield_conformance.support import engine as support
+
+__all__: list[str] = []
+
+_OPTIMIZER = "docs/plugins/engine.md#optimizer"
+_CHECKPOINTS = "docs/plugins/engine.md#checkpoints"
+_STATE = "docs/plugins/engine.md#state"
+
+#: A schedule on which every step has another rate.
+COSINE = OptimizerSpec(lr=2e-2, weight_decay=0.1, scheduler="cosine", warmup_steps=2, total_steps=9, min_lr_ratio=0.1)
+
+
+# -- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def _assert_follows_adamw(engine: BaseEngine, spec: OptimizerSpec, rates: Iterator[float], what: str) -> None:
+    """Three steps of the engine move its weights as AdamW in float64 does when it is fed the same gradients."""
+    start = support.weights(engine)
+    plain = {name: tensor.double().requires_grad_() for name, tensor in start.items()}
+    optimizer = torch.optim.AdamW(
+        plain.values(), lr=next(rates), betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
+    )
+    with engine.train_mode():
+        for _ in range(3):
+            found = support.gradients(engine, support.batch(), support.Loss())
+            for name, tensor in plain.items():
+                tensor.grad = found[name].double()
+            if spec.clip_grad is not None:
+                torch.nn.utils.clip_grad_norm_(plain.values(), spec.clip_grad)
+            optimizer.step()
+            engine.optimizer_step()
+            engine.lr_scheduler_step()
+            optimizer.param_groups[0]["lr"] = next(rates)
+    end = support.weights(engine)
+    moved = {name: plain[name].detach() - start[name].double() for name in plain}
+    found = {name: end[name].double() - start[name].double() for name in plain}
+    support.assert_close(moved, found, 2e-3, what)
+
+
+@check("ENG-040", page=_OPTIMIZER)
+def steps_are_adamw(subject: Subject) -> None:
+    """A step is AdamW's on gradients clipped to the global norm, with the spec's rate, betas, eps and weight decay."""
+    specs = (
+        OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2, clip_grad=0.05),
+        OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2, clip_grad=None),
+    )
+    for spec in specs:
+        with support.opened(subject, optimizer=spec) as engine:
+            _assert_follows_adamw(
+                engine, spec, iter([spec.lr] * 4), f"what three steps with clip_grad={spec.clip_grad} change"
+            )
+
+
+@check("ENG-041", page=_OPTIMIZER)
+def the_norm_is_the_one_before_clipping(subject: Subject) -> None:
+    """``optimizer_step`` returns the global gradient norm before clipping."""
+    for clip_grad in (0.05, None):
+        with support.opened(subject, optimizer=attrs.evolve(support.OPTIMIZER, clip_grad=clip_grad)) as engine:
+            found = support.gradients(engine, support.batch(), support.Loss())
+            wanted = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in found.values()))
+            with engine.train_mode():
+                norm = engine.optimizer_step()
+        close = abs(wanted - norm) <= 1e-4 * wanted
+        assert close, f"with clip_grad={clip_grad} the norm is {norm:g}, expected {wanted:g}"
+
+
+@check("ENG-042", page=_OPTIMIZER)
+def a_norm_that_is_not_finite_skips_the_step(subject: Subject) -> None:
+    """A gradient norm that is not finite is returned as it is, and weights and optimizer state stay as they are."""
+    data, loss = support.batch(), support.Loss()
+    with support.opened(subject) as engine, support.opened(subject) as other:
+        for each in (engine, other):
+            support.train(each, data, loss)
+        before = support.weights(engine)
+        for bad in (math.nan, math.inf):
+
+            def broken(output: TokenOutput, micro: object, bad: float = bad) -> tuple[torch.Tensor, dict[str, float]]:
+                return (output.log_probs * bad).sum(), {}
+
+            with engine.train_mode():
+                engine.optimizer_zero_grad()
+                engine.forward_backward_batch(data, broken)
+                norm = engine.optimizer_step()
+            assert not math.isfinite(norm), f"gradients of {bad} have the norm {norm:g}"
+            support.assert_same_tensors(before, support.weights(engine), f"weights after gradients of {bad}")
+        for each in (engine, other):
+            support.train(each, data, loss)
+        support.assert_same_tensors(
+            support.weights(other), support.weights(engine), "weights of the step after a skipped one"
+        )
+
+
+def _rates(spec: OptimizerSpec) -> Iterator[float]:
+    """The rate of each step, the first one included: linear from 0 over the warm-up, then the decay."""
+    step = 0
+    while True:
+        if step < spec.warmup_steps:
+            factor = step / spec.warmup_steps
+        elif spec.scheduler == "constant":
+            factor = 1.0
+        else:
+            length = (spec.total_steps or 0) - spec.warmup_steps
+            progress = min(1.0, (step - spec.warmup_steps) / length)
+            left = 1.0 - progress if spec.scheduler == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
+            factor = spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * left
+        yield spec.lr * factor
+        step += 1
+
+
+@check("ENG-043", page=_OPTIMIZER)
+def schedules_have_their_closed_form(subject: Subject) -> None:
+    """``lr_scheduler_step`` returns the next step's rate: constant, linear or cosine, after a linear warm-up from 0."""
+    data = support.batch()
+    for scheduler in ("constant", "linear", "cosine"):
+        spec = attrs.evolve(COSINE, scheduler=scheduler)
+        rates = _rates(spec)
+        next(rates)  # of the first step, which nothing returns
+        wanted = [next(rates) for _ in range(11)]
+        with support.opened(subject, optimizer=spec) as engine, engine.train_mode():
+            engine.forward_backward_batch(data, support.Loss())
+            engine.optimizer_step()  # some schedulers insist on it
+            found = [engine.lr_scheduler_step() for _ in wanted]
+        close = all(abs(one - other) <= 1e-6 * spec.lr for one, other in zip(wanted, found, strict=True))
+        assert close, f"rates of the {scheduler} schedule are {found}, expected {wanted}"
+
+
+@check("ENG-044", page=_OPTIMIZER)
+def steps_use_the_schedule(subject: Subject) -> None:
+    """Each step uses the schedule's rate: 0 at the first step of a warm-up, then what the schedule returned."""
+    spec = attrs.evolve(COSINE, eps=1e-3, clip_grad=None)
+    with support.opened(subject, optimizer=spec) as engine:
+        _assert_follows_adamw(engine, spec, _rates(spec), "what three steps on a cosine schedule change")
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _save(engine: BaseEngine, folder: Path) -> None:
+    engine.save_checkpoint(SaveCheckpointRequest(folder=str(folder)))
+
+
+@check("ENG-050", page=_CHECKPOINTS)
+def save_load_step_is_step(subject: Subject) -> None:
+    """Save, load into a new engine, step is bitwise equal to step: moments and schedule are in the checkpoint."""
+    data, loss = support.batch(), support.Loss()
+    with support.opened(subject, optimizer=COSINE) as engine:
+        support.train(engine, data, loss, steps=3)
+        saved = support.weights(engine)
+        _save(engine, subject.folder / "native")
+        support.assert_same_tensors(saved, support.weights(engine), "weights after a checkpoint was saved")
+        support.train(engine, data, loss, steps=2)
+        wanted, rate = support.weights(engine), engine.lr_scheduler_step()
+    with support.opened(subject, optimizer=COSINE, seed=8) as engine:
+        engine.load_checkpoint(LoadCheckpointRequest(folder=str(subject.folder / "native")))
+        support.assert_same_tensors(saved, support.weights(engine), "weights after a checkpoint was loaded")
+        support.train(engine, data, loss, steps=2)
+        found = support.weights(engine)
+        support.assert_same_tensors(wanted, found, "weights two steps after a checkpoint was loaded")
+        other = engine.lr_scheduler_step()
+    assert rate == other, f"the schedule goes on with {other:g}, expected {rate:g}"
+
+
+@check("ENG-051", page=_CHECKPOINTS)
+def random_state_is_saved(subject: Subject) -> None:
+    """A checkpoint holds the state of the random generators: dropout goes on as if nothing had happened."""
+    data, loss, folder = support.batch(), support.Loss(), support.model_folder(dropout=0.5)
+    with support.opened(subject, folder) as engine:
+        support.train(engine, data, loss, steps=2)
+        _save(engine, subject.folder / "native")
+        support.train(engine, data, loss)
+        wanted = support.weights(engine)
+    with support.opened(subject, folder, seed=8) as engine:
+        engine.load_checkpoint(LoadCheckpointRequest(folder=str(subject.folder / "native")))
+        support.train(engine, data, loss)
+        found = support.weights(engine)
+        support.assert_same_tensors(wanted, found, "weights of a model with dropout, after a checkpoint")
+
+
+@check("ENG-052", page=_CHECKPOINTS)
+def model_only_leaves_the_rest(subject: Subject) -> None:
+    """``model_only`` loads the weights and leaves optimizer and schedule as they are."""
+    data, loss = support.batch(), support.Loss()
+    with support.opened(subject, optimizer=COSINE) as engine:
+        support.train(engine, data, loss, steps=3)
+        saved = support.weights(engine)
+        _save(engine, subject.folder / "native")
+    rates = _rates(COSINE)
+    wanted = [next(rates) for _ in range(2)][1]
+    with support.opened(subject, optimizer=COSINE) as engine:
+        engine.load_checkpoint(LoadCheckpointRequest(folder=str(subject.folder / "native"), model_only=True))
+        support.assert_same_tensors(saved, support.weights(engine), "weights after a checkpoint was loaded, model_only")
+        with engine.train_mode():
+            engine.forward_backward_batch(data, loss)
+            engine.optimizer_step()
+        support.assert_same_tensors(saved, support.weights(engine), "weights after a step with the warm-up's rate 0")
+        found = engine.lr_scheduler_step()
+        assert abs(wanted - found) <= 1e-6 * COSINE.lr, f"after model_only the rate is {found:g}, expected {wanted:g}"
+
+
+@check("ENG-053", page=_CHECKPOINTS)
+def saving_tells_what_was_written(subject: Subject) -> None:
+    """The result of ``save_checkpoint`` names the folder and files that are in it, in both formats."""
+    with support.opened(subject) as engine:
+        forms: tuple[Literal["native", "huggingface"], ...] = ("native", "huggingface")
+        for form in forms:
+            folder = subject.folder / form
+            result = engine.save_checkpoint(SaveCheckpointRequest(folder=str(folder), format=form))
+            assert str(folder) == result.folder, f"{form}: the result names {result.folder!r}, expected {str(folder)!r}"
+            assert result.files, f"{form}: the result names no files"
+            absent = [name for name in result.files if not (folder / name).is_file()]
+            assert not absent, f"{form}: files in the result that are not there: {absent[:4]}"
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+@check("ENG-060", page=_STATE)
+def offloading_changes_nothing(subject: Subject) -> None:
+    """Moving weights, optimizer state and gradients to the CPU and back changes nothing."""
+    data, loss = support.batch(), support.Loss()
+    with support.opened(subject) as engine, support.opened(subject) as other:
+        for each in (engine, other):
+            support.train(each, data, loss)
+            with each.train_mode():
+                each.optimizer_zero_grad()
+                each.forward_backward_batch(data, loss)
+            if each is engine:
+                for parts in ((True, True, True), (True, False, False), (False, True, True)):
+                    each.to("cpu", *parts)
+                    each.to(each.context.device, *parts)
+            with each.train_mode():
+                each.optimizer_step()
+        support.assert_same_tensors(support.weights(other), support.weights(engine), "weights after offloading")
+
+
+def _trained(subject: Subject, seed: int, disturbance: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(disturbance)
+    with support.opened(subject, support.model_folder(dropout=0.5), seed=seed) as engine:
+        for step in range(2):
+            support.train(engine, support.batch(), support.Loss())
+            torch.rand(1 + disturbance + step)
+        return support.weights(engine)
+
+
+@check("ENG-061", page=_STATE)
+def one_seed_gives_one_engine(subject: Subject) -> None:
+    """Two engines of one seed and one context are equal, whatever else draws random numbers in the process."""
+    one, other = _trained(subject, 5, 0), _trained(subject, 5, 1)
+    support.assert_same_tensors(one, other, "weights of two engines of one seed, trained with dropout")
+
+
+@check("ENG-062", page=_STATE)
+def another_seed_gives_another_engine(subject: Subject) -> None:
+    """What is random follows the seed: training with dropout differs under another seed."""
+    one, other = _trained(subject, 5, 0), _trained(subject, 6, 0)
+    same = all(torch.equal(one[name], other[name]) for name in one)
+    assert not same, "engines of two seeds, trained with dropout, are equal"

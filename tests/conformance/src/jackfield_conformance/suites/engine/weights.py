@@ -1,0 +1,201 @@
+"""What leaves an engine, and how it is to be used: exports, folders, modes, refusals, its end."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jackfield.abc.engine import SaveCheckpointRequest
+from jackfield_conformance.registry import check
+from jackfield_conformance.subject import Subject
+from jackfield_conformance.support import engine as support
+from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
+
+__all__: list[str] = []
+
+_EXPORT = "docs/plugins/engine.md#export"
+_LIFE = "docs/plugins/engine.md#life"
+
+
+def _state_dict(folder: Path, dtype: torch.dtype, tied: bool) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = dict(support.plain_model(folder, dtype).state_dict())
+    if tied:
+        state.pop("lm_head.weight")
+    return state
+
+
+@check("ENG-030", page=_EXPORT)
+def exported_names_are_those_of_hugging_face(subject: Subject) -> None:
+    """Exported names are exactly those of the Hugging Face state dict, tied tensors once, without a PEFT config."""
+    for tied in (True, False):
+        folder = support.model_folder(tied=tied)
+        wanted = _state_dict(folder, torch.float32, tied)
+        with support.opened(subject, folder) as engine:
+            tensors, adapter = engine.get_per_tensor_param()
+            pairs = [(name, tuple(tensor.shape)) for name, tensor in tensors]
+        names = [name for name, _ in pairs]
+        assert adapter is None, f"a model without an adapter is exported with a PEFT config: {adapter}"
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        assert not doubled, f"exported twice: {doubled[:4]}"
+        missing, unknown = sorted(wanted.keys() - set(names)), sorted(set(names) - wanted.keys())
+        assert not missing, f"not exported: {missing[:4]} (embeddings {'tied' if tied else 'not tied'})"
+        assert not unknown, f"exported under names that Hugging Face does not have: {unknown[:4]}"
+        shapes = {name: shape for name, shape in pairs if shape != wanted[name].shape}
+        assert not shapes, f"not exported in full: {shapes}"
+
+
+@check("ENG-031", page=_EXPORT)
+def exported_values_are_bit_exact(subject: Subject) -> None:
+    """Exported values are bit for bit those of the model folder, in the dtype of the context's model."""
+    for dtype in ("float32", "bfloat16"):
+        wanted = _state_dict(support.model_folder(), getattr(torch, dtype), tied=True)
+        with support.opened(subject, dtype=dtype) as engine:
+            found = {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_param()[0]}
+        for name in wanted.keys() & found.keys():
+            one = {name: wanted[name]}
+            support.assert_same_tensors(one, {name: found[name]}, f"exported values of a {dtype} model")
+
+
+@check("ENG-032", page=_EXPORT)
+def exports_follow_training(subject: Subject) -> None:
+    """After an optimizer step every exported tensor that had a gradient has changed, also in a second export."""
+    with support.opened(subject) as engine:
+        before = support.weights(engine)
+        for step in ("the first step", "the second step"):
+            support.train(engine, support.batch(), support.Loss())
+            after = support.weights(engine)
+            same = [name for name, tensor in before.items() if torch.equal(tensor, after[name])]
+            assert not same, f"exported as they were before {step}: {same[:4]}"
+            before = after
+
+
+@check("ENG-033", page=_EXPORT)
+def a_hugging_face_folder_loads(subject: Subject) -> None:
+    """What is saved in format ``huggingface`` loads with ``from_pretrained`` and equals what is exported."""
+    from transformers import AutoModelForCausalLM
+
+    folder = subject.folder / "huggingface"
+    for tied in (True, False):
+        shutil.rmtree(folder, ignore_errors=True)
+        with support.opened(subject, support.model_folder(tied=tied)) as engine:
+            support.train(engine, support.batch(), support.Loss())
+            engine.save_checkpoint(SaveCheckpointRequest(folder=str(folder), format="huggingface"))
+            wanted = support.weights(engine)
+        with support.without_progress_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        problems = {name: sorted(map(str, found)) for name, found in report.items() if found}
+        assert not problems, f"from_pretrained reports {problems}"
+        found = dict(model.state_dict())
+        if tied:
+            found.pop("lm_head.weight")
+        support.assert_same_tensors(wanted, found, "weights of the saved folder")
+
+
+# -- life ------------------------------------------------------------------------------------------------------------
+
+
+@check("ENG-070", page=_LIFE)
+def use_before_initialize_is_refused(subject: Subject) -> None:
+    """Before ``initialize`` every use raises EngineError ``engine.state``."""
+    engine = subject.make(support.context_of(subject))
+
+    def enter(mode: Any) -> None:
+        with mode:
+            pass
+
+    uses = {
+        "layout": lambda: engine.layout,
+        "train_mode": lambda: enter(engine.train_mode()),
+        "eval_mode": lambda: enter(engine.eval_mode()),
+        "forward_backward_batch": lambda: engine.forward_backward_batch(support.batch(), support.Loss()),
+        "optimizer_zero_grad": engine.optimizer_zero_grad,
+        "optimizer_step": engine.optimizer_step,
+        "lr_scheduler_step": engine.lr_scheduler_step,
+        "get_per_tensor_param": lambda: list(engine.get_per_tensor_param()[0]),
+        "get_per_tensor_grad": lambda: list(engine.get_per_tensor_grad()),
+    }
+    try:
+        for name, use in uses.items():
+            support.raises(use, "engine.state", f"{name} before initialize")
+    finally:
+        engine.close()
+
+
+@check("ENG-071", page=_LIFE)
+def passes_outside_of_a_mode_are_refused(subject: Subject) -> None:
+    """A pass outside of ``train_mode`` and ``eval_mode`` raises EngineError ``engine.state``."""
+    data = support.batch()
+    with support.opened(subject) as engine:
+        for when in ("before any mode", "after a mode"):
+            support.raises(
+                lambda: engine.forward_backward_batch(data, None, forward_only=True), "engine.state", f"a pass {when}"
+            )
+            with engine.train_mode():
+                pass
+        with engine.train_mode(), engine.eval_mode():
+            pass
+        support.raises(lambda: engine.forward_backward_batch(data, support.Loss()), "engine.state", "a training pass")
+
+
+@check("ENG-072", page=_LIFE)
+def a_folder_without_a_model_is_refused(subject: Subject) -> None:
+    """A model folder that is missing or unusable makes ``initialize`` raise EngineError ``engine.model``."""
+    empty, weightless = subject.folder / "empty", subject.folder / "weightless"
+    for folder in (empty, weightless):
+        folder.mkdir()
+    shutil.copy(support.model_folder() / "config.json", weightless)
+    for folder in (subject.folder / "absent", empty, weightless):
+        engine = subject.make(support.context_of(subject, folder))
+        try:
+            support.raises(engine.initialize, "engine.model", f"initialize with a model folder that is {folder.name}")
+        finally:
+            engine.close()
+
+
+@check("ENG-073", page=_LIFE)
+def one_rank_is_its_whole_layout(subject: Subject) -> None:
+    """A single rank is data-parallel rank 0 of 1, and its results count."""
+    with support.opened(subject) as engine:
+        layout = engine.layout
+    found = (layout.data_parallel_rank, layout.data_parallel_size, layout.is_output_rank)
+    assert found == (0, 1, True), f"the layout of a single rank is {found}, expected (0, 1, True)"
+
+
+@check("ENG-074", page=_LIFE)
+def close_leaves_nothing(subject: Subject) -> None:
+    """``close`` can be repeated and leaves no thread, process, open file, socket or shared memory behind."""
+
+    async def life(folder: Path) -> list[str]:
+        engine = subject.make(support.context_of(subject))
+        engine.initialize()
+        support.train(engine, support.batch(), support.Loss())
+        engine.save_checkpoint(SaveCheckpointRequest(folder=str(folder / "native")))
+        support.weights(engine)
+        engine.close()
+        engine.close()
+        return other_tasks()
+
+    support.model_folder()  # made once, and not by the engine
+    assert_nothing_left(life, subject.folder)
+
+
+@check("ENG-075", page=_LIFE)
+def disable_adapter_without_an_adapter_does_nothing(subject: Subject) -> None:
+    """``disable_adapter`` has no effect on a model without an adapter."""
+    with support.opened(subject) as engine:
+        wanted = support.log_probs(engine)
+        with engine.disable_adapter():
+            found = support.log_probs(engine)
+    support.assert_tokens(wanted, found, 0.0, "log-probabilities inside of disable_adapter, without an adapter")
+
+
+@check("ENG-076", page=_LIFE)
+def an_engine_without_an_optimizer_infers(subject: Subject) -> None:
+    """A context without an optimizer gives an engine for forward passes, which exports its weights."""
+    wanted = support.expected(support.model_folder()).log_probs
+    with support.opened(subject, role="reference", optimizer=None) as engine:
+        support.assert_tokens(wanted, support.log_probs(engine), 1e-4, "log-probabilities of a reference")
+        assert support.weights(engine), "a reference exports no weights"

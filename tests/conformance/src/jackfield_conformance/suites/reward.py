@@ -1,0 +1,366 @@
+"""What a reward agent must keep, looked at on a running one.
+
+The plugin's fixture may give, beside ``settings``, lists of mappings with fields of a ``ScoreRequest``:
+
+* ``examples``: requests that are scored, each perhaps with its ``score``;
+* ``failing``: requests for which there is no score, such as a broken ground truth;
+* ``slow``: requests that take half a minute or longer unless they are ended.
+
+Without ``examples`` a sum is asked. What needs ``failing`` or ``slow`` does not apply where there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+
+import attrs
+
+from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
+from jackfield_conformance.registry import Capability, NotApplicable, check
+from jackfield_conformance.subject import Subject
+from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
+from jackfield_conformance.support.processes import adopting, descendants, names, remaining
+from jackfield_conformance.support.reward import (
+    Unreadable,
+    assert_result,
+    examples,
+    expected_scores,
+    opened,
+    requests_of,
+    same,
+    score,
+    scores,
+)
+
+__all__ = ["CAPABILITIES"]
+
+_PAGE = "docs/plugins/reward.md#"
+
+#: Seconds until a call that was cancelled has ended, and until the processes of an agent that was closed have.
+_GRACE = 5.0
+
+#: Seconds that a slow request is given before its deadline ends it.
+_SLOW_DEADLINE = 0.5
+
+#: How often the event loop turns before a call is cancelled.
+_TURNS = (0, 1, 2, 5)
+
+#: Answers that nobody expects, and that come all the same.
+_ODD_ANSWERS = ("", " \n\t", "#### ", "-" * 20_000, "四 \u200b\U0001f600 \u0000", "{'score': NaN} \\boxed{1}")
+
+
+def _post_processes(subject: Subject) -> bool:
+    return subject.cls.post_process_scores is not RewardAgent.post_process_scores
+
+
+CAPABILITIES = {
+    "post_process": Capability(what="adjusts the scores of whole groups", detect=_post_processes),
+    "token_scores": Capability(what="yields a score per response token"),
+}
+
+
+@check("REW-010", page=_PAGE + "scores")
+async def examples_are_scored(subject: Subject) -> None:
+    """A sample that can be scored gets the status ok and its score."""
+    async with opened(subject) as agent:
+        for request, expected in zip(examples(subject), expected_scores(subject), strict=True):
+            result = await score(agent, request)
+            answer = f"{request.solution_str!r} for {request.ground_truth!r}"
+            hint = "give requests that can be scored as 'examples' of the fixture"
+            assert result.status == "ok", f"{answer}: {result.status}, {result.error}; {hint}"
+            if expected is not None:
+                close = math.isclose(expected, result.score or 0.0, rel_tol=1e-6, abs_tol=1e-9)
+                assert close, f"{answer}: expected {expected}, found {result.score}"
+
+
+@check("REW-011", page=_PAGE + "scores")
+async def results_are_well_formed(subject: Subject) -> None:
+    """Whatever the answer is, the result is a finite score, or a status with a reason and no score."""
+    async with opened(subject) as agent:
+        for request in examples(subject):
+            for answer in (request.solution_str, *_ODD_ANSWERS):
+                ids = tuple(range(len(answer.split()) + 1))
+                asked = attrs.evolve(request, solution_str=answer, response_ids=ids)
+                result = await score(agent, asked)
+                assert_result(result, asked, f"the result for the answer {answer[:40]!r}")
+                if result.token_scores is not None:
+                    declared = subject.has("token_scores")
+                    assert declared, "it yields token scores, and its manifest does not declare token_scores"
+
+
+@check("REW-012", page=_PAGE + "failures")
+async def a_failure_is_no_score(subject: Subject) -> None:
+    """A failure is a status with its reason, or an error that is raised, and never a score."""
+    async with opened(subject) as agent:
+        for request in examples(subject)[:1]:
+            fields = attrs.asdict(request, recurse=False)
+            unreadable = Unreadable(**fields)
+            result = await score(agent, unreadable)
+            swallowed = unreadable.was_read and result.status == "ok"
+            assert not swallowed, f"an error was raised while it scored; the result is ok, score {result.score!r}"
+            assert_result(result, what="the result of a call in which an error was raised")
+        for request in _given(subject, "failing"):
+            result = await score(agent, request)
+            assert_result(result, request)
+            assert result.status != "ok", f"{request.ground_truth!r} cannot be scored; the score is {result.score!r}"
+
+
+@check("REW-013", page=_PAGE + "retries")
+async def a_retry_gets_the_same_answer(subject: Subject) -> None:
+    """A second attempt at a sample, with the same idempotency key, gets the answer of the first."""
+    async with opened(subject) as agent:
+        for request in examples(subject):
+            first = await score(agent, request)
+            again = await score(agent, attrs.evolve(request, attempt=2))
+            assert same(first, again), f"at attempt 1: {_told(first)}, at attempt 2: {_told(again)}"
+
+
+@check("REW-014", page=_PAGE + "retries")
+async def a_retry_after_a_cancelled_attempt(subject: Subject) -> None:
+    """A sample whose first attempt was cancelled is scored at the second as if there had been no first."""
+    request = examples(subject)[0]
+    async with opened(subject) as agent:
+        untouched = await score(agent, attrs.evolve(request, idempotency_key="untouched"))
+        for turns in _TURNS:
+            mine = attrs.evolve(request, idempotency_key=f"cancelled/{turns}")
+            await _cancelled(agent, mine, turns)
+            again = await score(agent, attrs.evolve(mine, attempt=2))
+            told = f"expected {_told(untouched)}, found after a cancelled attempt {_told(again)}"
+            assert same(untouched, again), told
+
+
+@check("REW-015", page=_PAGE + "concurrency")
+async def many_at_once(subject: Subject) -> None:
+    """Samples that are scored at the same time get the scores that they get one by one."""
+    asked = examples(subject)
+    async with opened(subject) as agent:
+        alone = [await score(agent, request) for request in asked]
+        for round in range(4):
+            order = [(round + number) % len(asked) for number in range(4 * len(asked))]
+            together = await scores(
+                agent,
+                [attrs.evolve(asked[index], idempotency_key=f"{round}/{n}") for n, index in enumerate(order)],
+            )
+            for index, found in zip(order, together, strict=True):
+                expected = _told(alone[index])
+                assert same(alone[index], found), f"alone: {expected}; among {len(order)}: {_told(found)}"
+
+
+@check("REW-016", page=_PAGE + "deadlines")
+async def a_cancelled_call_ends(subject: Subject) -> None:
+    """A call that is cancelled ends at once, and leaves no task behind."""
+    async with opened(subject) as agent:
+        quick = examples(subject)[0]
+        for request in [quick, *_given(subject, "slow")]:
+            await score(agent, quick)
+            before = set(asyncio.all_tasks())
+            for turns in _TURNS:
+                await _cancelled(agent, request, turns)
+                left = [task.get_name() for task in asyncio.all_tasks() - before if not task.done()]
+                assert not left, f"tasks that are left after a cancelled call: {left}"
+
+
+@check("REW-017", page=_PAGE + "deadlines")
+async def a_deadline_ends_what_was_started(subject: Subject) -> None:
+    """A deadline ends a slow call and the processes that it started."""
+    slow = requests_of(subject, "slow")
+    with adopting():
+        async with opened(subject) as agent:
+            for request in slow:
+                await score(agent, examples(subject)[0])
+                before = descendants()
+                result = await score(agent, attrs.evolve(request, deadline_seconds=_SLOW_DEADLINE))
+                assert_result(result, request)
+                assert result.status != "ok", f"a slow request was scored within {_SLOW_DEADLINE} s: is it slow?"
+                left = await asyncio.to_thread(remaining, descendants() - before, _GRACE)
+                more = len(left) - len(before - descendants())  # a worker that was replaced is no leak
+                assert more <= 0, f"processes that run on after the deadline: {names(left)}"
+
+
+@check("REW-018", page=_PAGE + "concurrency")
+async def the_event_loop_goes_on(subject: Subject) -> None:
+    """While one sample takes long, the event loop turns."""
+    slow = requests_of(subject, "slow")[0]
+    async with opened(subject) as agent:
+        await score(agent, examples(subject)[0])
+        waiting = asyncio.create_task(score(agent, slow))
+        try:
+            await asyncio.sleep(0)  # the call begins, and comes back here when it waits, or when it is over
+            assert not waiting.done(), "a slow request was over before anything else ran: it blocks the event loop"
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+
+@check("REW-019", page=_PAGE + "life")
+def close_leaves_nothing(subject: Subject) -> None:
+    """After close nothing is left of an agent: no task, thread, process, socket, shared memory or file."""
+
+    async def life(_: object) -> list[str]:
+        before = descendants()
+        async with opened(subject) as agent:
+            await scores(agent, examples(subject))
+            await _cancelled(agent, examples(subject)[0], 2)
+        left = await asyncio.to_thread(remaining, descendants() - before, _GRACE)
+        assert not left, f"processes that run on after close: {names(left)}"
+        return other_tasks()
+
+    with adopting():
+        assert_nothing_left(life, subject.folder / "lives")
+
+
+@check("REW-020", page=_PAGE + "life")
+async def start_and_close_may_be_repeated(subject: Subject) -> None:
+    """Start and close may come twice, and close without start."""
+    request = examples(subject)[0]
+    unused: RewardAgent = subject.make(RewardContext())
+    await unused.close()
+    agent: RewardAgent = subject.make(RewardContext())
+    try:
+        await agent.start()
+        first = await score(agent, request)
+        await agent.start()
+        again = await score(agent, request)
+        assert same(first, again), f"before a second start: {_told(first)}; after it: {_told(again)}"
+        await agent.close()
+    finally:
+        await agent.close()
+
+
+@check("REW-021", page=_PAGE + "life")
+async def agents_share_nothing(subject: Subject) -> None:
+    """Two agents in one process share nothing: closing one leaves the other at work."""
+    request = examples(subject)[0]
+    async with opened(subject) as agent:
+        first = await score(agent, request)
+        async with opened(subject) as other:
+            beside = await score(other, request)
+            assert same(first, beside), f"one: {_told(first)}; the other: {_told(beside)}"
+        after = await score(agent, attrs.evolve(request, idempotency_key="after"))
+        assert same(first, after), f"before the other was closed: {_told(first)}; after: {_told(after)}"
+
+
+@check("REW-022", page=_PAGE + "requests")
+async def requests_are_left_alone(subject: Subject) -> None:
+    """A request is not changed by scoring it."""
+    async with opened(subject) as agent:
+        for request in examples(subject):
+            extra = {**copy.deepcopy(dict(request.extra_info)), "conformance": {"list": [1, 2]}}
+            asked = attrs.evolve(request, extra_info=extra)
+            before = copy.deepcopy(attrs.asdict(asked, recurse=False))
+            await score(agent, asked)
+            after = attrs.asdict(asked, recurse=False)
+            changed = [name for name in before if before[name] != after[name]]
+            assert not changed, f"changed by compute_score: {changed}"
+
+
+@check("REW-023", page=_PAGE + "requests")
+async def further_fields_are_tolerated(subject: Subject) -> None:
+    """A task's further fields, which the agent does not know, change no score."""
+    async with opened(subject) as agent:
+        for request in examples(subject):
+            plain = await score(agent, request)
+            extra = {**request.extra_info, "conformance_unknown": ["field", 1, None]}
+            more = await score(agent, attrs.evolve(request, extra_info=extra, prompt_str="What is it?"))
+            assert same(plain, more), f"without further fields: {_told(plain)}; with them: {_told(more)}"
+
+
+@check("REW-030", capability="post_process", page=_PAGE + "groups")
+async def groups_keep_their_length_and_order(subject: Subject) -> None:
+    """Post-processing gives one result per run of the group, each in the place of its run."""
+    async with opened(subject) as agent:
+        for group in _groups():
+            before = copy.deepcopy(group)
+            found = list(agent.post_process_scores(tuple(group)))
+            assert len(group) == len(found), f"{len(group)} results went in, {len(found)} came out"
+            assert before == group, "post-processing changed the results that it was given"
+            for result in found:
+                assert_result(result, what="a result of post-processing")
+            backwards = list(agent.post_process_scores(tuple(reversed(group))))
+            expected = [_told(result) for result in reversed(found)]
+            turned = [_told(result) for result in backwards]
+            assert expected == turned, f"a group in reverse: expected {expected}, found {turned}"
+
+
+@check("REW-031", capability="post_process", page=_PAGE + "groups")
+async def groups_do_not_mix(subject: Subject) -> None:
+    """Post-processing a group depends on nothing but this group."""
+    async with opened(subject) as agent:
+        forwards = [[_told(each) for each in agent.post_process_scores(tuple(group))] for group in _groups()]
+    async with opened(subject) as agent:
+        backwards = [[_told(each) for each in agent.post_process_scores(tuple(group))] for group in _groups()[::-1]]
+    assert forwards == backwards[::-1], f"groups in order: {forwards}; in reverse order: {backwards[::-1]}"
+
+
+@check("REW-032", capability="token_scores", page=_PAGE + "scores")
+async def token_scores_are_there(subject: Subject) -> None:
+    """An agent that declares token scores yields one per response token."""
+    async with opened(subject) as agent:
+        found = 0
+        for number, request in enumerate(examples(subject)):
+            ids = request.response_ids or tuple(range(3 + number))
+            result = await score(agent, attrs.evolve(request, response_ids=ids))
+            if result.token_scores is not None:
+                found += 1
+                assert len(ids) == len(result.token_scores), f"{len(result.token_scores)} scores for {len(ids)} tokens"
+        assert found, "token_scores is declared, and no example yields any"
+
+
+@check("REW-050", tier="stress", page=_PAGE + "concurrency", deadline_seconds=120.0)
+async def hundreds_with_cancellations(subject: Subject) -> None:
+    """Of hundreds of samples at once, some of them cancelled, each other one gets its score."""
+    asked = examples(subject)
+    async with opened(subject) as agent:
+        alone = [await score(agent, request) for request in asked]
+        tasks = [
+            asyncio.create_task(score(agent, attrs.evolve(asked[n % len(asked)], idempotency_key=f"many/{n}")))
+            for n in range(400)
+        ]
+        await asyncio.sleep(0)
+        for task in tasks[::7]:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for number, result in enumerate(results):
+            if isinstance(result, BaseException):
+                assert number % 7 == 0, f"sample {number} was not cancelled, and raised {result!r}"
+                continue
+            expected = alone[number % len(asked)]
+            assert same(expected, result), f"sample {number}: alone {_told(expected)}, among 400 {_told(result)}"
+
+
+async def _cancelled(agent: RewardAgent, request: ScoreRequest, turns: int) -> None:
+    """Begin a call, cancel it after some turns of the event loop, and see it end."""
+    call = asyncio.create_task(agent.compute_score(request))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    call.cancel()
+    done, _ = await asyncio.wait({call}, timeout=_GRACE)
+    if not done:
+        call.cancel()
+        raise AssertionError(f"the call for {request.idempotency_key} ran on for {_GRACE:g} s after it was cancelled")
+    if not call.cancelled():
+        call.exception()  # a call may have ended before: what it raised is another check's subject
+
+
+def _given(subject: Subject, key: str) -> list[ScoreRequest]:
+    try:
+        return requests_of(subject, key)
+    except NotApplicable:
+        return []
+
+
+def _groups() -> list[list[ScoreResult]]:
+    def ok(number: float) -> ScoreResult:
+        return ScoreResult(score=number)
+
+    lost = ScoreResult(status="failed", error="no answer")
+    late = ScoreResult(status="timeout", error="too late")
+    return [[ok(0.0), ok(3.0), ok(1.0), ok(2.0)], [ok(5.0), lost, ok(7.0), late], [lost, late], [ok(1.0)], []]
+
+
+def _told(result: ScoreResult) -> str:
+    if result.status == "ok":
+        return f"score {result.score!r}" + (f" {result.token_scores}" if result.token_scores else "")
+    return f"{result.status} ({(result.error or '').splitlines()[0] if result.error else 'no reason'})"

@@ -1,0 +1,255 @@
+"""Checks of rollout servers: start, health, sleep and stop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jackfield.abc.engine import ModelSpec
+from jackfield.abc.rollout import (
+    AbortRequest,
+    BaseRolloutServer,
+    GenerateRequest,
+    GenerateResult,
+    PauseRequest,
+    ResumeRequest,
+    RolloutContext,
+    SleepRequest,
+    WakeUpRequest,
+)
+from jackfield.errors import JackfieldError, RolloutError
+from jackfield_conformance.registry import check
+from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
+from jackfield_conformance.support.rollout import (
+    LONG,
+    PAGE,
+    PROMPT,
+    Reader,
+    assert_greedy,
+    assert_log_probs,
+    breathe,
+    ended,
+    forward_passes,
+    greedy,
+    model_folder,
+    named_weights,
+    push,
+    refused,
+    request,
+    serving,
+    spawn,
+)
+
+if TYPE_CHECKING:
+    from jackfield_conformance.subject import Subject
+
+__all__: list[str] = []
+
+
+def _task(server: BaseRolloutServer, sent: GenerateRequest) -> asyncio.Task[GenerateResult]:
+    return spawn(server.generate(sent), f"caller of {sent.request_id}")
+
+
+# -- start and health ------------------------------------------------------------------------------------------------
+
+
+@check("ROL-090", page=PAGE + "life")
+async def starting_says_who(subject: Subject) -> None:
+    """``start`` says which replica it is and how many workers it has; the replica is then healthy, idle, version 0."""
+    server: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=model_folder()), replica=5))
+    info = await server.start()
+    try:
+        health = await server.health()
+    finally:
+        await server.stop()
+    assert 5 == info.replica, f"replica 5 says that it is replica {info.replica}"
+    assert info.workers >= 1, f"a replica has at least one worker, this says {info.workers}"
+    found = health.healthy, health.running, health.waiting, health.weight_version
+    assert (True, 0, 0, 0) == found, f"a started replica is healthy, idle and of version 0, this says {health}"
+
+
+@check("ROL-091", page=PAGE + "life")
+async def health_counts(subject: Subject) -> None:
+    """``health`` counts the requests that run and those that wait, and knows the weight version."""
+    async with serving(subject) as server:
+        readers = [Reader(server, greedy(f"running-{n}", LONG, PROMPT[n:])) for n in range(3)]
+        for reader in readers:
+            await reader.at_least(2)
+        health = await server.health()
+        assert (3, 0) == (health.running, health.waiting), f"three requests run, health says {health}"
+        await server.abort(AbortRequest(request_ids=("running-1",)))
+        health = await server.health()
+        assert (2, 0) == (health.running, health.waiting), f"one of three was aborted, health says {health}"
+        await server.abort(AbortRequest())
+        for reader in readers:
+            await reader.result()
+        health = await server.health()
+        assert (0, 0) == (health.running, health.waiting), f"nothing runs, health says {health}"
+        await push(subject, server, 7)
+        version = (await server.health()).weight_version
+        assert 7 == version, f"version 7 was loaded, health says {version}"
+
+
+@check("ROL-092", page=PAGE + "life")
+async def missing_models_are_refused(subject: Subject) -> None:
+    """A model folder that is not there is an error of ``start`` that names it, and ``stop`` still works."""
+    folder = subject.folder / "no-model-here"
+    server: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=str(folder))))
+    try:
+        with refused(JackfieldError, naming="no-model-here"):
+            await server.start()
+    finally:
+        await server.stop()
+
+
+# -- sleep -----------------------------------------------------------------------------------------------------------
+
+
+@check("ROL-093", capability="sleep", page=PAGE + "sleep")
+async def level_1_keeps_weights(subject: Subject) -> None:
+    """After sleep of level 1 and waking, results are as before, and paused requests go on."""
+    async with serving(subject) as server:
+        sent = greedy("greedy", 12)
+        before = await server.generate(sent)
+        await server.sleep(SleepRequest(level=1))
+        await server.wake_up(WakeUpRequest())
+        assert before == await server.generate(sent), "results have changed over sleep of level 1"
+        reader = Reader(server, greedy("kept", 20))
+        await reader.at_least(3)
+        await server.pause(PauseRequest())
+        await server.sleep(SleepRequest(level=1))
+        await server.wake_up(WakeUpRequest())
+        await server.resume(ResumeRequest())
+        kept = await reader.result()
+        assert 20 == len(kept.token_ids), f"a request paused over a sleep has {len(kept.token_ids)} of 20 tokens"
+        assert_greedy(reader.sent, kept)
+        assert_log_probs(subject, reader.sent, kept)
+
+
+@check("ROL-094", capability="sleep", page=PAGE + "sleep")
+async def level_2_needs_weights(subject: Subject) -> None:
+    """After sleep of level 2 generating is ``rollout.stale`` until an update, and then right."""
+    async with serving(subject) as server:
+        await server.sleep(SleepRequest(level=2))
+        await server.wake_up(WakeUpRequest(tags=("weights",)))
+        with refused(RolloutError, "rollout.stale"):
+            await ended(server.generate(greedy("too early", 3)), "the refusal of a server without weights")
+        await push(subject, server, 1)
+        await server.wake_up(WakeUpRequest(tags=("kv_cache",)))
+        sent = greedy("awake", 10)
+        result = await server.generate(sent)
+        assert_greedy(sent, result, "other")
+        assert_log_probs(subject, sent, result, "other")
+        await server.sleep(SleepRequest(level=2))
+        await server.wake_up(WakeUpRequest())
+        with refused(RolloutError, "rollout.stale"):
+            await ended(server.generate(greedy("again too early", 3)), "the refusal of a server without weights")
+        await push(subject, server, 2, named_weights("base"))
+        sent = greedy("awake again", 10)
+        assert_log_probs(subject, sent, await server.generate(sent), "base")
+
+
+@check("ROL-095", capability="sleep", page=PAGE + "sleep")
+async def asleep_nothing_runs(subject: Subject) -> None:
+    """A request that comes while the server sleeps waits until it is awake, and no forward pass runs meanwhile."""
+    async with serving(subject) as server:
+        slept = await server.sleep(SleepRequest(level=1))
+        assert slept.freed_bytes >= 0, f"{slept.freed_bytes} bytes cannot have been freed"
+        sent = greedy("early", 5)
+        caller = _task(server, sent)
+        with forward_passes() as passes:
+            await breathe()
+            partly = await server.wake_up(WakeUpRequest(tags=("weights",)))
+            await breathe()
+        assert [] == passes[:1], "the model runs although the server sleeps"
+        assert not caller.done(), "a request was answered although the server sleeps"
+        assert ("weights",) == partly.awake, f"the weights alone were woken, wake_up says {partly.awake}"
+        woken = await server.wake_up(WakeUpRequest())
+        assert ["kv_cache", "weights"] == sorted(woken.awake), f"everything was woken, wake_up says {woken.awake}"
+        result = await ended(caller, "a request that waited for the server to wake")
+        assert 5 == len(result.token_ids), "a request that waited for the server to wake did not get its tokens"
+        assert_greedy(sent, result)
+
+
+@check("ROL-096", capability="sleep", page=PAGE + "sleep")
+async def decoding_does_not_sleep(subject: Subject) -> None:
+    """``sleep`` is refused while requests run and the server is not paused, and does them no harm."""
+    async with serving(subject) as server:
+        reader = Reader(server, greedy("running", 40))
+        await reader.at_least(2)
+        with refused(RolloutError):
+            await server.sleep(SleepRequest(level=2))
+        result = await reader.result()
+        assert 40 == len(result.token_ids), f"a refused sleep has cut a request: {len(result.token_ids)} of 40 tokens"
+        assert_greedy(reader.sent, result)
+
+
+# -- stop ------------------------------------------------------------------------------------------------------------
+
+
+@check("ROL-097", page=PAGE + "life")
+async def stopping_fails_requests(subject: Subject) -> None:
+    """``stop`` makes every request that runs or waits fail with ``rollout.stopped``; nobody waits for ever."""
+    async with serving(subject) as server:
+        caller = _task(server, greedy("running", LONG, PROMPT[1:]))
+        reader = Reader(server, greedy("streamed", LONG))
+        await reader.at_least(2)
+        await server.stop()
+        with refused(RolloutError, "rollout.stopped"):
+            await ended(caller, "the error of a stopped server")
+        with refused(RolloutError, "rollout.stopped"):
+            await ended(reader.result(), "the error of a stopped server")
+    async with serving(subject) as server:
+        await server.pause(PauseRequest())
+        waiting = _task(server, greedy("waiting", 4))
+        await breathe()
+        await server.stop()
+        with refused(RolloutError, "rollout.stopped"):
+            await ended(waiting, "the error of a stopped server")
+
+
+@check("ROL-098", page=PAGE + "life")
+async def stopped_is_stopped(subject: Subject) -> None:
+    """A stopped server refuses requests with ``rollout.stopped``, and says that it is not healthy."""
+    async with serving(subject) as server:
+        await server.generate(request("before", max_new_tokens=2))
+        await server.stop()
+        with refused(RolloutError, "rollout.stopped"):
+            await ended(server.generate(greedy("after", 2)), "the error of a stopped server")
+        with refused(RolloutError, "rollout.stopped"):
+            async for _ in server.generate_stream(greedy("after, streamed", 2)):
+                pass
+        health = await server.health()
+        assert not health.healthy, "a stopped server says that it is healthy"
+
+
+@check("ROL-099", page=PAGE + "life")
+async def stopping_twice(subject: Subject) -> None:
+    """Stopping is idempotent, also before ``start``."""
+    async with serving(subject) as server:
+        await server.stop()
+        await server.stop()
+    never: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=model_folder())))
+    await never.stop()
+
+
+@check("ROL-100", page=PAGE + "life", deadline_seconds=60.0)
+def nothing_is_left(subject: Subject) -> None:
+    """A stopped server leaves nothing: no task, thread, process, open file, socket, shared memory or file elsewhere."""
+
+    async def life(folder: Path) -> list[str]:
+        async with serving(subject.at(folder)) as server:
+            await asyncio.gather(*(server.generate(greedy(f"whole-{n}", 4)) for n in range(3)))
+            readers = [Reader(server, greedy(f"streamed-{n}", LONG)) for n in range(2)]
+            for reader in readers:
+                await reader.at_least(2)
+            await push(subject, server, 1)
+            await server.abort(AbortRequest(request_ids=("streamed-0",)))
+            await readers[0].result()
+            await server.stop()
+            with refused(RolloutError, "rollout.stopped"):
+                await readers[1].result()
+        return other_tasks()
+
+    assert_nothing_left(life, subject.folder)

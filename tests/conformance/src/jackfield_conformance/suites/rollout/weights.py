@@ -1,0 +1,295 @@
+"""Checks of rollout servers: new weights, their versions and receipts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext
+from jackfield.abc.engine import ModelSpec
+from jackfield.abc.rollout import (
+    BaseRolloutServer,
+    GenerateResult,
+    PauseRequest,
+    ResumeRequest,
+    RolloutContext,
+)
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WeightsError
+from jackfield.plugins import load_plugin
+from jackfield.weights import Replica, WeightSender, WeightSynchronizer
+from jackfield_conformance.registry import check
+from jackfield_conformance.support.rollout import (
+    LONG,
+    PAGE,
+    Reader,
+    Weights,
+    adapter,
+    assert_greedy,
+    assert_log_probs,
+    breathe,
+    checkpoint_engine,
+    ended,
+    forward_passes,
+    greedy,
+    model_folder,
+    named_weights,
+    push,
+    refused,
+    request,
+    serving,
+)
+
+if TYPE_CHECKING:
+    from jackfield_conformance.subject import Subject
+
+__all__: list[str] = []
+
+_LAST = "model.norm.weight"
+
+
+def _assert_version(result: GenerateResult, version: int) -> None:
+    assert {version} == set(result.weight_versions), (
+        f"{result.request_id!r}: expected tokens of version {version}, found {sorted(set(result.weight_versions))}"
+    )
+
+
+async def _assert_heals(subject: Subject, server: BaseRolloutServer, version: int) -> None:
+    """A good update is accepted after a bad one, and its weights are served."""
+    await push(subject, server, version)
+    _assert_version(await server.generate(greedy("healed", 3)), version)
+    health = await server.health()
+    assert health.healthy, f"the server is not healthy after a good update: {health.detail}"
+
+
+# -- good updates ----------------------------------------------------------------------------------------------------
+
+
+@check("ROL-070", page=PAGE + "weights")
+async def new_weights_are_used(subject: Subject) -> None:
+    """After an update the next token is the new weights', and says so by its version."""
+    async with serving(subject) as server:
+        old, new = greedy("old", 8), greedy("new", 8)
+        result = await server.generate(old)
+        _assert_version(result, 0)
+        assert_log_probs(subject, old, result, "base")
+        await push(subject, server, 3)
+        result = await server.generate(new)
+        _assert_version(result, 3)
+        assert_greedy(new, result, "other")
+        assert_log_probs(subject, new, result, "other")
+        await push(subject, server, 4, named_weights("base"))
+        result = await server.generate(old)
+        _assert_version(result, 4)
+        assert_log_probs(subject, old, result, "base")
+
+
+@check("ROL-071", page=PAGE + "receipts")
+async def receipts_prove(subject: Subject) -> None:
+    """The receipt names version, replica and every worker, and has the digest of each tensor that was sent."""
+    weights = named_weights()
+
+    def source() -> tuple[Generator[tuple[str, torch.Tensor], None, None], None]:
+        return ((name, tensor) for name, tensor in weights.items()), None
+
+    server: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=model_folder()), replica=3))
+    info = await server.start()
+    try:
+        name, settings = checkpoint_engine(subject)
+        plugin = load_plugin("checkpoint_engine", name)
+        engine: Any = plugin.build(settings, CheckpointEngineContext(side="trainer", deadline_seconds=20.0))
+        cls: Any = plugin.cls
+        synchronizer = WeightSynchronizer(
+            [WeightSender(engine, source)],
+            [Replica(server, info)],
+            name,
+            cls,
+            Clock(),
+            settings=settings,
+            deadline_seconds=20.0,
+        )
+        report = await synchronizer.sync(2)  # compares every digest, and raises
+    finally:
+        await server.stop()
+    receipt = report.receipts[0]
+    assert 0 <= receipt.paused_seconds <= receipt.seconds, (
+        f"an update of {receipt.seconds} s cannot have paused for {receipt.paused_seconds} s"
+    )
+
+
+@check("ROL-072", page=PAGE + "weights")
+async def running_requests_change_weights(subject: Subject) -> None:
+    """A request that runs through an update goes on with the new weights; each token has the version that made it."""
+    async with serving(subject) as server:
+        readers = [Reader(server, greedy("greedy", 120)), Reader(server, request("seeded", max_new_tokens=120, seed=2))]
+        for reader in readers:
+            await reader.at_least(4)
+        await push(subject, server, 5)
+        for reader in readers:
+            result = await reader.result()
+            versions, name = result.weight_versions, reader.sent.request_id
+            before = versions.count(0)
+            assert (0,) * before + (5,) * (120 - before) == versions, f"{name!r}: versions {versions}"
+            assert 4 <= before < 120, f"{name!r}: {before} of 120 tokens have the version from before the update"
+            old = GenerateResult(
+                request_id=name,
+                token_ids=result.token_ids[:before],
+                log_probs=result.log_probs[:before],
+                weight_versions=versions[:before],
+                finish_reason="length",
+            )
+            assert_log_probs(subject, reader.sent, old, "base")
+            assert_log_probs(subject, reader.sent, result, "other", first=before, old="base")
+
+
+@check("ROL-073", page=PAGE + "weights")
+async def updates_do_not_resume(subject: Subject) -> None:
+    """A paused server takes an update and stays paused; its kept requests go on with the new weights."""
+    async with serving(subject) as server:
+        reader = Reader(server, greedy("kept", 32))
+        await reader.at_least(3)
+        await server.pause(PauseRequest())
+        await breathe()
+        count = len(reader.token_ids)
+        await push(subject, server, 2)
+        with forward_passes() as passes:
+            await breathe()
+        assert [] == passes[:1], "an update has started a paused server"
+        assert count == len(reader.token_ids), "tokens came although the server is paused"
+        await server.resume(ResumeRequest())
+        result = await reader.result()
+        before = result.weight_versions.count(0)  # some may have been made and not streamed
+        expected = (0,) * before + (2,) * (32 - before)
+        assert expected == result.weight_versions, f"expected versions {expected}, found {result.weight_versions}"
+        assert count <= before < 32, f"{before} of 32 tokens have the version from before the update"
+
+
+@check("ROL-074", page=PAGE + "weights")
+async def minimum_versions_are_kept(subject: Subject) -> None:
+    """A request that needs newer weights than the replica has is refused with ``rollout.stale``; others are served."""
+    async with serving(subject) as server:
+        with refused(RolloutError, "rollout.stale"):
+            await server.generate(request("too new", max_new_tokens=2, minimum=1))
+        await push(subject, server, 4)
+        for minimum in (0, 3, 4):
+            result = await server.generate(request(f"at least {minimum}", max_new_tokens=2, minimum=minimum))
+            assert 2 == len(result.token_ids), f"minimum_weight_version={minimum} was not served by version 4"
+        with refused(RolloutError, "rollout.stale"):
+            await server.generate(request("newer", max_new_tokens=2, minimum=5))
+
+
+@check("ROL-075", capability="weights_adapter", page=PAGE + "adapters")
+async def adapters_are_applied(subject: Subject) -> None:
+    """A LoRA adapter changes the log-probabilities to those of the adapted model, and its receipt has its digests."""
+    async with serving(subject) as server:
+        for version in (1, 2):  # the second replaces the first, it is not added to it
+            pushed = await push(subject, server, version, adapter(), kind="adapter")
+            sent = greedy(f"adapted-{version}", 8)
+            result = await server.generate(sent)
+            _assert_version(result, version)
+            assert_log_probs(subject, sent, result, "adapted")
+            loaded = [dict(worker.digests) for worker in pushed.receipt.workers]
+            assert [dict(pushed.digests)] == loaded, "the receipt's digests are not those of the adapter that was sent"
+        await push(subject, server, 3, named_weights("base"))
+        sent = greedy("plain again", 8)
+        assert_log_probs(subject, sent, await server.generate(sent), "base")
+
+
+# -- bad updates -----------------------------------------------------------------------------------------------------
+
+
+@check("ROL-076", page=PAGE + "failures")
+async def versions_do_not_go_back(subject: Subject) -> None:
+    """Weights of an older version are refused with ``weights.version``."""
+    async with serving(subject) as server:
+        await push(subject, server, 5)
+        with refused(WeightsError, "weights.version"):
+            await push(subject, server, 3, named_weights("base"))
+        await _assert_heals(subject, server, 6)
+
+
+@check("ROL-077", page=PAGE + "failures")
+async def missing_tensors_are_missed(subject: Subject) -> None:
+    """An update that lacks a parameter of the model is refused with ``weights.missing``, naming it."""
+    async with serving(subject) as server:
+        weights = {name: tensor for name, tensor in named_weights().items() if name != _LAST}
+        with refused(WeightsError, "weights.missing", naming=_LAST):
+            await push(subject, server, 1, weights)
+        await _assert_heals(subject, server, 2)
+
+
+@check("ROL-078", page=PAGE + "failures")
+async def unknown_tensors_are_refused(subject: Subject) -> None:
+    """An update with a tensor that the model does not have is refused with ``weights.missing``, naming it."""
+    name = "model.layers.9.self_attn.q_proj.weight"
+    async with serving(subject) as server:
+        with refused(WeightsError, "weights.missing", naming=name):
+            await push(subject, server, 1, {**named_weights(), name: torch.zeros(4, 4)})
+        await _assert_heals(subject, server, 2)
+
+
+@check("ROL-079", page=PAGE + "failures")
+async def shapes_are_compared(subject: Subject) -> None:
+    """A tensor of another shape than the model's is refused, naming it, and never broadcast or cut."""
+    async with serving(subject) as server:
+        for version, shape in enumerate(((1,), (33,)), 1):
+            with refused(WeightsError, naming=_LAST):
+                await push(subject, server, version, {**named_weights(), _LAST: torch.ones(shape)})
+        await _assert_heals(subject, server, 3)
+
+
+@check("ROL-080", page=PAGE + "failures")
+async def broken_transfers_raise(subject: Subject) -> None:
+    """A sender that breaks off makes the update raise."""
+    async with serving(subject) as server:
+        for version, count in enumerate((0, 5, len(named_weights()) - 1), 1):
+            with refused(WeightsError):
+                await push(subject, server, version, breaks_after=count)
+        await _assert_heals(subject, server, 4)
+
+
+@check("ROL-081", page=PAGE + "failures")
+async def deadlines_hold(subject: Subject) -> None:
+    """An update whose sender does not come raises at its deadline."""
+    async with serving(subject) as server:
+        error: JackfieldError | None = None
+        try:
+            await push(subject, server, 1, never_comes=True, deadline_seconds=0.02)
+        except (WeightsError, DeadlineExceeded) as caught:
+            error = caught
+        assert error is not None, "an update without a sender was acknowledged"
+        await _assert_heals(subject, server, 2)
+
+
+@check("ROL-082", page=PAGE + "failures")
+async def a_failed_update_serves_nothing(subject: Subject) -> None:
+    """After a failed update the replica serves nothing until one succeeds: ``rollout.stale``, and not healthy."""
+    weights: Weights = {name.replace(_LAST, "model.last.weight"): tensor for name, tensor in named_weights().items()}
+    async with serving(subject) as server:
+        reader = Reader(server, greedy("running", LONG))
+        await reader.at_least(2)
+        with refused(WeightsError):
+            await push(subject, server, 1, weights)
+        await _assert_not_served_on(reader)
+        with refused(RolloutError, "rollout.stale"):
+            await server.generate(greedy("next", 3))
+        with refused(RolloutError, "rollout.stale"):
+            async for _ in server.generate_stream(greedy("next streamed", 3)):
+                pass
+        health = await server.health()
+        assert not health.healthy, "a replica whose update failed says that it is healthy"
+        await _assert_heals(subject, server, 2)
+
+
+async def _assert_not_served_on(reader: Reader) -> None:
+    """What ran at the failure has ended: by ``rollout.stale``, or aborted with the old weights' tokens."""
+    try:
+        result = await ended(reader.result(), "the end of a request that ran when an update failed")
+    except RolloutError as error:
+        if error.code == "rollout.stale":
+            return
+        raise
+    assert "abort" == result.finish_reason, "a request went on being served after a failed update"
+    _assert_version(result, 0)

@@ -1,0 +1,202 @@
+"""What can be seen of a plugin without running it. The same checks, 001 to 009, hold for every kind."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from jackfield.errors import AbiError, ConfigError, JackfieldError
+from jackfield.plugins import PluginRecord, Registry
+from jackfield.structuring import structure
+from jackfield_conformance.registry import FIRST_BEHAVIOUR, PREFIXES, Skipped, capabilities, check, checks
+from jackfield_conformance.subject import Subject
+
+__all__ = ["HEAVY"]
+
+#: Seconds for a fresh interpreter to import a plugin's settings.
+IMPORT_DEADLINE = 50
+
+#: What settings must not need: a process that only validates a configuration does not have them.
+HEAVY = ("ray", "tensordict", "torch", "transformers")
+
+_PAGE = "docs/plugins/conformance.md#structure"
+_IMPORT_CONFIG = """
+import sys
+from collections.abc import Callable
+from jackfield.plugins import discover
+discover().config_class(sys.argv[1], sys.argv[2])
+print(",".join(sorted(set(sys.argv[3].split(",")) & set(sys.modules))))
+"""
+
+_Function = Callable[[Subject], None]
+
+
+def every_kind(number: int) -> Callable[[_Function], _Function]:
+    """Make a function the check of this number of all kinds."""
+
+    def register(function: _Function) -> _Function:
+        for prefix in PREFIXES.values():
+            check(f"{prefix}-{number:03d}", page=_PAGE, deadline_seconds=IMPORT_DEADLINE)(function)
+        return function
+
+    return register
+
+
+@every_kind(1)
+def manifest_is_valid(subject: Subject) -> None:
+    """One distribution provides the plugin, and its manifest is complete and well-formed."""
+    error = _record(subject).error
+    assert error is None or isinstance(error, AbiError), str(error)
+
+
+@every_kind(2)
+def abi_is_accepted(subject: Subject) -> None:
+    """The manifest's ABI version is one that this Jackfield accepts."""
+    error = _record(subject).error
+    assert not isinstance(error, AbiError), str(error)
+    _need_manifest(subject)
+
+
+@every_kind(3)
+def class_fits_the_contract(subject: Subject) -> None:
+    """The plugin's class is imported and fits the abstract class of its contract."""
+    _need_manifest(subject)
+    try:
+        _registry(subject).load(subject.kind, subject.name)
+    except JackfieldError as error:
+        if error.code != "plugin.config-class":  # that is the next check's subject
+            raise AssertionError(str(error)) from None
+
+
+@every_kind(4)
+def settings_are_light(subject: Subject) -> None:
+    """The settings are a frozen attrs class, and importing them imports no heavy package."""
+    _need_manifest(subject)
+    command = [sys.executable, "-c", _IMPORT_CONFIG, subject.kind, subject.name, ",".join(HEAVY)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_DEADLINE, check=False)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.strip().splitlines()[-1:]
+    assert found in ([], [""]), f"importing the settings also imported {found[0]}"
+
+
+@every_kind(5)
+def settings_have_defaults_or_say_which_not(subject: Subject) -> None:
+    """Without settings the plugin's defaults apply, or the error names a setting that has none."""
+    _need_manifest(subject)
+    config_class = _config_class(subject)
+    required = [field.name for field in attrs.fields(config_class) if field.init and field.default is attrs.NOTHING]
+    refused: ConfigError | None = None
+    try:
+        structure(config_class, {})
+    except ConfigError as error:
+        refused = error
+    if refused is not None:
+        assert refused.code == "config.missing-key", f"the plugin's own defaults are refused: {refused}"
+        assert any(name in refused.message for name in required), f"expected one of {required} to be named: {refused}"
+
+
+@every_kind(6)
+def capabilities_are_known(subject: Subject) -> None:
+    """Every capability that the manifest declares is one that the contract knows."""
+    _need_manifest(subject)
+    known = capabilities(subject.kind)
+    unknown = sorted(subject.capabilities.keys() - known.keys())
+    assert not unknown, f"expected capabilities among {sorted(known)}, found {unknown}"
+
+
+@every_kind(7)
+def declared_is_implemented(subject: Subject) -> None:
+    """What the class implements is declared as a capability, and what is declared is implemented."""
+    _need_class(subject)
+    for name, capability in capabilities(subject.kind).items():
+        if capability.detect is None:
+            continue
+        implemented, declared = capability.detect(subject), subject.has(name)
+        if implemented and subject.capabilities.get(name) != "unverified":
+            assert declared, (
+                f"{subject.cls.__name__} implements '{name}' ({capability.what}), and the manifest does not declare it:"
+                f' write {name} = "full" (or "unverified") under [capabilities]'
+            )
+        if declared:
+            assert implemented, f"the manifest declares '{name}' ({capability.what}); {subject.cls.__name__} lacks it"
+
+
+@every_kind(8)
+def exceptions_are_in_order(subject: Subject) -> None:
+    """Each exception in the manifest names a check that applies, gives a reason, and is not due for review."""
+    _need_manifest(subject)
+    manifest = subject.manifest
+    assert manifest is not None
+    problems = exception_problems(subject, datetime.date.today())
+    assert not problems, "\n".join(problems)
+
+
+@every_kind(9)
+def fixture_makes_an_instance(subject: Subject) -> None:
+    """The manifest's fixture, where there is one, returns plain values, and settings that the plugin accepts."""
+    _need_class(subject)
+    if subject.config is not None:
+        return
+    manifest = subject.manifest
+    reason = subject.fixture.get("problem", "the settings of a small instance are not known")
+    declared = manifest.conformance.fixture if manifest else None
+    raise AssertionError(
+        f"{reason}\nfix: correct {declared}"
+        if declared
+        else f'{reason}\nfix: name a function in the manifest: [conformance] fixture = "package.module:function"'
+    )
+
+
+def exception_problems(subject: Subject, today: datetime.date) -> list[str]:
+    """What is wrong with the exceptions that a manifest declares."""
+    manifest = subject.manifest
+    declared: Mapping[str, object] = manifest.conformance.exceptions if manifest else {}
+    known = {each.id: each for each in checks(subject.kind)}
+    problems = []
+    for id in sorted(declared):
+        exception = manifest.conformance.exceptions[id]  # type: ignore[union-attr]
+        if id not in known:
+            problems.append(f"{id}: there is no such check of {subject.kind}")
+            continue
+        if known[id].number < FIRST_BEHAVIOUR:
+            problems.append(f"{id}: checks of the structure allow no exception")
+        elif not known[id].applies(subject.abi, subject.capabilities):
+            problems.append(f"{id}: the exception is stale, the check does not apply to this plugin; remove it")
+        if not exception.reason.strip():
+            problems.append(f"{id}: the reason is empty; say why the plugin cannot keep it")
+        if datetime.date.fromisoformat(exception.review) < today:
+            problems.append(f"{id}: the review was due on {exception.review}; look at it again, and set a new date")
+    return problems
+
+
+def _record(subject: Subject) -> PluginRecord:
+    if subject.record is None:
+        raise Skipped("the plugin is not installed")
+    return subject.record
+
+
+def _registry(subject: Subject) -> Registry:
+    assert subject.registry is not None
+    return subject.registry
+
+
+def _config_class(subject: Subject) -> type:
+    try:
+        return _registry(subject).config_class(subject.kind, subject.name)
+    except JackfieldError as error:
+        raise AssertionError(f"not looked at: the settings were refused ({error.code})") from None
+
+
+def _need_manifest(subject: Subject) -> None:
+    record = _record(subject)
+    refused = record.manifest is None or record.error is not None
+    assert not refused, f"not looked at: the plugin was refused ({getattr(record.error, 'code', 'no manifest')})"
+
+
+def _need_class(subject: Subject) -> None:
+    _need_manifest(subject)
+    assert subject.cls is not None, "not looked at: the plugin's class was refused (see 003 and 004)"

@@ -1,0 +1,253 @@
+"""What the checks of agent loops share: a tokenizer, a model that answers by script, and one run with both.
+
+The model's tokens have ids of their own, each used once, so that a check sees from an id alone which call made it; they
+decode to letters that the tokenizer would encode otherwise, so that text which became tokens twice is seen, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, AgentSequence
+from jackfield.abc.rollout import GenerateRequest, GenerateResult
+from jackfield.errors import RolloutError
+from jackfield_conformance.subject import Subject
+
+__all__ = ["END", "SAMPLING", "Block", "Letters", "Model", "ScriptedTask", "Trial", "play", "tasks"]
+
+END = 2  #: the token that ends a turn
+_SEPARATOR = 3
+_ANSWER = 4  #: where the model has to answer
+_ROLES = {"system": 5, "user": 6, "assistant": 7, "tool": 8}
+_OTHER_ROLE = 9
+_LETTERS = 1_000  #: plus the letter's number
+_FIRST_MODEL_TOKEN = 10_000_000
+_MOST_CALLS = 64
+
+#: Sampling parameters of every run.
+SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "max_new_tokens": 64, "seed": 11}
+
+_QUESTION = "What is two and two?"
+_TASKS: tuple[Mapping[str, Any], ...] = (
+    {"fields": {"messages": [{"role": "user", "content": _QUESTION}], "ground_truth": "4"}, "answers": ["4"]},
+    {
+        "fields": {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "What is three and three? Think first."},
+            ],
+            "ground_truth": "6",
+        },
+        "answers": ["It is six: 6"],
+    },
+)
+
+
+@attrs.frozen(kw_only=True)
+class ScriptedTask:
+    """A task, and what the model says to it, call by call; the last answer is repeated."""
+
+    fields: Mapping[str, Any]
+    answers: tuple[str, ...]
+
+
+def tasks(subject: Subject) -> list[ScriptedTask]:
+    """The fixture's ``tasks``, each a mapping of ``fields`` and ``answers``; or two sums."""
+    made = []
+    for number, given in enumerate(subject.fixture.get("tasks") or _TASKS):
+        fields = {"task_id": f"conformance/{number}", "data_source": "conformance", "ground_truth": ""}
+        fields.update(given["fields"])
+        assert fields.get("messages"), "the fixture gives a task without messages"
+        made.append(ScriptedTask(fields=fields, answers=tuple(given.get("answers") or ("4",))))
+    return made
+
+
+class Letters:
+    """A chat tokenizer with a token per letter."""
+
+    def __init__(self) -> None:
+        self.turns: list[tuple[int, ...]] = []  #: what ``encode_turn`` returned
+        self._texts: dict[int, str] = {}
+        self._ids = itertools.count(_FIRST_MODEL_TOKEN)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        return (END,)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        return (*itertools.chain.from_iterable(map(self._message, messages)), _ANSWER)
+
+    def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        turn = (_SEPARATOR, *self.encode_chat(messages))
+        self.turns.append(turn)
+        return turn
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(self._text, token_ids))
+
+    def answer(self, text: str) -> tuple[int, ...]:
+        """Tokens of the model's own, never used before, and the end token."""
+        ids = tuple(itertools.islice(self._ids, len(text)))
+        self._texts.update(zip(ids, text, strict=True))
+        return (*ids, END)
+
+    def _message(self, message: Mapping[str, Any]) -> tuple[int, ...]:
+        content = message.get("content") or ""
+        text = content if isinstance(content, str) else repr(content)
+        return (_ROLES.get(message["role"], _OTHER_ROLE), *(_LETTERS + ord(letter) for letter in text), _SEPARATOR)
+
+    def _text(self, token: int) -> str:
+        if token >= _FIRST_MODEL_TOKEN:
+            return self._texts[token]
+        return chr(token - _LETTERS) if token >= _LETTERS else ""
+
+
+class Model:
+    """Answers by script, and remembers what it was asked.
+
+    Args:
+        tokenizer: that knows its tokens.
+        answers: text by text; the last is repeated.
+        hang_at: the call (counted from 0) that never ends.
+        abort_at: the call that is aborted after ``abort_tokens`` tokens.
+        fails: each call raises.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Letters,
+        answers: Sequence[str],
+        *,
+        hang_at: int | None = None,
+        abort_at: int | None = None,
+        abort_tokens: int = 0,
+        fails: bool = False,
+    ) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.calls: list[tuple[GenerateRequest, GenerateResult]] = []  #: those that were answered
+        self.running = 0
+        self.hangs = asyncio.Event()  #: set once the call that never ends has begun
+        self._tokenizer = tokenizer
+        self._answers = tuple(answers)
+        self._hang_at, self._abort_at, self._abort_tokens, self._fails = hang_at, abort_at, abort_tokens, fails
+
+    async def __call__(self, request: GenerateRequest) -> GenerateResult:
+        call = len(self.requests)
+        self.requests.append(request)
+        if call >= _MOST_CALLS:
+            raise RuntimeError(f"the agent has asked the model {call} times for one task, and goes on")
+        self.running += 1
+        try:
+            await asyncio.sleep(0)
+            if call == self._hang_at:
+                self.hangs.set()
+                await asyncio.Event().wait()
+            if self._fails:
+                raise RolloutError("the replica died (told by the conformance suite)", code="rollout.stopped")
+            return self._answer(call, request)
+        finally:
+            self.running -= 1
+
+    def _answer(self, call: int, request: GenerateRequest) -> GenerateResult:
+        token_ids = self._tokenizer.answer(self._answers[min(call, len(self._answers) - 1)])
+        finish_reason = "stop"
+        if len(token_ids) > request.sampling.max_new_tokens:
+            token_ids, finish_reason = token_ids[: request.sampling.max_new_tokens], "length"
+        if call == self._abort_at:
+            token_ids, finish_reason = token_ids[: self._abort_tokens], "abort"
+        result = GenerateResult(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            log_probs=tuple(-(1 + (token + place) % 97) / 100 for place, token in enumerate(token_ids)),
+            weight_versions=tuple(call * 3 + place % 2 + 1 for place in range(len(token_ids))),
+            finish_reason=finish_reason,  # type: ignore[arg-type]
+        )
+        self.calls.append((request, result))
+        return result
+
+
+@attrs.frozen(kw_only=True)
+class Block:
+    """Where the tokens of one call are in a sequence."""
+
+    request: GenerateRequest
+    result: GenerateResult
+    sequence: AgentSequence
+    start: int  #: in ``response_ids``
+
+    @property
+    def end(self) -> int:
+        """One beyond the last token."""
+        return self.start + len(self.result.token_ids)
+
+
+@attrs.frozen(kw_only=True)
+class Trial:
+    """A run that has ended: what the model was asked, and what the agent made of it."""
+
+    model: Model
+    tokenizer: Letters
+    output: AgentLoopOutput
+
+    def blocks(self, sequence: AgentSequence) -> list[Block]:
+        """The calls whose tokens are in this sequence, in its order.
+
+        Raises:
+            AssertionError: some tokens of a call are there, and others are not, or not side by side.
+        """
+        found = []
+        for request, result in self.model.calls:
+            own = [token for token in result.token_ids if token >= _FIRST_MODEL_TOKEN]
+            if not own or own[0] not in sequence.response_ids:
+                continue
+            start = sequence.response_ids.index(own[0])
+            there = tuple(sequence.response_ids[start : start + len(result.token_ids)])
+            assert there == result.token_ids, (
+                f"the model's tokens {_short(result.token_ids)} of request {result.request_id} are in the response as"
+                f" {_short(there)}"
+            )
+            found.append(Block(request=request, result=result, sequence=sequence, start=start))
+        return sorted(found, key=lambda block: block.start)
+
+
+async def play(
+    subject: Subject,
+    task: ScriptedTask,
+    *,
+    agent: AgentLoopBase | None = None,
+    model: Model | None = None,
+    tokenizer: Letters | None = None,
+    sampling: Mapping[str, Any] = SAMPLING,
+    fields: Mapping[str, Any] | None = None,
+    **context: Any,
+) -> Trial:
+    """Run a task once.
+
+    Args:
+        subject: whose agent is made, unless one is given.
+        task: with its script.
+        agent: to use; it was made on ``model`` and ``tokenizer``, which are then due.
+        model: that answers; default: by the task's script.
+        tokenizer: default: a new one.
+        sampling: the run's sampling parameters.
+        fields: further fields of the task.
+        **context: fields of the ``AgentContext``.
+    """
+    tokenizer = tokenizer or Letters()
+    model = model or Model(tokenizer, task.answers)
+    if agent is None:
+        agent = subject.make(AgentContext(generate=model, tokenizer=tokenizer, **context))
+    given = copy.deepcopy({**task.fields, **(fields or {})})
+    output = await agent.run(dict(sampling), **given)
+    assert isinstance(output, AgentLoopOutput), f"run returned {type(output).__name__}, expected an AgentLoopOutput"
+    return Trial(model=model, tokenizer=tokenizer, output=output)
+
+
+def _short(ids: Sequence[int]) -> str:
+    return f"{tuple(ids)}" if len(ids) <= 8 else f"({', '.join(map(str, ids[:8]))}, …, {len(ids)} tokens)"

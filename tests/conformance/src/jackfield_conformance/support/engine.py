@@ -1,0 +1,410 @@
+"""For the suite of training engines: a tiny model, rows, a loss, and what float64 makes of them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from tensordict import TensorDict
+
+from jackfield.abc.engine import BaseEngine, EngineContext, EngineOutput, ModelSpec, OptimizerSpec, TokenOutput
+from jackfield.data.jagged import jagged, rows
+from jackfield_conformance.subject import Subject
+
+__all__ = [
+    "LAYERS",
+    "LENGTHS",
+    "OPTIMIZER",
+    "SMALL",
+    "VOCABULARY",
+    "Expected",
+    "Loss",
+    "Row",
+    "assert_close",
+    "assert_names",
+    "assert_same_tensors",
+    "assert_tokens",
+    "batch",
+    "context_of",
+    "expected",
+    "gradients",
+    "held_gradients",
+    "hidden_states",
+    "log_probs",
+    "make_rows",
+    "model_folder",
+    "opened",
+    "plain_model",
+    "raises",
+    "relative_error",
+    "split_rows",
+    "temporary_root",
+    "train",
+    "weights",
+    "without_progress_bars",
+]
+
+VOCABULARY = 64
+LAYERS = 2
+LENGTHS = ((3, 5), (7, 1), (1, 9), (10, 4), (2, 8), (4, 3), (6, 6))  #: prompt and response tokens of each row
+SMALL = 24  #: ``micro_batch_tokens`` that split the rows into several passes
+OPTIMIZER = OptimizerSpec(lr=1e-2, weight_decay=0.1, clip_grad=1.0)
+
+Gradients = dict[str, torch.Tensor]
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def temporary_root() -> Path:
+    """A folder for this process; it goes when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="jackfield-conformance-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Inside, transformers draws none."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def model_folder(*, tied: bool = True, dropout: float = 0.0) -> Path:
+    """A Qwen3 of two layers and hidden size 16, in float32, always the same.
+
+    Weights are drawn wider than at an initialization, so that each of them shows in the results.
+
+    Args:
+        tied: one tensor for embeddings and output layer.
+        dropout: of the attention weights, in training.
+    """
+    return _made(tied, dropout, LAYERS)
+
+
+@functools.cache
+def _made(tied: bool, dropout: float, layers: int) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        attention_dropout=dropout,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    generator = torch.Generator().manual_seed(17)
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            offset = 1.0 if parameter.ndim == 1 else 0.0
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + offset)
+    folder = temporary_root() / f"model-{'tied' if tied else 'untied'}-{dropout:g}-{layers}"
+    with without_progress_bars():
+        model.save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def plain_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """The folder's model as transformers loads it, with its plainest attention. Shared: copy it before a change."""
+    from transformers import AutoModelForCausalLM
+
+    with without_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+# -- rows and the loss -----------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Row:
+    """One sample, in plain values."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    response_mask: tuple[float, ...]
+    advantages: tuple[float, ...]
+    old_log_probs: tuple[float, ...]
+
+
+@functools.cache
+def make_rows() -> tuple[Row, ...]:
+    """Rows of very different lengths, in no order, always the same."""
+    draw = random.Random(23)
+    return tuple(
+        Row(
+            tuple(draw.randrange(VOCABULARY) for _ in range(prompt)),
+            tuple(draw.randrange(VOCABULARY) for _ in range(response)),
+            tuple(float(draw.random() < 0.8) for _ in range(response)),
+            tuple(draw.gauss(0.0, 1.0) for _ in range(response)),
+            tuple(draw.gauss(-4.0, 0.3) for _ in range(response)),
+        )
+        for prompt, response in LENGTHS
+    )
+
+
+def batch(chosen: Sequence[Row] | None = None, **columns: torch.Tensor) -> TensorDict:
+    """Rows as an engine gets them; ``columns`` are added."""
+    chosen = make_rows() if chosen is None else tuple(chosen)
+    return TensorDict({**_columns(chosen), **columns}, batch_size=[len(chosen)])
+
+
+@functools.lru_cache(maxsize=8)
+def _columns(chosen: tuple[Row, ...]) -> dict[str, torch.Tensor]:
+    made = {}
+    for field in attrs.fields(Row):
+        dtype = torch.int64 if field.name.endswith("_ids") else torch.float32
+        made[field.name] = jagged([torch.tensor(getattr(row, field.name), dtype=dtype) for row in chosen])
+    return made
+
+
+def split_rows(nested: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of a jagged tensor; much cheaper than ``unbind``."""
+    assert nested.is_nested, f"a dense tensor of shape {tuple(nested.shape)}, expected a jagged one"
+    assert nested.layout == torch.jagged, f"a nested tensor of layout {nested.layout}, expected torch.jagged"
+    if nested.lengths() is not None:  # type: ignore[attr-defined]
+        return rows(nested)
+    offsets = nested.offsets().tolist()  # type: ignore[attr-defined]
+    values = nested.values()
+    return [values[start:end] for start, end in itertools.pairwise(offsets)]
+
+
+class Loss:
+    """``sum(mask * (-advantages * log_probs + log_probs**2 / 20 - entropy * H)) / global tokens``, and metrics."""
+
+    def __init__(self, entropy: float = 0.0) -> None:
+        self.tokens = sum(sum(row.response_mask) for row in make_rows())
+        self.entropy = entropy
+        self.needs_entropy = entropy != 0.0
+        self.calls = 0
+
+    def __call__(self, output: TokenOutput, data: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        """One micro-batch's share."""
+        self.calls += 1
+        mask, advantages = data["response_mask"], data["advantages"]
+        terms = -advantages * output.log_probs + output.log_probs.square() / 20.0
+        if self.needs_entropy:
+            assert output.entropy is not None, "the loss has needs_entropy = True and gets no entropy"
+            terms = terms - self.entropy * output.entropy
+        loss = (terms * mask).sum() / self.tokens
+        metrics = {
+            "tokens": mask.sum(),
+            "share": float(mask.sum()) / self.tokens,
+            "advantage/max": advantages.max(),
+            "advantage/min": float(advantages.min()),
+        }
+        return loss, metrics
+
+
+# -- float64 ---------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Expected:
+    """What a float64 forward of each row by itself, without padding, gives."""
+
+    log_probs: list[torch.Tensor]  #: by row, ``[response]``
+    entropy: list[torch.Tensor]
+    hidden: list[torch.Tensor]  #: by row, ``[response, hidden]``: where each response token is predicted
+    loss: float
+    gradients: Gradients
+
+
+@functools.cache
+def expected(folder: Path, temperature: float = 1.0, entropy: float = 0.0) -> Expected:
+    """All of :func:`make_rows` under :class:`Loss`."""
+    model = plain_model(folder)
+    log_prob_rows, entropies, hidden = [], [], []
+    total = torch.zeros((), dtype=torch.float64)
+    for row in make_rows():
+        states = hidden_states(model, row)
+        all_log_probs = (model.get_output_embeddings()(states) / temperature).log_softmax(-1)
+        chosen = all_log_probs.gather(1, torch.tensor(row.response_ids)[:, None]).squeeze(1)
+        spread = -(all_log_probs.exp() * all_log_probs).sum(-1)
+        mask, advantages = (torch.tensor(each).double() for each in (row.response_mask, row.advantages))
+        total = total + ((-advantages * chosen + chosen.square() / 20.0 - entropy * spread) * mask).sum()
+        log_prob_rows.append(chosen.detach())
+        entropies.append(spread.detach())
+        hidden.append(states.detach())
+    loss = total / sum(sum(row.response_mask) for row in make_rows())
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, list(named.values()))
+    return Expected(
+        log_probs=log_prob_rows,
+        entropy=entropies,
+        hidden=hidden,
+        loss=float(loss.detach()),
+        gradients=dict(zip(named, found, strict=True)),
+    )
+
+
+def hidden_states(model: Any, row: Row) -> torch.Tensor:
+    """The last hidden states ``[response, hidden]`` of a plain model, where each response token is predicted."""
+    tokens = torch.tensor([row.prompt_ids + row.response_ids])
+    states: torch.Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
+    return states[len(row.prompt_ids) - 1 : -1]
+
+
+# -- the engine under test -------------------------------------------------------------------------------------------
+
+
+def context_of(subject: Subject, folder: Path | None = None, **changes: Any) -> EngineContext:
+    """A context on the tiny model; ``changes`` are of the context or of its model."""
+    fields = {field.name for field in attrs.fields(ModelSpec)}
+    model = ModelSpec(
+        path=str(folder or model_folder()), **{name: changes.pop(name) for name in fields & changes.keys()}
+    )
+    standard: dict[str, Any] = {
+        "role": "actor",
+        "optimizer": OPTIMIZER,
+        "device": subject.fixture.get("device", "cpu"),
+        "seed": 3,
+    }
+    return EngineContext(model=model, **{**standard, **changes})
+
+
+@contextlib.contextmanager
+def opened(subject: Subject, folder: Path | None = None, **changes: Any) -> Iterator[BaseEngine]:
+    """An initialized engine, closed at the end."""
+    engine: BaseEngine = subject.make(context_of(subject, folder, **changes))
+    engine.initialize()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def gradients(engine: BaseEngine, data: TensorDict, loss: Any) -> Gradients:
+    """Those of one pass."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(data, loss)
+        return held_gradients(engine)
+
+
+def held_gradients(engine: BaseEngine) -> Gradients:
+    """What the engine has accumulated, as copies on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_grad()}
+
+
+def train(engine: BaseEngine, data: TensorDict, loss: Any, steps: int = 1) -> tuple[EngineOutput, float]:
+    """Whole training steps; the last output and gradient norm."""
+    with engine.train_mode():
+        for _ in range(steps):
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(data, loss)
+            norm = engine.optimizer_step()
+            engine.lr_scheduler_step()
+    return output, norm
+
+
+def weights(engine: BaseEngine) -> dict[str, torch.Tensor]:
+    """What the engine publishes, as copies on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_param()[0]}
+
+
+def log_probs(engine: BaseEngine, data: TensorDict | None = None) -> list[torch.Tensor]:
+    """By row, of an inference pass."""
+    with engine.eval_mode():
+        output = engine.forward_backward_batch(batch() if data is None else data, None, forward_only=True)
+    assert output.log_probs is not None, "an inference pass of an actor has no log_probs"
+    return [row.detach().cpu() for row in split_rows(output.log_probs)]
+
+
+# -- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def relative_error(wanted: torch.Tensor, found: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
+
+
+def assert_close(
+    wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float, what: str
+) -> None:
+    """The same names and shapes, and no relative error above ``tolerance``; tells the worst."""
+    assert_names(wanted, found, what)
+    errors = {name: relative_error(tensor, found[name].reshape(tensor.shape)) for name, tensor in wanted.items()}
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    assert errors[worst] <= tolerance, (
+        f"{what}: {worst} has a relative error of {errors[worst]:.3g}, expected at most {tolerance:g}"
+    )
+
+
+def assert_names(wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], what: str) -> None:
+    """The same names and the same shapes."""
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    assert not missing, f"{what}: not there: {missing[:4]}"
+    assert not unknown, f"{what}: there, and not expected: {unknown[:4]}"
+    for name, tensor in wanted.items():
+        assert tensor.shape == found[name].shape, (
+            f"{what}: {name} has shape {tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
+        )
+
+
+def assert_same_tensors(wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], what: str) -> None:
+    """The same names, dtypes and bits."""
+    assert_names(wanted, found, what)
+    for name, tensor in wanted.items():
+        same = tensor.dtype == found[name].dtype and torch.equal(tensor, found[name])
+        assert same, (
+            f"{what}: {name} differs (dtype {found[name].dtype}, expected {tensor.dtype};"
+            f" relative error {relative_error(tensor, found[name]):.3g})"
+        )
+
+
+def assert_tokens(wanted: Sequence[torch.Tensor], found: Any, tolerance: float, what: str) -> None:
+    """Per-token results, nested or by row, are those of each row within an absolute tolerance."""
+    assert found is not None, f"{what} are missing from the result"
+    by_row = split_rows(found) if isinstance(found, torch.Tensor) else list(found)
+    assert len(wanted) == len(by_row), f"{what}: results of {len(by_row)} rows, expected {len(wanted)}"
+    for index, (one, other) in enumerate(zip(wanted, by_row, strict=True)):
+        assert one.shape == other.shape, (
+            f"{what} of row {index}: {tuple(other.shape)}, expected one per response token: {tuple(one.shape)}"
+        )
+        error = float((one.double() - other.detach().cpu().double()).abs().max())
+        assert error <= tolerance, f"{what} of row {index} are off by {error:.3g}, expected at most {tolerance:g}"
+
+
+def raises(action: Callable[[], Any], code: str, what: str) -> None:
+    """``action`` raises an EngineError of this code."""
+    from jackfield.errors import EngineError
+
+    found = "nothing was raised"
+    try:
+        action()
+    except EngineError as error:
+        if error.code == code:
+            return
+        found = f"an EngineError {error.code}: {error.message}"
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    raise AssertionError(f"{what}: {found}; expected an EngineError {code}")

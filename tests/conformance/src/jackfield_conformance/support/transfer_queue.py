@@ -1,0 +1,300 @@
+"""For the suite of TransferQueue backends: columns, their comparison, and a process that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jackfield.abc.transfer_queue import (
+    Column,
+    GetRequest,
+    PutRequest,
+    PutResult,
+    TransferQueueBackend,
+    TransferQueueContext,
+)
+from jackfield.errors import QueueError
+from jackfield.structuring import structure
+
+if TYPE_CHECKING:
+    from jackfield_conformance.subject import Subject
+
+__all__ = [
+    "PAGE",
+    "assert_holds",
+    "assert_same",
+    "dense",
+    "dtypes",
+    "get",
+    "jagged",
+    "json_texts",
+    "numbers",
+    "opened",
+    "pattern",
+    "put",
+    "put_and_be_killed",
+    "refused",
+    "sample_columns",
+]
+
+PAGE = "docs/plugins/transfer_queue.md#"
+
+_NAMES = (
+    "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+)
+_SECONDS_TO_DIE = 25.0
+
+
+# -- columns ---------------------------------------------------------------------------------------------------------
+
+
+def dtypes() -> list[torch.dtype]:
+    """Every dtype of whole bytes that this torch has."""
+    return [getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)]
+
+
+def pattern(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Any bytes at all as a tensor: among them are NaNs with payloads, subnormals and the largest integers."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    size = torch.empty((), dtype=dtype).element_size()
+    count = torch.Size(shape).numel()
+    return torch.randint(0, 256, (count * size,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+
+
+def numbers(first: int, *shape: int) -> torch.Tensor:
+    """int64 ``first``, ``first + 1``, …"""
+    return torch.arange(first, first + torch.Size(shape).numel()).reshape(shape)
+
+
+def dense(values: torch.Tensor) -> Column:
+    """Rows of one shape."""
+    return Column(values=values.contiguous())
+
+
+def jagged(rows: Sequence[torch.Tensor]) -> Column:
+    """Rows of any lengths; at least one."""
+    offsets = [0]
+    for row in rows:
+        offsets.append(offsets[-1] + len(row))
+    return Column(values=torch.cat(list(rows)), offsets=torch.tensor(offsets))
+
+
+def json_texts(texts: Sequence[str]) -> Column:
+    """Rows of JSON."""
+    column = jagged([torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts])
+    return Column(values=column.values, offsets=column.offsets, encoding="json")
+
+
+def sample_columns(rows: int = 3, seed: int = 0) -> dict[str, Column]:
+    """A column of each sort, for so many rows."""
+    return {
+        "prompt_ids": jagged([numbers(100 * seed + 10 * row, (row * 2) % 5) for row in range(rows)]),
+        "reward": dense(pattern(torch.float32, rows, seed=seed)),
+        "values": jagged([pattern(torch.bfloat16, row % 3, 2, seed=seed + row) for row in range(rows)]),
+        "fields": json_texts([json.dumps({"row": row, "seed": seed}) for row in range(rows)]),
+    }
+
+
+def assert_same(expected: Column, found: Column, what: str) -> None:
+    """The two are equal in kind, dtype, shape, offsets and every bit."""
+    assert expected.encoding == found.encoding, f"{what}: encoding {expected.encoding} came back as {found.encoding}"
+    assert (expected.offsets is None) == (found.offsets is None), f"{what}: jagged and dense were confused"
+    if expected.offsets is not None and found.offsets is not None:
+        assert found.offsets.dtype == torch.int64, f"{what}: offsets came back as {found.offsets.dtype}"
+        assert expected.offsets.tolist() == found.offsets.tolist(), f"{what}: the offsets came back changed"
+    assert expected.values.dtype == found.values.dtype, f"{what}: dtype {expected.values.dtype} -> {found.values.dtype}"
+    assert expected.values.shape == found.values.shape, (
+        f"{what}: values of shape {list(expected.values.shape)} came back as {list(found.values.shape)}"
+    )
+    assert found.values.is_contiguous(), f"{what}: values came back as a tensor that is not contiguous"
+    assert torch.equal(_bits(expected.values), _bits(found.values)), f"{what}: some bits came back changed"
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+# -- backends --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def opened(subject: Subject, folder: Path | None = None) -> AsyncIterator[TransferQueueBackend]:
+    """A started backend in ``folder`` (default: the check's own), closed at the end."""
+    folder = folder or subject.folder / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    backend: TransferQueueBackend = subject.make(TransferQueueContext(folder=str(folder)))
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.close()
+
+
+async def put(
+    backend: TransferQueueBackend, keys: Sequence[str], columns: Mapping[str, Column], partition: str = "train"
+) -> PutResult:
+    """Write columns."""
+    return await backend.put(PutRequest(partition=partition, keys=tuple(keys), columns=columns))
+
+
+async def get(
+    backend: TransferQueueBackend, keys: Sequence[str], columns: Sequence[str], partition: str = "train"
+) -> Mapping[str, Column]:
+    """Read columns."""
+    result = await backend.get(GetRequest(partition=partition, keys=tuple(keys), columns=tuple(columns)))
+    return result.columns
+
+
+async def assert_holds(backend: TransferQueueBackend, rows: int, size: int, when: str) -> None:
+    """``stats`` says so many rows and bytes."""
+    stats = await backend.stats()
+    assert (rows, size) == (stats.rows, stats.bytes), (
+        f"expected {rows} rows and {size} bytes, stats says {stats.rows} and {stats.bytes}, after {when}"
+    )
+
+
+@contextlib.contextmanager
+def refused(code: str, *names: str) -> Iterator[None]:
+    """The block raises ``QueueError`` of this code, whose text holds the names."""
+    error: QueueError | None = None
+    try:
+        yield
+    except QueueError as caught:
+        error = caught
+    assert error is not None, f"nothing was raised where QueueError {code} is due"
+    assert code == error.code, f"refused with {error.code} in the place of {code}: {error}"
+    for name in names:
+        assert name in str(error), f"the error does not name {name!r}: {error}"
+
+
+# -- kill -9 ---------------------------------------------------------------------------------------------------------
+
+_HOST = """
+import json, os, sys
+order = json.loads(sys.stdin.readline())
+sys.path[:0] = [path for path in order["path"] if path not in sys.path]
+import torch
+from jackfield_conformance.support.transfer_queue import _serve_orders
+_serve_orders()
+"""
+
+
+def put_and_be_killed(subject: Subject, folder: Path, rounds: int) -> None:
+    """In another process: open the backend in ``folder``, put ``sample_columns`` of rows ``n-0 .. n-2`` for every round
+    ``n``, delete row ``n-1`` of each, and die by SIGKILL as soon as the last call has returned."""
+    order = {
+        "module": subject.cls.__module__,
+        "class": subject.cls.__qualname__,
+        "config_module": subject.config_class.__module__,
+        "config_class": subject.config_class.__qualname__,
+        "settings": dict(subject.settings),
+        "folder": str(folder),
+        "rounds": rounds,
+    }
+    status, message = _host().carry_out(order)
+    assert status == -signal.SIGKILL, f"the process that put ended early: {message or status}"
+
+
+class _Host:
+    """A process that has torch loaded and forks one child per order: the import is paid for once."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        atexit.register(self.end)
+        self._write({"path": sys.path})
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def carry_out(self, order: Mapping[str, Any]) -> tuple[int, str]:
+        """The child's exit status, negative for a signal, and what it said."""
+        self._write(order)
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], _SECONDS_TO_DIE)
+        if not ready:
+            self.end()
+            raise AssertionError(f"a process that put rows did not end within {_SECONDS_TO_DIE:g} s")
+        status, message = json.loads(self._process.stdout.readline() or '[1, "no answer"]')
+        return status, message
+
+    def end(self) -> None:
+        """End the process."""
+        atexit.unregister(self.end)
+        self._process.kill()
+        self._process.communicate()
+
+    def _write(self, value: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+
+_HOSTS: list[_Host] = []
+
+
+def _host() -> _Host:
+    if not _HOSTS or not _HOSTS[0].alive:
+        _HOSTS[:] = [_Host()]
+    return _HOSTS[0]
+
+
+def _serve_orders() -> None:
+    """The host's loop: it ends with its standard input."""
+    for line in sys.stdin:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            _obey(json.loads(line), writing)
+        os.close(writing)
+        with os.fdopen(reading, encoding="utf-8") as pipe:
+            message = pipe.read()
+        _, status = os.waitpid(child, 0)
+        print(json.dumps([os.waitstatus_to_exitcode(status), message]), flush=True)
+
+
+def _obey(order: Mapping[str, Any], pipe: int) -> None:
+    try:
+        asyncio.run(_put_and_die(order))
+    except BaseException as error:
+        os.write(pipe, repr(error).encode()[:4096])
+    os._exit(1)
+
+
+async def _put_and_die(order: Mapping[str, Any]) -> None:
+    cls = _find(order["module"], order["class"])
+    config = structure(_find(order["config_module"], order["config_class"]), order["settings"])
+    backend: TransferQueueBackend = cls(config, TransferQueueContext(folder=order["folder"]))
+    await backend.start()
+    from jackfield.abc.transfer_queue import DeleteRequest
+
+    for number in range(order["rounds"]):
+        await put(backend, [f"{number}-{row}" for row in range(3)], sample_columns(seed=number))
+        await backend.delete(DeleteRequest(partition="train", keys=(f"{number}-1",)))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _find(module: str, name: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

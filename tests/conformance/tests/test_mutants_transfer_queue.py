@@ -1,0 +1,27 @@
+"""The suite of TransferQueue backends is tested: each mutant is killed by the checks that it names, and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mutants import harness
+from mutants.transfer_queue import MUTANTS, REFERENCE
+
+KIND = "transfer_queue"
+
+
+def test_the_reference_passes(tmp_path: Path) -> None:
+    """A correct backend passes every check."""
+    harness.assert_reference_passes(KIND, REFERENCE, tmp_path)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_each_mutant_fails_its_checks_and_no_other(name: str, tmp_path: Path) -> None:
+    """A check finds its fault, and is not misled by others."""
+    harness.assert_killed(KIND, REFERENCE, MUTANTS[name], tmp_path)
+
+
+def test_every_check_is_killed_by_a_mutant() -> None:
+    """Each check can fail."""
+    harness.assert_every_check_kills(KIND, MUTANTS)

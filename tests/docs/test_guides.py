@@ -1,0 +1,141 @@
+"""What the guides say can be done as they say it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from jackfield.abc.reward import RewardContext, ScoreRequest
+from jackfield.compose import run
+from jackfield.config import load_config, make_config, validate_plugins
+from jackfield.plugins import Registry, hook_manager
+from jackfield.plugins.hooks import StepEnded
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+GUIDES = REPOSITORY / "examples" / "guides"
+PAGES = sorted([*(DOCS / "guides").glob("*.md"), *(DOCS / "reference").glob("*.md"), *(DOCS / "plugins").glob("*.md")])
+
+OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=.*", re.DOTALL)
+
+
+def blocks(language: str) -> list[Any]:
+    """The fenced blocks of a language in all pages."""
+    found = []
+    for page in PAGES:
+        for number, text in enumerate(re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)):
+            found.append(pytest.param(text, id=f"{page.stem}-{number}"))
+    return found
+
+
+def commands() -> list[Any]:
+    """The commands of all pages that take overrides."""
+    found = []
+    for block in blocks("console"):
+        for line in block.values[0].splitlines():
+            words = shlex.split(line.removeprefix("$ "))
+            if {"run", "config"} & set(words) or any(word.endswith("quickstart.py") for word in words):
+                found.append(pytest.param(words, id=" ".join(words[:4])))
+    return found
+
+
+@pytest.mark.parametrize("text", [block for block in blocks("yaml") if "model:" in block.values[0]])
+def test_configurations_in_the_documentation_are_valid(documented: Registry, text: str) -> None:
+    validate_plugins(make_config(yaml.safe_load(text)), documented)
+
+
+@pytest.mark.parametrize("words", commands())
+def test_commands_in_the_documentation_are_valid(documented: Registry, words: list[str]) -> None:
+    overrides = [word for word in words if OVERRIDE.fullmatch(word)]
+    file = next((word for word in words if word.endswith(".yaml")), "examples/quickstart/grpo.yaml")
+    validate_plugins(load_config(REPOSITORY / file, overrides), documented)
+    assert (REPOSITORY / file).is_file()
+
+
+def small(folder: Path, model_folder: Path, tasks: Path, *more: str) -> list[str]:
+    return [
+        f"folder={folder}",
+        f"model.path={model_folder}",
+        f"data.train={tasks}",
+        f"data.eval={tasks}",
+        "data.prompts_per_step=2",
+        "data.runs_per_prompt=4",
+        "sampling.max_new_tokens=4",
+        "evaluation.sampling.max_new_tokens=4",
+        "schedule.steps=3",
+        "observe.progress=false",
+        "observe.tensorboard=false",
+        "observe.curve=false",
+        *more,
+    ]
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def test_own_model_own_data_own_reward_and_one_line_changed(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    reward = f"{GUIDES / 'my_reward.py'}:compute_score"
+    overrides = small(tmp_path, model_folder, tasks, "reward.name=function", f"reward.path={reward}")
+    result = run(load_config(GUIDES / "minimal.yaml", [*overrides, "schedule.sync_offset=1"]))
+    assert 3 == result.steps == len(steps(tmp_path))
+    assert {0.0, 1.0} >= {step["staleness/max"] for step in steps(tmp_path)}
+    assert any(step["reward/max"] > 0 for step in steps(tmp_path))
+    for name in ("config.yaml", "ledger.jsonl", "trace.json", "samples/train.jsonl", "samples/eval.jsonl"):
+        assert (tmp_path / name).is_file(), name
+
+
+def test_a_class_judges_and_metrics_are_the_further_numbers(build: Any) -> None:
+    async def main(path: str, **settings: Any) -> Any:
+        agent = build("reward", "function", RewardContext(), path=f"{GUIDES}/{path}", **settings)
+        await agent.start()
+        request = ScoreRequest(data_source="t", solution_str="maybe 7", ground_truth="so 7", deadline_seconds=30)
+        result = await agent.compute_score(request)
+        await agent.close()
+        return result
+
+    judged = asyncio.run(main("my_judge.py:Judge", keywords={"forbidden": ["maybe"]}))
+    assert ("ok", 0.0) == (judged.status, judged.score)
+    scored = asyncio.run(main("my_reward.py:compute_score", keywords={"brevity": 0.3}))
+    assert ("ok", 1.1, 2.0) == (scored.status, pytest.approx(scored.score), scored.metrics["words"])
+
+
+def load(path: Path) -> Any:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_own_advantages(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    estimate = load(GUIDES / "own_advantages.py").leave_one_out
+    rewards = torch.tensor([1.0, 0.0, 5.0, 3.0, 2.0])
+    advantages, _ = estimate(
+        token_rewards=torch.stack([torch.zeros(5), rewards], dim=1),
+        response_mask=torch.ones(5, 2),
+        group_ids=torch.tensor([0, 0, 1, 0, 1]),
+    )
+    expected = [1.0 - 1.5, 0.0 - 2.0, 5.0 - 2.0, 3.0 - 0.5, 2.0 - 5.0]
+    assert [[value, value] for value in expected] == advantages.tolist()
+    overrides = small(tmp_path, model_folder, tasks, "schedule.steps=1", "algorithm.advantages={name: leave_one_out}")
+    overrides += ["reward.pattern=null", "reward.ground_truth_pattern=null"]
+    assert 1 == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
+
+
+def test_the_hook_of_the_documentation_hears_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    manager = hook_manager([load(Path(__file__).with_name("hooks_example.py"))])
+    manager.hook.step_ended(event=StepEnded(step=3, metrics={"policy/loss": 99.0}))
+    assert "step 3: the loss is 99" in capsys.readouterr().out

@@ -1,0 +1,71 @@
+"""A tiny task and model, made once, and runs in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jackfield.compose import RunResult, run
+from jackfield.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart"
+
+Run = Callable[..., tuple[RunResult, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="session")
+def make_task_module() -> ModuleType:
+    """``examples/quickstart/make_task.py``."""
+    spec = importlib.util.spec_from_file_location("quickstart_make_task", QUICKSTART / "make_task.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def made(make_task_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's files: three sets of problems, and a model that knows nothing."""
+    folder = tmp_path_factory.mktemp("made")
+    make_task_module.make_task(folder, seed=5)
+    return folder
+
+
+@pytest.fixture
+def small_run(made: Path, tmp_path: Path) -> Run:
+    """Run one of the quickstart's files for a few small steps; returns the result and the lines of its metrics."""
+
+    def do(name: str, *overrides: str, file: str = "grpo.yaml") -> tuple[RunResult, list[dict[str, Any]]]:
+        train = "demonstrations" if file == "warmup.yaml" else "problems"
+        small = [
+            f"name={name}",
+            f"folder={tmp_path / name}",
+            f"model.path={made / 'model'}",
+            f"data.train={made / train}.jsonl",
+            f"data.eval={made / 'held_out.jsonl'}",
+            "data.prompts_per_step=4",
+            "data.runs_per_prompt=4",
+            "sampling.max_new_tokens=6",
+            "schedule.steps=3",
+            "evaluation.every=0",
+            "observe.progress=false",
+            "observe.curve=false",
+            "observe.tensorboard=false",
+        ]
+        result = run(load_config(QUICKSTART / file, [*small, *overrides]))
+        return result, metrics(result.folder)
+
+    return do
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics file."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

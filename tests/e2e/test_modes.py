@@ -1,0 +1,199 @@
+"""Every setting of the one loop, on the real plugins, for a few small steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from jackfield.errors import ConfigError, JackfieldError
+
+from .conftest import QUICKSTART, Run
+
+TIMES = ("seconds", "time", "samples_per_second")
+
+
+def steps(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if not key.startswith(TIMES)} for line in steps(lines)]
+
+
+#: Settings that let a model that knows nothing earn different rewards within a group.
+GRADED = (
+    "reward.pattern=null",
+    "reward.ground_truth_pattern=null",
+    "reward.method=regex",
+    "reward.expected='.*[0-4].*'",
+)
+
+
+def test_one_seed_fixes_a_synchronous_run(small_run: Run) -> None:
+    """Metrics and weights of two runs are bitwise equal; another seed's are not."""
+    first, first_lines = small_run("first", *GRADED)
+    second, second_lines = small_run("second", *GRADED)
+    other, _ = small_run("other", "seed=99", *GRADED)
+    assert without_times(first_lines) == without_times(second_lines)
+    assert 3 == len(steps(first_lines))
+    weights = [load_file(result.model / "model.safetensors") for result in (first, second, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+def test_rollout_and_engine_agree_on_log_probs(small_run: Run) -> None:
+    """On-policy, with one optimizer step per batch, the first ratio is 1: both compute the same policy."""
+    _, lines = small_run("ratio", *GRADED)
+    for line in steps(lines):
+        assert 1.0 == pytest.approx(line["policy/ratio"], abs=1e-4)
+        assert 0.0 == pytest.approx(line["policy/approx_kl"], abs=1e-6)
+        assert 0 == line["staleness/max"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("schedule.sync_offset=1",),
+        ("schedule.sync_interval=2", "schedule.sync_offset=1", "schedule.steps=5"),
+        ("algorithm.old_log_probs=engine", "algorithm.mini_batches=2", "algorithm.epochs=2"),
+        ("runtime.rollout_replicas=2",),
+        ("runtime.offload=true",),
+        ("algorithm.entropy_coefficient=0.01", "algorithm.aggregation=seq-mean-token-mean"),
+        ("runtime.micro_batch_tokens=64", "optimizer.scheduler=linear", "optimizer.total_steps=3"),
+    ],
+    ids=lambda overrides: ",".join(overrides),
+)
+def test_settings_of_the_loop(small_run: Run, overrides: tuple[str, ...]) -> None:
+    result, lines = small_run("run", *GRADED, *overrides)
+    assert result.steps == len(steps(lines))
+    assert all(math.isfinite(line["policy/loss"]) and line["grad_norm"] >= 0 for line in steps(lines))
+    ledger = [json.loads(line) for line in (result.folder / "ledger.jsonl").read_text().splitlines()]
+    acked = [key for entry in ledger if entry.get("consumer") == "trainer" for key in entry.get("keys", ())]
+    assert len(acked) == len(set(acked)) == 16 * result.steps, "every sample was trained on exactly once"
+
+
+@pytest.mark.parametrize("lora", [(), ("model.lora={rank: 4}", "optimizer.lr=1e-2")], ids=["full", "lora"])
+def test_kl_to_the_reference_starts_at_zero_and_grows(small_run: Run, lora: tuple[str, ...]) -> None:
+    _, lines = small_run("kl", "algorithm.kl.coefficient=0.1", "optimizer.warmup_steps=0", *GRADED, *lora)
+    divergences = [line["policy/kl"] for line in steps(lines)]
+    assert 0.0 == pytest.approx(divergences[0], abs=1e-6)
+    assert divergences[-1] > 1e-6
+
+
+def test_lora_reaches_the_rollout_server(small_run: Run) -> None:
+    """Adapter updates are what it generates with: the first ratio of later steps is still 1."""
+    _, lines = small_run(
+        "lora", "model.lora={rank: 4}", "optimizer.lr=1e-2", "optimizer.warmup_steps=0", "schedule.steps=4", *GRADED
+    )
+    assert any(line["grad_norm"] > 0 for line in steps(lines))
+    assert all(line["policy/ratio"] == pytest.approx(1.0, abs=1e-4) for line in steps(lines))
+
+
+def test_supervised_fine_tuning_runs_through_the_same_loop(small_run: Run) -> None:
+    result, lines = small_run(
+        "sft", "schedule.steps=30", "data.prompts_per_step=16", "optimizer.warmup_steps=0", file="warmup.yaml"
+    )
+    losses = [line["policy/loss"] for line in steps(lines)]
+    assert losses[-1] < 0.6 * losses[0]
+    assert (result.model / "model.safetensors").is_file()
+
+
+def test_a_hook_offers_a_loss_that_the_configuration_names(small_run: Run, made: Path, tmp_path: Path) -> None:
+    """A part that a listener registers is used like one of ours; an unknown name would have been refused."""
+    from jackfield.compose import run
+    from jackfield.config import load_config
+    from jackfield.plugins import hookimpl
+
+    called = []
+
+    def plain(*, log_probs: Any, advantages: Any, response_mask: Any) -> tuple[Any, dict[str, Any]]:
+        called.append(len(log_probs))
+        return -log_probs * advantages, {}
+
+    class Offer:
+        @hookimpl
+        def register_parts(self, register: Any) -> None:
+            register("loss", "plain_policy_gradient", plain)
+
+    overrides = [
+        f"folder={tmp_path / 'hook'}",
+        f"model.path={made / 'model'}",
+        f"data.train={made / 'problems'}.jsonl",
+        "data.prompts_per_step=2",
+        "data.runs_per_prompt=2",
+        "schedule.steps=1",
+        "evaluation.every=0",
+        "observe.progress=false",
+        "algorithm.loss={name: plain_policy_gradient}",
+    ]
+    run(load_config(QUICKSTART / "grpo.yaml", overrides), hooks=[Offer()])
+    assert [4] == called
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(small_run: Run, made: Path, tmp_path: Path) -> None:
+    model = tmp_path / "narrow"
+    shutil.copytree(made / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    with pytest.raises(JackfieldError) as caught:
+        small_run("narrow", f"model.path={model}")
+    assert "data.vocabulary" == caught.value.code
+
+
+def test_the_model_folder_is_a_hugging_face_model(small_run: Run) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    result, _ = small_run("export", *GRADED)
+    model = AutoModelForCausalLM.from_pretrained(result.model, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(result.model, local_files_only=True)
+    assert len(tokenizer) == model.config.vocab_size
+    assert (result.folder / "config.yaml").is_file()
+
+
+def test_the_same_command_again_replaces_what_the_first_run_left(small_run: Run) -> None:
+    small_run("again", *GRADED)
+    result, lines = small_run("again", "schedule.steps=2", *GRADED)
+    assert 2 == len(steps(lines))
+    assert {"model.safetensors", "config.json"} <= {path.name for path in result.model.iterdir()}
+    assert not list(result.folder.glob("*.partial"))
+
+
+def test_a_reward_of_the_users_own(small_run: Run, tmp_path: Path) -> None:
+    """A plain function in a file, in a worker process under a deadline."""
+    file = tmp_path / "my_reward.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(len(solution_str) % 3)\n"
+    )
+    _, lines = small_run("function", f"reward={{name: function, path: '{file}:compute_score'}}")
+    assert 3 == len(steps(lines))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        (("engine=fdsp",), "plugin.not-found"),
+        (("engine.mixed=1",), "config.unknown-key"),
+        (("model.path=/nowhere/at/all",), "data.missing"),
+        (("data.train=/nowhere/tasks.jsonl",), "data.missing"),
+        (("algorithm.name=grpoo",), "algorithm.unknown"),
+        (("algorithm.loss={name: pppo}",), "algorithm.unknown"),
+        (("algorithm.name=ppo",), "config.invalid-value"),
+        (("mode=train",), "config.invalid-value"),
+        (("data.max_prompt_tokens=3",), "queue.invalid"),
+        (("optimizer.lr=1e30", "optimizer.warmup_steps=0", "optimizer.clip_grad=null", *GRADED), "run.not-finite"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_what_is_wrong_is_named(small_run: Run, overrides: tuple[str, ...], code: str) -> None:
+    with pytest.raises(JackfieldError) as caught:
+        small_run("wrong", *overrides)
+    assert code == caught.value.code, str(caught.value)
+    assert isinstance(caught.value, ConfigError) or str(caught.value)

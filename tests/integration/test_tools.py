@@ -1,0 +1,84 @@
+"""The tools that CI runs: what they must notice, they notice."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ci
+from packages import ROOT, closure, discover, third_party
+
+
+def project(folder: Path, name: str, requires: list[str], **extras: list[str]) -> None:
+    """Write the pyproject.toml of a package."""
+    folder.mkdir(parents=True)
+    lines = ["[project]", f'name = "{name}"', 'version = "1.0"', f"dependencies = {json.dumps(requires)}"]
+    lines += ["[project.optional-dependencies]", *(f"{key} = {json.dumps(value)}" for key, value in extras.items())]
+    (folder / "pyproject.toml").write_text("\n".join(lines), encoding="utf-8")
+
+
+def test_packages_and_their_requirements_are_found(tmp_path: Path) -> None:
+    """A new plugin's folder is enough: its siblings and what comes from outside follow from the pyproject files."""
+    project(tmp_path / "core", "jackfield", ["attrs>=24"], train=["torch>=2.8"])
+    project(tmp_path / "plugins/engines/new", "jackfield_engine.new", ["jackfield[train]>=0.1", "peft"])
+    project(tmp_path / "plugins/rewards/light", "jackfield-reward-light", ["jackfield"])
+    packages = discover(tmp_path)
+    assert ["jackfield", "jackfield-engine-new", "jackfield-reward-light"] == list(packages)
+
+    heavy = {"jackfield-engine-new": frozenset[str]()}
+    assert {"jackfield": frozenset({"train"}), **heavy} == closure(packages, heavy)
+    assert ["attrs>=24", "peft", "torch>=2.8"] == third_party(packages, heavy)
+    assert ["attrs>=24"] == third_party(packages, {"jackfield-reward-light": frozenset()})
+
+
+def test_two_packages_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Their wheels would overwrite each other."""
+    project(tmp_path / "plugins/rewards/one", "jackfield-reward-same", [])
+    project(tmp_path / "plugins/rewards/two", "jackfield_reward_same", [])
+    with pytest.raises(SystemExit, match="jackfield-reward-same"):
+        discover(tmp_path)
+
+
+@pytest.mark.needs("flock")
+def test_a_stage_ends_at_its_deadline_with_all_that_it_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stage that hangs is ended, and its descendants, too."""
+    lock = tmp_path / "lock"
+    command = ["sh", "-c", f"flock {lock} sleep 600 & wait"]
+    started = time.monotonic()
+    assert not ci._run(command, 0.5)
+    assert time.monotonic() - started < 30
+    assert "not finished after" in capsys.readouterr().out
+    assert 0 == subprocess.run(["flock", "--timeout", "20", lock, "true"], check=False).returncode
+
+
+def test_a_failing_stage_fails_the_run_and_the_others_still_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table names it."""
+    seen: list[str] = []
+
+    def stage(name: str, passes: bool, group: str = "") -> ci.Stage:
+        return ci.Stage(name, "", lambda: seen.append(name) is None and passes, group)
+
+    results = ci.run([stage("one", True, "checks"), stage("two", False, "checks"), stage("three", True)])
+    assert [("one", True), ("two", False), ("three", True)] == [(each.stage.name, each.passed) for each in results]
+    assert {"one", "two", "three"} == set(seen)
+    assert re.search(r"^two +FAILED", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_nothing_goes_on_without_an_environment() -> None:
+    """A stage that makes what the others need ends the run when it fails."""
+    results = ci.run([ci.Stage("environment", "", lambda: False), ci.Stage("lint", "", lambda: True)])
+    assert ["environment"] == [each.stage.name for each in results]
+
+
+def test_the_error_reference_is_checked() -> None:
+    """`tools/error_reference.py --check` passes for the page that is committed."""
+    done = subprocess.run([sys.executable, ROOT / "tools" / "error_reference.py", "--check"], check=False)
+    assert 0 == done.returncode

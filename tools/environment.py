@@ -1,0 +1,166 @@
+"""Makes ``.venv`` and installs into it what a command needs; does nothing where that is done already.
+
+    python3 tools/environment.py quickstart   # the quickstart's packages, editable
+    python3 tools/environment.py develop      # the tools and every package, editable
+    python3 tools/environment.py tools        # the tools and all third-party requirements, for tools/ci.py
+
+Standard library only: the interpreter that runs it has nothing installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+if sys.version_info < (3, 11):  # noqa: UP036, whoever runs this may have an older one
+    sys.exit(f"Jackfield needs Python 3.11 or newer; this is {sys.version.split()[0]} ({sys.executable})")
+
+import tomllib
+
+from packages import ROOT, Package, closure, discover, requirement_name, third_party
+
+__all__ = ["PYTHON", "install_editable", "install_requirements", "install_wheels", "make"]
+
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+CONSTRAINTS = ROOT / "constraints.txt"
+TOOLS = ROOT / "tools" / "requirements.txt"
+STAMPS = VENV / "jackfield-stamps.json"
+
+#: What building a wheel or an editable install takes, without build isolation.
+BUILD_REQUIREMENTS = ("editables", "hatchling")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("purpose", choices=["quickstart", "develop", "tools"])
+    purpose = parser.parse_args().purpose
+    started = time.monotonic()
+    packages = discover()
+    make()
+    if purpose == "quickstart":
+        wanted = quickstart_packages(packages)
+        install_requirements([*third_party(packages, wanted), *BUILD_REQUIREMENTS], "quickstart")
+        install_editable([packages[name] for name in closure(packages, wanted)])
+    else:
+        install_requirements(everything(packages), "everything")
+    if purpose == "develop":
+        install_editable(list(packages.values()))
+    if time.monotonic() - started > 1:
+        print(f"environment ready in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def everything(packages: dict[str, Package]) -> list[str]:
+    """What the tools and all packages' tests need from outside the repository."""
+    lines = [line.split("#")[0].strip() for line in TOOLS.read_text(encoding="utf-8").splitlines()]
+    wanted = {name: package.test_extras for name, package in packages.items()}
+    return [*third_party(packages, wanted), *filter(None, lines)]
+
+
+def quickstart_packages(packages: dict[str, Package]) -> dict[str, frozenset[str]]:
+    """The packages, with extras, that the root pyproject.toml names for the quickstart."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["jackfield"]
+    wanted = {}
+    for requirement in settings["quickstart"]:
+        name = requirement_name(requirement)
+        if name not in packages:
+            sys.exit(f"pyproject.toml names {name} under tool.jackfield.quickstart, but no folder holds that package")
+        extras = requirement.partition("[")[2].rstrip("]").split(",")
+        wanted[name] = frozenset(filter(None, extras))
+    return wanted
+
+
+def make() -> None:
+    """Make ``.venv`` where it is missing or was left half made."""
+    if not (VENV / "bin" / "pip").exists():
+        print("making .venv", flush=True)
+        _run([sys.executable, "-m", "venv", "--clear", str(VENV)])
+
+
+def install_requirements(requirements: list[str], purpose: str) -> None:
+    """Install third-party requirements at the tested versions, once per set of requirements."""
+    requirements = sorted(set(requirements))
+    stamp = _digest(*requirements, CONSTRAINTS.read_text(encoding="utf-8"), sys.version)
+    if _stamps().get(purpose) == stamp:
+        return
+    print(f"installing {len(requirements)} requirements and what they need", flush=True)
+    _pip("install", "--constraint", str(CONSTRAINTS), *requirements)
+    _stamp(purpose, stamp)
+
+
+def install_editable(packages: list[Package]) -> None:
+    """Install packages so that edits of their sources are honoured; once per set of pyproject.toml files."""
+    texts = [(package.folder / "pyproject.toml").read_text(encoding="utf-8") for package in packages]
+    stamp = _digest("editable", *texts)
+    if _stamps().get("packages") == stamp:
+        return
+    print(f"installing {', '.join(package.name for package in packages)}", flush=True)
+    _uninstall(keep={package.name for package in packages})
+    folders = [part for package in packages for part in ("--editable", str(package.folder))]
+    _pip("install", "--no-deps", "--no-build-isolation", *folders)
+    _stamp("packages", stamp)
+
+
+def install_wheels(wheels: list[Path]) -> None:
+    """Install built wheels, in the place of whatever was installed of these packages."""
+    _stamp("packages", "")
+    _uninstall(keep=set())
+    _pip("install", "--no-deps", "--force-reinstall", *map(str, wheels))
+
+
+def _uninstall(keep: set[str]) -> None:
+    """A package that was renamed or removed must not linger among the installed ones."""
+    listed = subprocess.run(
+        [str(PYTHON), "-m", "pip", "list", "--format=json"], check=True, capture_output=True, text=True
+    )
+    names = [each["name"] for each in json.loads(listed.stdout)]
+    ours = [name for name in names if name == "jackfield" or name.startswith("jackfield-")]
+    gone = [name for name in ours if name not in keep]
+    if gone:
+        _pip("uninstall", "--yes", *gone)
+
+
+def _pip(command: str, *arguments: str) -> None:
+    # Bytecode is compiled when a module is first imported: compiling all of torch takes longer than unpacking it.
+    options = ["--no-compile"] if command == "install" else []
+    _run([str(PYTHON), "-m", "pip", command, "--quiet", "--disable-pip-version-check", *options, *arguments])
+
+
+def _run(command: list[str]) -> None:
+    # pip warns about each folder of packages that lacks a package; thousands of such lines say nothing.
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment())
+    errors = "".join(line for line in done.stderr.splitlines(True) if "is ignored: it is neither" not in line)
+    sys.stderr.write(errors)
+    if done.returncode:
+        sys.exit(f"failed with {done.returncode}: {' '.join(command[:6])} …")
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def _stamps() -> dict[str, str]:
+    try:
+        stamps = json.loads(STAMPS.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamps if isinstance(stamps, dict) else {}
+
+
+def _stamp(purpose: str, value: str) -> None:
+    STAMPS.write_text(json.dumps({**_stamps(), purpose: value}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

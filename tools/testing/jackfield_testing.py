@@ -1,0 +1,130 @@
+"""What the tests of all packages share: where the data is, and when a test may be skipped.
+
+A pytest plugin; the root ``pyproject.toml`` puts this folder on the path and loads it in every run, in the tox
+environments of single packages, too.
+
+``@pytest.mark.needs("postgres")`` skips a test where the tool is missing. Under ``CI=true`` a missing tool that CI
+installs is a failure; only hardware that CI lacks, and the shared data, may be missing there. Any other skip fails
+under ``CI=true``: a check that did not run must not read as one that passed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+__all__ = ["DATA_VARIABLE", "HARDWARE", "TOOLS"]
+
+DATA_VARIABLE = "JACKFIELD_DATA"
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def _cuda() -> bool:
+    if find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+#: Tools that CI has installed by the time the tests run. Python packages are named ``module:NAME``.
+TOOLS: dict[str, Callable[[], bool]] = {
+    "cc": lambda: shutil.which("cc") is not None,
+    "flock": lambda: shutil.which("flock") is not None,
+    "git": lambda: shutil.which("git") is not None,
+    "node": lambda: shutil.which("node") is not None,
+}
+
+#: What no machine of CI has.
+HARDWARE: dict[str, Callable[[], bool]] = {"cuda": _cuda}
+
+_ALLOWED = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers."""
+    config.addinivalue_line("markers", "needs(*tools): skip where a tool is missing; under CI=true fail instead")
+    config.addinivalue_line("markers", "needs_data(folder): skip where that folder of the shared data is missing")
+
+
+def in_ci() -> bool:
+    """Whether this is a run of CI."""
+    return os.environ.get("CI", "").lower() in {"1", "true"}
+
+
+def data_root() -> Path:
+    """The shared data: ``JACKFIELD_DATA``, or ``shared/data`` beside the repository."""
+    given = os.environ.get(DATA_VARIABLE)
+    return Path(given) if given else ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of shared data. A test that uses it is marked ``needs_data("gsm8k")``."""
+    return data_root()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip, or fail, a test whose needs are not met."""
+    for marker in item.iter_markers("needs_data"):
+        folder = data_root() / marker.args[0]
+        if not folder.is_dir():
+            _skip(item, f"{folder} is missing (set {DATA_VARIABLE})")
+    for marker in item.iter_markers("needs"):
+        for tool in marker.args:
+            _require(item, tool)
+
+
+def _require(item: pytest.Item, tool: str) -> None:
+    if tool in HARDWARE:
+        if not HARDWARE[tool]():
+            _skip(item, f"needs {tool}")
+        return
+    if tool.startswith("module:"):
+        there = find_spec(tool.removeprefix("module:")) is not None
+    elif tool in TOOLS:
+        there = TOOLS[tool]()
+    else:
+        known = ", ".join(sorted({*TOOLS, *HARDWARE}))
+        raise pytest.UsageError(f"{item.nodeid} needs {tool!r}; known are module:NAME, {known} (tools/testing)")
+    if not there:
+        pytest.skip(f"needs {tool}")
+
+
+def _skip(item: pytest.Item, reason: str) -> None:
+    item.stash[_ALLOWED] = reason
+    pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+    """Under CI, a skip that is not allowed is a failure."""
+    report: pytest.TestReport = yield
+    if in_ci() and report.skipped and not hasattr(report, "wasxfail") and _ALLOWED not in item.stash:
+        _fail(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> object:
+    """Under CI, a module that skips itself is a failure."""
+    report: pytest.CollectReport = yield
+    if in_ci() and report.skipped:
+        _fail(report)
+    return report
+
+
+def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+    report.outcome = "failed"
+    report.longrepr = (
+        f"{report.nodeid}: {reason}\n"
+        "Under CI=true this skip is a failure: CI has the tools it needs. Install the tool in .ci/run and name it in\n"
+        'tools/testing/jackfield_testing.py, or mark the test with needs("cuda") or needs_data(FOLDER) if it is\n'
+        "hardware or shared data that is missing."
+    )

@@ -1,0 +1,58 @@
+"""One tox environment for each package that is found, for its tests against its built wheel.
+
+The requirements from outside the repository are the environment's ``deps``, so tox follows changes of a pyproject.toml.
+The repository's own wheels are installed again for each run, because tox does not look into a path in ``deps``.
+Run it through tools/ci.py, which builds the wheels first, or after ``make wheels``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tox.config.loader.memory import MemoryLoader
+from tox.config.types import Command, EnvList
+from tox.plugin import impl
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+
+from packages import ROOT, Package, closure, discover, third_party
+
+if TYPE_CHECKING:
+    from tox.config.sets import ConfigSet
+    from tox.session.state import State
+
+#: What every package's tests run with.
+CONFORMANCE = "jackfield-conformance"
+TEST_TOOLS = ("hypothesis", "pytest", "pytest-timeout")
+
+PACKAGES = discover()
+
+
+@impl
+def tox_extend_envs() -> Iterator[str]:
+    """One environment for each package that has tests."""
+    return (name for name, package in PACKAGES.items() if package.tests.is_dir())
+
+
+@impl
+def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
+    """Give each environment its settings, and make all of them the default."""
+    core_conf.loaders.insert(0, MemoryLoader(env_list=EnvList(list(tox_extend_envs()))))
+    for name in tox_extend_envs():
+        settings = _settings(PACKAGES[name], state.conf.pos_args(None) or ())
+        state.conf.memory_seed_loaders[name].append(MemoryLoader(**settings))
+
+
+def _settings(package: Package, arguments: tuple[str, ...]) -> dict[str, object]:
+    wanted = {CONFORMANCE: frozenset[str](), package.name: package.test_extras}
+    wheels = " ".join(str(PACKAGES[name].wheel.relative_to(ROOT)) for name in closure(PACKAGES, wanted))
+    install = f"python -m pip install --quiet --no-compile --no-deps --force-reinstall {wheels}"
+    return {
+        "description": f"the tests of {package.name} against its wheel",
+        "deps": "\n".join(["-c constraints.txt", *sorted({*TEST_TOOLS, *third_party(PACKAGES, wanted)})]),
+        "commands_pre": [install, "python -m pip check"],
+        "commands": [Command(["python", "-m", "pytest", str(package.tests.relative_to(ROOT)), *arguments])],
+    }
