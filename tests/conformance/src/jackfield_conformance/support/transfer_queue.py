@@ -206,6 +206,7 @@ def put_and_be_killed(subject: Subject, folder: Path, rounds: int) -> None:
         "settings": dict(subject.settings),
         "folder": str(folder),
         "rounds": rounds,
+        "path": sys.path,
     }
     status, message = _host().carry_out(order)
     assert status == -signal.SIGKILL, f"the process that put ended early: {message or status}"
@@ -219,7 +220,7 @@ class _Host:
             [sys.executable, "-c", _HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         atexit.register(self.end)
-        self._write({"path": sys.path})
+        self._write({"path": sys.path})  # to find torch and this module; each order has the path of its own moment
 
     @property
     def alive(self) -> bool:
@@ -273,6 +274,7 @@ def _serve_orders() -> None:
 
 
 def _obey(order: Mapping[str, Any], pipe: int) -> None:
+    sys.path[:] = order["path"]
     try:
         asyncio.run(_put_and_die(order))
     except BaseException as error:
