@@ -41,9 +41,6 @@ BUILT_IN = """\
 Settings of the plugins that come with the core; every other plugin's README lists its own.
 """
 
-#: A field and what is written about it: after it on its line, or on lines of their own above.
-_FIELD = re.compile(r"    (?P<name>\w+): [^#]*?(?:\s+#: (?P<text>.*))?")
-
 
 def main() -> None:
     """The command line."""
@@ -93,11 +90,10 @@ def _section(title: str, cls: type, path: str, *, nested: bool = True, level: in
 
 def _rows(cls: type, path: str, given: object, nested: bool) -> Iterator[str]:
     """One line per setting; ``given`` is what stands in the section's place where a file does not have it."""
-    comments = _comments(cls)
     for field in attrs.fields(cls):
         name = f"{path}.{field.name}".lstrip(".")
         inner = _inner(cls, field.name)
-        text = field.metadata.get("help") or comments.get(field.name) or _summary(inner)
+        text = field.metadata.get("help") or _summary(inner)
         if inner is PluginSection:
             yield _row(name, "plugin", f"`{_default_of(field).name}`", text)
         elif inner is None or "None" in str(field.type):
@@ -157,21 +153,6 @@ def _yaml(value: Any) -> str:
     plain = unstructure(value)
     text: str = yaml.safe_dump(list(plain) if isinstance(plain, tuple) else plain, default_flow_style=True, width=1000)
     return text.removesuffix("...\n").strip()
-
-
-def _comments(cls: type) -> dict[str, str]:
-    """What ``#:`` comments say about the fields of a class."""
-    found: dict[str, str] = {}
-    above: list[str] = []
-    for line in inspect.getsource(cls).splitlines():
-        if line.strip().startswith("#: "):
-            above.append(line.strip().removeprefix("#: "))
-            continue
-        field = _FIELD.fullmatch(line)
-        if field:
-            found[field["name"]] = (field["text"] or " ".join(above)).replace("``", "`")
-        above = []
-    return found
 
 
 def _cell(text: str) -> str:

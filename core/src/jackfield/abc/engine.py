@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import attrs
 
+from jackfield.structuring import option
+
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
@@ -40,37 +42,39 @@ __all__ = [
 class LoraSpec:
     """A low-rank adapter, in the terms of PEFT's ``LoraConfig``."""
 
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] = ()  #: empty: every linear layer except the output layer
+    rank: int = option(8, help="rank of the update")
+    alpha: float = option(16.0, help="the update is scaled by alpha / rank")
+    dropout: float = option(0.0, help="dropout on the adapter's input, while training")
+    target_modules: tuple[str, ...] = option(
+        (), help="names of the adapted layers; empty: every linear layer except the output layer"
+    )
 
 
 @attrs.frozen(kw_only=True)
 class ModelSpec:
     """Which model is loaded and in which form."""
 
-    path: str  #: a Hugging Face folder
-    dtype: str = "float32"  #: of the parameters: ``float32``, ``bfloat16`` or ``float16``
-    value_head: bool = False  #: a scalar head on the last hidden state (a critic)
-    lora: LoraSpec | None = None
-    gradient_checkpointing: bool = False
-    trust_remote_code: bool = False
+    path: str = option(help="a Hugging Face folder")
+    dtype: str = option("float32", help="of the parameters: float32, bfloat16 or float16")
+    value_head: bool = option(False, help="a scalar head on the last hidden state (a critic)")
+    lora: LoraSpec | None = option(None, help="train a low-rank adapter; null: train the model's own weights")
+    gradient_checkpointing: bool = option(False, help="compute activations again in the backward pass, for less memory")
+    trust_remote_code: bool = option(False, help="run Python code that the model's folder brings")
 
 
 @attrs.frozen(kw_only=True)
 class OptimizerSpec:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip_grad: float | None = 1.0  #: bound of the global gradient norm; None: off
-    scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0  #: linear from 0 to ``lr``: step ``i < warmup_steps`` uses ``lr * i / warmup_steps``
-    total_steps: int | None = None  #: length of the decay; needed by ``linear`` and ``cosine``
-    min_lr_ratio: float = 0.0  #: the decay ends at ``min_lr_ratio * lr``
+    lr: float = option(1e-6, help="learning rate, the schedule's highest")
+    betas: tuple[float, float] = option((0.9, 0.999), help="decay of the running averages of gradient and square")
+    eps: float = option(1e-8, help="added to the denominator of an update")
+    weight_decay: float = option(0.01, help="decoupled weight decay")
+    clip_grad: float | None = option(1.0, help="bound of the global gradient norm; null: off")
+    scheduler: Literal["constant", "linear", "cosine"] = option("constant", help="the learning rate after the warm-up")
+    warmup_steps: int = option(0, help="linear from 0 to lr: step i < warmup_steps uses lr * i / warmup_steps")
+    total_steps: int | None = option(None, help="length of the decay; needed by linear and cosine")
+    min_lr_ratio: float = option(0.0, help="the decay ends at min_lr_ratio * lr")
 
 
 @attrs.frozen(kw_only=True)

@@ -13,6 +13,7 @@ import attrs
 
 from jackfield.abc.engine import ModelSpec
 from jackfield.clock import Clock
+from jackfield.structuring import option
 
 __all__ = [
     "AbortRequest",
@@ -59,17 +60,20 @@ class SamplingParams:
     Order: temperature, top-k, top-p, min-p. ``temperature=0`` is greedy.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  #: 0: off
-    min_p: float = 0.0
-    seed: int | None = None  #: None: drawn from the replica's seed
-    stop_token_ids: tuple[int, ...] = ()  #: beside the model's own end tokens
-    stop: tuple[str, ...] = ()  #: strings; the text is only used to find the end, never re-tokenised
-    ignore_eos: bool = False
-    #: ``processed``: of the distribution that was drawn from; ``raw``: of the model's logits at temperature 1
-    logprobs: Literal["processed", "raw"] = "processed"
+    max_new_tokens: int = option(128, help="longest response, in tokens")
+    temperature: float = option(1.0, help="logits are divided by it; 0: greedy")
+    top_p: float = option(1.0, help="keep the likeliest tokens that together have this probability; 1: all")
+    top_k: int = option(0, help="keep so many of the likeliest tokens; 0: all")
+    min_p: float = option(0.0, help="keep tokens of at least this share of the likeliest one's probability; 0: all")
+    seed: int | None = option(None, help="null: drawn from the replica's seed")
+    stop_token_ids: tuple[int, ...] = option((), help="tokens that end a response, beside the model's own")
+    stop: tuple[str, ...] = option(
+        (), help="texts that end a response; the text only finds the end, it is never tokenised again"
+    )
+    ignore_eos: bool = option(False, help="go on after the model's own end tokens")
+    logprobs: Literal["processed", "raw"] = option(
+        "processed", help="processed: of the distribution that was drawn from; raw: of the logits at temperature 1"
+    )
 
 
 @attrs.frozen(kw_only=True)

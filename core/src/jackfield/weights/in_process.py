@@ -19,6 +19,7 @@ from jackfield.abc.checkpoint_engine import (
 )
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
+from jackfield.structuring import option
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +31,12 @@ __all__ = ["InProcessCheckpointEngine", "InProcessConfig"]
 class InProcessConfig:
     """Settings of the in-process checkpoint engine."""
 
-    #: Tensors are copied into buckets of about this size, and the sender runs up to two buckets ahead of its receivers;
-    #: larger tensors, and all tensors with 0, are handed over one by one without a copy.
-    bucket_bytes: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    bucket_bytes: int = option(
+        0,
+        help="Tensors are copied into buckets of about this size, and the sender runs up to two buckets ahead of its "
+        "receivers; larger tensors, and all tensors with 0, are handed over one by one without a copy.",
+        validator=attrs.validators.ge(0),
+    )
 
 
 Bucket = list[tuple[str, "torch.Tensor"]]

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import attrs
 
+from jackfield.structuring import option
+
 __all__ = ["Config"]
 
 
@@ -18,34 +20,48 @@ def _positive(_: Any, attribute: attrs.Attribute[Any], value: float) -> None:
 class Config:
     """How the model is sharded and computed; what is trained and how stands in the engine's context."""
 
-    #: Arithmetic of forward and backward passes. ``bfloat16``: parameters are gathered in bfloat16 and gradients
-    #: reduced in float32, while the sharded weights and the optimizer keep the model's dtype.
-    mixed_precision: Literal["none", "bfloat16"] = "none"
-
-    #: Attention kernel of transformers. ``sdpa`` and ``eager`` run everywhere, the others need their own packages.
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
-
-    #: What is gathered at once. ``layers``: one decoder layer after the other, the least memory; ``root``: the
-    #: whole model, the fewest collectives; ``auto``: ``layers`` where a layer has ``wrap_min_parameters``.
-    wrap: Literal["auto", "layers", "root"] = "auto"
-    wrap_min_parameters: int = attrs.field(default=1_000_000, validator=_positive)
-
-    #: Free a layer's gathered weights after its forward pass and gather them again for its backward pass.
-    reshard_after_forward: bool = True
-
-    #: Where gradients of several micro-batches add up. ``sharded``: reduced after each one; ``unsharded``: reduced
-    #: once, after the last (a whole gradient per rank in memory); ``auto``: ``unsharded`` where several ranks
-    #: train at most ``unsharded_max_parameters``.
-    gradient_accumulation: Literal["auto", "sharded", "unsharded"] = "auto"
-    unsharded_max_parameters: int = attrs.field(default=100_000_000, validator=_positive)
-
-    #: Keep weights, gradients and optimizer state in the host's memory and stream them to the accelerator.
-    #: No effect when the device is the CPU.
-    cpu_offload: bool = False
-
-    #: Log-probabilities are computed over at most this many logits at once (float32 numbers); larger
-    #: micro-batches go in pieces that the backward pass computes again.
-    logits_chunk: int = attrs.field(default=1 << 27, validator=_positive)
-
-    #: Seconds that ranks wait for each other in a collective operation before they fail.
-    collective_timeout: float = attrs.field(default=600.0, validator=_positive)
+    mixed_precision: Literal["none", "bfloat16"] = option(
+        "none",
+        help="Arithmetic of forward and backward passes. bfloat16: parameters are gathered in bfloat16 and gradients "
+        "reduced in float32, while the sharded weights and the optimizer keep the model's dtype.",
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = option(
+        "sdpa",
+        help="Attention kernel of transformers. sdpa and eager run everywhere, the others need their own packages.",
+    )
+    wrap: Literal["auto", "layers", "root"] = option(
+        "auto",
+        help="What is gathered at once. layers: one decoder layer after the other, the least memory; root: the whole "
+        "model, the fewest collectives; auto: layers where a layer has wrap_min_parameters.",
+    )
+    wrap_min_parameters: int = option(
+        1_000_000, help="With wrap auto: parameters of a decoder layer that is gathered alone.", validator=_positive
+    )
+    reshard_after_forward: bool = option(
+        True, help="Free a layer's gathered weights after its forward pass and gather them again for its backward pass."
+    )
+    gradient_accumulation: Literal["auto", "sharded", "unsharded"] = option(
+        "auto",
+        help="Where gradients of several micro-batches add up. sharded: reduced after each one; unsharded: reduced "
+        "once, after the last (a whole gradient per rank in memory); auto: unsharded where several ranks train at "
+        "most unsharded_max_parameters.",
+    )
+    unsharded_max_parameters: int = option(
+        100_000_000, help="With gradient_accumulation auto: parameters of a model, at most.", validator=_positive
+    )
+    cpu_offload: bool = option(
+        False,
+        help="Keep weights, gradients and optimizer state in the host's memory and stream them to the accelerator. "
+        "No effect when the device is the CPU.",
+    )
+    logits_chunk: int = option(
+        1 << 27,
+        help="Log-probabilities are computed over at most this many logits at once (float32 numbers); larger "
+        "micro-batches go in pieces that the backward pass computes again.",
+        validator=_positive,
+    )
+    collective_timeout: float = option(
+        600.0,
+        help="Seconds that ranks wait for each other in a collective operation before they fail.",
+        validator=_positive,
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import attrs
-from attrs import validators
+from attrs.validators import ge, optional
+
+from jackfield.structuring import option
 
 __all__ = ["Config"]
 
@@ -14,13 +16,24 @@ __all__ = ["Config"]
 class Config:
     """Settings of the ``transformers`` rollout server."""
 
-    max_batch_size: int = attrs.field(default=256, validator=validators.ge(1))  #: requests decoded together
-    #: padded prompt tokens of one prefill pass, at most (one prompt may exceed it); None: 2048 on a CPU, where larger
-    #: passes fall out of its caches, 16384 elsewhere
-    max_prefill_tokens: int | None = attrs.field(default=None, validator=validators.optional(validators.ge(1)))
-    #: tokens that the KV cache may hold (rows x longest row); None: no bound beside the batch and the model length
-    max_cache_tokens: int | None = attrs.field(default=None, validator=validators.optional(validators.ge(1)))
-    #: the library's attention implementation; both take the masks that this server prepares
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    #: decode steps of one visit to the worker thread while nothing else is asked of the server; 1: return after each
-    steps_per_hop: int = attrs.field(default=8, validator=validators.ge(1))
+    max_batch_size: int = option(256, help="requests decoded together", validator=ge(1))
+    max_prefill_tokens: int | None = option(
+        None,
+        help="padded prompt tokens of one prefill pass, at most (one prompt may exceed it); null: 2048 on a CPU, where"
+        " larger passes fall out of its caches, 16384 elsewhere",
+        validator=optional(ge(1)),
+    )
+    max_cache_tokens: int | None = option(
+        None,
+        help="tokens that the KV cache may hold (rows x longest row); null: no bound beside batch and model length",
+        validator=optional(ge(1)),
+    )
+    attention: Literal["sdpa", "eager"] = option(
+        "sdpa", help="the library's attention implementation; both take the masks that this server prepares"
+    )
+    steps_per_hop: int = option(
+        8,
+        help="decode steps of one visit to the worker thread while nothing else is asked of the server; 1: return"
+        " after each",
+        validator=ge(1),
+    )
