@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: What every package's tests run with.
 CONFORMANCE = "jackfield-conformance"
-TEST_TOOLS = ("hypothesis", "pytest", "pytest-timeout")
+TEST_TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 
 PACKAGES = discover()
 

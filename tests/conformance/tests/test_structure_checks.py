@@ -228,6 +228,7 @@ def test_the_folder_that_pytest_is_started_in_has_no_say(tmp_path: Path) -> None
         ([], "say which plugin is to be checked: --plugin KIND:NAME"),
         (["--plugin", "fsdp"], "expected KIND:NAME"),
         (["--plugin", "reward:no-such"], "plugin.not-found"),
+        (["--plugin", "reward:function", "--numprocesses", "1"], "leave --numprocesses out"),
     ],
 )
 def test_usage_errors_say_what_to_do(tmp_path: Path, arguments: list[str], says: str) -> None:

@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ _FOLDER = Path(__file__).parent
 _ENTRY = _FOLDER / "conformance.py"  #: the file that stands for the checks when pytest collects the package
 _RUN = pytest.StashKey["Run"]()
 _TEMPORARY = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
+_WORKERS = pytest.StashKey[list[Mapping[str, Any]]]()  #: certificates made by workers of pytest-xdist
+_OUTPUT = "jackfield_certificates"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,6 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = config.getoption("--plugin")
     if asked is None:
         return
+    if config.getoption("numprocesses", None):
+        raise pytest.UsageError("the checks of one plugin run in one process: leave --numprocesses out")
     from jackfield.errors import PluginNotFound
     from jackfield_conformance.runner import DEFAULT_TIERS, Run
 
@@ -163,11 +167,20 @@ class _Broken(Exception):
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the certificate, also of a run that failed."""
+    """Write the certificate, also of a run that failed; hand what a worker of pytest-xdist has certified to its host."""
     run = session.config.stash.get(_RUN, None)
     file = session.config.getoption("--certificate")
     if run is not None and run.outcomes and file:
         Path(file).write_text(json.dumps(run.certificate().as_dict(), indent=2) + "\n", encoding="utf-8")
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_OUTPUT] = json.dumps(list(_certificates()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Keep what a worker of pytest-xdist has certified, for the table at the end."""
+    node.config.stash.setdefault(_WORKERS, []).extend(json.loads(getattr(node, "workeroutput", {}).get(_OUTPUT, "[]")))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -176,15 +189,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if run is not None and run.outcomes:
         terminalreporter.section("conformance")
         terminalreporter.write_line(run.certificate().report())
-    for line in _table():
-        terminalreporter.write_line(line)
+    certificates = [*_certificates(), *config.stash.get(_WORKERS, [])]
+    if certificates:
+        from jackfield_conformance.certificate import level_table
+
+        terminalreporter.write_line("conformance, checks passed of those that apply:")
+        for line in level_table(certificates):
+            terminalreporter.write_line(line)
 
 
-def _table() -> Iterator[str]:
+def _certificates() -> Iterator[Mapping[str, Any]]:
     runner = sys.modules.get("jackfield_conformance.runner")  # nobody imported it: nobody certified anything
-    if runner is None or not runner.RUNS:
-        return
-    from jackfield_conformance.certificate import level_table
-
-    yield "conformance, checks passed of those that apply:"
-    yield from level_table(certificate.as_dict() for certificate in runner.RUNS)
+    if runner is not None:
+        yield from (certificate.as_dict() for certificate in runner.RUNS)
