@@ -167,7 +167,7 @@ class _Broken(Exception):
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the certificate, also of a run that failed; hand what a worker of pytest-xdist has certified to its host."""
+    """Write the certificate, also of a run that failed; hand a pytest-xdist worker's certificates over."""
     run = session.config.stash.get(_RUN, None)
     file = session.config.getoption("--certificate")
     if run is not None and run.outcomes and file:
