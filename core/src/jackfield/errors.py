@@ -22,6 +22,7 @@
     ├── WeightsError            a weight synchronisation was lost, stale or corrupt
     ├── ScheduleError           a schedule's staleness bound would be broken
     ├── RunError                a run cannot start, go on or be resumed
+    │   └── WorkerLost            a worker died, and with it what it was doing
     └── DeadlineExceeded        a wait ended without what was waited for
 
 Every error carries a ``code`` (a stable slug that is listed in :data:`CODES` and in
@@ -56,6 +57,7 @@ __all__ = [
     "ScheduleError",
     "StructureError",
     "WeightsError",
+    "WorkerLost",
 ]
 
 CODES: dict[str, str] = {
@@ -126,6 +128,7 @@ CODES: dict[str, str] = {
     "run.not-finite": "A loss or gradient norm became NaN or infinite.",
     "run.failed": "A part of the run failed.",
     "worker.start": "A worker process cannot start, or cannot load the user's code.",
+    "worker.died": "A worker died, or lost what it had made.",
     "deadline": "Something that was waited for did not come in time.",
     "lint": "An internal rule of the project is broken.",
 }
@@ -175,11 +178,20 @@ class JackfieldError(Exception):
                 lines.append(f"  {label}: {value}")
         return "\n".join(lines)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        details = {"code": self.code, "where": self.where, "expected": self.expected, "found": self.found}
+        return _rebuilt, (type(self), self.message, {**details, "fix": self.fix})
+
     def as_dict(self) -> dict[str, Any]:
         """The error as JSON-ready fields (what ``--json`` prints)."""
         fields = ("where", "expected", "found", "fix")
         details = {name: None if getattr(self, name) is None else str(getattr(self, name)) for name in fields}
         return {"code": self.code, "message": self.message, **details}
+
+
+def _rebuilt(kind: type[JackfieldError], message: str, details: dict[str, Any]) -> JackfieldError:
+    """An error that comes from another process."""
+    return kind(message, **details)
 
 
 class ConfigError(JackfieldError):
@@ -294,6 +306,12 @@ class RunError(JackfieldError):
     """A run cannot start, go on or be resumed."""
 
     default_code = "run.failed"
+
+
+class WorkerLost(RunError):
+    """A worker died, and with it what it was doing."""
+
+    default_code = "worker.died"
 
 
 class DeadlineExceeded(JackfieldError):

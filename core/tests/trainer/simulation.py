@@ -17,9 +17,12 @@ from jackfield.clock import Clock, VirtualClock
 from jackfield.data.tasks import Task
 from jackfield.plugins import hook_manager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
-from jackfield.queue import BatchMeta, GroupSlot, TransferQueue
+from jackfield.queue import BatchMeta, GroupSlot, Rows, TransferQueue
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.runtime.advantages import AdvantageWorker
+from jackfield.runtime.advantages import AdvantageEstimation, AdvantageWorker
+from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.runtime.reward_worker import RewardWorker
+from jackfield.runtime.workers import Workers
 from jackfield.trainer import Explorer, PlacementLease, Progress, RewardPipeline, Schedule, Stages, Trainer
 
 
@@ -162,6 +165,10 @@ class Simulation:
         backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
         self.queue = queue = TransferQueue(backend, clock, max_refills=self.max_refills)
         await queue.start()
+        rows = Rows(backend)
+        agents = Workers([AgentWorker(rows, FakeTokenizer(), clock, lambda: FakeAgent(self))])
+        reward = FakeReward(clock, self.reward_seconds)
+        scorer = RewardWorker(rows, reward, FakeTokenizer(), clock, score_seconds=self.score_deadline)
         self.synchronizer = FakeSynchronizer(clock, self.sync_seconds)
         self.actor = FakeActor(queue, clock, self.update_seconds)
         lease = PlacementLease(clock, 1000)
@@ -172,7 +179,7 @@ class Simulation:
             algorithm=algorithm("grpo"),
             loss_options={},
             actor=self.actor,
-            estimator=AdvantageWorker(queue, "grpo", {}),
+            estimator=AdvantageEstimation(AdvantageWorker(rows, "grpo", {}), queue, clock, seconds=500.0),
             reference=None,
             recompute_old_log_probs=False,
             mini_batches=self.mini_batches,
@@ -187,14 +194,13 @@ class Simulation:
             clock=clock,
             stages=stages,
             hooks=hooks,
-            tokenizer=FakeTokenizer(),
+            agents=agents,
             batch_seconds=500.0,
         )
         trainer.register()
         rewards = RewardPipeline(
             queue=queue,
-            agent=FakeReward(clock, self.reward_seconds),
-            tokenizer=FakeTokenizer(),
+            workers=Workers([scorer]),
             clock=clock,
             stages=stages,
             score_seconds=self.score_deadline,
@@ -210,7 +216,7 @@ class Simulation:
             clock=clock,
             stages=stages,
             task_for=_task,
-            make_agent=lambda: FakeAgent(self),
+            agents=agents,
             sampling={},
             groups=self.groups,
             runs=self.runs,

@@ -1,32 +1,25 @@
-"""The parts of a run, each made from its section of the configuration."""
+"""The control loops of a run, made from the configuration around its workers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any, cast
 
 import attrs
 
-from jackfield.abc.agent import AgentContext, AgentLoopBase
-from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext
-from jackfield.abc.engine import BaseEngine, EngineContext
-from jackfield.abc.reward import RewardAgent, RewardContext
-from jackfield.abc.rollout import BaseRolloutServer, RolloutContext
-from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.algorithms import Algorithm, algorithm
 from jackfield.clock import Clock
-from jackfield.config import PluginSection, RunConfig
+from jackfield.compose.crew import AdvantageOptions, Crew, Needs, inline_crew
+from jackfield.compose.workers import WorkerFactory
+from jackfield.config import RunConfig
 from jackfield.data.tasks import SeededOrder, Task, TaskSet
-from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary
-from jackfield.errors import ConfigError, DataError
+from jackfield.errors import ConfigError
 from jackfield.plugins import Registry, require_capability
 from jackfield.queue import GroupSlot, TransferQueue
-from jackfield.runtime.advantages import AdvantageWorker
-from jackfield.runtime.engine_group import InlineEngineGroup
-from jackfield.runtime.router import ReplicaRouter
+from jackfield.runtime.advantages import AdvantageEstimation
+from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.shared_device import SharedDevice
 from jackfield.structuring import unstructure
 from jackfield.trainer import (
@@ -40,7 +33,7 @@ from jackfield.trainer import (
     Stages,
     Trainer,
 )
-from jackfield.weights import Replica, WeightSender, WeightSynchronizer
+from jackfield.weights import Replica, WeightSynchronizer
 
 __all__ = ["Assembly", "Parts"]
 
@@ -54,7 +47,7 @@ class Assembly:
     """Everything that runs."""
 
     trainer: Trainer
-    actor: InlineEngineGroup
+    actor: EngineGroup
     background: tuple[Any, ...]  #: each has ``run()``: explorer and reward pipeline, or the offline producer
 
 
@@ -70,6 +63,7 @@ class Parts:
         self.version, self.steps_done = Progress(clock), Progress(clock)
         self.algorithm = _algorithm(config)
         self.explores = config.mode == "both"
+        self.generates = self.explores or bool(config.evaluation.every)
         self.schedule = Schedule(
             steps=config.schedule.steps,
             sync_interval=config.schedule.sync_interval,
@@ -86,45 +80,46 @@ class Parts:
         config = self.config
         tasks = self._tasks("train")
         held_out = self._tasks("eval") if config.evaluation.every else []
-        self.tokenizer = HuggingFaceChatTokenizer.load(
-            config.model.path,
-            chat_template=config.data.chat_template,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        self._check_model()
+        self._check_capabilities()
+        self.crew = crew = await self._crew(stack)
         self.queue = await self._queue(stack, ledger)
-        engine = self._engine("actor")
-        actor = await self._engine_group(stack, engine)
-        replicas = await self._replicas(stack) if self.explores or config.evaluation.every else []
-        self.weights: WeightSynchronizer | SharedDevice | None = self._weights(engine, replicas) if replicas else None
-        self.placement = self._placement(actor, replicas)
-        self.make_agent = self._agents(ReplicaRouter([replica.server for replica in replicas]))
-        self.reward = await self._reward(stack) if replicas else None
-        trainer = await self._trainer(stack, engine, actor, held_out)
+        actor = await self._engine_group(stack, "actor", crew.actor)
+        replicas = await self._replicas(stack)
+        self.weights: WeightSynchronizer | SharedDevice | None = self._weights(replicas) if replicas else None
+        self._placements(actor, replicas)
+        trainer = await self._trainer(stack, actor, held_out)
         trainer.register()
         task_for = self._task_order(tasks)
         background = (self._explorer(task_for), self._rewards()) if self.explores else (self._producer(task_for),)
         return Assembly(trainer=trainer, actor=actor, background=background)
 
-    async def _trainer(
-        self,
-        stack: AsyncExitStack,
-        engine: BaseEngine,
-        actor: InlineEngineGroup,
-        held_out: Sequence[Task],
-    ) -> Trainer:
+    async def _crew(self, stack: AsyncExitStack) -> Crew:
         config, chosen = self.config, self.algorithm
+        needs = Needs(
+            replicas=self.generates,
+            reference=bool(config.algorithm.kl.coefficient) and config.model.lora is None,
+            loss_columns=_loss_columns(config, chosen),
+            advantages=(
+                AdvantageOptions(chosen.advantages, dict(chosen.advantages_options)) if chosen.advantages else None
+            ),
+        )
+        make = WorkerFactory(config=config, registry=self.registry, clock=self.clock)
+        return await inline_crew(make, needs, stack)
+
+    async def _trainer(self, stack: AsyncExitStack, actor: EngineGroup, held_out: Sequence[Task]) -> Trainer:
+        config, crew = self.config, self.crew
         estimator = None
-        if chosen.advantages:
-            estimator = AdvantageWorker(self.queue, chosen.advantages, chosen.advantages_options)
+        if crew.estimator is not None:
+            seconds = config.deadlines.engine
+            estimator = AdvantageEstimation(crew.estimator, self.queue, self.clock, seconds=seconds)
         return Trainer(
             queue=self.queue,
             schedule=self.schedule,
-            algorithm=chosen,
-            loss_options=_loss_options(config, chosen),
+            algorithm=self.algorithm,
+            loss_options=_loss_options(config, self.algorithm),
             actor=actor,
             estimator=estimator,
-            reference=await self._reference(stack, engine),
+            reference=await self._reference(stack, actor),
             recompute_old_log_probs=estimator is not None and config.algorithm.old_log_probs == "engine",
             mini_batches=config.algorithm.mini_batches,
             epochs=config.algorithm.epochs,
@@ -132,13 +127,13 @@ class Parts:
             evaluator=self._evaluator(held_out) if config.evaluation.every else None,
             evaluate_every=config.evaluation.every,
             explores=self.explores,
-            placement=self.placement,
+            placement=self.train_placement,
             version=self.version,
             steps_done=self.steps_done,
             clock=self.clock,
             stages=self.stages,
             hooks=self.hooks,
-            tokenizer=self.tokenizer,
+            agents=crew.agents,
             batch_seconds=config.deadlines.batch,
             recorded=config.observe.samples_per_step,
         )
@@ -150,11 +145,11 @@ class Parts:
             queue=self.queue,
             schedule=self.schedule,
             version=self.version,
-            placement=self.placement,
+            placement=self.rollout_placement,
             clock=self.clock,
             stages=self.stages,
             task_for=task_for,
-            make_agent=self.make_agent,
+            agents=self.crew.agents,
             sampling=unstructure(config.sampling),
             groups=config.data.prompts_per_step,
             runs=config.data.runs_per_prompt,
@@ -164,11 +159,10 @@ class Parts:
         )
 
     def _rewards(self) -> RewardPipeline:
-        assert self.reward is not None
+        assert self.crew.rewards is not None
         pipeline = RewardPipeline(
             queue=self.queue,
-            agent=self.reward,
-            tokenizer=self.tokenizer,
+            workers=self.crew.rewards,
             clock=self.clock,
             stages=self.stages,
             score_seconds=self.config.deadlines.reward,
@@ -183,19 +177,19 @@ class Parts:
             schedule=self.schedule,
             steps_done=self.steps_done,
             task_for=task_for,
-            encode=self._encode_supervised,
+            agents=self.crew.agents,
             groups=self.config.data.prompts_per_step,
             batch_seconds=self.config.deadlines.batch,
         )
 
     def _evaluator(self, held_out: Sequence[Task]) -> Evaluator:
-        assert self.reward is not None
+        assert self.crew.rewards is not None
         return Evaluator(
             tasks=held_out,
-            make_agent=self.make_agent,
-            reward=self.reward,
-            tokenizer=self.tokenizer,
-            placement=self.placement,
+            agents=self.crew.agents,
+            rewards=self.crew.rewards,
+            backend=self.crew.backend,
+            placement=self.rollout_placement,
             clock=self.clock,
             stages=self.stages,
             hooks=self.hooks,
@@ -205,129 +199,68 @@ class Parts:
             recorded=self.config.observe.samples_per_evaluation,
         )
 
-    def _check_model(self) -> None:
+    def _check_capabilities(self) -> None:
         """What can be refused before anything is loaded."""
-        described = Path(self.config.model.path) / "config.json"
-        size = json.loads(described.read_text(encoding="utf-8")).get("vocab_size") if described.is_file() else None
-        if size is not None:
-            check_vocabulary(self.tokenizer, size)
         if self.config.model.lora is not None:
             require_capability(self.registry.find("engine", self.config.engine.name), "lora", "model.lora is set")
             rollout = self.registry.find("rollout", self.config.rollout.name)
             require_capability(rollout, "weights_adapter", "model.lora is set")
 
-    def _plugin(self, kind: str, section: str, context: Any) -> Any:
-        chosen: PluginSection = getattr(self.config, section)
-        return self.registry.load(kind, chosen.name).build(chosen.settings, context, section)
-
     async def _queue(self, stack: AsyncExitStack, ledger: LedgerWriter) -> TransferQueue:
-        context = TransferQueueContext(folder=str(Path(self.config.folder) / "queue"))
-        backend: TransferQueueBackend = self._plugin("transfer_queue", "transfer_queue", context)
-
         def write(entry: dict[str, Any]) -> None:
             ledger(entry)
             queue.ledger.clear()  # it is in the file
 
-        queue = TransferQueue(backend, self.clock, max_refills=self.config.schedule.max_refills, on_ledger=write)
+        max_refills = self.config.schedule.max_refills
+        queue = TransferQueue(self.crew.backend, self.clock, max_refills=max_refills, on_ledger=write)
         stack.push_async_callback(queue.close)
         await queue.start()
         return queue
 
-    def _engine(self, role: str) -> BaseEngine:
-        config = self.config
-        context = EngineContext(
-            role=role,  # type: ignore[arg-type]
-            model=config.model if role == "actor" else attrs.evolve(config.model, lora=None),
-            optimizer=config.optimizer if role == "actor" else None,
-            device=config.runtime.device,
-            seed=config.seed,
-            temperature=config.sampling.temperature if self.explores else 1.0,
-            micro_batch_tokens=config.runtime.micro_batch_tokens,
-        )
-        return cast(BaseEngine, self._plugin("engine", "engine", context))
-
-    async def _engine_group(self, stack: AsyncExitStack, engine: BaseEngine) -> InlineEngineGroup:
-        group = InlineEngineGroup(
-            engine,
-            self.queue,
-            self.clock,
-            seconds=self.config.deadlines.engine,
-            loss_columns=_loss_columns(self.config, self.algorithm),
-            renamed={"old_log_probs": "rollout_log_probs"} if self.config.algorithm.old_log_probs == "rollout" else {},
-        )
+    async def _engine_group(self, stack: AsyncExitStack, role: str, ranks: Sequence[EngineRank]) -> EngineGroup:
+        group = EngineGroup(role, ranks, self.queue, self.clock, seconds=self.config.deadlines.engine)
         stack.push_async_callback(group.close)
         await group.initialize()
         return group
 
-    async def _reference(self, stack: AsyncExitStack, actor: BaseEngine) -> InlineEngineGroup | None:
+    async def _reference(self, stack: AsyncExitStack, actor: EngineGroup) -> EngineGroup | None:
         """The initial policy: the actor without its adapter, or a model of its own."""
         if not self.config.algorithm.kl.coefficient:
             return None
         if self.config.model.lora is not None:
-            seconds = self.config.deadlines.engine
-            return InlineEngineGroup(actor, self.queue, self.clock, seconds=seconds, adapter_off=True)
-        return await self._engine_group(stack, self._engine("reference"))
+            return actor.without_adapter()
+        return await self._engine_group(stack, "reference", self.crew.reference)
 
     async def _replicas(self, stack: AsyncExitStack) -> list[Replica]:
-        config = self.config
         replicas: list[Replica] = []
-        for replica in range(config.runtime.rollout_replicas):
-            context = RolloutContext(
-                model=config.model,
-                replica=replica,
-                device=config.runtime.device,
-                seed=config.seed + replica,
-                clock=self.clock,
-            )
-            server: BaseRolloutServer = self._plugin("rollout", "rollout", context)
+        for number, server in enumerate(self.crew.servers):
             stack.push_async_callback(server.stop)
-            name = f"rollout replica {replica} ({config.rollout.name}) to start"
-            info = await self.clock.wait_for(server.start(), config.deadlines.start, name)
+            name = f"rollout replica {number} ({self.config.rollout.name}) to start"
+            info = await self.clock.wait_for(server.start(), self.config.deadlines.start, name)
             replicas.append(Replica(server, info))
         return replicas
 
-    def _placement(self, actor: InlineEngineGroup, replicas: Sequence[Replica]) -> PlacementLease:
-        """One lease: engine and replicas share this process's device."""
-        config = self.config
-        if not (config.runtime.offload and isinstance(self.weights, WeightSynchronizer)):
-            return PlacementLease(self.clock, config.deadlines.batch)
-        self.weights = shared = SharedDevice(actor, replicas, config.runtime.device, self.weights)
-        return PlacementLease(
-            self.clock,
-            config.deadlines.batch,
-            enter={"rollout": shared.enter_rollout, "train": shared.enter_train},
-            leave={"rollout": shared.leave_rollout, "train": shared.leave_train},
-        )
+    def _placements(self, actor: EngineGroup, replicas: Sequence[Replica]) -> None:
+        """Leases on the devices of trainer and explorer: one and the same where engine and replicas share them."""
+        config, seconds = self.config, self.config.deadlines.batch
+        if not self.crew.shares_devices:
+            self.train_placement, self.rollout_placement = (PlacementLease(self.clock, seconds) for _ in range(2))
+            return
+        enter, leave = {}, {}
+        if config.runtime.offload and isinstance(self.weights, WeightSynchronizer):
+            self.weights = shared = SharedDevice(actor, replicas, config.runtime.device, self.weights)
+            enter = {"rollout": shared.enter_rollout, "train": shared.enter_train}
+            leave = {"rollout": shared.leave_rollout, "train": shared.leave_train}
+        self.train_placement = PlacementLease(self.clock, seconds, enter=enter, leave=leave)
+        self.rollout_placement = self.train_placement
 
-    def _agents(self, router: ReplicaRouter) -> Callable[[], AgentLoopBase]:
-        config = self.config
-        loaded = self.registry.load("agent", config.agent.name)
-        context = AgentContext(
-            generate=router.generate,
-            tokenizer=self.tokenizer,
-            clock=self.clock,
-            run_id=config.name,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-        )
-        return lambda: cast(AgentLoopBase, loaded.build(config.agent.settings, context, "agent"))
-
-    async def _reward(self, stack: AsyncExitStack) -> RewardAgent:
-        agent: RewardAgent = self._plugin("reward", "reward", RewardContext(clock=self.clock, seed=self.config.seed))
-        stack.push_async_callback(agent.close)
-        name = f"the reward agent {self.config.reward.name} to start"
-        await self.clock.wait_for(agent.start(), self.config.deadlines.start, name)
-        return agent
-
-    def _weights(self, engine: BaseEngine, replicas: Sequence[Replica]) -> WeightSynchronizer:
-        section = self.config.checkpoint_engine
-        context = CheckpointEngineContext(side="trainer", deadline_seconds=self.config.deadlines.sync)
-        loaded = self.registry.load("checkpoint_engine", section.name)
-        transport: CheckpointEngine = loaded.build(section.settings, context, "checkpoint_engine")
+    def _weights(self, replicas: Sequence[Replica]) -> WeightSynchronizer:
+        section, ranks = self.config.checkpoint_engine, self.crew.actor
         return WeightSynchronizer(
-            senders=[WeightSender(transport, engine.get_per_tensor_param)],
+            senders=[rank.sender for rank in ranks if rank.sender is not None],
             replicas=replicas,
             name=section.name,
-            engine_class=loaded.cls,
+            engine_class=ranks[0],
             clock=self.clock,
             settings=section.settings,
             deadline_seconds=self.config.deadlines.sync,
@@ -355,11 +288,6 @@ class Parts:
             return cast(Task, tasks[order.index(position)])
 
         return task_for
-
-    def _encode_supervised(self, task: Task) -> tuple[Sequence[int], Sequence[int]]:
-        if task.response is None:
-            raise DataError("a task has no answer to learn from", where=f"task {task.id}", fix="set data.format")
-        return self.tokenizer.encode_chat(task.messages), self.tokenizer.encode_response(task.response)
 
 
 def _algorithm(config: RunConfig) -> Algorithm:

@@ -24,7 +24,7 @@ from jackfield.errors import JackfieldError, RunError
 from jackfield.observe import listeners
 from jackfield.plugins import Manifest, Registry, discover, hook_manager
 from jackfield.plugins.hooks import RunEnded, RunStarted
-from jackfield.runtime.engine_group import InlineEngineGroup
+from jackfield.runtime.engine_group import EngineGroup
 
 __all__ = ["RunResult", "run", "run_async"]
 
@@ -112,7 +112,7 @@ async def _train(parts: Parts, folder: Path) -> int:
     return steps
 
 
-async def _export(actor: InlineEngineGroup, model: Path) -> None:
+async def _export(actor: EngineGroup, model: Path) -> None:
     """Write the model beside its place, then put it there: an earlier run's model is replaced by a whole one."""
     partial = model.with_name(f"{model.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

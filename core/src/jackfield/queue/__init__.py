@@ -15,6 +15,7 @@ from jackfield.queue.columns import (
     to_nested,
 )
 from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket
+from jackfield.queue.rows import Rows, Written
 from jackfield.queue.samplers import SAMPLERS, ReadyRows, Sampler, Sequential, make_sampler, register_sampler
 from jackfield.queue.transfer_queue import TransferQueue
 
@@ -24,10 +25,12 @@ __all__ = [
     "GroupSlot",
     "GroupView",
     "ReadyRows",
+    "Rows",
     "Sampler",
     "Sequential",
     "Ticket",
     "TransferQueue",
+    "Written",
     "byte_size",
     "column_from_rows",
     "concatenate",

@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +24,10 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
-from jackfield.queue.columns import check_column, take
+from jackfield.queue.columns import take
 from jackfield.queue.controller import Controller
 from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket
+from jackfield.queue.rows import Written, check_columns
 from jackfield.queue.samplers import Sampler
 from jackfield.queue.snapshot import load_state, state_dict
 from jackfield.queue.state import State
@@ -246,25 +247,55 @@ class TransferQueue:
             QueueFull: when there was no room in time.
             QueueError: when the run has ended, or its group was dropped.
         """
-        self._check()
         rows = len(next(iter(columns.values()))) if columns else 0
         tags = [{} for _ in range(rows)] if tags is None else tags
+        written = Written(columns=tuple(columns), sizes=check_columns(columns, rows))
+        async with self.ending_run(group, run, written, tags, deadline_seconds=deadline_seconds) as keys:
+            if keys:
+                partition = self._state.group(group).partition.name
+                await self.backend.put(PutRequest(partition=partition, keys=keys, columns=columns))
+        return keys
+
+    @asynccontextmanager
+    async def ending_run(
+        self,
+        group: str,
+        run: int,
+        written: Written,
+        tags: Sequence[Mapping[str, Any]],
+        *,
+        deadline_seconds: float | None = None,
+    ) -> AsyncIterator[tuple[str, ...]]:
+        """End a run with rows whose values somebody else writes: yields their keys, and seals them when left.
+
+        Inside, the values have to get to the backend under these keys. What raises inside leaves the run as it was.
+
+        Args:
+            group: that the run belongs to.
+            run: 0 to ``runs - 1``.
+            written: what will be there.
+            tags: one mapping of plain values for each row.
+            deadline_seconds: how long to wait for room; None: the queue's default.
+
+        Raises:
+            QueueFull: when there was no room in time.
+            QueueError: when the run has ended, or its group was dropped.
+        """
+        self._check()
+        sizes, rows = written.sizes, len(written.sizes)
         if len(tags) != rows:
             raise QueueError("there is one mapping of tags for each row", expected=rows, found=len(tags))
-        sizes = _sizes(columns, rows)
         if rows and self._controller.limited:
             self._controller.run_keys(group, run, rows)
             seconds = self._put_deadline_seconds if deadline_seconds is None else deadline_seconds
             await self._controller.wait_room(group, run, rows, sum(sizes), seconds)
         keys = self._controller.run_keys(group, run, rows)
-        partition = self._state.group(group).partition.name
         with self._controller.writing(group, run, keys, sum(sizes)):
-            if rows:
-                await self.backend.put(PutRequest(partition=partition, keys=keys, columns=columns))
-                if self._shows_tags:
-                    await self.backend.put_tags(TagsRequest(partition=partition, keys=keys, tags=tuple(tags)))
-            self._controller.end_run(group, run, keys, tuple(columns), sizes, tags)
-        return keys
+            yield keys
+            if rows and self._shows_tags:
+                partition = self._state.group(group).partition.name
+                await self.backend.put_tags(TagsRequest(partition=partition, keys=keys, tags=tuple(tags)))
+            self._controller.end_run(group, run, keys, written.columns, sizes, tags)
 
     def fail_run(self, group: str, run: int, reason: str) -> None:
         """End a run without rows, because it failed.
@@ -298,7 +329,7 @@ class TransferQueue:
         """
         self._check()
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
-        sizes = _sizes(columns, len(keys))
+        sizes = check_columns(columns, len(keys))
         if tags is not None and len(tags) != len(keys):
             raise QueueError("there is one mapping of tags for each row", expected=len(keys), found=len(tags))
         batch = target if isinstance(target, BatchMeta) else None
@@ -308,7 +339,7 @@ class TransferQueue:
         if len(living) < len(keys):
             columns = {name: take(column, living) for name, column in columns.items()}
             tags = None if tags is None else [tags[index] for index in living]
-            sizes = [sizes[index] for index in living]
+            sizes = tuple(sizes[index] for index in living)
         written = False
         try:
             if rows and columns:
@@ -319,6 +350,33 @@ class TransferQueue:
         finally:
             kept = self._controller.end_columns(rows, tuple(columns), sizes, tags, written=written)
         return kept
+
+    def announce(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
+        """A worker has written columns of rows that are there; consumers whose columns are complete wake.
+
+        Rows that failed, expired or were consumed meanwhile are skipped, and the backend forgets what was written.
+        Returns the keys of the others.
+
+        Args:
+            target: keys of one partition, whose columns are new; or a leased batch, whose lease must still hold.
+            written: what is there now.
+
+        Raises:
+            LeaseError: when the batch's lease does not hold any more.
+            QueueError: ``queue.unknown-row``, or ``queue.column`` for a column that was there.
+        """
+        self._check()
+        keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
+        if len(written.sizes) != len(keys):
+            raise QueueError("something is written for each row", expected=len(keys), found=len(written.sizes))
+        batch = target if isinstance(target, BatchMeta) else None
+        found = self._controller.begin_columns(keys, written.columns, batch, overwrite=False)
+        for key, row in zip(keys, found, strict=True):
+            if row is None:
+                self._state.discard(_partition(key), key)
+        rows = [row for row in found if row is not None]
+        sizes = [size for size, row in zip(written.sizes, found, strict=True) if row is not None]
+        return self._controller.end_columns(rows, written.columns, sizes, None, written=True)
 
     def fail_rows(self, keys: Sequence[str], reason: str) -> None:
         """Fail rows; the policy of their groups decides again. Rows that are gone already are skipped.
@@ -395,7 +453,7 @@ class TransferQueue:
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
         if not keys:
             raise QueueError("no rows are named", expected="one key at least")
-        partition = target.partition if isinstance(target, BatchMeta) else keys[0].rsplit("/", 5)[0]
+        partition = target.partition if isinstance(target, BatchMeta) else _partition(keys[0])
         result = await self.backend.get(GetRequest(partition=partition, keys=keys, columns=tuple(columns)))
         return dict(result.columns)
 
@@ -558,9 +616,6 @@ class TransferQueue:
             self._leases.expire()
 
 
-def _sizes(columns: Mapping[str, Column], rows: int) -> list[int]:
-    """Check the columns; bytes of each row."""
-    sizes = [0] * rows
-    for name, column in columns.items():
-        sizes = [total + size for total, size in zip(sizes, check_column(name, column, rows), strict=True)]
-    return sizes
+def _partition(key: str) -> str:
+    """Keys are ``partition/ticket/slot/attempt/run/sequence``."""
+    return key.rsplit("/", 5)[0]

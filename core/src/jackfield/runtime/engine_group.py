@@ -1,122 +1,170 @@
-"""Engine workers of one process: they read their rows from the queue and write their columns back."""
+"""The ranks of one model, seen from the controller: what goes to which rank, and what comes back."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+import heapq
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
-from jackfield.abc.engine import BaseEngine, EngineOutput, LossSpec, SaveCheckpointRequest
-from jackfield.abc.transfer_queue import Column
+from jackfield.abc.engine import EngineLayout, LossSpec
 from jackfield.clock import Clock
-from jackfield.errors import EngineError, JackfieldError
-from jackfield.queue import BatchMeta, TransferQueue, from_nested, to_nested
+from jackfield.errors import EngineError
+from jackfield.queue import BatchMeta, TransferQueue
+from jackfield.runtime.engine_rank import EngineRank
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
+__all__ = ["EngineGroup", "combined", "shares"]
 
-__all__ = ["InlineEngineGroup"]
-
-_SAMPLE = ("prompt_ids", "response_ids", "response_mask")
+T = TypeVar("T")
 
 
-class InlineEngineGroup:
-    """One rank in this process, for a model that needs no other."""
+class EngineGroup:
+    """Splits a batch by the layout that the ranks declare, and collects from the ranks whose results count.
+
+    It handles metadata only, and does not know how the ranks are parallel: ranks of one data-parallel rank get the
+    same rows.
+    """
 
     def __init__(
         self,
-        engine: BaseEngine,
+        role: str,
+        ranks: Sequence[EngineRank],
         queue: TransferQueue,
         clock: Clock,
         *,
         seconds: float,
-        loss_columns: Sequence[str] = (),
-        renamed: Mapping[str, str] | None = None,
         adapter_off: bool = False,
     ) -> None:
         """
         Args:
-            engine: the rank.
-            queue: where samples are.
+            role: ``actor``, ``reference`` or ``critic``, for messages.
+            ranks: all of them, in order; in this process, or standing for ranks elsewhere.
+            queue: is told what ranks have written.
             clock: the run's.
-            seconds: the deadline of one call of the engine (a model's loading, a pass, a step, a checkpoint).
-            loss_columns: what the loss reads beside the sample itself.
-            renamed: column name in the queue by the name that the loss knows it under.
+            seconds: the deadline of one call of a rank (a model's loading, a pass, a step, a checkpoint).
             adapter_off: work as the base model (the reference policy of a LoRA actor).
         """
-        self._engine = engine
+        self._role = role
+        self._ranks = list(ranks)
         self._queue = queue
         self._clock = clock
         self._seconds = seconds
-        self._loss_columns = tuple(loss_columns)
-        self._renamed = dict(renamed or {})
         self._adapter_off = adapter_off
+        self._layouts: list[EngineLayout] = []
+
+    def without_adapter(self) -> EngineGroup:
+        """The same ranks as the base model."""
+        base = EngineGroup("reference", self._ranks, self._queue, self._clock, seconds=self._seconds, adapter_off=True)
+        base._layouts = self._layouts
+        return base
 
     async def initialize(self) -> None:
-        """Load the model."""
-        await self._in_thread(self._engine.initialize)
+        """Load the model on every rank."""
+        self._layouts[:] = await self._all("to load the model", lambda rank, _: rank.initialize())
 
     async def compute_log_probs(self, batch: BatchMeta, column: str) -> None:
         """Write the model's log-probs of the responses into ``column``."""
-        data = await self._read(batch, _SAMPLE)
-        output = await self._in_thread(lambda: self._forward(data))
-        assert output.log_probs is not None
-        await self._queue.put(batch, {column: from_nested(output.log_probs)})
+        parts = self._split(batch)
+        what = f"to compute {column} of {_named(batch)}"
+        off = self._adapter_off
+        results = await self._all(
+            what, lambda rank, index: rank.compute_log_probs(parts[index], column, adapter_off=off)
+        )
+        announced: set[int] = set()
+        for layout, part, written in zip(self._layouts, parts, results, strict=True):
+            if written is not None and layout.data_parallel_rank not in announced:
+                announced.add(layout.data_parallel_rank)
+                self._queue.announce(part, written)
 
     async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
         """One optimizer step; ``grad_norm``, ``lr`` and the loss's metrics."""
-        data = await self._read(batch, (*_SAMPLE, *self._loss_columns))
-        metrics: dict[str, float] = await self._in_thread(lambda: self._train(data, loss))
-        return metrics
+        parts = self._split(batch)
+        results = await self._all(f"to train on {_named(batch)}", lambda rank, index: rank.update(parts[index], loss))
+        counted = {
+            layout.data_parallel_rank: result
+            for layout, result in reversed(list(zip(self._layouts, results, strict=True)))
+            if layout.is_output_rank
+        }
+        return combined([counted[rank] for rank in sorted(counted)])
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
         """Write a checkpoint."""
-        await self._in_thread(lambda: self._engine.save_checkpoint(SaveCheckpointRequest(folder=folder, format=format)))
+        await self._all(f"to save {folder}", lambda rank, _: rank.save(folder, format))
+
+    async def load(self, folder: str, *, model_only: bool = False) -> None:
+        """Read a native checkpoint, written by any number of ranks."""
+        await self._all(f"to load {folder}", lambda rank, _: rank.load(folder, model_only=model_only))
 
     async def to(self, device: str) -> None:
         """Move everything to ``device``."""
-        await self._in_thread(lambda: self._engine.to(device))
+        await self._all(f"to move to {device}", lambda rank, _: rank.to(device))
 
     async def close(self) -> None:
-        """Release the engine."""
-        await self._in_thread(self._engine.close)
+        """Release the engines."""
+        await self._all("to close", lambda rank, _: rank.close())
 
-    def _forward(self, data: TensorDict) -> EngineOutput:
-        adapter: AbstractContextManager[None] = self._engine.disable_adapter() if self._adapter_off else nullcontext()
-        with self._engine.eval_mode(), adapter:
-            return self._engine.forward_backward_batch(data, None, forward_only=True)
-
-    def _train(self, data: TensorDict, loss: LossSpec) -> dict[str, float]:
-        engine = self._engine
-        with engine.train_mode():
-            engine.optimizer_zero_grad()
-            output = engine.forward_backward_batch(data, loss)
-            grad_norm = engine.optimizer_step()
-        lr = engine.lr_scheduler_step()
-        return {**output.metrics, "grad_norm": grad_norm, "lr": lr}
-
-    async def _read(self, batch: BatchMeta, names: Sequence[str]) -> TensorDict:
-        from tensordict import TensorDict
-
-        columns = await self._queue.get(batch, tuple(self._renamed.get(name, name) for name in names))
-        values = {name: _tensor(columns[self._renamed.get(name, name)]) for name in names}
-        return TensorDict(values, batch_size=[len(batch)])
-
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
-        role, rank = self._engine.context.role, self._engine.context.rank
-        try:
-            return await self._clock.wait_for(
-                asyncio.to_thread(call), self._seconds, f"the {role} engine, rank {rank}, to finish what it was asked"
-            )
-        except JackfieldError:
-            raise
-        except Exception as error:
+    def _split(self, batch: BatchMeta) -> list[BatchMeta]:
+        """Each rank's rows."""
+        assert self._layouts, "initialize() comes first"
+        size = self._layouts[0].data_parallel_size
+        if len(batch) < size:
             raise EngineError(
-                f"the {role} engine raised {type(error).__name__}: {error}",
-                where=f"rank {rank}",
-            ) from error
+                "a batch has fewer rows than the engine has data-parallel ranks",
+                where=_named(batch),
+                expected=f"{size} rows at least",
+                found=len(batch),
+                fix="use fewer ranks (runtime.engine_ranks), larger batches or fewer algorithm.mini_batches",
+            )
+        lengths = [tags["prompt_tokens"] + tags["response_tokens"] for tags in batch.tags]
+        parts = [batch.select(indexes) for indexes in shares(lengths, size)]
+        return [parts[layout.data_parallel_rank] for layout in self._layouts]
+
+    async def _all(self, what: str, call: Callable[[EngineRank, int], Awaitable[T]]) -> list[T]:
+        """Have every rank do its part; the first failure ends the wait for the others."""
+        tasks = [asyncio.ensure_future(self._one(what, call, index)) for index in range(len(self._ranks))]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, what: str, call: Callable[[EngineRank, int], Awaitable[T]], index: int) -> T:
+        name = f"the {self._role} engine, rank {index}, {what}"
+        return await self._clock.wait_for(call(self._ranks[index], index), self._seconds, name)
 
 
-def _tensor(column: Column) -> Any:
-    return column.values if column.offsets is None else to_nested(column)
+def shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Row indexes of each data-parallel rank: equal numbers of rows (to one), and about equal sums of lengths.
+
+    Longest rows first, each to the rank with the fewest tokens that has room. With one rank: all rows, in order.
+    """
+    size, larger = divmod(len(lengths), ranks)
+    room = [size + (rank < larger) for rank in range(ranks)]
+    chosen: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [(0, rank) for rank in range(ranks)]
+    for index in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        total, rank = heapq.heappop(totals)
+        chosen[rank].append(index)
+        if len(chosen[rank]) < room[rank]:
+            heapq.heappush(totals, (total + lengths[index], rank))
+    return [sorted(rows) for rows in chosen]
+
+
+def combined(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One step's metrics from the data-parallel ranks' shares.
+
+    Shares add up, but for names that end in ``/max`` or ``/min``; ``grad_norm`` and ``lr`` are the same on every rank.
+    """
+    rules: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min}
+    whole: dict[str, Any] = {}
+    for name in dict.fromkeys(name for result in results for name in result):
+        values = [result[name] for result in results if name in result]
+        if name in ("grad_norm", "lr"):
+            whole[name] = values[0]
+        else:
+            whole[name] = rules.get(name.rpartition("/")[2], sum)(values)
+    return whole
+
+
+def _named(batch: BatchMeta) -> str:
+    return f"{len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"

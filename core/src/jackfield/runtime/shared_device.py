@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jackfield.abc.rollout import SleepRequest, WakeUpRequest
-from jackfield.runtime.engine_group import InlineEngineGroup
+from jackfield.runtime.engine_group import EngineGroup
 from jackfield.weights import Replica, SyncReport, WeightSynchronizer
 
 __all__ = ["SharedDevice"]
@@ -15,7 +15,7 @@ class SharedDevice:
     """The hand-overs of a placement lease, and a synchronisation that wakes sleeping replicas first."""
 
     def __init__(
-        self, actor: InlineEngineGroup, replicas: Sequence[Replica], device: str, synchronizer: WeightSynchronizer
+        self, actor: EngineGroup, replicas: Sequence[Replica], device: str, synchronizer: WeightSynchronizer
     ) -> None:
         self._actor = actor
         self._replicas = replicas

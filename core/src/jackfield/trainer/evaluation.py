@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from jackfield.abc.agent import AgentLoopBase, ChatTokenizer
-from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
+from jackfield.abc.transfer_queue import DeleteRequest, TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
-from jackfield.errors import JackfieldError
+from jackfield.errors import JackfieldError, WorkerLost
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
-from jackfield.trainer.explorer import run_agent
+from jackfield.runtime.agent_worker import AgentWorker, RunOrder
+from jackfield.runtime.reward_worker import RewardWorker, Scored
+from jackfield.runtime.workers import Workers, resubmitted
 from jackfield.trainer.placement import PlacementLease
-from jackfield.trainer.reward_pipeline import score_sample
 from jackfield.trainer.stages import Stages
 
 __all__ = ["Evaluator"]
+
+EVAL = "eval"  #: the partition whose rows live as long as an evaluation; the queue's controller knows nothing of them
+
+
+@attrs.frozen
+class _Outcome:
+    """How a held-out task went."""
+
+    task: Task
+    scored: Scored
+    tags: Mapping[str, Any] | None = None  #: of its row; None: there is none
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -27,9 +38,9 @@ class Evaluator:
     """Runs every held-out task once and tells the hooks the mean score."""
 
     tasks: Sequence[Task]
-    make_agent: Callable[[], AgentLoopBase]
-    reward: RewardAgent
-    tokenizer: ChatTokenizer
+    agents: Workers[AgentWorker]
+    rewards: Workers[RewardWorker]
+    backend: TransferQueueBackend
     placement: PlacementLease
     clock: Clock
     stages: Stages
@@ -47,60 +58,55 @@ class Evaluator:
             ``response_tokens``: mean length.
         """
         async with self.stages.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
-            outcomes = await asyncio.gather(*(self._run(task) for task in self.tasks))
-        scored = [record for record in outcomes if record.reward is not None]
+            outcomes = await asyncio.gather(*(self._run(task, version) for task in self.tasks))
+        scores = [outcome.scored.score for outcome in outcomes if outcome.scored.score is not None]
+        lengths = [outcome.tags["response_tokens"] for outcome in outcomes if outcome.tags is not None]
         metrics = {
-            "score": sum(record.reward or 0.0 for record in scored) / max(len(scored), 1),
-            "failed": 1.0 - len(scored) / max(len(outcomes), 1),
-            "response_tokens": sum(len(record.response_ids) for record in outcomes) / max(len(outcomes), 1),
+            "score": sum(scores) / max(len(scores), 1),
+            "failed": 1.0 - len(scores) / max(len(outcomes), 1),
+            "response_tokens": sum(lengths) / max(len(outcomes), 1),
             "tasks": float(len(outcomes)),
         }
-        shown = tuple(outcomes[: self.recorded])
-        self.hooks.samples_recorded(event=SamplesRecorded(step=version, partition="eval", samples=shown))
+        shown = tuple([await self._record(outcome) for outcome in outcomes[: self.recorded]])
+        stored = tuple(outcome.scored.key for outcome in outcomes if outcome.tags is not None)
+        await self.backend.delete(DeleteRequest(partition=EVAL, keys=stored))
+        self.hooks.samples_recorded(event=SamplesRecorded(step=version, partition=EVAL, samples=shown))
         self.hooks.evaluation_ended(event=EvaluationEnded(step=version, metrics=metrics))
         return metrics
 
-    async def _run(self, task: Task) -> SampleRecord:
+    async def _run(self, task: Task, version: int) -> _Outcome:
+        key = f"{EVAL}/{version}/{task.id}"
+        order = RunOrder(id=key, task=task, sampling=self.sampling, seconds=self.run_seconds)
+        return await resubmitted(lambda: self._attempt(order), lambda error: _failed(order, error))
+
+    async def _attempt(self, order: RunOrder) -> _Outcome:
+        agent, rewards, key = self.agents.of(order.id), self.rewards.of(order.id), order.id
+        who = f"held-out task {order.task.id}"
         try:
-            output = await run_agent(self.make_agent(), self.sampling, task, self.clock, self.run_seconds)
-            sequence = output.sequences[-1] if output.sequences else None
+            run = agent.run(order, last=True)
+            product = await self.clock.wait_for(run, 1.1 * order.seconds + 10, f"the agent worker of {who}")
+            if not product.tags:
+                return _failed(order, "the agent loop returned no sequence")
+            await self.clock.wait_for(agent.store(key, EVAL, [key]), order.seconds, f"the agent worker of {who}")
+        except WorkerLost:
+            raise
         except JackfieldError as error:
-            sequence, reason = None, str(error)
-        else:
-            reason = "the agent loop returned no sequence"
-        if sequence is None:
-            return _record(task, self.tokenizer, (), (), (), ScoreResult(status="failed", error=reason))
-        result = ScoreResult(score=sequence.reward)
-        if sequence.reward is None:
-            request = ScoreRequest(
-                data_source=task.data_source,
-                solution_str=self.tokenizer.decode(sequence.response_ids),
-                ground_truth=task.ground_truth,
-                extra_info=task.fields,
-                prompt_str=self.tokenizer.decode(sequence.prompt_ids),
-                response_ids=sequence.response_ids,
-                idempotency_key=f"eval/{task.id}",
-                deadline_seconds=self.score_seconds,
-            )
-            result = await score_sample(self.reward, request, self.clock)
-        return _record(task, self.tokenizer, sequence.prompt_ids, sequence.response_ids, sequence.response_mask, result)
+            return _failed(order, error)
+        scoring = rewards.score(EVAL, [key])
+        (scored,) = await self.clock.wait_for(scoring, 2 * self.score_seconds, f"the reward worker of {who}")
+        await rewards.forget([key])
+        return _Outcome(order.task, scored, product.tags[0])
+
+    async def _record(self, outcome: _Outcome) -> SampleRecord:
+        """A row of the table; empty where there is no sample."""
+        key, error = outcome.scored.key, outcome.scored.error
+        record = SampleRecord(key=key, prompt="", response="", reward=None, response_ids=(), response_mask=())
+        if outcome.tags is not None:
+            (record,) = await self.agents.of(key).records(EVAL, [key], [{}], with_reward=False)
+        tags = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
+        tags = tags if error is None else {**tags, "error": error}
+        return attrs.evolve(record, key=f"{EVAL}/{outcome.task.id}", reward=outcome.scored.score, tags=tags)
 
 
-def _record(
-    task: Task,
-    tokenizer: ChatTokenizer,
-    prompt_ids: tuple[int, ...],
-    response_ids: tuple[int, ...],
-    response_mask: tuple[int, ...],
-    result: ScoreResult,
-) -> SampleRecord:
-    tags = {"task": task.id, "ground_truth": task.ground_truth}
-    return SampleRecord(
-        key=f"eval/{task.id}",
-        prompt=tokenizer.decode(prompt_ids, skip_special_tokens=False),
-        response=tokenizer.decode(response_ids, skip_special_tokens=False),
-        reward=result.score if result.status == "ok" else None,
-        response_ids=response_ids,
-        response_mask=response_mask,
-        tags=tags if result.error is None else {**tags, "error": result.error},
-    )
+def _failed(order: RunOrder, error: object) -> _Outcome:
+    return _Outcome(order.task, Scored(key=order.id, score=None, error=str(error)))

@@ -8,22 +8,23 @@ from typing import Any
 
 import attrs
 
-from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
-from jackfield.errors import AgentError, JackfieldError
+from jackfield.errors import JackfieldError, WorkerLost
 from jackfield.queue import GroupSlot, Ticket, TransferQueue
+from jackfield.runtime.agent_worker import AgentWorker, RunOrder
+from jackfield.runtime.samples import TRAIN, run_seed
+from jackfield.runtime.workers import Workers, resubmitted
 from jackfield.trainer.placement import PlacementLease
-from jackfield.trainer.samples import TRAIN, run_seed, sequence_columns, sequence_tags
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
 
-__all__ = ["Explorer", "run_agent"]
+__all__ = ["Explorer"]
 
 
 @attrs.define(kw_only=True, eq=False)
 class Explorer:
-    """Runs agent loops for the tickets that the schedule lets it start."""
+    """Has agent loops run for the tickets that the schedule lets it start."""
 
     name: str
     queue: TransferQueue
@@ -33,7 +34,7 @@ class Explorer:
     clock: Clock
     stages: Stages
     task_for: Callable[[GroupSlot], Task]
-    make_agent: Callable[[], AgentLoopBase]
+    agents: Workers[AgentWorker]
     sampling: Mapping[str, Any]
     groups: int  #: tasks in a ticket
     runs: int  #: agent runs of a task
@@ -80,50 +81,29 @@ class Explorer:
 
     async def _run(self, slot: GroupSlot, group: str, task: Task, run: int) -> None:
         seed = run_seed(self.seed, slot.ticket, slot.index, slot.attempt, run)
+        order = RunOrder(
+            id=f"{group}/{run}",
+            task=task,
+            run=run,
+            sampling={**self.sampling, "seed": seed},
+            seconds=self.run_seconds,
+        )
+        await resubmitted(lambda: self._make(group, order), lambda error: self._fail(group, order, error))
+
+    async def _make(self, group: str, order: RunOrder) -> None:
+        """Have a worker make a sample, then have it written under the keys that the queue gives it."""
+        worker = self.agents.of(order.id)
+        # the worker has the run's own deadline; ours adds its way to us
+        seconds, who = 1.1 * order.seconds + 10, f"the agent worker of sample {order.id}, task {order.task.id}"
         try:
-            output = await run_agent(
-                self.make_agent(), {**self.sampling, "seed": seed}, task, self.clock, self.run_seconds
-            )
+            product = await self.clock.wait_for(worker.run(order), seconds, who)
+        except WorkerLost:
+            raise
         except JackfieldError as error:
-            self.queue.fail_run(group, run, reason=f"{error.code}: {error}")
+            self._fail(group, order, error)
             return
-        tags = [sequence_tags(task, sequence, run) for sequence in output.sequences]
-        await self.queue.put_run(group, run, sequence_columns(task, output.sequences), tags)
+        async with self.queue.ending_run(group, order.run, product.written, product.tags) as keys:
+            await self.clock.wait_for(worker.store(order.id, TRAIN, keys), seconds, f"{who} to store it")
 
-
-async def run_agent(
-    agent: AgentLoopBase, sampling: Mapping[str, Any], task: Task, clock: Clock, seconds: float
-) -> AgentLoopOutput:
-    """Run an agent loop once, check what it returns, and give every failure a name.
-
-    Raises:
-        JackfieldError: the loop's own, ``agent.failed``, ``agent.output`` or ``deadline``.
-    """
-    try:
-        output = await clock.wait_for(
-            agent.run(sampling, **task.agent_fields()), seconds, f"the agent loop on task {task.id}"
-        )
-    except JackfieldError:
-        raise
-    except Exception as error:
-        raise AgentError(f"the agent loop raised {type(error).__name__}: {error}", where=f"task {task.id}") from error
-    for sequence in output.sequences:
-        _check(sequence, task)
-    return output
-
-
-def _check(sequence: AgentSequence, task: Task) -> None:
-    lengths = {
-        "response_ids": len(sequence.response_ids),
-        "response_mask": len(sequence.response_mask),
-        "response_logprobs": len(sequence.response_logprobs),
-        "weight_versions": len(sequence.weight_versions),
-    }
-    if len(set(lengths.values())) != 1 or not sequence.prompt_ids or not sequence.response_ids:
-        raise AgentError(
-            "an agent loop returned a sequence whose parts do not fit",
-            code="agent.output",
-            where=f"task {task.id}",
-            expected="a prompt, and a response whose ids, mask, log-probs and versions have one length above 0",
-            found=f"prompt {len(sequence.prompt_ids)}, {lengths}",
-        )
+    def _fail(self, group: str, order: RunOrder, error: JackfieldError) -> None:
+        self.queue.fail_run(group, order.run, reason=f"{error.code}: {error}")

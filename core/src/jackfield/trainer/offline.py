@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import attrs
 
 from jackfield.data.tasks import Task
 from jackfield.queue import GroupSlot, TransferQueue
-from jackfield.trainer.samples import TRAIN, supervised_columns, supervised_tags
+from jackfield.runtime.agent_worker import AgentWorker, RunOrder
+from jackfield.runtime.samples import TRAIN
+from jackfield.runtime.workers import Workers
 from jackfield.trainer.schedule import Progress, Schedule
 
 __all__ = ["OfflineProducer"]
@@ -24,7 +26,7 @@ class OfflineProducer:
     schedule: Schedule
     steps_done: Progress
     task_for: Callable[[GroupSlot], Task]
-    encode: Callable[[Task], tuple[Sequence[int], Sequence[int]]]  #: prompt and response token ids
+    agents: Workers[AgentWorker]
     groups: int
     batch_seconds: float
 
@@ -39,7 +41,8 @@ class OfflineProducer:
             )
             async for slot in self.queue.slots(ticket, self.batch_seconds):
                 task = self.task_for(slot)
-                prompt_ids, response_ids = self.encode(task)
                 group = self.queue.open_group(slot, task_id=task.id, runs=1)
-                tags = supervised_tags(task, prompt_ids, response_ids)
-                await self.queue.put_run(group, 0, supervised_columns(prompt_ids, response_ids), [tags])
+                worker, order = self.agents.of(group), RunOrder(id=f"{group}/0", task=task)
+                product = await worker.answer(order)
+                async with self.queue.ending_run(group, 0, product.written, product.tags) as keys:
+                    await worker.store(order.id, TRAIN, keys)

@@ -7,16 +7,17 @@ from typing import Any, Literal, Protocol
 
 import attrs
 
-from jackfield.abc.agent import ChatTokenizer
 from jackfield.abc.engine import LossSpec
 from jackfield.algorithms import Algorithm
 from jackfield.clock import Clock
 from jackfield.errors import RunError
-from jackfield.plugins.hooks import SampleRecord, SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
-from jackfield.queue import BatchMeta, TransferQueue, rows_of
+from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
+from jackfield.queue import BatchMeta, TransferQueue
+from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.runtime.samples import TRAIN
+from jackfield.runtime.workers import Workers
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.placement import PlacementLease
-from jackfield.trainer.samples import TRAIN
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
 from jackfield.weights import SyncReport
@@ -77,7 +78,7 @@ class Trainer:
     clock: Clock
     stages: Stages
     hooks: Any
-    tokenizer: ChatTokenizer
+    agents: Workers[AgentWorker]  #: show samples
     batch_seconds: float
     recorded: int = 4  #: samples of a step that are shown in the table
 
@@ -178,25 +179,12 @@ class Trainer:
         if failed:
             self.hooks.samples_failed(event=SamplesFailed(step=step + 1, reasons=failed))
         if self.recorded:
-            samples = await self._samples(batch.select(range(min(self.recorded, len(batch)))))
+            shown = batch.select(range(min(self.recorded, len(batch))))
+            reader = self.agents.of(shown.keys[0])
+            reading = reader.records(TRAIN, shown.keys, shown.tags, with_reward=self.estimator is not None)
+            who = f"an agent worker to read {len(shown)} samples, {shown.keys[0]} first"
+            samples = await self.clock.wait_for(reading, self.batch_seconds, who)
             self.hooks.samples_recorded(event=SamplesRecorded(step=step + 1, partition=TRAIN, samples=samples))
-
-    async def _samples(self, batch: BatchMeta) -> tuple[SampleRecord, ...]:
-        names = ("prompt_ids", "response_ids", "response_mask", *(("reward",) if self.estimator else ()))
-        rows = {name: rows_of(column) for name, column in (await self.queue.get(batch, names)).items()}
-        decode = self.tokenizer.decode
-        return tuple(
-            SampleRecord(
-                key=key,
-                prompt=decode(rows["prompt_ids"][index].tolist(), skip_special_tokens=False),
-                response=decode(rows["response_ids"][index].tolist(), skip_special_tokens=False),
-                reward=float(rows["reward"][index].sum()) if self.estimator else None,
-                response_ids=tuple(rows["response_ids"][index].tolist()),
-                response_mask=tuple(int(value) for value in rows["response_mask"][index].tolist()),
-                tags=batch.tags[index],
-            )
-            for index, key in enumerate(batch.keys)
-        )
 
 
 def _require_finite(update: Mapping[str, float], step: int) -> None:

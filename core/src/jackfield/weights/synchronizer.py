@@ -10,12 +10,12 @@ from typing import Any, Protocol, TypeVar
 
 import attrs
 
-from jackfield.abc.checkpoint_engine import CheckpointEngine, PrepareResult, Topology, TopologyRequest
+from jackfield.abc.checkpoint_engine import PrepareResult, Topology, TopologyRequest
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
 
-__all__ = ["Replica", "Sender", "SyncReport", "WeightSynchronizer"]
+__all__ = ["Replica", "Sender", "SyncReport", "Topologist", "WeightSynchronizer"]
 
 T = TypeVar("T")
 
@@ -50,6 +50,14 @@ class Sender(Protocol):
         ...
 
 
+class Topologist(Protocol):
+    """Who decides which rank sends to which worker: a class of checkpoint engines, or a stand-in elsewhere."""
+
+    def build_topology(self, request: TopologyRequest) -> Topology | Awaitable[Topology]:
+        """See :meth:`~jackfield.abc.checkpoint_engine.CheckpointEngine.build_topology`."""
+        ...
+
+
 @attrs.frozen(eq=False)
 class Replica:
     """A started replica."""
@@ -77,7 +85,7 @@ class WeightSynchronizer:
         senders: Sequence[Sender],
         replicas: Sequence[Replica | BaseRolloutServer],
         name: str,
-        engine_class: type[CheckpointEngine],
+        engine_class: Topologist,
         clock: Clock,
         *,
         settings: Mapping[str, Any] | None = None,
@@ -88,7 +96,7 @@ class WeightSynchronizer:
             senders: by trainer rank.
             replicas: all of them, started; a bare server counts as one worker.
             name: of the checkpoint engine's plugin, by which each worker builds its receiver.
-            engine_class: of the checkpoint engine; decides the topology.
+            engine_class: of the checkpoint engine, or what stands for it; decides the topology.
             clock: the run's.
             settings: of the checkpoint engine; workers get the same.
             deadline_seconds: of one synchronisation.
@@ -140,7 +148,7 @@ class WeightSynchronizer:
         workers = sum(replica.info.workers for replica in self._replicas)
         metadata = tuple(result.metadata for result in prepared)
         request = TopologyRequest(trainer_metadata=metadata, rollout_workers=workers)
-        topology = self._engine_class.build_topology(request)
+        topology: Topology = await _result(self._engine_class.build_topology(request))
         sides: dict[str, Coroutine[Any, Any, Any]] = {
             f"sender {rank}": self._send(sender, topology.trainer[rank], version)
             for rank, sender in enumerate(self._senders)

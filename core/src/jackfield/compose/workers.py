@@ -1,0 +1,139 @@
+"""The workers of a run, each made in the process where it lives: from the run's configuration and its plugins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+
+from jackfield.abc.agent import AgentContext, AgentLoopBase
+from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext
+from jackfield.abc.engine import BaseEngine, EngineContext
+from jackfield.abc.reward import RewardAgent, RewardContext
+from jackfield.abc.rollout import BaseRolloutServer, RolloutContext
+from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
+from jackfield.clock import Clock
+from jackfield.config import PluginSection, RunConfig
+from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary
+from jackfield.plugins import Registry
+from jackfield.queue import Rows
+from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.runtime.engine_rank import EngineRank
+from jackfield.runtime.reward_worker import RewardWorker
+from jackfield.runtime.router import ReplicaRouter
+
+__all__ = ["WorkerFactory"]
+
+
+@attrs.frozen(kw_only=True)
+class WorkerFactory:
+    """Makes workers of one run, from plugins of this interpreter."""
+
+    config: RunConfig
+    registry: Registry
+    clock: Clock
+
+    def backend(self) -> TransferQueueBackend:
+        """Where values are kept; not started."""
+        context = TransferQueueContext(folder=str(Path(self.config.folder) / "queue"))
+        return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
+
+    def engine_rank(
+        self,
+        rows: Rows,
+        role: str,
+        *,
+        loss_columns: Sequence[str] = (),
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        init_method: str | None = None,
+        host: str = "127.0.0.1",
+    ) -> EngineRank:
+        """A rank of the engine, with its end of the weight plane if it is the actor's; nothing is loaded yet."""
+        config, actor = self.config, role == "actor"
+        context = EngineContext(
+            role=role,  # type: ignore[arg-type]
+            model=config.model if actor else attrs.evolve(config.model, lora=None),
+            optimizer=config.optimizer if actor else None,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            init_method=init_method,
+            device=config.runtime.device,
+            seed=config.seed,
+            temperature=config.sampling.temperature if config.mode == "both" else 1.0,
+            micro_batch_tokens=config.runtime.micro_batch_tokens,
+        )
+        engine: BaseEngine = self._plugin("engine", context)
+        place = CheckpointEngineContext(
+            side="trainer",
+            rank=rank,
+            world_size=world_size,
+            device=config.runtime.device,
+            host=host,
+            deadline_seconds=config.deadlines.sync,
+        )
+        transport: CheckpointEngine | None = self._plugin("checkpoint_engine", place) if actor else None
+        renamed = {"old_log_probs": "rollout_log_probs"} if config.algorithm.old_log_probs == "rollout" else {}
+        return EngineRank(engine, rows, loss_columns=loss_columns, renamed=renamed, transport=transport)
+
+    def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
+        """A replica; not started."""
+        config = self.config
+        context = RolloutContext(
+            model=config.model,
+            replica=replica,
+            device=config.runtime.device,
+            seed=config.seed + replica,
+            host=host,
+            clock=self.clock,
+        )
+        return cast(BaseRolloutServer, self._plugin("rollout", context))
+
+    def agent_worker(self, rows: Rows, servers: Sequence[BaseRolloutServer], *, run_id: str) -> AgentWorker:
+        """A worker that runs agents on ``servers``; without any, it only makes samples of the data's own answers."""
+        config, tokenizer = self.config, self._tokenizer()
+        described = Path(config.model.path) / "config.json"
+        size = json.loads(described.read_text(encoding="utf-8")).get("vocab_size") if described.is_file() else None
+        if size is not None:
+            check_vocabulary(tokenizer, size)
+        make_agent: Callable[[], AgentLoopBase] | None = None
+        if servers:
+            loaded = self.registry.load("agent", config.agent.name)
+            context = AgentContext(
+                generate=ReplicaRouter(servers).generate,
+                tokenizer=tokenizer,
+                clock=self.clock,
+                run_id=run_id,
+                max_prompt_tokens=config.data.max_prompt_tokens,
+            )
+            make_agent = lambda: cast(AgentLoopBase, loaded.build(config.agent.settings, context, "agent"))  # noqa: E731
+        return AgentWorker(rows, tokenizer, self.clock, make_agent)
+
+    async def reward_worker(self, rows: Rows) -> RewardWorker:
+        """A worker whose reward agent is started."""
+        config = self.config
+        agent: RewardAgent = self._plugin("reward", RewardContext(clock=self.clock, seed=config.seed))
+        name = f"the reward agent {config.reward.name} to start"
+        try:
+            await self.clock.wait_for(agent.start(), config.deadlines.start, name)
+        except BaseException:
+            await agent.close()
+            raise
+        return RewardWorker(rows, agent, self._tokenizer(), self.clock, score_seconds=config.deadlines.reward)
+
+    def _tokenizer(self) -> HuggingFaceChatTokenizer:
+        config = self.config
+        return HuggingFaceChatTokenizer.load(
+            config.model.path,
+            chat_template=config.data.chat_template,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+
+    def _plugin(self, kind: str, context: Any) -> Any:
+        chosen: PluginSection = getattr(self.config, kind)
+        return self.registry.load(kind, chosen.name).build(chosen.settings, context, kind)

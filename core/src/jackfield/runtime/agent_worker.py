@@ -1,0 +1,171 @@
+"""Makes samples: runs agent loops, keeps what they yield, and stores it once the queue's controller has named the rows.
+
+The controller sees handles, tags and sizes; token ids go from here to the queue's backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
+from jackfield.abc.transfer_queue import Column
+from jackfield.clock import Clock
+from jackfield.data.tasks import Task
+from jackfield.errors import AgentError, DataError, JackfieldError, WorkerLost
+from jackfield.plugins.hooks import SampleRecord
+from jackfield.queue import Rows, Written, rows_of
+from jackfield.queue.rows import check_columns
+from jackfield.runtime.samples import sequence_columns, sequence_tags, supervised_columns, supervised_tags
+
+__all__ = ["AgentWorker", "RunOrder", "RunProduct", "run_agent"]
+
+
+@attrs.frozen(kw_only=True)
+class RunOrder:
+    """One run of an agent loop, to be made."""
+
+    id: str  #: under which the worker keeps what the run yields
+    task: Task
+    run: int = 0
+    sampling: Mapping[str, Any] = attrs.field(factory=dict)
+    seconds: float = 600.0  #: the run's deadline
+
+
+@attrs.frozen(kw_only=True)
+class RunProduct:
+    """What a run has yielded, without the values: the worker keeps those."""
+
+    id: str
+    written: Written  #: what :meth:`AgentWorker.store` will write
+    tags: tuple[Mapping[str, Any], ...]  #: of each row
+
+
+class AgentWorker:
+    """Runs agent loops side by side."""
+
+    def __init__(
+        self, rows: Rows, tokenizer: ChatTokenizer, clock: Clock, make_agent: Callable[[], AgentLoopBase] | None
+    ) -> None:
+        """
+        Args:
+            rows: where samples go.
+            tokenizer: of the model.
+            clock: through which every wait goes.
+            make_agent: a fresh loop for each run; None where nobody generates.
+        """
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._make_agent = make_agent
+        self._kept: dict[str, Mapping[str, Column]] = {}
+
+    async def run(self, order: RunOrder, *, last: bool = False) -> RunProduct:
+        """Run a loop to its end and keep its sequences (``last``: only the last one).
+
+        Raises:
+            JackfieldError: as :func:`run_agent`.
+        """
+        assert self._make_agent is not None, "a worker without replicas runs no agents"
+        output = await run_agent(self._make_agent(), order.sampling, order.task, self._clock, order.seconds)
+        sequences = output.sequences[-1:] if last else output.sequences
+        tags = [sequence_tags(order.task, sequence, order.run) for sequence in sequences]
+        return self._keep(order.id, sequence_columns(order.task, sequences), tags)
+
+    async def answer(self, order: RunOrder) -> RunProduct:
+        """Keep the task's own answer as a sample to learn from.
+
+        Raises:
+            DataError: the task has none.
+        """
+        task = order.task
+        if task.response is None:
+            raise DataError("a task has no answer to learn from", where=f"task {task.id}", fix="set data.format")
+        prompt_ids, response_ids = self._tokenizer.encode_chat(task.messages), self._encode_response(task.response)
+        tags = supervised_tags(task, prompt_ids, response_ids)
+        return self._keep(order.id, supervised_columns(prompt_ids, response_ids), [tags])
+
+    def _encode_response(self, text: str) -> Sequence[int]:
+        encode: Callable[[str], Sequence[int]] = self._tokenizer.encode_response  # type: ignore[attr-defined]
+        return encode(text)
+
+    def _keep(self, id: str, columns: Mapping[str, Column], tags: Sequence[Mapping[str, Any]]) -> RunProduct:
+        self._kept[id] = columns
+        sizes = check_columns(columns, len(tags))
+        return RunProduct(id=id, written=Written(columns=tuple(columns), sizes=sizes), tags=tuple(tags))
+
+    async def store(self, id: str, partition: str, keys: Sequence[str]) -> None:
+        """Write what a run has yielded under ``keys``, and forget it.
+
+        Raises:
+            WorkerLost: when this worker does not have it (it was started again in the meantime).
+        """
+        columns = self._kept.pop(id, None)
+        if columns is None:
+            raise WorkerLost(f"the worker that made sample {id} is gone, and with it what it had made", where=id)
+        await self._rows.put(partition, keys, columns)
+
+    async def discard(self, id: str) -> None:
+        """Forget what a run has yielded; unknown: no effect."""
+        self._kept.pop(id, None)
+
+    async def records(
+        self, partition: str, keys: Sequence[str], tags: Sequence[Mapping[str, Any]], *, with_reward: bool
+    ) -> tuple[SampleRecord, ...]:
+        """Samples in a form that people read; ``reward`` is None without ``with_reward``."""
+        names = ("prompt_ids", "response_ids", "response_mask", *(("reward",) if with_reward else ()))
+        columns = await self._rows.get(partition, keys, names)
+        rows = {name: rows_of(column) for name, column in columns.items()}
+        decode = self._tokenizer.decode
+        return tuple(
+            SampleRecord(
+                key=key,
+                prompt=decode(rows["prompt_ids"][index].tolist(), skip_special_tokens=False),
+                response=decode(rows["response_ids"][index].tolist(), skip_special_tokens=False),
+                reward=float(rows["reward"][index].sum()) if with_reward else None,
+                response_ids=tuple(rows["response_ids"][index].tolist()),
+                response_mask=tuple(int(value) for value in rows["response_mask"][index].tolist()),
+                tags=tags[index],
+            )
+            for index, key in enumerate(keys)
+        )
+
+
+async def run_agent(
+    agent: AgentLoopBase, sampling: Mapping[str, Any], task: Task, clock: Clock, seconds: float
+) -> AgentLoopOutput:
+    """Run an agent loop once, check what it returns, and give every failure a name.
+
+    Raises:
+        JackfieldError: the loop's own, ``agent.failed``, ``agent.output`` or ``deadline``.
+    """
+    try:
+        output = await clock.wait_for(
+            agent.run(sampling, **task.agent_fields()), seconds, f"the agent loop on task {task.id}"
+        )
+    except JackfieldError:
+        raise
+    except Exception as error:
+        raise AgentError(f"the agent loop raised {type(error).__name__}: {error}", where=f"task {task.id}") from error
+    for sequence in output.sequences:
+        _check(sequence, task)
+    return output
+
+
+def _check(sequence: AgentSequence, task: Task) -> None:
+    lengths = {
+        "response_ids": len(sequence.response_ids),
+        "response_mask": len(sequence.response_mask),
+        "response_logprobs": len(sequence.response_logprobs),
+        "weight_versions": len(sequence.weight_versions),
+    }
+    if len(set(lengths.values())) != 1 or not sequence.prompt_ids or not sequence.response_ids:
+        raise AgentError(
+            "an agent loop returned a sequence whose parts do not fit",
+            code="agent.output",
+            where=f"task {task.id}",
+            expected="a prompt, and a response whose ids, mask, log-probs and versions have one length above 0",
+            found=f"prompt {len(sequence.prompt_ids)}, {lengths}",
+        )

@@ -1,0 +1,136 @@
+"""One rank of an engine: it reads its rows from the queue's backend and writes its columns there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+from jackfield.abc.checkpoint_engine import CheckpointEngine, Topology, TopologyRequest
+from jackfield.abc.engine import (
+    BaseEngine,
+    EngineLayout,
+    EngineOutput,
+    LoadCheckpointRequest,
+    LossSpec,
+    SaveCheckpointRequest,
+)
+from jackfield.abc.transfer_queue import Column
+from jackfield.errors import EngineError, JackfieldError
+from jackfield.queue import BatchMeta, Rows, Written, from_nested, to_nested
+from jackfield.weights import WeightSender
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["EngineRank"]
+
+_SAMPLE = ("prompt_ids", "response_ids", "response_mask")
+
+
+class EngineRank:
+    """Drives one :class:`~jackfield.abc.engine.BaseEngine`, in a thread, so that the event loop stays free."""
+
+    def __init__(
+        self,
+        engine: BaseEngine,
+        rows: Rows,
+        *,
+        loss_columns: Sequence[str] = (),
+        renamed: Mapping[str, str] | None = None,
+        transport: CheckpointEngine | None = None,
+    ) -> None:
+        """
+        Args:
+            engine: the rank.
+            rows: where samples are.
+            loss_columns: what the loss reads beside the sample itself.
+            renamed: column name in the queue by the name that the loss knows it under.
+            transport: this rank's end of the weight plane; None: it publishes nothing.
+        """
+        self._engine = engine
+        self._rows = rows
+        self._loss_columns = tuple(loss_columns)
+        self._renamed = dict(renamed or {})
+        self._transport = transport
+        self.sender = None if transport is None else WeightSender(transport, engine.get_per_tensor_param)
+
+    async def initialize(self) -> EngineLayout:
+        """Load the model; where this rank stands."""
+        await self._in_thread(self._engine.initialize)
+        return self._engine.layout
+
+    async def compute_log_probs(self, batch: BatchMeta, column: str, *, adapter_off: bool = False) -> Written | None:
+        """Write the model's log-probs of the responses into ``column``; None where another rank's results count."""
+        data = await self._read(batch, _SAMPLE)
+        output = await self._in_thread(lambda: self._forward(data, adapter_off))
+        if not self._engine.layout.is_output_rank:
+            return None
+        assert output.log_probs is not None
+        return await self._rows.put(batch.partition, batch.keys, {column: from_nested(output.log_probs)})
+
+    async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
+        """This rank's part in one optimizer step: ``grad_norm``, ``lr`` and its share of the loss's metrics."""
+        data = await self._read(batch, (*_SAMPLE, *self._loss_columns))
+        metrics: dict[str, float] = await self._in_thread(lambda: self._train(data, loss))
+        return metrics
+
+    async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
+        """Write this rank's part of a checkpoint."""
+        await self._in_thread(lambda: self._engine.save_checkpoint(SaveCheckpointRequest(folder=folder, format=format)))
+
+    async def load(self, folder: str, *, model_only: bool = False) -> None:
+        """Read a native checkpoint."""
+        request = LoadCheckpointRequest(folder=folder, model_only=model_only)
+        await self._in_thread(lambda: self._engine.load_checkpoint(request))
+
+    async def to(self, device: str) -> None:
+        """Move everything to ``device``."""
+        await self._in_thread(lambda: self._engine.to(device))
+
+    async def build_topology(self, request: TopologyRequest) -> Topology:
+        """Who sends weights to whom: the checkpoint engine's own rule."""
+        assert self._transport is not None, "a rank that publishes has a transport"
+        return type(self._transport).build_topology(request)
+
+    async def close(self) -> None:
+        """Release the engine."""
+        await self._in_thread(self._engine.close)
+
+    def _forward(self, data: TensorDict, adapter_off: bool) -> EngineOutput:
+        adapter: AbstractContextManager[None] = self._engine.disable_adapter() if adapter_off else nullcontext()
+        with self._engine.eval_mode(), adapter:
+            return self._engine.forward_backward_batch(data, None, forward_only=True)
+
+    def _train(self, data: TensorDict, loss: LossSpec) -> dict[str, float]:
+        engine = self._engine
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(data, loss)
+            grad_norm = engine.optimizer_step()
+        lr = engine.lr_scheduler_step()
+        return {**output.metrics, "grad_norm": grad_norm, "lr": lr}
+
+    async def _read(self, batch: BatchMeta, names: Sequence[str]) -> TensorDict:
+        from tensordict import TensorDict
+
+        stored = {name: self._renamed.get(name, name) for name in names}
+        columns = await self._rows.get(batch.partition, batch.keys, tuple(dict.fromkeys(stored.values())))
+        values = {name: _tensor(columns[stored[name]]) for name in names}
+        return TensorDict(values, batch_size=[len(batch)])
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        role, rank = self._engine.context.role, self._engine.context.rank
+        try:
+            return await asyncio.to_thread(call)
+        except JackfieldError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"the {role} engine raised {type(error).__name__}: {error}", where=f"rank {rank}"
+            ) from error
+
+
+def _tensor(column: Column) -> Any:
+    return column.values if column.offsets is None else to_nested(column)

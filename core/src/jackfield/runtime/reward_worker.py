@@ -1,0 +1,175 @@
+"""Scores samples: reads rows from the queue's backend, and writes the column ``reward`` of whole groups.
+
+The controller sees statuses and errors; responses and rewards stay here and in the backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from jackfield.abc.agent import ChatTokenizer
+from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, RewardError
+from jackfield.queue import Rows, Written, column_from_rows, rows_of
+
+__all__ = ["REWARD_INPUTS", "RewardWorker", "Scored", "score_sample"]
+
+REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns that a reward agent's request is made from
+
+
+@attrs.frozen(kw_only=True)
+class Scored:
+    """How the scoring of a row ended."""
+
+    key: str
+    score: float | None  #: None where there is none
+    error: str | None  #: why there is none
+
+    @classmethod
+    def of(cls, key: str, result: ScoreResult) -> Scored:
+        """What the controller needs of a result."""
+        good = result.status == "ok"
+        return cls(
+            key=key,
+            score=result.score if good else None,
+            error=None if good else f"reward {result.status}: {result.error}",
+        )
+
+
+class RewardWorker:
+    """Scores rows side by side. Rows of one group come to one worker."""
+
+    def __init__(
+        self, rows: Rows, agent: RewardAgent, tokenizer: ChatTokenizer, clock: Clock, *, score_seconds: float
+    ) -> None:
+        """
+        Args:
+            rows: where samples are.
+            agent: scores; started.
+            tokenizer: of the model.
+            clock: through which every wait goes.
+            score_seconds: the deadline of one score.
+        """
+        self._rows = rows
+        self._agent = agent
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._score_seconds = score_seconds
+        self._scores: dict[str, asyncio.Task[ScoreResult]] = {}
+
+    async def score(self, partition: str, keys: Sequence[str]) -> tuple[Scored, ...]:
+        """Score rows, each once, and keep the scores until they are used or forgotten.
+
+        Raises:
+            QueueError: ``queue.unknown-row`` when a row is gone.
+        """
+        scoring = self._scoring(partition, keys)
+        await asyncio.wait(scoring)
+        gone = ScoreResult(status="failed", error="nobody needs the score any more")
+        results = [gone if each.cancelled() else each.result() for each in scoring]
+        return tuple(Scored.of(key, result) for key, result in zip(keys, results, strict=True))
+
+    async def reward(self, partition: str, keys: Sequence[str]) -> tuple[tuple[Scored, ...], Written]:
+        """Write ``reward`` of one group's rows, those that have a score; forgets the scores.
+
+        Args:
+            partition: of the group.
+            keys: the whole group, in the order of its runs; rows that were not scored yet are scored now.
+
+        Returns:
+            how each row's scoring ended, in order; what was written for those with a score, in order.
+        """
+        results = list(self._agent.post_process_scores(await asyncio.gather(*self._scoring(partition, keys))))
+        await self.forget(keys)
+        scored = tuple(Scored.of(key, result) for key, result in zip(keys, results, strict=True))
+        good = [(key, result) for key, result in zip(keys, results, strict=True) if result.status == "ok"]
+        if not good:
+            return scored, Written(columns=("reward",), sizes=())
+        column = _reward_column([result for _, result in good])
+        return scored, await self._rows.put(partition, [key for key, _ in good], {"reward": column})
+
+    async def forget(self, keys: Sequence[str]) -> None:
+        """Drop scores that nobody will ask for, and whoever still makes them."""
+        for key in keys:
+            scoring = self._scores.pop(key, None)
+            if scoring is not None:
+                scoring.cancel()
+
+    async def close(self) -> None:
+        """End everything the worker and its agent have started."""
+        await self.forget(list(self._scores))
+        await self._agent.close()
+
+    def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[ScoreResult]]:
+        """The tasks that score rows; what was not begun, or could not be read, is begun now."""
+        missing = [key for key in keys if _failed(self._scores.get(key))]
+        if missing:
+            reading = asyncio.ensure_future(self._read(partition, missing))
+            for key in missing:
+                self._scores[key] = asyncio.ensure_future(self._score(key, reading))
+        return [self._scores[key] for key in keys]
+
+    async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+        columns = await self._rows.get(partition, keys, REWARD_INPUTS)
+        return dict(zip(keys, zip(*(rows_of(columns[name]) for name in REWARD_INPUTS), strict=True), strict=True))
+
+    async def _score(self, key: str, reading: asyncio.Future[dict[str, tuple[Any, ...]]]) -> ScoreResult:
+        prompt_ids, response_ids, task = (await asyncio.shield(reading))[key]
+        return await self._score_row(key, prompt_ids.tolist(), response_ids.tolist(), task)
+
+    async def _score_row(
+        self, key: str, prompt_ids: Sequence[int], response_ids: Sequence[int], task: Mapping[str, Any]
+    ) -> ScoreResult:
+        if task["reward"] is not None:
+            return ScoreResult(score=float(task["reward"]))
+        request = ScoreRequest(
+            data_source=task["data_source"],
+            solution_str=self._tokenizer.decode(response_ids),
+            ground_truth=task["ground_truth"],
+            extra_info=task["extra_info"],
+            prompt_str=self._tokenizer.decode(prompt_ids),
+            response_ids=tuple(response_ids),
+            idempotency_key=key,
+            deadline_seconds=self._score_seconds,
+        )
+        return await score_sample(self._agent, request, self._clock)
+
+
+async def score_sample(agent: RewardAgent, request: ScoreRequest, clock: Clock) -> ScoreResult:
+    """Score under the request's deadline; whatever goes wrong becomes a status, never a score."""
+    try:
+        result = await clock.wait_for(
+            agent.compute_score(request), request.deadline_seconds, f"the reward of sample {request.idempotency_key}"
+        )
+    except DeadlineExceeded as error:
+        return ScoreResult(status="timeout", error=str(error))
+    except Exception as error:
+        return ScoreResult(status="failed", error=f"{type(error).__name__}: {error}")
+    finite = isinstance(result.score, int | float) and result.score - result.score == 0
+    if result.status == "ok" and not finite:
+        refusal = RewardError(
+            "a reward agent returned no finite score",
+            code="reward.output",
+            where=request.idempotency_key,
+            found=result.score,
+        )
+        return ScoreResult(status="failed", error=str(refusal))
+    return result
+
+
+def _failed(scoring: asyncio.Task[ScoreResult] | None) -> bool:
+    return scoring is None or (scoring.done() and (scoring.cancelled() or scoring.exception() is not None))
+
+
+def _reward_column(scores: Sequence[ScoreResult]) -> Any:
+    """Jagged float32: one number for a row, or one for each of its response tokens."""
+    import torch
+
+    return column_from_rows(
+        [torch.tensor(score.token_scores or (score.score,), dtype=torch.float32) for score in scores]
+    )

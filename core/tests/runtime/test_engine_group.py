@@ -1,0 +1,139 @@
+"""What the controller knows of ranks: which rows go where, and how their shares become one step's metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from jackfield.abc.engine import EngineLayout, LossSpec
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, EngineError
+from jackfield.queue import BatchMeta, Written
+from jackfield.runtime.engine_group import EngineGroup, combined, shares
+
+
+class FakeRank:
+    """Declares a layout and notes which rows it gets."""
+
+    def __init__(self, layout: EngineLayout, metrics: Mapping[str, float] | None = None) -> None:
+        self.layout, self.metrics = layout, dict(metrics or {})
+        self.got: list[tuple[str, ...]] = []
+
+    async def initialize(self) -> EngineLayout:
+        return self.layout
+
+    async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
+        self.got.append(batch.keys)
+        return self.metrics
+
+    async def compute_log_probs(self, batch: BatchMeta, column: str, *, adapter_off: bool) -> Written | None:
+        self.got.append(batch.keys)
+        if not self.layout.is_output_rank:
+            return None
+        return Written(columns=(column,), sizes=(4,) * len(batch))
+
+
+class FakeQueue:
+    """Notes what is announced."""
+
+    def __init__(self) -> None:
+        self.announced: list[tuple[str, ...]] = []
+
+    def announce(self, batch: BatchMeta, written: Written) -> None:
+        assert len(batch) == len(written.sizes)
+        self.announced.append(batch.keys)
+
+
+def batch(lengths: list[int]) -> BatchMeta:
+    return BatchMeta(
+        partition="train",
+        consumer="trainer",
+        keys=tuple(f"train/0/{index}/0/0/0" for index in range(len(lengths))),
+        tags=tuple({"prompt_tokens": 1, "response_tokens": length} for length in lengths),
+        group_ids=("g",) * len(lengths),
+        epoch=1,
+    )
+
+
+def group(ranks: list[Any], queue: Any = None, seconds: float = 10.0) -> EngineGroup:
+    return EngineGroup("actor", ranks, queue or FakeQueue(), Clock(), seconds=seconds)
+
+
+def layouts(*places: tuple[int, bool], size: int) -> list[EngineLayout]:
+    return [
+        EngineLayout(data_parallel_rank=rank, data_parallel_size=size, is_output_rank=output) for rank, output in places
+    ]
+
+
+LOSS = LossSpec(name="ppo_clip")
+
+
+def test_one_rank_gets_every_row_in_order() -> None:
+    assert [[0, 1, 2, 3]] == shares([5, 1, 9, 2], 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_shares_are_even_in_rows_and_balanced_in_tokens(ranks: int) -> None:
+    lengths = [100, 3, 50, 50, 7, 60, 40, 1, 99, 2, 5, 8, 77]
+    parts = shares(lengths, ranks)
+    assert list(range(len(lengths))) == sorted(index for part in parts for index in part)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    totals = [sum(lengths[index] for index in part) for part in parts]
+    consecutive = [sum(lengths[start : start + len(lengths) // ranks]) for start in range(0, 12, len(lengths) // ranks)]
+    assert max(totals) - min(totals) < max(consecutive) - min(consecutive)
+
+
+def test_ranks_of_one_data_parallel_rank_get_the_same_rows_and_one_answers_for_them() -> None:
+    """Two data-parallel ranks of two tensor-parallel ranks each: the controller knows no more than the layouts."""
+
+    async def main() -> None:
+        queue = FakeQueue()
+        places = layouts((0, True), (0, False), (1, True), (1, False), size=2)
+        ranks = [FakeRank(place, {"policy/loss": 1.0 + index}) for index, place in enumerate(places)]
+        made = group(ranks, queue)
+        await made.initialize()
+        whole = batch([4, 4, 4, 4])
+        metrics = await made.update(whole, LOSS)
+        assert {"policy/loss": 1.0 + 3.0} == metrics
+        assert ranks[0].got == ranks[1].got != ranks[2].got == ranks[3].got
+        await made.compute_log_probs(whole, "old_log_probs")
+        assert sorted(whole.keys) == sorted(key for keys in queue.announced for key in keys)
+
+    asyncio.run(main())
+
+
+def test_metrics_add_up_but_for_extremes_and_what_is_the_same_everywhere() -> None:
+    first = {"policy/loss": 0.25, "policy/ratio/max": 3.0, "policy/ratio/min": 0.5, "grad_norm": 2.0, "lr": 1e-3}
+    second = {"policy/loss": 0.5, "policy/ratio/max": 1.0, "policy/ratio/min": 0.25, "grad_norm": 2.0, "lr": 1e-3}
+    expected = {"policy/loss": 0.75, "policy/ratio/max": 3.0, "policy/ratio/min": 0.25, "grad_norm": 2.0, "lr": 1e-3}
+    assert expected == combined([first, second])
+
+
+def test_fewer_rows_than_ranks_are_refused() -> None:
+    async def main() -> None:
+        made = group([FakeRank(place) for place in layouts((0, True), (1, True), size=2)])
+        await made.initialize()
+        with pytest.raises(EngineError, match="fewer rows"):
+            await made.update(batch([3]), LOSS)
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_does_not_answer_is_named_with_its_samples() -> None:
+    class Stuck(FakeRank):
+        async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def main() -> None:
+        places = layouts((0, True), (1, True), size=2)
+        made = group([FakeRank(places[0]), Stuck(places[1])], seconds=0.01)
+        await made.initialize()
+        with pytest.raises(DeadlineExceeded) as caught:
+            await made.update(batch([3, 3]), LOSS)
+        assert "the actor engine, rank 1, to train on 2 samples from train/0/0/0/0/0" in str(caught.value)
+
+    asyncio.run(main())
