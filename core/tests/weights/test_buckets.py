@@ -1,0 +1,47 @@
+"""Tensors in a buffer of bytes come out as they went in, without a copy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from jackfield.weights import digest  # noqa: E402
+from jackfield.weights.buckets import aligned, entry_of, put, raw, view  # noqa: E402
+
+TENSORS = {
+    "strided": torch.arange(12.0).view(3, 4).T,
+    "bf16": torch.randn(5, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16),
+    "fp8": torch.arange(7, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    "bool": torch.tensor([True, False]),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "empty": torch.empty(0, 3),
+    "one element of a column": torch.arange(6).view(2, 3)[:1, 1:2],
+}
+
+
+def test_a_buffer_holds_tensors_of_every_kind() -> None:
+    buffer, offset, entries = torch.zeros(1024, dtype=torch.uint8), 0, []
+    for name, tensor in TENSORS.items():
+        entry = entry_of(name, tensor, offset)
+        put(buffer, entry, tensor)
+        entries.append(entry)
+        offset = aligned(offset + tensor.nbytes)
+    for entry in json.loads(json.dumps(entries)):
+        found = view(buffer, entry)
+        assert digest(TENSORS[entry[0]]) == digest(found)
+        if found.numel():
+            assert buffer.data_ptr() <= found.data_ptr() < buffer.data_ptr() + 1024
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_raw_bytes_are_the_tensor_in_row_major_order(name: str) -> None:
+    tensor = TENSORS[name]
+    assert digest(tensor) == digest(view(raw(tensor), entry_of(name, tensor)))
+
+
+def test_raw_bytes_of_a_contiguous_tensor_are_not_copied() -> None:
+    tensor = torch.arange(6.0)
+    assert tensor.data_ptr() == raw(tensor).data_ptr()

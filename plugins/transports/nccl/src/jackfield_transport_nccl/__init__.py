@@ -1,0 +1,1 @@
+"""Weights by broadcast: NCCL between GPUs, gloo between CPUs."""

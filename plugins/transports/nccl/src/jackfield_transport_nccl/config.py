@@ -1,0 +1,28 @@
+"""Settings of the engine; importable without torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+from attrs.validators import and_, ge, gt, le
+
+from jackfield.structuring import option
+
+__all__ = ["Config"]
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """How weights are broadcast."""
+
+    backend: Literal["auto", "gloo", "nccl"] = option(
+        "auto",
+        help="nccl needs a GPU of its own for the sender and each worker; auto: nccl where the trainer has one.",
+    )
+    bucket_bytes: int = option(
+        32 * 2**20, help="Tensors are sent in buckets of this size, two at a time; larger ones alone.", validator=gt(0)
+    )
+    port: int = option(
+        0, help="Where the sender listens for workers; 0: any port that is free.", validator=and_(ge(0), le(65535))
+    )

@@ -1,0 +1,136 @@
+"""A broadcast group beside the process's default one, whose members find each other through the meeting."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C import _distributed_c10d as c10d
+
+__all__ = ["Group", "MeetingStore"]
+
+
+class MeetingStore(c10d.Store):
+    """The store through which members exchange addresses: what is set here is told to all, through the meeting.
+
+    In the place of a ``TCPStore``, which lets anybody in who finds its port.
+    """
+
+    def __init__(self, seconds: float, publish: Callable[[str, str], None]) -> None:
+        """
+        Args:
+            seconds: how long a member's value is waited for.
+            publish: tells the others a key and a value, as text; called from any thread.
+        """
+        super().__init__()
+        self._seconds = seconds
+        self._publish = publish
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, key: str, value: str) -> None:
+        """What another member has published."""
+        with self._changed:
+            self._values[key] = base64.b64decode(value)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing will come any more: whoever waits is told so."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # -- what process groups call, from threads of their own
+
+    def set(self, key: str, value: Any) -> None:
+        """Publish a value."""
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        text = base64.b64encode(content).decode()
+        self.put(key, text)
+        self._publish(key, text)
+
+    def get(self, key: str) -> bytes:
+        """A value, once it is there."""
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for values."""
+        seconds = self._seconds if timeout is None else min(timeout.total_seconds(), self._seconds)
+        with self._changed:
+            there = self._changed.wait_for(lambda: self._closed or all(key in self._values for key in keys), seconds)
+        missing = [key for key in keys if key not in self._values]
+        if missing:
+            why = "the transfer ended" if there else f"none within {seconds:.6g} s"
+            raise RuntimeError(f"the group's members published no {', '.join(missing)}: {why}")
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether values are there."""
+        return all(key in self._values for key in keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The deadline is the transfer's."""
+
+
+class Group:
+    """One member of the group. What blocks runs in a thread, in the order in which it was asked for."""
+
+    def __init__(self, backend: str, rank: int, size: int, host: str, store: MeetingStore, seconds: float) -> None:
+        """
+        Args:
+            backend: ``gloo`` or ``nccl``.
+            rank: 0 is the sender.
+            size: of the group.
+            host: this machine's address, as the others reach it (gloo).
+            store: through which the members meet.
+            seconds: until the transfer's deadline.
+        """
+        self.backend = backend
+        self._ends = time.monotonic() + seconds
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
+        self._group: Any = None
+        self.made = self._thread.submit(self._make, rank, size, host)  #: all members have met
+
+    def _make(self, rank: int, size: int, host: str) -> None:
+        seconds = timedelta(seconds=max(self._ends - time.monotonic(), 0.001))
+        library: Any = distributed  # what a build of torch has of it, its stubs do not know
+        if self.backend == "nccl":
+            options = library.ProcessGroupNCCL.Options()
+            options._timeout = seconds
+            self._group = library.ProcessGroupNCCL(self._store, rank, size, options)
+            return
+        options = library.ProcessGroupGloo._Options()
+        options._devices = [library.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = seconds
+        self._group = library.ProcessGroupGloo(self._store, rank, size, options)
+
+    def broadcast(self, buffer: torch.Tensor) -> Future[None]:
+        """Move the sender's bytes into every member's buffer, uint8 ``[bytes]``, after all that was asked before."""
+        return self._thread.submit(self._broadcast, buffer)
+
+    def _broadcast(self, buffer: torch.Tensor) -> None:
+        seconds = timedelta(seconds=max(self._ends - time.monotonic(), 0.001))
+        self._group.broadcast(buffer, 0, timeout=seconds).wait()
+        if buffer.is_cuda:  # NCCL's wait() is the stream's, not ours
+            torch.cuda.current_stream(buffer.device).synchronize()
+
+    async def close(self) -> None:
+        """Leave the group; a broadcast under way is waited for: it ends when a peer leaves, or at the deadline."""
+        self._store.close()
+        if self.backend == "nccl" and self._group is not None:
+            self._group.abort()  # a broadcast that lacks a member does not end by itself
+        await asyncio.wrap_future(self._thread.submit(self._leave))
+        self._thread.shutdown()
+
+    def _leave(self) -> None:
+        self._group = None

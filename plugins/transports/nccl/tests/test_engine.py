@@ -1,0 +1,85 @@
+"""What one process can show: the gates, the default group, a port that is taken, a worker without a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext, ConnectRequest, TopologyRequest
+from jackfield.errors import WeightsError
+from jackfield.plugins import discover
+from jackfield.weights import WeightReceiver, WeightSender, digest
+
+
+def build(side: Any, **settings: Any) -> Any:
+    context = CheckpointEngineContext(side=side, deadline_seconds=20)
+    return discover().load("checkpoint_engine", "nccl").build(settings, context)
+
+
+def test_the_plugin_is_found_and_passes_its_gates() -> None:
+    loaded = discover().load("checkpoint_engine", "nccl")
+    assert "NCCLCheckpointEngine" == loaded.cls.__name__
+    assert loaded.config_class() == loaded.config_class()
+
+
+def test_the_default_group_of_a_training_engine_stays_as_it_is(tmp_path: Path) -> None:
+    """A transfer in a process that has a default group: it is the same group afterwards, and works."""
+    tensors = {"a": torch.arange(10.0), "b": torch.ones(3, 2, dtype=torch.bfloat16)}
+
+    async def transfer() -> dict[str, str]:
+        sender, receiver = WeightSender(build("trainer")), WeightReceiver(build("rollout"))
+        request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=1)
+        topology = discover().load("checkpoint_engine", "nccl").cls.build_topology(request)
+
+        async def send() -> None:
+            await sender.connect(topology.trainer[0], 1)
+            await sender.send(pair for pair in tensors.items())
+
+        sending = asyncio.ensure_future(send())
+        async for _ in receiver.tensors(topology.rollout[0], 1):
+            pass
+        await sending
+        await sender.finalize()
+        return receiver.digests
+
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        before = distributed.group.WORLD
+        assert {name: digest(tensor) for name, tensor in tensors.items()} == asyncio.run(transfer())
+        assert distributed.group.WORLD is before
+        value = torch.ones(2)
+        distributed.all_reduce(value)
+        assert [1.0, 1.0] == value.tolist()
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_taken_port_is_refused_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(WeightsError, match=rf"(?s)cannot listen.*127\.0\.0\.1:{port}"):
+            build("trainer", port=port).prepare()
+
+
+def test_a_sender_may_prepare_again_at_the_same_port() -> None:
+    """As after a synchronisation that failed before anybody came."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    engine = build("trainer", port=port)
+    first, second = engine.prepare().metadata, engine.prepare().metadata
+    assert port == first["port"] == second["port"]
+    assert first["secret"] != second["secret"]
+    asyncio.run(engine.finalize())
+
+
+def test_a_worker_without_a_gpu_cannot_join_nccl() -> None:
+    place = {"host": "127.0.0.1", "port": 1, "secret": "", "worker": 3, "workers": 4, "backend": "nccl"}
+    with pytest.raises(WeightsError, match="without a GPU"):
+        asyncio.run(build("rollout").connect(ConnectRequest(arguments=place, version=1)))

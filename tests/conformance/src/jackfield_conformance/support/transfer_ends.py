@@ -1,0 +1,324 @@
+"""Ends of a weight transfer in processes of their own, for the tests of checkpoint engines; as a script, one of them.
+
+The test orders, the process does and answers, one JSON object a line: so a test decides who is where when somebody is
+killed, and nobody sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import attrs
+import torch
+
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext, TopologyRequest
+from jackfield.errors import JackfieldError
+from jackfield.plugins import load_plugin
+from jackfield.weights import WeightReceiver, WeightSender, digest
+
+__all__ = ["End", "Team", "adapter_tensors", "model_tensors", "team"]
+
+_START_SECONDS = 60.0  #: for a process to import torch
+_ANSWER_SECONDS = 30.0
+
+
+def model_tensors(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's tensors, drawn anew for each seed: bf16, fp8 and float32, tiny ones, strided ones, one of 1 MB."""
+    generator = torch.Generator().manual_seed(seed)
+    yield "embed.weight", torch.randn(1024, 256, generator=generator)
+    for layer in range(12):
+        weight = torch.randn(96, 64, generator=generator)
+        yield f"layer.{layer}.weight", weight.to(torch.bfloat16)
+        yield f"layer.{layer}.transposed", weight.T
+        yield f"layer.{layer}.quantised", weight.to(torch.float8_e4m3fn)
+        yield f"layer.{layer}.other", weight.to(torch.float8_e5m2)
+        yield f"layer.{layer}.bias", weight[0]
+    yield "scale", torch.tensor(float(seed))
+    yield "empty", torch.empty(0, 4)
+
+
+def adapter_tensors(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a LoRA adapter, under the names that PEFT gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(20):
+        for half, shape in (("A", (4, 64)), ("B", (64, 4))):
+            name = f"base_model.model.layer.{layer}.lora_{half}.weight"
+            yield name, torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+_KINDS = {"full": model_tensors, "adapter": adapter_tensors}
+
+
+def digests(kind: str, seed: int) -> dict[str, str]:
+    """What every receiver has to have."""
+    return {name: digest(tensor) for name, tensor in _KINDS[kind](seed)}
+
+
+# -- the test's side ---------------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class End:
+    """One process."""
+
+    connection: socket.socket
+    pid: int = 0
+    dead: bool = False
+    _read: bytes = b""
+
+    def order(self, what: str, **details: Any) -> None:
+        """Tell it to do something."""
+        self.connection.sendall(json.dumps({"what": what, **details}).encode() + b"\n")
+
+    def answer(self, seconds: float = _ANSWER_SECONDS) -> dict[str, Any]:
+        """What it answers.
+
+        Raises:
+            AssertionError: nothing within ``seconds``, or it has died.
+        """
+        self.connection.settimeout(seconds)
+        while b"\n" not in self._read:
+            try:
+                read = self.connection.recv(1 << 20)
+            except TimeoutError:
+                raise AssertionError(f"no answer within {seconds:g} s") from None
+            assert read, "the process has ended"
+            self._read += read
+        line, _, self._read = self._read.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ask(self, what: str, **details: Any) -> dict[str, Any]:
+        """Order and answer."""
+        self.order(what, **details)
+        return self.answer()
+
+    def kill(self) -> None:
+        """``kill -9``, and wait until it is gone."""
+        if self.dead:
+            return
+        self.dead = True
+        os.kill(self.pid, signal.SIGKILL)
+        self.connection.settimeout(_ANSWER_SECONDS)
+        with contextlib.suppress(ConnectionError):
+            while self.connection.recv(1 << 20):
+                pass
+        self.connection.close()
+
+
+@attrs.define(eq=False)
+class _Nursery:
+    """A process that has imported everything, and forks an end for each connection that it is sent."""
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+
+    @classmethod
+    def start(cls) -> _Nursery:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "jackfield_conformance.support.transfer_ends", str(theirs.fileno())]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        theirs.close()
+        return cls(process, ours)
+
+    def spawn(self) -> End:
+        ours, theirs = socket.socketpair()
+        socket.send_fds(self.connection, [b"."], [theirs.fileno()])
+        theirs.close()
+        end = End(ours)
+        end.pid = end.answer(_START_SECONDS)["pid"]
+        return end
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.wait(_ANSWER_SECONDS)
+
+
+@attrs.define(eq=False)
+class Team:
+    """Trainer ranks and workers of one plugin, each a process; those that a test has killed are made anew."""
+
+    plugin: str
+    settings: Mapping[str, Any]
+    _nursery: _Nursery
+    ranks: list[End] = attrs.field(factory=list)
+    workers: list[End] = attrs.field(factory=list)
+
+    def gather(self, ranks: int, workers: int, seconds: float = 20.0) -> None:
+        """Have so many processes, with a deadline of ``seconds`` for the next transfers."""
+        for ends, count in ((self.ranks, ranks), (self.workers, workers)):
+            for index in range(count):
+                if index == len(ends):
+                    ends.append(self._nursery.spawn())
+                elif ends[index].dead:
+                    ends[index] = self._nursery.spawn()
+            while len(ends) > count:
+                ends.pop().kill()
+        for side, ends in (("trainer", self.ranks), ("rollout", self.workers)):
+            for rank, end in enumerate(ends):
+                place = {"side": side, "rank": rank, "world_size": len(ends), "deadline_seconds": seconds}
+                end.order("make", plugin=self.plugin, settings=dict(self.settings), context=place)
+        for end in (*self.ranks, *self.workers):
+            assert end.answer() == {"made": True}
+
+    def begin(self, version: int, kind: str = "full", **holds: int) -> None:
+        """Let everybody start a transfer of the tensors of seed ``version``.
+
+        Args:
+            version: of the weights, and their seed.
+            kind: ``full`` or ``adapter``.
+            holds: ``rank_0=5``: it stops before its sixth tensor, answers ``holding`` and does nothing any more.
+        """
+        metadata = tuple(end.ask("prepare")["metadata"] for end in self.ranks)
+        cls: Any = load_plugin("checkpoint_engine", self.plugin).cls
+        topology = cls.build_topology(TopologyRequest(trainer_metadata=metadata, rollout_workers=len(self.workers)))
+        for name, ends, shares in (("rank", self.ranks, topology.trainer), ("worker", self.workers, topology.rollout)):
+            for number, (end, share) in enumerate(zip(ends, shares, strict=True)):
+                what = "send" if name == "rank" else "receive"
+                hold = holds.get(f"{name}_{number}")
+                end.order(what, arguments=dict(share), version=version, kind=kind, hold=hold)
+
+    def transfer(self, version: int, kind: str = "full") -> None:
+        """A whole transfer; everybody has to have sent or received just the tensors of seed ``version``."""
+        self.begin(version, kind)
+        wanted = digests(kind, version)
+        for end in (*self.ranks, *self.workers):
+            answer = end.answer()
+            assert answer.get("digests") == wanted, answer
+        self.finalize()
+
+    def finalize(self) -> None:
+        """All trainer ranks that live finalize; workers do so by themselves."""
+        for end in self.ranks:
+            if not end.dead:
+                assert end.ask("finalize") == {"finalized": True}
+
+    def close(self) -> None:
+        """End all processes."""
+        for end in (*self.ranks, *self.workers):
+            end.kill()
+
+
+@contextlib.contextmanager
+def team(plugin: str, **settings: Any) -> Iterator[Team]:
+    """A team without processes yet; at the end they are gone."""
+    nursery = _Nursery.start()
+    made = Team(plugin, settings, nursery)
+    try:
+        yield made
+    finally:
+        made.close()
+        nursery.close()
+
+
+# -- the process's side ------------------------------------------------------------------------------------------------
+
+
+class _Process:
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.engine: Any = None
+        self.sender: WeightSender | None = None
+
+    async def do(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """One order."""
+        match order["what"]:
+            case "make":
+                plugin = load_plugin("checkpoint_engine", order["plugin"])
+                self.engine = plugin.build(order["settings"], CheckpointEngineContext(**order["context"]))
+                self.sender = WeightSender(self.engine)
+                return {"made": True}
+            case "prepare":
+                return {"metadata": dict(self.engine.prepare().metadata)}
+            case "send":
+                return {"digests": await self._send(order)}
+            case "receive":
+                return {"digests": await self._receive(order)}
+            case "finalize":
+                await self.engine.finalize()
+                return {"finalized": True}
+            case "held":
+                descriptors = [_kind(name) for name in os.listdir("/proc/self/fd")]
+                return {"descriptors": sorted(descriptors), "threads": len(os.listdir("/proc/self/task"))}
+        raise AssertionError(order)
+
+    async def _send(self, order: Mapping[str, Any]) -> dict[str, str]:
+        assert self.sender is not None
+        await self.sender.connect(order["arguments"], order["version"])
+        return await self.sender.send(self._held(_KINDS[order["kind"]](order["version"]), order["hold"]))
+
+    async def _receive(self, order: Mapping[str, Any]) -> dict[str, str]:
+        receiver, count = WeightReceiver(self.engine), 0
+        async with aclosing(receiver.tensors(order["arguments"], order["version"])) as stream:
+            async for _ in stream:
+                if count == order["hold"]:
+                    self.say({"holding": count})
+                    await asyncio.Event().wait()
+                count += 1
+        return receiver.digests
+
+    def _held(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], hold: int | None
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        for count, pair in enumerate(tensors):
+            if count == hold:
+                self.say({"holding": count})
+                signal.pause()  # as a training engine does that hangs in a collective; it is ended from outside
+            yield pair
+
+    def say(self, answer: Mapping[str, Any]) -> None:
+        """Answer the test."""
+        self.connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    async def serve(self) -> None:
+        """Do what is ordered until the test closes the connection."""
+        self.say({"pid": os.getpid()})
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        copy = self.connection.dup()
+        await loop.create_connection(lambda: asyncio.StreamReaderProtocol(reader), sock=copy)
+        while line := await reader.readline():
+            try:
+                answer = await self.do(json.loads(line))
+            except JackfieldError as error:
+                answer = {"error": type(error).__name__, "code": error.code, "text": str(error)}
+            self.connection.setblocking(True)
+            self.say(answer)
+
+
+def _kind(descriptor: str) -> str:
+    """What a descriptor is of, without numbers that change."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").partition("[")[0]
+    except OSError:
+        return "the listing itself"
+
+
+def _nurse(connection: socket.socket) -> None:
+    """Fork an end for each connection that comes, until the test closes its own."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries them
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        if not message:
+            return
+        if os.fork() == 0:
+            connection.close()
+            asyncio.run(_Process(socket.socket(fileno=descriptors[0])).serve())
+            os._exit(0)
+        os.close(descriptors[0])
+
+
+if __name__ == "__main__":
+    _nurse(socket.socket(fileno=int(sys.argv[1])))
