@@ -19,7 +19,7 @@ from jackfield.plugins import hook_manager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
 from jackfield.queue import BatchMeta, GroupSlot, Rows, TransferQueue
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.runtime.advantages import AdvantageEstimation, AdvantageWorker
+from jackfield.runtime.advantages import AdvantageEstimation, AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
@@ -63,6 +63,9 @@ class FakeActor:
         self.advantages: list[list[float]] = []
 
     async def compute_log_probs(self, batch: BatchMeta, column: str) -> None:
+        raise AssertionError("not asked for")
+
+    async def compute_values(self, batch: BatchMeta, column: str) -> None:
         raise AssertionError("not asked for")
 
     async def update(self, batch: BatchMeta, loss: LossSpec) -> Mapping[str, float]:
@@ -179,7 +182,9 @@ class Simulation:
             algorithm=algorithm("grpo"),
             loss_options={},
             actor=self.actor,
-            estimator=AdvantageEstimation(AdvantageWorker(rows, "grpo", {}), queue, clock, seconds=500.0),
+            estimator=AdvantageEstimation(
+                AdvantageWorker(rows, AdvantagePlan(advantages="grpo")), queue, clock, seconds=500.0
+            ),
             reference=None,
             recompute_old_log_probs=False,
             mini_batches=self.mini_batches,

@@ -56,7 +56,8 @@ def test_colocated_one_step_off_hides_the_wait_for_rewards() -> None:
 def test_advantages_compare_the_runs_of_one_task() -> None:
     run = simulate(steps=2, runs=2)
     for batch, loss in run.actor.updates:
-        assert {"global_tokens": 16, "global_sequences": 8} == dict(loss.global_counts)
+        counts = (loss.global_counts["global_tokens"], loss.global_counts["global_sequences"])
+        assert (16, 8) == counts
         groups = [batch.group_ids[index : index + 2] for index in range(0, 8, 2)]
         assert all(first == second for first, second in groups)
     for values in run.actor.advantages:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from jackfield.algorithms.advantages import advantages
 from jackfield.algorithms.aggregation import aggregate
-from jackfield.algorithms.bundles import Algorithm, algorithm, resolve_loss
-from jackfield.algorithms.correction import importance_weights
+from jackfield.algorithms.bundles import VALUE_LOSS, Algorithm, algorithm, require_streamable, resolve_loss
+from jackfield.algorithms.correction import Correction, importance_weights
 from jackfield.algorithms.kl import AdaptiveKLController, FixedKLController, kl
 from jackfield.algorithms.losses import distillation_loss, entropy_loss, policy_loss, prepare, value_loss
 from jackfield.algorithms.losses.supervised import chord_mu
 from jackfield.algorithms.registry import Part, names, part, register, register_part
 from jackfield.algorithms.shaping import (
+    Shaping,
     clip_rewards,
     dynamic_sampling_filter,
     fill_failed,
@@ -25,10 +26,13 @@ from jackfield.algorithms.shaping import (
 )
 
 __all__ = [
+    "VALUE_LOSS",
     "AdaptiveKLController",
     "Algorithm",
+    "Correction",
     "FixedKLController",
     "Part",
+    "Shaping",
     "advantages",
     "aggregate",
     "algorithm",
@@ -49,6 +53,7 @@ __all__ = [
     "prepare",
     "register",
     "register_part",
+    "require_streamable",
     "resolve_loss",
     "value_loss",
 ]

@@ -10,15 +10,19 @@ import attrs
 from jackfield.abc.engine import LossFunction, LossSpec, TokenOutput
 from jackfield.algorithms.aggregation import aggregate
 from jackfield.algorithms.kl import kl
-from jackfield.algorithms.losses import COUNTS, ROW_INPUTS, TOKEN_INPUTS, policy_loss
-from jackfield.algorithms.registry import Part, check_options, part, register, signature
+from jackfield.algorithms.losses import COUNTS, ROW_INPUTS, TOKEN_INPUTS, policy_loss, value_loss
+from jackfield.algorithms.registry import Part, Scope, check_options, part, register, signature
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-__all__ = ["Algorithm", "algorithm", "resolve_loss"]
+__all__ = ["VALUE_LOSS", "Algorithm", "algorithm", "require_streamable", "resolve_loss"]
+
+VALUE_LOSS = "value"  #: the name of a critic's loss in a LossSpec
+
+_SCOPES: tuple[Scope, ...] = ("token", "sequence", "group", "batch")
 
 
 @attrs.frozen(kw_only=True)
@@ -41,6 +45,12 @@ class Algorithm:
         chosen = [part("loss", self.loss), part("aggregation", self.aggregation)]
         return (*chosen, part("advantages", self.advantages)) if self.advantages else tuple(chosen)
 
+    @property
+    def scope(self) -> Scope:
+        """How much of a batch it has to see at once: the widest scope of its parts, under their options."""
+        options = {"advantages": self.advantages_options, "loss": self.loss_options}
+        return max((one.scope_with(options.get(one.kind, {})) for one in self.parts), key=_SCOPES.index)
+
 
 def algorithm(name: str) -> Algorithm:
     """A bundle by name: ``grpo``, ``ppo``, ``sft`` and so on; ``jackfield algorithms list --kind algorithm``.
@@ -57,11 +67,28 @@ def _bundle(name: str, text: str, bundle: Algorithm, paper: str = "", differs: s
         return bundle
 
     make.__doc__ = text
-    scopes: tuple[Any, ...] = ("token", "sequence", "group", "batch")
-    options = {"advantages": bundle.advantages_options, "loss": bundle.loss_options}
-    scope = max((one.scope_with(options.get(one.kind, {})) for one in bundle.parts), key=scopes.index)
     maker: Callable[[], Algorithm] = make
-    register("algorithm", name, scope, paper=paper, differs=differs)(maker)
+    register("algorithm", name, bundle.scope, paper=paper, differs=differs)(maker)
+
+
+def require_streamable(chosen: Algorithm) -> None:
+    """Refuse an algorithm that has to see a whole batch, for a schedule that updates on its mini-batches as they come.
+
+    Raises:
+        ConfigError: ``algorithm.input``, naming the parts.
+    """
+    options = {"advantages": chosen.advantages_options, "loss": chosen.loss_options}
+    wide = [one for one in chosen.parts if one.scope_with(options.get(one.kind, {})) == "batch"]
+    if wide:
+        named = ", ".join(f"{one.kind} {one.name}" for one in wide)
+        raise ConfigError(
+            f"a schedule that streams mini-batches cannot have parts that see the whole batch: {named}",
+            code="algorithm.input",
+            where="algorithm",
+            expected="parts of scope token, sequence or group",
+            found=named,
+            fix="choose other parts (`jackfield algorithms show NAME` tells their scope), or stream no mini-batches",
+        )
 
 
 _bundle("grpo", "group-relative advantages, PPO's loss.", Algorithm(loss="ppo", advantages="grpo"), "arXiv:2402.03300")
@@ -250,12 +277,37 @@ def resolve_loss(spec: LossSpec) -> LossFunction:
     ``kl_coefficient``, ``entropy_coefficient`` and ``correction`` (see :func:`jackfield.algorithms.policy_loss`). The
     function reads ``response_mask`` and those of the loss's inputs that its data hold: ``old_log_probs``,
     ``advantages``, ``ref_log_probs``, ``rollout_weights``, what :func:`jackfield.algorithms.prepare` made, and so on.
-    Micro-batches may split groups and pairs, so ``group_ids`` and ``pair_ids`` are not looked at.
+    Micro-batches may split groups and pairs, so ``group_ids`` and ``pair_ids`` are not looked at. KL and entropy are
+    those of rows that the policy itself generated: a loss that takes an ``expert_mask`` leaves its rows out there.
+
+    The name :data:`VALUE_LOSS` is the critic's: :func:`jackfield.algorithms.value_loss` of the model's values, with
+    ``returns`` and, as those before the update, ``values`` of the data.
 
     Raises:
         ConfigError: ``algorithm.unknown`` or ``algorithm.input``: an option that the loss does not have.
     """
-    return _ComposedLoss(spec)
+    return _ValueLoss(spec) if spec.name == VALUE_LOSS else _ComposedLoss(spec)
+
+
+class _ValueLoss:
+    """The critic's loss on one micro-batch."""
+
+    def __init__(self, spec: LossSpec) -> None:
+        self._options: dict[str, Any] = dict(spec.options)
+        self._counts = {name: int(spec.global_counts[name]) for name in ("global_tokens", "global_sequences")}
+
+    def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert output.values is not None, "the model of a critic has a value head"
+        loss, metrics = value_loss(
+            values=output.values,
+            returns=data["returns"],
+            response_mask=data["response_mask"],
+            old_values=data.get("values"),
+            global_tokens=self._counts["global_tokens"],
+            global_sequences=self._counts["global_sequences"],
+            **self._options,
+        )
+        return loss, {**metrics, "value/loss": loss.detach()}
 
 
 class _ComposedLoss:
@@ -302,6 +354,7 @@ class _ComposedLoss:
             **self._options,
         )
         metrics["policy/loss"] = loss.detach()
+        mask = self._own(mask, data)
         if self._kl_coefficient:
             divergence = self._divergence(output.log_probs, data, mask)
             penalty = aggregate(divergence, mask, self._aggregation, length_norm=self._length_norm, **self._counts)
@@ -312,6 +365,11 @@ class _ComposedLoss:
             loss = loss - self._entropy_coefficient * entropy
             metrics["policy/entropy"] = aggregate(output.entropy.detach(), mask, "token-mean", **self._counts)
         return loss, metrics
+
+    def _own(self, mask: torch.Tensor, data: TensorDict) -> torch.Tensor:
+        """The mask without the rows that an expert wrote, where the loss tells them apart."""
+        expert = data.get("expert_mask") if "expert_mask" in signature(self._part.function).inputs else None
+        return mask if expert is None else mask.masked_fill((expert != 0).unsqueeze(-1), 0)
 
     def _inputs(self, data: TensorDict) -> dict[str, Any]:
         """What the loss takes and the data hold; what it would need of the whole batch has to be there."""

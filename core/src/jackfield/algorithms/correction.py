@@ -7,21 +7,52 @@ the loss's own ratio corrects, and rejection alone is left to do here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
 
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import masked_mean_std, require_finite, require_shapes, row_means
 from jackfield.errors import ConfigError
+from jackfield.structuring import option
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["importance_weights"]
+__all__ = ["Correction", "importance_weights"]
 
 _LEVELS = ("token", "sequence", "geometric")
 _BOUNDS = ("truncate", "icepop", "none")
 _REJECTS = ("none", "token", "sequence-sum", "sequence-mean", "sequence-max")
 _CLAMP = 20.0  # of a log-ratio, so that a weight is finite
+
+
+@attrs.frozen(kw_only=True)
+class Correction:
+    """Off-policy correction: importance weights of the policy that generated, and what they reject."""
+
+    enabled: bool | None = option(
+        None, help="null: where the rollout server's log-probs differ from the engine's by more than rounding"
+    )
+    level: Literal["token", "sequence", "geometric"] = option(
+        "token", help="a ratio per token, of the whole response, or of the response's geometric mean"
+    )
+    bound: Literal["truncate", "icepop", "none"] = option(
+        "truncate", help="truncate: at most upper; icepop: 0 outside of [lower, upper]"
+    )
+    upper: float = option(2.0, help="largest weight")
+    lower: float = option(0.5, help="smallest weight, for icepop")
+    reject: Literal["none", "token", "sequence-sum", "sequence-mean", "sequence-max"] = option(
+        "none", help="leave out tokens, or whole responses, whose ratio is outside of [reject_low, reject_high]"
+    )
+    reject_low: float = option(0.5, help="lower bound of a ratio that is kept")
+    reject_high: float = option(2.0, help="upper bound of a ratio that is kept")
+    batch_normalize: bool = option(False, help="divide by the batch's mean weight")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of :func:`importance_weights`."""
+        return attrs.asdict(self, filter=lambda field, _: field.name != "enabled")
 
 
 @register(

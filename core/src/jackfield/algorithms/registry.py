@@ -71,6 +71,7 @@ class Part:
     paper: str = ""
     differs: str = ""  #: where this differs from well-known implementations, and why
     whole_batch: tuple[str, ...] = ()  #: inputs that have to be precomputed when the batch is split
+    per_sequence: bool = False  #: a loss with one value per row, so that nothing per token can weigh it
     batch_options: Mapping[str, Any] = attrs.field(factory=dict)  #: option values that make its scope ``batch``
 
     def scope_with(self, options: Mapping[str, Any]) -> Scope:
@@ -110,6 +111,7 @@ def register(
     *,
     differs: str = "",
     whole_batch: tuple[str, ...] = (),
+    per_sequence: bool = False,
     batch_options: Mapping[str, Any] | None = None,
 ) -> Callable[[F], F]:
     """Register the decorated function as a part.
@@ -122,6 +124,7 @@ def register(
         paper: where its equation is from.
         differs: where it differs from well-known implementations, and why.
         whole_batch: inputs that have to be precomputed over the whole batch when the batch is split.
+        per_sequence: whether a loss has one value per row in the place of one per token.
         batch_options: option values that make the scope ``batch``.
     """
 
@@ -135,6 +138,7 @@ def register(
                 paper=paper,
                 differs=differs,
                 whole_batch=whole_batch,
+                per_sequence=per_sequence,
                 batch_options=dict(batch_options or {}),
             )
         )

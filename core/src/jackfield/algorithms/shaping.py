@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import attrs
+from attrs.validators import gt, optional
+
 from jackfield.algorithms.kl import kl
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import Groups, masked_mean_std, require_finite, require_shapes
 from jackfield.errors import ConfigError
+from jackfield.structuring import option
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Shaping",
     "clip_rewards",
     "dynamic_sampling_filter",
     "fill_failed",
@@ -20,6 +25,45 @@ __all__ = [
     "normalize_rewards",
     "overlong_penalty",
 ]
+
+
+@attrs.frozen(kw_only=True)
+class Shaping:
+    """What happens to rewards before the advantages: clip, then normalise, then add the overlong penalty."""
+
+    clip: tuple[float, float] | None = option(None, help="bounds of a response's reward; null: off")
+    normalize: bool = option(False, help="less the batch's mean, by the batch's standard deviation")
+    overlong_length: int | None = option(
+        None, help="length in tokens from which the whole overlong penalty holds; null: off", validator=optional(gt(0))
+    )
+    overlong_buffer: int = option(1, help="tokens before it over which the penalty grows from 0", validator=gt(0))
+    overlong_factor: float = option(1.0, help="the largest overlong penalty")
+    fill_failed: bool = option(False, help="a failed score becomes the mean of its group's others")
+
+    @property
+    def active(self) -> bool:
+        """Whether any reward may change."""
+        return self.clip is not None or self.normalize or self.overlong_length is not None
+
+    def shape(self, totals: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Shaped rewards of whole responses.
+
+        Args:
+            totals: float ``[B]``, the sums of the rows' rewards.
+            lengths: of the responses in tokens, int ``[B]``.
+
+        Raises:
+            ConfigError: ``algorithm.input``.
+        """
+        if self.clip is not None:
+            totals = clip_rewards(totals, low=self.clip[0], high=self.clip[1])
+        if self.normalize:
+            totals = normalize_rewards(totals)
+        if self.overlong_length is not None:
+            totals = totals + overlong_penalty(
+                lengths, max_length=self.overlong_length, buffer=self.overlong_buffer, factor=self.overlong_factor
+            )
+        return totals
 
 
 @register(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 import attrs
@@ -11,21 +11,15 @@ from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.compose.workers import WorkerFactory
 from jackfield.queue import Rows
-from jackfield.runtime.advantages import AdvantageWorker
+from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 
-__all__ = ["AdvantageOptions", "Crew", "Needs", "inline_crew"]
+__all__ = ["CRITIC_COLUMNS", "Crew", "Needs", "inline_crew"]
 
-
-@attrs.frozen
-class AdvantageOptions:
-    """A registered estimator, with its options."""
-
-    name: str
-    options: dict[str, object]
+CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside the sample
 
 
 @attrs.frozen(kw_only=True)
@@ -34,8 +28,10 @@ class Needs:
 
     replicas: bool  #: whether anybody generates
     reference: bool  #: whether there is a reference model of its own
-    loss_columns: tuple[str, ...]
-    advantages: AdvantageOptions | None
+    critic: bool
+    loss_columns: tuple[str, ...]  #: what the actor's loss reads beside the sample
+    renamed: Mapping[str, str]  #: column by the name that the loss knows it under
+    plan: AdvantagePlan
 
 
 @attrs.frozen(kw_only=True)
@@ -45,10 +41,11 @@ class Crew:
     backend: TransferQueueBackend
     actor: Sequence[EngineRank]
     reference: Sequence[EngineRank]  #: empty: no model of its own
+    critic: Sequence[EngineRank]  #: empty: there is none
     servers: Sequence[BaseRolloutServer]
     agents: Workers[AgentWorker]
     rewards: Workers[RewardWorker] | None
-    estimator: AdvantageWorker | None
+    estimator: AdvantageWorker
     shares_devices: bool  #: whether engine and replicas take turns
 
 
@@ -64,14 +61,14 @@ async def inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack) 
         worker = await make.reward_worker(rows)
         stack.push_async_callback(worker.close)
         rewards = Workers([worker])
-    chosen = needs.advantages
     return Crew(
         backend=backend,
-        actor=[make.engine_rank(rows, "actor", loss_columns=needs.loss_columns)],
+        actor=[make.engine_rank(rows, "actor", loss_columns=needs.loss_columns, renamed=needs.renamed)],
         reference=[make.engine_rank(rows, "reference")] if needs.reference else [],
+        critic=[make.engine_rank(rows, "critic", loss_columns=CRITIC_COLUMNS)] if needs.critic else [],
         servers=servers,
         agents=agents,
         rewards=rewards,
-        estimator=None if chosen is None else AdvantageWorker(rows, chosen.name, chosen.options),
+        estimator=AdvantageWorker(rows, needs.plan),
         shares_devices=True,
     )

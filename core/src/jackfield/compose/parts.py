@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import attrs
 
-from jackfield.algorithms import Algorithm, algorithm
+from jackfield.algorithms import AdaptiveKLController, FixedKLController
 from jackfield.clock import Clock
-from jackfield.compose.crew import AdvantageOptions, Crew, Needs, inline_crew
+from jackfield.compose.crew import Crew, Needs, inline_crew
+from jackfield.compose.recipe import make_recipe
 from jackfield.compose.workers import WorkerFactory
-from jackfield.config import RunConfig
+from jackfield.config import KLConfig, RunConfig
 from jackfield.data.tasks import SeededOrder, Task, TaskSet
 from jackfield.errors import ConfigError
 from jackfield.plugins import Registry, require_capability
@@ -23,7 +24,9 @@ from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.shared_device import SharedDevice
 from jackfield.structuring import unstructure
 from jackfield.trainer import (
+    Critic,
     Evaluator,
+    Experts,
     Explorer,
     OfflineProducer,
     PlacementLease,
@@ -36,8 +39,6 @@ from jackfield.trainer import (
 from jackfield.weights import Replica, WeightSynchronizer
 
 __all__ = ["Assembly", "Parts"]
-
-_SUPPLIED = frozenset({"rollout_log_probs"})  #: beyond samples and rewards, what a run can give to an algorithm
 
 LedgerWriter = Callable[[dict[str, Any]], None]
 
@@ -61,7 +62,7 @@ class Parts:
         self.clock = clock
         self.stages = Stages(clock, hooks)
         self.version, self.steps_done = Progress(clock), Progress(clock)
-        self.algorithm = _algorithm(config)
+        self.recipe = make_recipe(config, registry.find("rollout", config.rollout.name))
         self.explores = config.mode == "both"
         self.generates = self.explores or bool(config.evaluation.every)
         self.schedule = Schedule(
@@ -69,7 +70,6 @@ class Parts:
             sync_interval=config.schedule.sync_interval,
             sync_offset=config.schedule.sync_offset,
         )
-        _check_mode(config, self.algorithm)
 
     async def build(self, stack: AsyncExitStack, ledger: LedgerWriter) -> Assembly:
         """Make, connect and start everything.
@@ -94,33 +94,35 @@ class Parts:
         return Assembly(trainer=trainer, actor=actor, background=background)
 
     async def _crew(self, stack: AsyncExitStack) -> Crew:
-        config, chosen = self.config, self.algorithm
+        config, recipe = self.config, self.recipe
         needs = Needs(
             replicas=self.generates,
-            reference=bool(config.algorithm.kl.coefficient) and config.model.lora is None,
-            loss_columns=_loss_columns(config, chosen),
-            advantages=(
-                AdvantageOptions(chosen.advantages, dict(chosen.advantages_options)) if chosen.advantages else None
-            ),
+            reference=recipe.reference and config.model.lora is None,
+            critic=recipe.critic,
+            loss_columns=recipe.loss_columns,
+            renamed=recipe.renamed,
+            plan=recipe.plan,
         )
         make = WorkerFactory(config=config, registry=self.registry, clock=self.clock)
         return await inline_crew(make, needs, stack)
 
     async def _trainer(self, stack: AsyncExitStack, actor: EngineGroup, held_out: Sequence[Task]) -> Trainer:
-        config, crew = self.config, self.crew
-        estimator = None
-        if crew.estimator is not None:
-            seconds = config.deadlines.engine
-            estimator = AdvantageEstimation(crew.estimator, self.queue, self.clock, seconds=seconds)
+        config, crew, recipe = self.config, self.crew, self.recipe
+        seconds = config.deadlines.engine
         return Trainer(
             queue=self.queue,
             schedule=self.schedule,
-            algorithm=self.algorithm,
-            loss_options=_loss_options(config, self.algorithm),
+            algorithm=recipe.algorithm,
+            loss_options=recipe.loss_options,
             actor=actor,
-            estimator=estimator,
+            estimator=AdvantageEstimation(crew.estimator, self.queue, self.clock, seconds=seconds),
             reference=await self._reference(stack, actor),
-            recompute_old_log_probs=estimator is not None and config.algorithm.old_log_probs == "engine",
+            recompute_old_log_probs=recipe.recompute_old_log_probs,
+            critic=await self._critic(stack),
+            kl=_kl_controller(config.algorithm.kl),
+            kl_in_reward=recipe.plan.kl is not None,
+            prepares=recipe.prepares,
+            whole_groups=recipe.whole_groups,
             mini_batches=config.algorithm.mini_batches,
             epochs=config.algorithm.epochs,
             weights=self.weights,
@@ -156,6 +158,20 @@ class Parts:
             seed=config.seed,
             run_seconds=config.deadlines.generate,
             batch_seconds=config.deadlines.batch,
+            greedy_baseline=self.recipe.greedy_baseline,
+            experts=self._experts(),
+        )
+
+    def _experts(self) -> Experts | None:
+        """An expert's answers beside the groups that are explored."""
+        rows, groups = self.recipe.experts, self.config.data.prompts_per_step
+        if not rows:
+            return None
+        tasks = self._tasks("expert")
+        order = SeededOrder(size=len(tasks), seed=self.config.seed)
+        return Experts(
+            rows=rows,
+            task_for=lambda slot: cast(Task, tasks[order.index(slot.ticket * rows + slot.index - groups)]),
         )
 
     def _rewards(self) -> RewardPipeline:
@@ -167,6 +183,7 @@ class Parts:
             stages=self.stages,
             score_seconds=self.config.deadlines.reward,
             idle_seconds=self.config.deadlines.batch,
+            equal_groups_replaced=self.config.schedule.max_refills if self.recipe.dynamic_sampling else 0,
         )
         pipeline.register()
         return pipeline
@@ -225,11 +242,22 @@ class Parts:
 
     async def _reference(self, stack: AsyncExitStack, actor: EngineGroup) -> EngineGroup | None:
         """The initial policy: the actor without its adapter, or a model of its own."""
-        if not self.config.algorithm.kl.coefficient:
+        if not self.recipe.reference:
             return None
         if self.config.model.lora is not None:
             return actor.without_adapter()
         return await self._engine_group(stack, "reference", self.crew.reference)
+
+    async def _critic(self, stack: AsyncExitStack) -> Critic | None:
+        """The value model, trained beside the actor."""
+        if not self.recipe.critic:
+            return None
+        settings, recipe = self.config.critic, self.recipe
+        group = await self._engine_group(stack, "critic", self.crew.critic)
+        options = {"clip": settings.clip, "aggregation": recipe.algorithm.aggregation}
+        if "length_norm" in recipe.loss_options:
+            options["length_norm"] = recipe.loss_options["length_norm"]
+        return Critic(engine=group, loss_options=options, warmup_steps=settings.warmup_steps)
 
     async def _replicas(self, stack: AsyncExitStack) -> list[Replica]:
         replicas: list[Replica] = []
@@ -290,54 +318,7 @@ class Parts:
         return task_for
 
 
-def _algorithm(config: RunConfig) -> Algorithm:
-    """The bundle with what the configuration replaces."""
-    chosen, settings = algorithm(config.algorithm.name), config.algorithm
-    if settings.loss is not None:
-        chosen = attrs.evolve(chosen, loss=settings.loss.name, loss_options=settings.loss.options)
-    if settings.advantages is not None:
-        options = settings.advantages.options
-        chosen = attrs.evolve(chosen, advantages=settings.advantages.name, advantages_options=options)
-    if settings.aggregation is not None:
-        chosen = attrs.evolve(chosen, aggregation=settings.aggregation)
-    assert chosen.parts  # looks every name up
-    return chosen
-
-
-def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
-    missing = sorted(set(chosen.needs) - _SUPPLIED)
-    if missing:
-        raise ConfigError(
-            f"algorithm {config.algorithm.name!r} needs what a run cannot supply yet: {', '.join(missing)}",
-            where="algorithm.name",
-            expected="an algorithm that needs nothing beyond samples, rewards and rollout log-probs",
-            fix="choose grpo, dr_grpo, rloo, gspo, cispo or another one; `jackfield algorithms list` shows them",
-        )
-    if config.mode == "train" and chosen.advantages is not None:
-        raise ConfigError(
-            f"algorithm {config.algorithm.name!r} needs rewards, and mode 'train' has none",
-            where="mode",
-            expected="mode: both, or an algorithm that learns from the data's own answers (sft)",
-        )
-    if config.mode == "both" and chosen.advantages is None:
-        raise ConfigError(
-            f"algorithm {config.algorithm.name!r} learns from the data's own answers",
-            where="mode",
-            expected="mode: train",
-            found="mode: both",
-        )
-
-
-def _loss_options(config: RunConfig, chosen: Algorithm) -> dict[str, Any]:
-    options = {**chosen.loss_options, "aggregation": chosen.aggregation}
-    if config.algorithm.kl.coefficient:
-        options |= {"kl": config.algorithm.kl.name, "kl_coefficient": config.algorithm.kl.coefficient}
-    if config.algorithm.entropy_coefficient:
-        options["entropy_coefficient"] = config.algorithm.entropy_coefficient
-    return options
-
-
-def _loss_columns(config: RunConfig, chosen: Algorithm) -> tuple[str, ...]:
-    """What the loss reads beside the sample."""
-    columns = ("advantages", "old_log_probs") if chosen.advantages else ()
-    return (*columns, "ref_log_probs") if config.algorithm.kl.coefficient else columns
+def _kl_controller(kl: KLConfig) -> FixedKLController | AdaptiveKLController:
+    if kl.target is None:
+        return FixedKLController(coefficient=kl.coefficient)
+    return AdaptiveKLController(coefficient=kl.coefficient, target=kl.target, horizon=kl.horizon)

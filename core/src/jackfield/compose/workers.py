@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import attrs
 
 from jackfield.abc.agent import AgentContext, AgentLoopBase
 from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext
-from jackfield.abc.engine import BaseEngine, EngineContext
+from jackfield.abc.engine import BaseEngine, EngineContext, ModelSpec
 from jackfield.abc.reward import RewardAgent, RewardContext
 from jackfield.abc.rollout import BaseRolloutServer, RolloutContext
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
@@ -47,6 +47,7 @@ class WorkerFactory:
         role: str,
         *,
         loss_columns: Sequence[str] = (),
+        renamed: Mapping[str, str] | None = None,
         rank: int = 0,
         world_size: int = 1,
         local_rank: int = 0,
@@ -57,8 +58,8 @@ class WorkerFactory:
         config, actor = self.config, role == "actor"
         context = EngineContext(
             role=role,  # type: ignore[arg-type]
-            model=config.model if actor else attrs.evolve(config.model, lora=None),
-            optimizer=config.optimizer if actor else None,
+            model=self._model(role),
+            optimizer={"actor": config.optimizer, "critic": config.critic.optimizer}.get(role),
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
@@ -78,8 +79,16 @@ class WorkerFactory:
             deadline_seconds=config.deadlines.sync,
         )
         transport: CheckpointEngine | None = self._plugin("checkpoint_engine", place) if actor else None
-        renamed = {"old_log_probs": "rollout_log_probs"} if config.algorithm.old_log_probs == "rollout" else {}
         return EngineRank(engine, rows, loss_columns=loss_columns, renamed=renamed, transport=transport)
+
+    def _model(self, role: str) -> ModelSpec:
+        """Adapters are the actor's alone; a critic has a value head."""
+        model = self.config.model
+        if role == "actor":
+            return model
+        if role == "critic":
+            return attrs.evolve(model, lora=None, value_head=True, path=self.config.critic.path or model.path)
+        return attrs.evolve(model, lora=None)
 
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
         """A replica; not started."""
@@ -124,7 +133,15 @@ class WorkerFactory:
         except BaseException:
             await agent.close()
             raise
-        return RewardWorker(rows, agent, self._tokenizer(), self.clock, score_seconds=config.deadlines.reward)
+        return RewardWorker(
+            rows,
+            agent,
+            self._tokenizer(),
+            self.clock,
+            score_seconds=config.deadlines.reward,
+            dimensions=config.algorithm.reward_dimensions,
+            fill_failed=config.algorithm.shaping.fill_failed,
+        )
 
     def _tokenizer(self) -> HuggingFaceChatTokenizer:
         config = self.config

@@ -14,6 +14,7 @@ from jackfield.config.loading import (
 )
 from jackfield.config.sections import (
     AlgorithmConfig,
+    CriticConfig,
     DataConfig,
     DeadlineConfig,
     EvaluationConfig,
@@ -28,6 +29,7 @@ from jackfield.config.sections import (
 
 __all__ = [
     "AlgorithmConfig",
+    "CriticConfig",
     "DataConfig",
     "DeadlineConfig",
     "EvaluationConfig",

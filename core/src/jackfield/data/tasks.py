@@ -41,11 +41,13 @@ class Task:
     data_source: str = ""  #: the name by which rewards and metrics tell data sets apart
     fields: Mapping[str, Any] = attrs.field(factory=dict)  #: the whole record: JSON values only
     response: str | None = None  #: the text that supervised training teaches
+    rejected: str | None = None  #: the text that a preference ranks below the response
 
     @property
     def digest(self) -> str:
         """xxh3_128 of the content, the id left out: the same text has the same digest in any file."""
         content = [list(self.messages), self.ground_truth, self.data_source, self.response]
+        content += [] if self.rejected is None else [self.rejected]
         return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, ensure_ascii=False).encode())
 
     def agent_fields(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ class TaskFormat:
     prompt_key: str = option("question", help="Field with the problem's text.")
     answer_key: str | None = option("answer", help="Field with the ground truth; null: tasks have none.")
     response_key: str | None = option(None, help="Field with the text that supervised training teaches; null: answer.")
+    rejected_key: str | None = option(None, help="Field with the text that a preference ranks below it (dpo).")
     messages_key: str | None = option(None, help="Field with a list of role and content, in the place of prompt_key.")
     id_key: str = option("id", help="Field with the task's id; records without it get file stem and line number.")
     system: str | None = option(None, help="A system message to put in front.")
@@ -114,6 +117,7 @@ class TaskFormat:
             data_source=str(source),
             fields=record,
             response=self._response(record, ground_truth, where),
+            rejected=None if self.rejected_key is None else _plain_text(_lookup(record, self.rejected_key, where)),
         )
 
     def _messages(self, record: dict[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:

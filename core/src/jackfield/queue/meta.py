@@ -83,6 +83,15 @@ class BatchMeta:
             group_ids=tuple(self.group_ids[index] for index in chosen),
         )
 
+    def joined(self, other: BatchMeta) -> BatchMeta:
+        """These rows, then those of another part of the same batch."""
+        return attrs.evolve(
+            self,
+            keys=self.keys + other.keys,
+            tags=self.tags + other.tags,
+            group_ids=self.group_ids + other.group_ids,
+        )
+
     def split(self, parts: int) -> tuple[BatchMeta, ...]:
         """``parts`` consecutive parts; their sizes differ by one row at most, the larger ones first.
 
@@ -91,6 +100,26 @@ class BatchMeta:
         """
         if not 1 <= parts <= max(len(self), 1):
             raise QueueError("a batch cannot be split so", expected=f"1 to {len(self)} parts", found=parts)
-        size, larger = divmod(len(self), parts)
-        bounds = [index * size + min(index, larger) for index in range(parts + 1)]
-        return tuple(self.select(range(start, end)) for start, end in pairwise(bounds))
+        return tuple(self.select(range(start, end)) for start, end in pairwise(_bounds(len(self), parts)))
+
+    def split_groups(self, parts: int) -> tuple[BatchMeta, ...]:
+        """The same with whole groups: ``parts`` consecutive parts whose numbers of groups differ by one at most.
+
+        Raises:
+            QueueError: ``queue.invalid`` with fewer groups than parts, or fewer than one part.
+        """
+        rows: dict[str, list[int]] = {}
+        for index, group in enumerate(self.group_ids):
+            rows.setdefault(group, []).append(index)
+        if not 1 <= parts <= max(len(rows), 1):
+            raise QueueError("groups cannot be split so", expected=f"1 to {len(rows)} parts", found=parts)
+        groups = list(rows.values())
+        return tuple(
+            self.select(index for group in groups[start:end] for index in group)
+            for start, end in pairwise(_bounds(len(groups), parts))
+        )
+
+
+def _bounds(size: int, parts: int) -> list[int]:
+    least, larger = divmod(size, parts)
+    return [index * least + min(index, larger) for index in range(parts + 1)]

@@ -1,20 +1,58 @@
-"""The advantage worker: rewards from the queue, advantages into it."""
+"""The advantage worker: what an algorithm has to know of a whole batch, from the queue's columns into further ones.
+
+It takes metadata and gives plain numbers back, so that it may live in another process than the trainer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from jackfield.algorithms import advantages
+import attrs
+
+from jackfield.algorithms import Shaping, advantages, importance_weights, kl_in_reward, part, prepare
 from jackfield.clock import Clock
 from jackfield.data.jagged import from_padded, lengths, to_padded
-from jackfield.queue import BatchMeta, Rows, TransferQueue, Written, from_nested, to_nested
+from jackfield.queue import (
+    BatchMeta,
+    Rows,
+    TransferQueue,
+    Written,
+    column_from_rows,
+    dense_column,
+    from_nested,
+    rows_of,
+    to_nested,
+)
+from jackfield.runtime.samples import is_baseline, is_expert, trained
 
-__all__ = ["AdvantageEstimation", "AdvantageWorker"]
+if TYPE_CHECKING:
+    import torch
+
+    from jackfield.abc.transfer_queue import Column
+
+__all__ = ["AdvantageEstimation", "AdvantagePlan", "AdvantageWorker"]
+
+
+@attrs.frozen(kw_only=True)
+class AdvantagePlan:
+    """What is computed for each batch; plain values, so that it can travel."""
+
+    advantages: str | None = None  #: the estimator; None: nothing is estimated
+    advantages_options: Mapping[str, Any] = attrs.field(factory=dict)
+    loss: str | None = None  #: the loss whose columns :meth:`AdvantageWorker.prepare` computes
+    loss_options: Mapping[str, Any] = attrs.field(factory=dict)
+    old_log_probs: str = "rollout_log_probs"  #: the column of the policy that the loss calls old
+    shaping: Shaping = attrs.field(factory=Shaping)
+    kl: str | None = None  #: estimator of the KL penalty in the reward; None: off
+    correction: Mapping[str, Any] | None = None  #: options of importance_weights; None: off
+    experts: bool = False  #: rows of an expert are among the others: write ``expert_mask``
+    reference: bool = False  #: there is a column ``ref_log_probs``
+    rewards: bool = False  #: write ``rewards``, one number a row, for a loss that asks for it
 
 
 class AdvantageEstimation:
-    """The controller's side: has a worker estimate, and tells the queue what it has written."""
+    """The controller's side: has a worker compute, and tells the queue what it has written."""
 
     def __init__(self, worker: AdvantageWorker, queue: TransferQueue, clock: Clock, *, seconds: float) -> None:
         self._worker = worker
@@ -22,58 +60,250 @@ class AdvantageEstimation:
         self._clock = clock
         self._seconds = seconds
 
-    async def estimate(self, batch: BatchMeta) -> dict[str, float]:
-        """Write ``advantages`` and ``returns``; return the rewards' statistics."""
+    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> dict[str, float]:
+        """See :meth:`AdvantageWorker.estimate`."""
         what = f"the advantages of {len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"
-        metrics, written = await self._clock.wait_for(self._worker.estimate(batch), self._seconds, what)
-        self._queue.announce(batch, written)
+        work = self._worker.estimate(batch, kl_coefficient)
+        metrics, written = await self._clock.wait_for(work, self._seconds, what)
+        self._queue.announce(trained(batch), written)
         return metrics
+
+    async def prepare(self, batch: BatchMeta) -> None:
+        """See :meth:`AdvantageWorker.prepare`."""
+        what = f"what the loss has to know of {len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"
+        self._queue.announce(batch, await self._clock.wait_for(self._worker.prepare(batch), self._seconds, what))
 
 
 class AdvantageWorker:
-    """Runs a registered estimator on the rows of a batch."""
+    """Runs registered parts over the rows of a batch."""
 
-    def __init__(self, rows: Rows, name: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, rows: Rows, plan: AdvantagePlan) -> None:
         self._rows = rows
-        self._name = name
-        self._options = dict(options)
+        self._plan = plan
 
-    async def estimate(self, batch: BatchMeta) -> tuple[dict[str, float], Written]:
-        """Write ``advantages`` and ``returns``, float32 per response token; return the rewards' statistics."""
+    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
+        """Write ``advantages`` and ``returns``, float32 per response token, and what else the plan asks for.
+
+        Args:
+            batch: rows that the policy generated, an expert's among them, and greedy runs as baselines.
+            kl_coefficient: of the KL penalty in the reward.
+
+        Returns:
+            statistics of rewards and advantages, ``reward/kl``, the correction's diagnostics; and what was written to
+            all rows but baselines. An expert's rows have advantages of 0 and nothing to correct.
+        """
+        assert self._plan.advantages is not None
+        rows = await self._read(batch.select(_where(batch, lambda tags: not is_expert(tags) and not is_baseline(tags))))
+        baselines = await self._baselines(batch, rows.batch)
+        metrics = _reward_statistics(rows.token_rewards)
+        token_rewards = self._shaped(rows, kl_coefficient, metrics)
+        estimated, returns = advantages(
+            self._plan.advantages,
+            token_rewards=token_rewards,
+            response_mask=rows.mask,
+            **self._inputs(rows, baselines),
+            **self._plan.advantages_options,
+        )
+        metrics["advantages/abs_mean"] = float(estimated.abs().mean())
+        columns = {"advantages": rows.jagged(estimated), "returns": rows.jagged(returns)}
+        if self._plan.correction is not None:
+            columns["rollout_weights"] = rows.jagged(self._weights(rows, metrics))
+        if self._plan.rewards:
+            columns["rewards"] = dense_column(rows.token_rewards.sum(-1))
+        target = trained(batch)
+        if self._plan.experts:
+            columns = _beside_experts(target, columns)
+        return metrics, await self._rows.put(target.partition, target.keys, columns)
+
+    async def prepare(self, batch: BatchMeta) -> Written:
+        """Write what the loss has to know of the whole batch (see :func:`jackfield.algorithms.prepare`).
+
+        ``batch`` is that of one optimizer step, and has the policy's log-probs as it begins in ``log_probs``.
+        """
+        assert self._plan.loss is not None
+        preparation = part("prepare", self._plan.loss)
+        taken = {*preparation.needs, *preparation.accepts} - {"response_mask", "group_ids", "pair_ids"}
+        there = {"old_log_probs", "rollout_log_probs", "advantages"} if self._plan.advantages else set()
+        if self._plan.reference:
+            there.add("ref_log_probs")
+        names = {name: self._column(name) for name in ("log_probs", *sorted(taken & there))}
+        columns = await self._get(batch, ("response_mask", *names.values()))
+        nested = to_nested(columns["response_mask"])
+        numbers = _numbers(batch.group_ids)
+        prepared = prepare(
+            self._plan.loss,
+            response_mask=to_padded(nested),
+            group_ids=numbers,
+            pair_ids=numbers,
+            **{name: to_padded(to_nested(columns[column])) for name, column in names.items()},
+            **self._plan.loss_options,
+        )
+        sizes = lengths(nested)
+        values = {
+            name: from_nested(from_padded(value, sizes)) if value.dim() == 2 else dense_column(value)
+            for name, value in prepared.items()
+        }
+        return await self._rows.put(batch.partition, batch.keys, values)
+
+    async def _get(self, batch: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
+        return await self._rows.get(batch.partition, batch.keys, names)
+
+    def _column(self, name: str) -> str:
+        return self._plan.old_log_probs if name == "old_log_probs" else name
+
+    async def _read(self, batch: BatchMeta) -> _Responses:
+        assert self._plan.advantages is not None
+        chosen = part("advantages", self._plan.advantages)
+        names = ["response_mask", "reward"]
+        taken = {*chosen.needs, *chosen.accepts}
+        names += [name for name in ("values", "reward_dimensions") if name in chosen.needs]
+        if "old_log_probs" in taken or self._plan.kl is not None:
+            names.append(self._plan.old_log_probs)
+        if self._plan.kl is not None:
+            names.append("ref_log_probs")
+        if self._plan.correction is not None:
+            names += ["old_log_probs", "rollout_log_probs"]
+        if "anchor_ids" in taken:
+            names.append("prompt_ids")
+        return _Responses(batch, await self._get(batch, tuple(dict.fromkeys(names))))
+
+    async def _baselines(self, batch: BatchMeta, rows: BatchMeta) -> torch.Tensor | None:
+        """``[B]``: for each row the reward of its group's greedy run; None without such runs."""
         import torch
 
-        columns = await self._rows.get(batch.partition, batch.keys, ("response_mask", "reward"))
-        nested_mask = to_nested(columns["response_mask"])
-        mask = to_padded(nested_mask)
-        sizes = lengths(nested_mask)
-        token_rewards = torch.zeros(mask.shape)
-        rewards = columns["reward"]
-        if rewards.offsets is None:
-            token_rewards[torch.arange(len(mask)), sizes - 1] = rewards.values
-        else:
-            per_token = to_padded(to_nested(rewards), length=mask.shape[1])
-            single = rewards.offsets.diff() == 1
-            token_rewards[~single] = per_token[~single]
-            token_rewards[torch.arange(len(mask))[single], sizes[single] - 1] = per_token[single, 0]
-        numbers = {group: number for number, group in enumerate(dict.fromkeys(batch.group_ids))}
-        group_ids = torch.tensor([numbers[group] for group in batch.group_ids])
-        adv, returns = advantages(
-            self._name, token_rewards=token_rewards, response_mask=mask, group_ids=group_ids, **self._options
-        )
-        written = await self._rows.put(
-            batch.partition,
-            batch.keys,
-            {
-                "advantages": from_nested(from_padded(adv, sizes)),
-                "returns": from_nested(from_padded(returns, sizes)),
-            },
-        )
-        totals = token_rewards.sum(-1)
-        metrics = {
-            "reward/mean": float(totals.mean()),
-            "reward/std": float(totals.std()) if len(totals) > 1 else 0.0,
-            "reward/min": float(totals.min()),
-            "reward/max": float(totals.max()),
-            "advantages/abs_mean": float(adv.abs().mean()),
+        found = batch.select(_where(batch, is_baseline))
+        if not found:
+            return None
+        greedy = _Responses(found, await self._get(found, ("response_mask", "reward")))
+        totals = dict.fromkeys(found.group_ids, 0.0)
+        for group, total in zip(found.group_ids, greedy.token_rewards.sum(-1).tolist(), strict=True):
+            totals[group] += total
+        return torch.tensor([totals[group] for group in rows.group_ids])
+
+    def _inputs(self, rows: _Responses, baselines: torch.Tensor | None) -> dict[str, Any]:
+        """Whatever an estimator may ask for beside rewards; each takes what it uses."""
+        import torch
+
+        tags = rows.batch.tags
+        offered: dict[str, Any] = {
+            "group_ids": _numbers(rows.batch.group_ids),
+            "run_ids": torch.tensor([int(one.get("run", 0)) for one in tags]),
+            "step_ids": torch.tensor([int(one.get("step_id", 0)) for one in tags]),
+            "baseline_rewards": baselines,
         }
-        return metrics, written
+        if "values" in rows.columns:
+            offered["values"] = rows.padded("values")
+        if "prompt_ids" in rows.columns:  # a step's state is what the model was shown
+            prompts = to_nested(rows.columns["prompt_ids"]).unbind()
+            offered["anchor_ids"] = _numbers([tuple(prompt.tolist()) for prompt in prompts])
+        if "reward_dimensions" in rows.columns:
+            offered["reward_dimensions"] = to_padded(to_nested(rows.columns["reward_dimensions"]))
+        if self._plan.old_log_probs in rows.columns:
+            offered["old_log_probs"] = rows.padded(self._plan.old_log_probs)
+        return offered
+
+    def _shaped(self, rows: _Responses, kl_coefficient: float, metrics: dict[str, float]) -> torch.Tensor:
+        """Rewards after shaping: changes of a whole response's reward stand on its last token."""
+        import torch
+
+        rewards = rows.token_rewards
+        if self._plan.shaping.active:
+            totals = rewards.sum(-1)
+            change = self._plan.shaping.shape(totals, rows.sizes) - totals
+            rewards = rewards.clone()
+            rewards[torch.arange(len(rewards)), rows.sizes - 1] += change
+        if self._plan.kl is not None:
+            old, reference = rows.padded(self._plan.old_log_probs), rows.padded("ref_log_probs")
+            rewards, mean = kl_in_reward(
+                rewards, old, reference, rows.mask, coefficient=kl_coefficient, estimator=self._plan.kl
+            )
+            metrics |= {"reward/kl": float(mean), "reward/kl_coefficient": kl_coefficient}
+        if rewards is not rows.token_rewards:
+            metrics["reward/shaped_mean"] = float(rewards.sum(-1).mean())
+        return rewards
+
+    def _weights(self, rows: _Responses, metrics: dict[str, float]) -> torch.Tensor:
+        """Weights of the policy that generated, 0 for what is rejected."""
+        assert self._plan.correction is not None
+        weights, kept, diagnostics = importance_weights(
+            rows.padded("old_log_probs"), rows.padded("rollout_log_probs"), rows.mask, **self._plan.correction
+        )
+        metrics |= {f"correction/{name}": float(value) for name, value in diagnostics.items()}
+        return weights.masked_fill(kept == 0, 0.0)
+
+
+class _Responses:
+    """Columns of rows, padded where they are asked for."""
+
+    def __init__(self, batch: BatchMeta, columns: Mapping[str, Column]) -> None:
+        self.batch = batch
+        self.columns = columns
+        nested = to_nested(columns["response_mask"])
+        self.mask = to_padded(nested)  #: bool ``[B, T]``
+        self.sizes = lengths(nested)  #: int64 ``[B]``
+        self.token_rewards = self._rewards()  #: float32 ``[B, T]``
+
+    def padded(self, name: str) -> torch.Tensor:
+        """``[B, T]``."""
+        return to_padded(to_nested(self.columns[name]), length=self.mask.shape[1])
+
+    def jagged(self, values: torch.Tensor) -> Column:
+        """``[B, T]`` as a column."""
+        return from_nested(from_padded(values.float(), self.sizes))
+
+    def _rewards(self) -> torch.Tensor:
+        """One number a row stands on the response's last token."""
+        import torch
+
+        rewards, rows = self.columns["reward"], torch.arange(len(self.mask))
+        dense = torch.zeros(self.mask.shape)
+        if rewards.offsets is None:
+            dense[rows, self.sizes - 1] = rewards.values
+            return dense
+        per_token = self.padded("reward")
+        single = rewards.offsets.diff() == 1
+        dense[~single] = per_token[~single]
+        dense[rows[single], self.sizes[single] - 1] = per_token[single, 0]
+        return dense
+
+
+def _where(batch: BatchMeta, wanted: Any) -> list[int]:
+    return [index for index, tags in enumerate(batch.tags) if wanted(tags)]
+
+
+def _numbers(names: Sequence[Any]) -> torch.Tensor:
+    """int64 ``[B]``: equal numbers for equal names."""
+    import torch
+
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return torch.tensor([numbers[name] for name in names])
+
+
+def _beside_experts(batch: BatchMeta, columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Columns of the policy's rows with an expert's in their places: weights of 1, else 0; and ``expert_mask``."""
+    import torch
+
+    experts = [is_expert(tags) for tags in batch.tags]
+    sizes = [int(tags["response_tokens"]) for tags in batch.tags]
+    result = {"expert_mask": dense_column(torch.tensor(experts))}
+    for name, column in columns.items():
+        value, own = float(name == "rollout_weights"), iter(rows_of(column))
+        if column.offsets is None:
+            dense = [torch.tensor(value) if expert else next(own) for expert in experts]
+            result[name] = dense_column(torch.stack(dense))
+        else:
+            rows = [
+                torch.full((size,), value) if expert else next(own) for size, expert in zip(sizes, experts, strict=True)
+            ]
+            result[name] = column_from_rows(rows)
+    return result
+
+
+def _reward_statistics(token_rewards: torch.Tensor) -> dict[str, float]:
+    totals = token_rewards.sum(-1)
+    return {
+        "reward/mean": float(totals.mean()),
+        "reward/std": float(totals.std()) if len(totals) > 1 else 0.0,
+        "reward/min": float(totals.min()),
+        "reward/max": float(totals.max()),
+    }

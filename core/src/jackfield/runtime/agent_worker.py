@@ -18,7 +18,13 @@ from jackfield.errors import AgentError, DataError, JackfieldError, WorkerLost
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Rows, Written, rows_of
 from jackfield.queue.rows import check_columns
-from jackfield.runtime.samples import sequence_columns, sequence_tags, supervised_columns, supervised_tags
+from jackfield.runtime.samples import (
+    expert_columns,
+    sequence_columns,
+    sequence_tags,
+    supervised_columns,
+    supervised_tags,
+)
 
 __all__ = ["AgentWorker", "RunOrder", "RunProduct", "run_agent"]
 
@@ -74,8 +80,12 @@ class AgentWorker:
         tags = [sequence_tags(order.task, sequence, order.run) for sequence in sequences]
         return self._keep(order.id, sequence_columns(order.task, sequences), tags)
 
-    async def answer(self, order: RunOrder) -> RunProduct:
-        """Keep the task's own answer as a sample to learn from.
+    async def answer(self, order: RunOrder, *, expert: bool = False) -> RunProduct:
+        """Keep the task's own answer as a sample to learn from; a task with a worse answer, too, gives two rows.
+
+        Args:
+            order: the task, and the sample's id.
+            expert: the row stands among those that the policy generated, and has their columns.
 
         Raises:
             DataError: the task has none.
@@ -83,9 +93,12 @@ class AgentWorker:
         task = order.task
         if task.response is None:
             raise DataError("a task has no answer to learn from", where=f"task {task.id}", fix="set data.format")
-        prompt_ids, response_ids = self._tokenizer.encode_chat(task.messages), self._encode_response(task.response)
-        tags = supervised_tags(task, prompt_ids, response_ids)
-        return self._keep(order.id, supervised_columns(prompt_ids, response_ids), [tags])
+        prompt_ids = self._tokenizer.encode_chat(task.messages)
+        texts = [task.response] if task.rejected is None else [task.response, task.rejected]
+        responses = [self._encode_response(text) for text in texts]
+        tags = [supervised_tags(task, prompt_ids, response_ids) for response_ids in responses]
+        make = expert_columns if expert else supervised_columns
+        return self._keep(order.id, make(task, prompt_ids, responses), tags)
 
     def _encode_response(self, text: str) -> Sequence[int]:
         encode: Callable[[str], Sequence[int]] = self._tokenizer.encode_response  # type: ignore[attr-defined]

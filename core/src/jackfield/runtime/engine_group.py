@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from jackfield.abc.engine import EngineLayout, LossSpec
 from jackfield.clock import Clock
 from jackfield.errors import EngineError
-from jackfield.queue import BatchMeta, TransferQueue
+from jackfield.queue import BatchMeta, TransferQueue, Written
 from jackfield.runtime.engine_rank import EngineRank
 
 __all__ = ["EngineGroup", "combined", "shares"]
@@ -64,12 +64,19 @@ class EngineGroup:
 
     async def compute_log_probs(self, batch: BatchMeta, column: str) -> None:
         """Write the model's log-probs of the responses into ``column``."""
+        off = self._adapter_off
+        await self._compute(batch, column, lambda rank, part: rank.compute_log_probs(part, column, adapter_off=off))
+
+    async def compute_values(self, batch: BatchMeta, column: str) -> None:
+        """Write a critic's values of the responses into ``column``."""
+        await self._compute(batch, column, lambda rank, part: rank.compute_values(part, column))
+
+    async def _compute(
+        self, batch: BatchMeta, column: str, call: Callable[[EngineRank, BatchMeta], Awaitable[Written | None]]
+    ) -> None:
         parts = self._split(batch)
         what = f"to compute {column} of {_named(batch)}"
-        off = self._adapter_off
-        results = await self._all(
-            what, lambda rank, index: rank.compute_log_probs(parts[index], column, adapter_off=off)
-        )
+        results = await self._all(what, lambda rank, index: call(rank, parts[index]))
         announced: set[int] = set()
         for layout, part, written in zip(self._layouts, parts, results, strict=True):
             if written is not None and layout.data_parallel_rank not in announced:

@@ -63,12 +63,22 @@ class EngineRank:
 
     async def compute_log_probs(self, batch: BatchMeta, column: str, *, adapter_off: bool = False) -> Written | None:
         """Write the model's log-probs of the responses into ``column``; None where another rank's results count."""
+        return await self._compute(batch, column, adapter_off, lambda output: output.log_probs)
+
+    async def compute_values(self, batch: BatchMeta, column: str) -> Written | None:
+        """The same with the values of a critic's value head."""
+        return await self._compute(batch, column, False, lambda output: output.values)
+
+    async def _compute(
+        self, batch: BatchMeta, column: str, adapter_off: bool, wanted: Callable[[EngineOutput], Any]
+    ) -> Written | None:
         data = await self._read(batch, _SAMPLE)
         output = await self._in_thread(lambda: self._forward(data, adapter_off))
         if not self._engine.layout.is_output_rank:
             return None
-        assert output.log_probs is not None
-        return await self._rows.put(batch.partition, batch.keys, {column: from_nested(output.log_probs)})
+        result = wanted(output)
+        assert result is not None, f"the engine computes {column}"
+        return await self._rows.put(batch.partition, batch.keys, {column: from_nested(result)})
 
     async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
         """This rank's part in one optimizer step: ``grad_norm``, ``lr`` and its share of the loss's metrics."""

@@ -13,6 +13,7 @@ import attrs
 
 from jackfield.abc.agent import ChatTokenizer
 from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
+from jackfield.algorithms import fill_failed
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RewardError
 from jackfield.queue import Rows, Written, column_from_rows, rows_of
@@ -45,7 +46,15 @@ class RewardWorker:
     """Scores rows side by side. Rows of one group come to one worker."""
 
     def __init__(
-        self, rows: Rows, agent: RewardAgent, tokenizer: ChatTokenizer, clock: Clock, *, score_seconds: float
+        self,
+        rows: Rows,
+        agent: RewardAgent,
+        tokenizer: ChatTokenizer,
+        clock: Clock,
+        *,
+        score_seconds: float,
+        dimensions: Sequence[str] = (),
+        fill_failed: bool = False,
     ) -> None:
         """
         Args:
@@ -54,12 +63,17 @@ class RewardWorker:
             tokenizer: of the model.
             clock: through which every wait goes.
             score_seconds: the deadline of one score.
+            dimensions: metrics of a score that are rewards of their own, ``score`` being the score itself; they are
+                written as ``reward_dimensions``.
+            fill_failed: a failed score becomes the mean of its group's others.
         """
         self._rows = rows
         self._agent = agent
         self._tokenizer = tokenizer
         self._clock = clock
         self._score_seconds = score_seconds
+        self._dimensions = tuple(dimensions)
+        self._fill_failed = fill_failed
         self._scores: dict[str, asyncio.Task[ScoreResult]] = {}
 
     async def score(self, partition: str, keys: Sequence[str]) -> tuple[Scored, ...]:
@@ -74,24 +88,39 @@ class RewardWorker:
         results = [gone if each.cancelled() else each.result() for each in scoring]
         return tuple(Scored.of(key, result) for key, result in zip(keys, results, strict=True))
 
-    async def reward(self, partition: str, keys: Sequence[str]) -> tuple[tuple[Scored, ...], Written]:
+    async def reward(
+        self, partition: str, keys: Sequence[str], apart: Sequence[str] = ()
+    ) -> tuple[tuple[Scored, ...], Written]:
         """Write ``reward`` of one group's rows, those that have a score; forgets the scores.
 
         Args:
             partition: of the group.
             keys: the whole group, in the order of its runs; rows that were not scored yet are scored now.
+            apart: keys of rows that the group's post-processing does not see: an expert's, and greedy runs.
 
         Returns:
             how each row's scoring ended, in order; what was written for those with a score, in order.
         """
-        results = list(self._agent.post_process_scores(await asyncio.gather(*self._scoring(partition, keys))))
+        results = dict(zip(keys, await asyncio.gather(*self._scoring(partition, keys)), strict=True))
         await self.forget(keys)
-        scored = tuple(Scored.of(key, result) for key, result in zip(keys, results, strict=True))
-        good = [(key, result) for key, result in zip(keys, results, strict=True) if result.status == "ok"]
-        if not good:
-            return scored, Written(columns=("reward",), sizes=())
-        column = _reward_column([result for _, result in good])
-        return scored, await self._rows.put(partition, [key for key, _ in good], {"reward": column})
+        siblings = [key for key in keys if key not in apart]
+        results |= dict(zip(siblings, self._processed([results[key] for key in siblings]), strict=True))
+        return await self._write(partition, results)
+
+    def _processed(self, results: Sequence[ScoreResult]) -> list[ScoreResult]:
+        """The agent's post-processing of one group; then the run's own."""
+        processed = list(self._agent.post_process_scores(results))
+        if self._fill_failed:
+            processed = _filled(processed)
+        return [_with_dimensions(result, self._dimensions) for result in processed]
+
+    async def _write(self, partition: str, results: Mapping[str, ScoreResult]) -> tuple[tuple[Scored, ...], Written]:
+        scored = tuple(Scored.of(key, result) for key, result in results.items())
+        good = {key: result for key, result in results.items() if result.status == "ok"}
+        columns = {"reward": _reward_column(list(good.values()))}
+        if self._dimensions:
+            columns["reward_dimensions"] = _dimension_column(list(good.values()), self._dimensions)
+        return scored, await self._rows.put(partition, list(good), columns)
 
     async def forget(self, keys: Sequence[str]) -> None:
         """Drop scores that nobody will ask for, and whoever still makes them."""
@@ -164,6 +193,53 @@ async def score_sample(agent: RewardAgent, request: ScoreRequest, clock: Clock) 
 
 def _failed(scoring: asyncio.Task[ScoreResult] | None) -> bool:
     return scoring is None or (scoring.done() and (scoring.cancelled() or scoring.exception() is not None))
+
+
+def _total(result: ScoreResult) -> float:
+    return sum(result.token_scores) if result.token_scores else float(result.score or 0.0)
+
+
+def _filled(results: Sequence[ScoreResult]) -> list[ScoreResult]:
+    """Failed scores of one group become the mean of the others; a group without any score stays failed."""
+    import torch
+
+    failed = torch.tensor([result.status != "ok" for result in results])
+    totals = torch.tensor([0.0 if result.status != "ok" else _total(result) for result in results])
+    means, still_failed = fill_failed(totals, failed, torch.zeros(len(results), dtype=torch.int64))
+    good = [result.metrics for result in results if result.status == "ok"]
+    shared = set(good[0]).intersection(*good) if good else set[str]()
+    metrics = {name: sum(each[name] for each in good) / len(good) for name in sorted(shared)}
+    filled = (failed & ~still_failed).tolist()
+    return [
+        ScoreResult(score=mean, metrics=metrics) if is_filled else result
+        for result, mean, is_filled in zip(results, means.tolist(), filled, strict=True)
+    ]
+
+
+def _with_dimensions(result: ScoreResult, dimensions: Sequence[str]) -> ScoreResult:
+    """A score that lacks one of the rewards that the algorithm compares has failed."""
+    missing = [name for name in dimensions if name != "score" and name not in result.metrics]
+    if result.status != "ok" or not missing:
+        return result
+    refusal = RewardError(
+        f"a score has no metric {', '.join(missing)}, which algorithm.reward_dimensions names",
+        code="reward.output",
+        expected=", ".join(dimensions),
+        found=", ".join(result.metrics) or "no metrics",
+    )
+    return ScoreResult(status="failed", error=str(refusal))
+
+
+def _dimension_column(results: Sequence[ScoreResult], dimensions: Sequence[str]) -> Any:
+    """Jagged float32, one number for each dimension; 0 for a row that has no metrics because nobody scores it."""
+    import torch
+
+    return column_from_rows(
+        [
+            torch.tensor([_total(one) if name == "score" else one.metrics.get(name, 0.0) for name in dimensions])
+            for one in results
+        ]
+    )
 
 
 def _reward_column(scores: Sequence[ScoreResult]) -> Any:

@@ -10,11 +10,51 @@ import xxhash
 from jackfield.abc.agent import AgentSequence
 from jackfield.abc.transfer_queue import Column
 from jackfield.data.tasks import Task
-from jackfield.queue import column_from_rows, json_column
+from jackfield.queue import BatchMeta, column_from_rows, json_column
 
-__all__ = ["TRAIN", "run_seed", "sequence_columns", "sequence_tags", "supervised_columns", "supervised_tags"]
+__all__ = [
+    "TRAIN",
+    "expert_columns",
+    "global_counts",
+    "is_baseline",
+    "is_expert",
+    "mini_batches",
+    "run_seed",
+    "sequence_columns",
+    "sequence_tags",
+    "supervised_columns",
+    "supervised_tags",
+    "trained",
+]
 
 TRAIN = "train"  #: the partition that the trainer consumes
+
+
+def is_expert(tags: Mapping[str, Any]) -> bool:
+    """Whether a row was written by an expert: it has no reward and is learnt from as it is."""
+    return bool(tags.get("expert", False))
+
+
+def is_baseline(tags: Mapping[str, Any]) -> bool:
+    """Whether a row is its group's greedy run: its reward is a baseline, and nobody is trained on it."""
+    return "baseline_run" in tags and tags["run"] == tags["baseline_run"]
+
+
+def trained(batch: BatchMeta) -> BatchMeta:
+    """The rows that a model is trained on: all but baselines."""
+    return batch.select(index for index, tags in enumerate(batch.tags) if not is_baseline(tags))
+
+
+def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[BatchMeta, ...]:
+    """The batches of the optimizer steps: consecutive rows, or groups, and an expert's rows dealt out to all of them.
+
+    Raises:
+        QueueError: with fewer rows (or groups) of the policy than parts.
+    """
+    own = batch.select(index for index, tags in enumerate(batch.tags) if not is_expert(tags))
+    experts = [index for index, tags in enumerate(batch.tags) if is_expert(tags)]
+    split = own.split_groups(parts) if whole_groups else own.split(parts)
+    return tuple(part.joined(batch.select(experts[number::parts])) for number, part in enumerate(split))
 
 
 def run_seed(seed: int, ticket: int, slot: int, attempt: int, run: int) -> int:
@@ -58,14 +98,26 @@ def sequence_tags(task: Task, sequence: AgentSequence, run: int) -> dict[str, An
     }
 
 
-def supervised_columns(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> dict[str, Column]:
-    """The columns of one row whose response is the data's own answer."""
+def supervised_columns(task: Task, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> dict[str, Column]:
+    """The columns of rows whose responses are the task's own answers."""
+    import torch
+
+    prompt = torch.tensor(prompt_ids, dtype=torch.int64)
+    return {
+        "prompt_ids": column_from_rows([prompt] * len(responses)),
+        "response_ids": column_from_rows([torch.tensor(response, dtype=torch.int64) for response in responses]),
+        "response_mask": column_from_rows([torch.ones(len(response), dtype=torch.bool) for response in responses]),
+    }
+
+
+def expert_columns(task: Task, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> dict[str, Column]:
+    """The same among sampled rows: nobody sampled these, so their log-probs are 0, and nobody scores them."""
     import torch
 
     return {
-        "prompt_ids": column_from_rows([torch.tensor(prompt_ids, dtype=torch.int64)]),
-        "response_ids": column_from_rows([torch.tensor(response_ids, dtype=torch.int64)]),
-        "response_mask": column_from_rows([torch.ones(len(response_ids), dtype=torch.bool)]),
+        **supervised_columns(task, prompt_ids, responses),
+        "rollout_log_probs": column_from_rows([torch.zeros(len(response)) for response in responses]),
+        "task": json_column([_task_fields(task, reward=0.0)] * len(responses)),
     }
 
 
@@ -77,6 +129,22 @@ def supervised_tags(task: Task, prompt_ids: Sequence[int], response_ids: Sequenc
         "prompt_tokens": len(prompt_ids),
         "response_tokens": len(response_ids),
         "model_tokens": len(response_ids),
+    }
+
+
+def global_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """By what the losses of a batch are normalised, from its rows' tags: model tokens and sequences of all rows, of
+    those that the policy generated (``usual``) and of an expert's.
+    """
+    experts = [tags for tags in rows if is_expert(tags)]
+    tokens, expert_tokens = (sum(tags["model_tokens"] for tags in some) for some in (rows, experts))
+    return {
+        "global_tokens": tokens,
+        "global_sequences": len(rows),
+        "global_usual_tokens": tokens - expert_tokens,
+        "global_usual_sequences": len(rows) - len(experts),
+        "global_expert_tokens": expert_tokens,
+        "global_expert_sequences": len(experts),
     }
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from jackfield.trainer.evaluation import Evaluator
-from jackfield.trainer.explorer import Explorer
+from jackfield.trainer.explorer import Experts, Explorer
 from jackfield.trainer.offline import OfflineProducer
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.reward_pipeline import RewardPipeline
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
-from jackfield.trainer.trainer import AdvantageEstimator, EngineGroup, Trainer, WeightPublisher
+from jackfield.trainer.trainer import AdvantageEstimator, Critic, EngineGroup, Trainer, WeightPublisher
 
 __all__ = [
     "AdvantageEstimator",
+    "Critic",
     "EngineGroup",
     "Evaluator",
+    "Experts",
     "Explorer",
     "OfflineProducer",
     "PlacementLease",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -19,7 +20,15 @@ from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
 
-__all__ = ["Explorer"]
+__all__ = ["Experts", "Explorer"]
+
+
+@attrs.frozen(kw_only=True)
+class Experts:
+    """An expert's answers: each ticket has a few of them behind the groups that are explored."""
+
+    rows: int  #: in each ticket
+    task_for: Callable[[GroupSlot], Task]
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -41,14 +50,17 @@ class Explorer:
     seed: int
     run_seconds: float
     batch_seconds: float
+    greedy_baseline: bool = False  #: one more run in each group, greedy: its reward is the others' baseline
+    experts: Experts | None = None
     _running: int = attrs.field(default=0, init=False)
     _idle: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
     async def run(self, first_ticket: int = 0) -> None:
         """Explore until every ticket of the schedule is complete."""
+        groups = self.groups + (self.experts.rows if self.experts else 0)
         async with asyncio.TaskGroup() as tickets:
             for _ in range(first_ticket, self.schedule.steps):
-                ticket = self.queue.claim_ticket(TRAIN, explorer=self.name, groups=self.groups)
+                ticket = self.queue.claim_ticket(TRAIN, explorer=self.name, groups=groups)
                 await self.version.until(
                     lambda version, number=ticket.number: self.schedule.may_start(number, version),  # type: ignore[misc]
                     self.batch_seconds,
@@ -70,33 +82,49 @@ class Explorer:
 
     async def _run_group(self, slot: GroupSlot) -> None:
         try:
+            if self.experts is not None and slot.index >= self.groups:
+                await self._copy_expert(self.experts, slot)
+                return
             task = self.task_for(slot)
-            group = self.queue.open_group(slot, task_id=task.id, runs=self.runs)
+            runs = self.runs + self.greedy_baseline
+            tags = {"baseline_run": self.runs} if self.greedy_baseline else {}
+            group = self.queue.open_group(slot, task_id=task.id, runs=runs, tags=tags)
             async with self.placement.hold("rollout"):
-                await asyncio.gather(*(self._run(slot, group, task, run) for run in range(self.runs)))
+                await asyncio.gather(*(self._run(slot, group, task, run) for run in range(runs)))
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
 
     async def _run(self, slot: GroupSlot, group: str, task: Task, run: int) -> None:
-        seed = run_seed(self.seed, slot.ticket, slot.index, slot.attempt, run)
+        sampling = {**self.sampling, "seed": run_seed(self.seed, slot.ticket, slot.index, slot.attempt, run)}
+        if run == self.runs:
+            sampling["temperature"] = 0.0  # the baseline
         order = RunOrder(
             id=f"{group}/{run}",
             task=task,
             run=run,
-            sampling={**self.sampling, "seed": seed},
+            sampling=sampling,
             seconds=self.run_seconds,
         )
         await resubmitted(lambda: self._make(group, order), lambda error: self._fail(group, order, error))
 
-    async def _make(self, group: str, order: RunOrder) -> None:
+    async def _copy_expert(self, experts: Experts, slot: GroupSlot) -> None:
+        """A group of one run, which an expert did."""
+        task = experts.task_for(slot)
+        group = self.queue.open_group(slot, task_id=task.id, runs=1, tags={"expert": True})
+        order = RunOrder(id=f"{group}/0", task=task, seconds=self.run_seconds)
+        work = partial(self._make, group, order, expert=True)
+        await resubmitted(work, lambda error: self._fail(group, order, error))
+
+    async def _make(self, group: str, order: RunOrder, *, expert: bool = False) -> None:
         """Have a worker make a sample, then have it written under the keys that the queue gives it."""
         worker = self.agents.of(order.id)
         # the worker has the run's own deadline; ours adds its way to us
         seconds, who = 1.1 * order.seconds + 10, f"the agent worker of sample {order.id}, task {order.task.id}"
         try:
-            product = await self.clock.wait_for(worker.run(order), seconds, who)
+            making = worker.answer(order, expert=True) if expert else worker.run(order)
+            product = await self.clock.wait_for(making, seconds, who)
         except WorkerLost:
             raise
         except JackfieldError as error:

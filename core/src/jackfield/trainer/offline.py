@@ -20,7 +20,10 @@ _AHEAD = 2  #: tickets that are prepared before the trainer asks for them
 
 @attrs.define(kw_only=True, eq=False)
 class OfflineProducer:
-    """Fills tickets with (prompt, answer) rows, a little ahead of the trainer."""
+    """Fills tickets with (prompt, answer) rows, a little ahead of the trainer.
+
+    A task with two answers gives two rows in one group: the better one first.
+    """
 
     queue: TransferQueue
     schedule: Schedule

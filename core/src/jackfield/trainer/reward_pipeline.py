@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, WorkerLost
 from jackfield.queue import BatchMeta, GroupView, TransferQueue
-from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker
+from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker, Scored
 from jackfield.runtime.samples import TRAIN
 from jackfield.runtime.workers import Workers, resubmitted
 from jackfield.trainer.stages import Stages
@@ -40,6 +41,8 @@ class RewardPipeline:
     stages: Stages
     score_seconds: float
     idle_seconds: float  #: how long nothing may come before the wait is begun anew
+    #: replace groups whose rewards are all equal, so many times a slot; then the group is taken as it is. 0: never
+    equal_groups_replaced: int = 0
     _leases: dict[str, asyncio.Future[_Lease]] = attrs.field(factory=dict, init=False)
     _pruned: int = attrs.field(default=-1, init=False)  #: the last ticket at which dropped groups were forgotten
 
@@ -101,15 +104,25 @@ class RewardPipeline:
     async def _reward(self, group: GroupView) -> None:
         # each score has its own deadline where it is made; ours adds the rest
         seconds = 2 * self.score_seconds + self.idle_seconds
+        apart = _apart(group)
         scored, written = await self.clock.wait_for(
-            self.workers.of(group.id).reward(TRAIN, group.keys),
+            self.workers.of(group.id).reward(TRAIN, group.keys, apart),
             seconds,
             f"the reward worker of group {group.id}, samples {', '.join(group.keys)}",
         )
+        if self._gives_nothing(group, [each for each in scored if each.key not in apart]):
+            self.queue.drop_group(group.id, "all rewards of the group are equal")
+            return
         self.queue.announce([each.key for each in scored if each.error is None], written)
         for each in scored:
             if each.error is not None:
                 self.queue.fail_rows([each.key], each.error)
+
+    def _gives_nothing(self, group: GroupView, siblings: Sequence[Scored]) -> bool:
+        """Whether a group is to be replaced: equal rewards have no group-relative gradient (DAPO, equation 11)."""
+        if group.attempt >= self.equal_groups_replaced or any(each.error is not None for each in siblings):
+            return False
+        return bool(siblings) and len({each.score for each in siblings}) == 1
 
     async def _forget_dropped(self, ticket: int) -> None:
         """Once a ticket: scores of groups that were dropped, or whose ticket is done, will never be asked for."""
@@ -129,3 +142,11 @@ class RewardPipeline:
             return self.queue.group(group).state == "dropped"
         except QueueError:
             return True
+
+
+def _apart(group: GroupView) -> tuple[str, ...]:
+    """Rows that are not compared with the others: an expert's, and the greedy run's."""
+    if group.tags.get("expert"):
+        return group.keys
+    greedy = group.tags.get("baseline_run")
+    return tuple(key for key, run in zip(group.keys, group.key_runs, strict=True) if run == greedy)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import attrs
 
 from jackfield.abc.engine import LossSpec
-from jackfield.algorithms import Algorithm
+from jackfield.algorithms import VALUE_LOSS, AdaptiveKLController, Algorithm, FixedKLController
 from jackfield.clock import Clock
 from jackfield.errors import RunError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker
-from jackfield.runtime.samples import TRAIN
+from jackfield.runtime.samples import TRAIN, global_counts, is_expert, mini_batches, trained
 from jackfield.runtime.workers import Workers
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.placement import PlacementLease
@@ -22,7 +22,7 @@ from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
 from jackfield.weights import SyncReport
 
-__all__ = ["AdvantageEstimator", "EngineGroup", "Trainer", "WeightPublisher"]
+__all__ = ["AdvantageEstimator", "Critic", "EngineGroup", "Trainer", "WeightPublisher"]
 
 CONSUMER = "trainer"
 
@@ -32,6 +32,9 @@ class EngineGroup(Protocol):
 
     async def compute_log_probs(self, batch: BatchMeta, column: str) -> None:
         """Write the model's log-probs of the responses into ``column``."""
+
+    async def compute_values(self, batch: BatchMeta, column: str) -> None:
+        """Write a critic's values of the responses into ``column``."""
 
     async def update(self, batch: BatchMeta, loss: LossSpec) -> Mapping[str, float]:
         """One optimizer step on ``batch``."""
@@ -48,10 +51,22 @@ class WeightPublisher(Protocol):
 
 
 class AdvantageEstimator(Protocol):
-    """Whoever turns rewards into advantages."""
+    """Whoever computes what the algorithm has to know of a whole batch. It gets metadata only."""
 
-    async def estimate(self, batch: BatchMeta) -> Mapping[str, float]:
-        """Write ``advantages`` and ``returns``; return the rewards' statistics."""
+    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> Mapping[str, float]:
+        """Turn rewards into ``advantages`` and ``returns``; return their statistics."""
+
+    async def prepare(self, batch: BatchMeta) -> None:
+        """Write what the loss has to know of the rows of one optimizer step, whose log-probs are ``log_probs``."""
+
+
+@attrs.frozen(kw_only=True)
+class Critic:
+    """A value model that is trained beside the actor."""
+
+    engine: EngineGroup
+    loss_options: Mapping[str, Any]
+    warmup_steps: int = 0  #: first steps in which the actor waits
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -63,8 +78,8 @@ class Trainer:
     algorithm: Algorithm
     loss_options: Mapping[str, Any]
     actor: EngineGroup
-    estimator: AdvantageEstimator | None  #: None: the loss needs no advantages
-    reference: EngineGroup | None  #: None: no KL to a reference
+    estimator: AdvantageEstimator
+    reference: EngineGroup | None  #: None: nobody asks for a reference policy
     recompute_old_log_probs: bool
     mini_batches: int
     epochs: int
@@ -80,12 +95,18 @@ class Trainer:
     hooks: Any
     agents: Workers[AgentWorker]  #: show samples
     batch_seconds: float
+    critic: Critic | None = None
+    #: of the KL to the reference, in the loss or in the reward
+    kl: FixedKLController | AdaptiveKLController = attrs.field(factory=lambda: FixedKLController(coefficient=0.0))
+    kl_in_reward: bool = False
+    prepares: bool = False  #: the loss has to know its whole batch before each optimizer step
+    whole_groups: bool = False  #: mini-batches do not split groups
     recorded: int = 4  #: samples of a step that are shown in the table
 
     def register(self) -> None:
         """Announce the consumer to the queue, before any row is put."""
         columns = ("prompt_ids", "response_ids", "response_mask")
-        needed = ("rollout_log_probs", "reward") if self.estimator else ()
+        needed = ("rollout_log_probs", "reward") if self.explores else ()
         self.queue.register_consumer(CONSUMER, partition=TRAIN, columns=(*columns, *needed))
 
     async def run(self, first_step: int = 0) -> int:
@@ -109,37 +130,67 @@ class Trainer:
         async with self.stages.measure("wait", "trainer", step):
             batch = await self.queue.lease_groups(CONSUMER, ticket=step, deadline_seconds=self.batch_seconds)
         if self.explores:
-            self.schedule.check(step, min(tags["weight_version_min"] for tags in batch.tags))
+            self.schedule.check(step, _oldest_version(batch))
         return batch
 
     async def _estimate(self, batch: BatchMeta, step: int) -> dict[str, float]:
-        """Everything that the loss reads beside the samples: reference and old log-probs, advantages."""
-        metrics: dict[str, float] = {}
+        """Everything that the loss reads beside the samples: log-probs of other policies, values, advantages."""
+        rows = trained(batch)
         if self.reference is not None:
             async with self.stages.measure("reference", "trainer", step):
-                await self.reference.compute_log_probs(batch, "ref_log_probs")
+                await self.reference.compute_log_probs(rows, "ref_log_probs")
         if self.recompute_old_log_probs:
             async with self.stages.measure("old_log_probs", "trainer", step):
-                await self.actor.compute_log_probs(batch, "old_log_probs")
-        if self.estimator is not None:
+                await self.actor.compute_log_probs(rows, "old_log_probs")
+        if self.critic is not None:
+            async with self.stages.measure("values", "trainer", step):
+                await self.critic.engine.compute_values(rows, "values")
+        metrics: dict[str, float] = {}
+        if self.algorithm.advantages is not None:
             async with self.stages.measure("advantages", "trainer", step):
-                metrics.update(await self.estimator.estimate(batch))
+                metrics.update(await self.estimator.estimate(batch, self.kl.coefficient))
+        if self.kl_in_reward:
+            self.kl.update(metrics["reward/kl"], len(rows))
         return metrics
 
     async def _update(self, batch: BatchMeta, step: int) -> dict[str, float]:
-        """``epochs`` passes over the batch, ``mini_batches`` optimizer steps in each."""
-        updates = []
+        """``epochs`` passes over the batch, ``mini_batches`` optimizer steps of actor and critic in each."""
+        rows, updates = trained(batch), list[Mapping[str, float]]()
+        parts = mini_batches(rows, self.mini_batches, whole_groups=self.whole_groups)
         async with self.stages.measure("update", "trainer", step):
             for _ in range(self.epochs):
-                for part in batch.split(self.mini_batches):
-                    counts = {
-                        "global_tokens": sum(tags["model_tokens"] for tags in part.tags),
-                        "global_sequences": len(part),
-                    }
-                    loss = LossSpec(name=self.algorithm.loss, options=self.loss_options, global_counts=counts)
-                    updates.append(await self.actor.update(part, loss))
-                    _require_finite(updates[-1], step)
-        return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+                for part in parts:
+                    update: dict[str, float] = {}
+                    if self.critic is not None:
+                        update |= await self._update_critic(self.critic, part, step)
+                    if self.critic is None or step >= self.critic.warmup_steps:
+                        update |= await self._update_actor(part, step)
+                    updates.append(update)
+        metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        if "policy/kl" in metrics:
+            metrics["policy/kl_coefficient"] = self.kl.coefficient
+            self.kl.update(metrics["policy/kl"], len(rows))
+        return metrics
+
+    async def _update_actor(self, part: BatchMeta, step: int) -> Mapping[str, float]:
+        if self.prepares:
+            await self.actor.compute_log_probs(part, "log_probs")
+            await self.estimator.prepare(part)
+        options = dict(self.loss_options)
+        if "kl" in options:
+            options["kl_coefficient"] = self.kl.coefficient
+        counts = global_counts(part.tags)
+        loss = LossSpec(name=self.algorithm.loss, options=options, global_counts=counts)
+        update = await self.actor.update(part, loss)
+        _require_finite(update, ("policy/loss", "grad_norm"), step)
+        return update
+
+    async def _update_critic(self, critic: Critic, part: BatchMeta, step: int) -> Mapping[str, float]:
+        own = part.select(index for index, tags in enumerate(part.tags) if not is_expert(tags))
+        loss = LossSpec(name=VALUE_LOSS, options=critic.loss_options, global_counts=global_counts(own.tags))
+        update = await critic.engine.update(own, loss)
+        _require_finite(update, ("value/loss", "grad_norm"), step)
+        return {name if "/" in name else f"critic/{name}": value for name, value in update.items()}
 
     async def _sync_if_due(self, step: int) -> None:
         """Publish the weights that step made: on schedule, or before an evaluation that nobody explores beside."""
@@ -173,7 +224,11 @@ class Trainer:
             **self.stages.drain(),
         }
         if self.explores:
-            metrics["staleness/max"] = float(step - min(tags["weight_version_min"] for tags in batch.tags))
+            attempts = {group: tags["attempt"] for group, tags in zip(batch.group_ids, batch.tags, strict=True)}
+            metrics |= {
+                "staleness/max": float(step - _oldest_version(batch)),
+                "groups/refills": float(sum(attempts.values())),
+            }
         self.hooks.step_ended(event=StepEnded(step=step + 1, metrics=metrics))
         failed = self.queue.drain_failures()
         if failed:
@@ -181,14 +236,19 @@ class Trainer:
         if self.recorded:
             shown = batch.select(range(min(self.recorded, len(batch))))
             reader = self.agents.of(shown.keys[0])
-            reading = reader.records(TRAIN, shown.keys, shown.tags, with_reward=self.estimator is not None)
+            reading = reader.records(TRAIN, shown.keys, shown.tags, with_reward=self.explores)
             who = f"an agent worker to read {len(shown)} samples, {shown.keys[0]} first"
             samples = await self.clock.wait_for(reading, self.batch_seconds, who)
             self.hooks.samples_recorded(event=SamplesRecorded(step=step + 1, partition=TRAIN, samples=samples))
 
 
-def _require_finite(update: Mapping[str, float], step: int) -> None:
-    for name in ("policy/loss", "grad_norm"):
+def _oldest_version(batch: BatchMeta) -> int:
+    """Of the weights that made any token of the batch; an expert's rows have none."""
+    return min(int(tags["weight_version_min"]) for tags in batch.tags if not is_expert(tags))
+
+
+def _require_finite(update: Mapping[str, float], names: Sequence[str], step: int) -> None:
+    for name in names:
         value = update[name]
         if value - value != 0:
             raise RunError(

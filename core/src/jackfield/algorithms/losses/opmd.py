@@ -62,6 +62,7 @@ def _kept(rows: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     paper=_REPORT + "A.1; Kimi k1.5, arXiv:2501.12599, section 2.3.2",
     differs="Divided by the global count of sequences; the report writes a plain sum.",
     whole_batch=("opmd_log_partition",),
+    per_sequence=True,
 )
 def _opmd_kimi(
     log_probs: torch.Tensor,
@@ -138,6 +139,7 @@ def _group_means(a: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.
     differs="Trinity-RFT needs a group's rows in one micro-batch; here a split group gives the same loss and gradient. "
     "Divided by the global count of sequences.",
     whole_batch=("opmd_group_means", "opmd_group_sizes"),
+    per_sequence=True,
 )
 def _opmd_pairwise(
     log_probs: torch.Tensor,

@@ -48,6 +48,7 @@ def _gspo(
     paper="GMPO, arXiv:2507.20673",
     differs="One value per sequence, averaged over the global count of sequences (verl: over the micro-batch). "
     "An empty response gives 0.",
+    per_sequence=True,
 )
 def _gmpo(
     log_probs: torch.Tensor,
@@ -104,6 +105,7 @@ def _topr(
     "sequence",
     paper="DRO, arXiv:2405.19107 (its policy objective, the value as baseline in A)",
     differs="level=token is the form that Tinker documents. The paper learns the value; here A carries any baseline.",
+    per_sequence=True,
 )
 def _dro(
     log_probs: torch.Tensor,

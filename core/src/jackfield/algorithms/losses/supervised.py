@@ -63,6 +63,7 @@ def _pairs(pair_ids: torch.Tensor, rewards: torch.Tensor | None) -> tuple[torch.
     differs="One loss per pair, averaged over the global count of pairs (global_sequences / 2). "
     "Summing log-probabilities over a micro-batch first would make it one pair.",
     whole_batch=("dpo_margins", "dpo_signs"),
+    per_sequence=True,
 )
 def _dpo(
     log_probs: torch.Tensor,

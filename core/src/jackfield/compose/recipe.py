@@ -1,0 +1,342 @@
+"""What a run has to supply for its algorithm, read from the parts' own signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+
+from jackfield.algorithms import Algorithm, Part, algorithm, names, part
+from jackfield.algorithms.losses import COUNTS, ROW_INPUTS, TOKEN_INPUTS
+from jackfield.config import CriticConfig, PartConfig, RunConfig
+from jackfield.errors import ConfigError
+from jackfield.plugins import Manifest
+from jackfield.runtime.advantages import AdvantagePlan
+
+__all__ = ["Recipe", "make_recipe"]
+
+#: What an estimator can get beside values, reward dimensions and the greedy run's reward, which the recipe adds.
+_ESTIMATOR_INPUTS = frozenset(
+    {"token_rewards", "response_mask", "group_ids", "run_ids", "step_ids", "anchor_ids", "old_log_probs"}
+)
+#: Words in a bundle's ``needs`` that a run knows; the estimator's inputs are known, too.
+_KNOWN_NEEDS = frozenset(
+    {"critic", "reference", "dynamic_sampling", "expert_data", "pairs", "prepare", "rollout_log_probs"}
+)
+
+
+@attrs.frozen(kw_only=True)
+class Recipe:
+    """The algorithm as configured, and what goes with it."""
+
+    algorithm: Algorithm
+    loss_options: Mapping[str, Any]  #: of the LossSpec: the loss's own, aggregation, KL, entropy
+    loss_columns: tuple[str, ...]  #: what the loss reads beside the sample
+    renamed: Mapping[str, str]  #: column by the name that the loss knows it under
+    plan: AdvantagePlan
+    critic: bool
+    reference: bool
+    recompute_old_log_probs: bool
+    prepares: bool  #: the loss needs columns of the whole batch
+    dynamic_sampling: bool
+    greedy_baseline: bool
+    reward_dimensions: tuple[str, ...]
+    experts: int  #: rows of an expert in each batch
+    pairs: bool
+    whole_groups: bool  #: mini-batches may not split groups
+
+
+def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
+    """Read the configuration.
+
+    Args:
+        config: of the run.
+        rollout: the rollout plugin's manifest: how far its log-probs are from the engine's.
+
+    Raises:
+        ConfigError: an algorithm that this run cannot have, or a setting without effect.
+    """
+    settings = config.algorithm
+    chosen = _algorithm(config)
+    _check_mode(config, chosen)
+    loss = part("loss", chosen.loss)
+    estimator = part("advantages", chosen.advantages) if chosen.advantages else None
+    wanted = {*chosen.needs, *(estimator.needs if estimator else ())}
+    experts = config.data.experts_per_step if "expert_mask" in loss.needs else 0
+    corrects = estimator is not None and _corrects(config, loss, rollout)
+    old: Literal["rollout", "engine"] = "engine" if corrects else "rollout"
+    if settings.old_log_probs != "auto":
+        old = settings.old_log_probs
+    _check_correction(config, loss, corrects, old)
+    kl_in_reward = settings.kl.in_reward and settings.kl.coefficient > 0
+    reference = (
+        settings.kl.coefficient > 0
+        or "reference" in wanted
+        or "ref_log_probs" in loss.needs
+        or chosen.loss_options.get("reference") == "ref"
+    )
+    supplied = _supplied(config, estimator is not None, reference, experts > 0)
+    prepared = _prepared(loss, supplied)
+    recipe = Recipe(
+        algorithm=chosen,
+        loss_options=_loss_options(config, chosen),
+        loss_columns=_loss_columns(config, loss, supplied, prepared, corrects),
+        renamed={} if estimator is None or old == "engine" else {"old_log_probs": "rollout_log_probs"},
+        plan=AdvantagePlan(
+            advantages=chosen.advantages,
+            advantages_options=chosen.advantages_options,
+            loss=chosen.loss if prepared else None,
+            loss_options={name: value for name, value in chosen.loss_options.items() if name in loss.options},
+            old_log_probs="old_log_probs" if old == "engine" else "rollout_log_probs",
+            shaping=settings.shaping,
+            kl=settings.kl.name if kl_in_reward else None,
+            correction=_correction_options(config, old) if corrects else None,
+            experts=experts > 0,
+            reference=reference,
+            rewards="rewards" in loss.needs,
+        ),
+        critic="critic" in wanted or "values" in wanted,
+        reference=reference,
+        recompute_old_log_probs=corrects or (old == "engine" and _reads_old(config, loss, estimator)),
+        prepares=bool(prepared),
+        dynamic_sampling=_dynamic_sampling(config, chosen),
+        greedy_baseline="baseline_rewards" in wanted,
+        reward_dimensions=settings.reward_dimensions,
+        experts=experts,
+        pairs="pair_ids" in (*loss.needs, *loss.accepts),
+        whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
+    )
+    _check_supply(config, recipe, loss, estimator, supplied, prepared)
+    _check_effect(config, recipe)
+    return recipe
+
+
+def _algorithm(config: RunConfig) -> Algorithm:
+    """The bundle with what the configuration replaces."""
+    chosen, settings = algorithm(config.algorithm.name), config.algorithm
+    loss, loss_options = _replaced(settings.loss, chosen.loss, chosen.loss_options)
+    estimator, options = _replaced(settings.advantages, chosen.advantages, chosen.advantages_options)
+    assert loss is not None, "every bundle has a loss"
+    chosen = attrs.evolve(
+        chosen, loss=loss, loss_options=loss_options, advantages=estimator, advantages_options=options
+    )
+    if settings.aggregation is not None:
+        chosen = attrs.evolve(chosen, aggregation=settings.aggregation)
+    assert chosen.parts  # looks every name up
+    return chosen
+
+
+def _replaced(
+    given: PartConfig | None, name: str | None, options: Mapping[str, Any]
+) -> tuple[str | None, Mapping[str, Any]]:
+    """Another part has its own defaults; the bundle's own part keeps the bundle's options beside those given."""
+    if given is None:
+        return name, options
+    if given.name in (None, name):
+        return name, {**options, **given.options}
+    return given.name, given.options
+
+
+def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
+    if config.mode == "train" and chosen.advantages is not None:
+        raise ConfigError(
+            f"algorithm {config.algorithm.name!r} needs rewards, and mode 'train' has none",
+            where="mode",
+            expected="mode: both, or an algorithm that learns from the data's own answers (sft, dpo)",
+        )
+    if config.mode == "both" and chosen.advantages is None:
+        raise ConfigError(
+            f"algorithm {config.algorithm.name!r} learns from the data's own answers",
+            where="mode",
+            expected="mode: train",
+            found="mode: both",
+        )
+
+
+def _corrects(config: RunConfig, loss: Part, rollout: Manifest) -> bool:
+    """On by default where numerics differ, and the loss can be weighed and does not weigh itself."""
+    enabled = config.algorithm.correction.enabled
+    if enabled is not None:
+        return enabled
+    weighs_itself = loss.per_sequence or "rollout_log_probs" in (*loss.needs, *loss.accepts)
+    return not weighs_itself and _numerics_differ(config, rollout)
+
+
+def _numerics_differ(config: RunConfig, rollout: Manifest) -> bool:
+    """Whether the server's log-probs are more than rounding away from the engine's."""
+    exact = rollout.capabilities.get("engine_log_probs") == "full"
+    mixed = config.engine.settings.get("mixed_precision", "none") not in (None, "none")
+    return not exact or mixed or config.model.dtype != "float32"
+
+
+def _check_correction(config: RunConfig, loss: Part, corrects: bool, old: str) -> None:
+    where = "algorithm.correction"
+    if corrects and loss.per_sequence:
+        raise ConfigError(
+            f"loss {loss.name} has one value per sequence, which weights of tokens cannot correct",
+            where=where,
+            fix=f"set {where}.enabled: false",
+        )
+    if corrects and old == "rollout" and config.algorithm.correction.reject == "none":
+        raise ConfigError(
+            "around the rollout server's log-probs the loss's own ratio corrects: nothing is left to do but to reject",
+            where=where,
+            expected="old_log_probs: engine (weights), or a reject (whole tokens or responses are left out)",
+            fix=f"set algorithm.old_log_probs: engine, or {where}.reject",
+        )
+
+
+def _correction_options(config: RunConfig, old: str) -> dict[str, Any]:
+    """Around the rollout's own log-probs, the loss's ratio weighs and the correction only rejects."""
+    options = config.algorithm.correction.options
+    return options if old == "engine" else {**options, "bound": "none", "batch_normalize": False}
+
+
+def _supplied(config: RunConfig, estimates: bool, reference: bool, experts: bool) -> frozenset[str]:
+    """Inputs of a loss that its data can have. ``rewards`` is for those that cannot do without: an advantage says the
+    same after shaping."""
+    supplied = {"old_log_probs"}
+    if estimates:
+        supplied |= {"advantages", "rollout_log_probs"}
+    if reference:
+        supplied.add("ref_log_probs")
+    if experts:
+        supplied.add("expert_mask")
+    return frozenset(supplied)
+
+
+def _prepared(loss: Part, supplied: frozenset[str]) -> tuple[str, ...]:
+    """The columns of the whole batch that this loss gets."""
+    columns = tuple(name for name in loss.whole_batch if name not in COUNTS)
+    if not columns or loss.name not in names("prepare"):
+        return ()
+    there = supplied | {"log_probs", "response_mask", "group_ids", "pair_ids"}
+    return columns if set(part("prepare", loss.name).needs) <= there else ()
+
+
+def _loss_columns(
+    config: RunConfig, loss: Part, supplied: frozenset[str], prepared: tuple[str, ...], corrects: bool
+) -> tuple[str, ...]:
+    taken = {*loss.needs, *loss.accepts}
+    wanted = {name for name in (*TOKEN_INPUTS, *ROW_INPUTS) if name in taken and name in supplied} | set(prepared)
+    if "rewards" in loss.needs:
+        wanted.add("rewards")
+    if corrects:
+        wanted.add("rollout_weights")
+    if config.algorithm.kl.coefficient and not config.algorithm.kl.in_reward:
+        estimator = part("kl", config.algorithm.kl.name)
+        wanted |= {"ref_log_probs"} | ({"old_log_probs"} & {*estimator.needs, *estimator.accepts})
+    return tuple(sorted(wanted))
+
+
+def _reads_old(config: RunConfig, loss: Part, estimator: Part | None) -> bool:
+    """Whether anything looks at the policy before the update."""
+    parts = [loss, *([estimator] if estimator else [])]
+    if config.algorithm.kl.coefficient:
+        parts.append(part("kl", config.algorithm.kl.name))
+    return config.algorithm.kl.in_reward or any("old_log_probs" in (*one.needs, *one.accepts) for one in parts)
+
+
+def _loss_options(config: RunConfig, chosen: Algorithm) -> dict[str, Any]:
+    settings = config.algorithm
+    options = {**chosen.loss_options, "aggregation": chosen.aggregation}
+    if settings.kl.coefficient and not settings.kl.in_reward:
+        options["kl"] = settings.kl.name
+    if settings.entropy_coefficient:
+        options["entropy_coefficient"] = settings.entropy_coefficient
+    return options
+
+
+def _dynamic_sampling(config: RunConfig, chosen: Algorithm) -> bool:
+    given = config.algorithm.dynamic_sampling
+    return "dynamic_sampling" in chosen.needs if given is None else given
+
+
+def _check_supply(
+    config: RunConfig,
+    recipe: Recipe,
+    loss: Part,
+    estimator: Part | None,
+    supplied: frozenset[str],
+    prepared: tuple[str, ...],
+) -> None:
+    """Refuse what cannot be had, by name."""
+    inputs = _ESTIMATOR_INPUTS | {"values", "reward_dimensions", "baseline_rewards"}
+    of_loss = supplied | {*COUNTS, *prepared, "rewards", "log_probs", "response_mask", "pair_ids"}
+    of_loss |= {"global_tokens", "global_sequences", "expert_mask"}
+    missing = sorted(
+        {name for name in recipe.algorithm.needs if name not in inputs | _KNOWN_NEEDS}
+        | {name for name in (estimator.needs if estimator else ()) if name not in inputs}
+        | {name for name in loss.needs if name not in of_loss}
+    )
+    if missing:
+        raise ConfigError(
+            f"algorithm {config.algorithm.name!r} needs what a run cannot supply: {', '.join(missing)}",
+            where="algorithm",
+            expected="parts whose inputs a run has; `jackfield algorithms show NAME` tells them",
+            fix="choose another estimator or loss",
+        )
+    if "expert_mask" in loss.needs and (not config.data.expert or not recipe.experts):
+        raise ConfigError(
+            f"loss {loss.name} learns from an expert's answers, too, and there are none",
+            code="config.missing-key",
+            where="data.expert",
+            fix="name a JSONL file of tasks with answers as data.expert, and set data.experts_per_step",
+        )
+    if estimator is not None and "reward_dimensions" in estimator.needs and not recipe.reward_dimensions:
+        raise ConfigError(
+            f"advantages {estimator.name} compares several rewards, and none are named",
+            code="config.missing-key",
+            where="algorithm.reward_dimensions",
+            expected="names of the reward's metrics; score is the score itself",
+        )
+    if recipe.pairs and config.data.format.rejected_key is None:
+        raise ConfigError(
+            f"loss {loss.name} compares two answers, and the data's format names one",
+            code="config.missing-key",
+            where="data.format.rejected_key",
+            fix="name the fields of the better and of the worse answer: response_key and rejected_key",
+        )
+
+
+def _check_effect(config: RunConfig, recipe: Recipe) -> None:
+    """A setting that does nothing here is an error."""
+    settings = config.algorithm
+    idle = {
+        "critic": (config.critic != CriticConfig() and not recipe.critic, "an estimator with a critic (gae)"),
+        "data.expert": (config.data.expert is not None and not recipe.experts, "a loss with an expert (mix)"),
+        "algorithm.reward_dimensions": (
+            bool(recipe.reward_dimensions)
+            and not (recipe.algorithm.advantages and _takes(recipe.algorithm.advantages, "reward_dimensions")),
+            "an estimator of several rewards (gdpo)",
+        ),
+        "algorithm.shaping": (
+            recipe.algorithm.advantages is not None
+            and settings.shaping.active
+            and _takes(recipe.algorithm.advantages, "reward_dimensions"),
+            "an estimator of one reward",
+        ),
+        "data.format.rejected_key": (
+            config.data.format.rejected_key is not None and not recipe.pairs,
+            "a loss that compares two answers (dpo)",
+        ),
+        "algorithm.kl.target": (
+            settings.kl.target is not None and not settings.kl.coefficient,
+            "algorithm.kl.coefficient above 0, where the controller begins",
+        ),
+        "algorithm.kl.in_reward": (
+            settings.kl.in_reward and recipe.algorithm.advantages is None,
+            "an algorithm with rewards",
+        ),
+    }
+    for where, (useless, expected) in idle.items():
+        if useless:
+            raise ConfigError(
+                f"{where} has no effect on algorithm {settings.name!r}", where=where, expected=expected, fix="remove it"
+            )
+
+
+def _takes(estimator: str, name: str) -> bool:
+    chosen = part("advantages", estimator)
+    return name in (*chosen.needs, *chosen.accepts)
