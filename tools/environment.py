@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -25,13 +26,17 @@ import tomllib
 
 from packages import ROOT, Package, closure, discover, requirement_name, third_party
 
-__all__ = ["PYTHON", "install_editable", "install_requirements", "install_wheels", "make"]
+__all__ = ["PYTHON", "install_editable", "install_requirements", "install_servers", "install_wheels", "make"]
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = ROOT / "constraints.txt"
 TOOLS = ROOT / "tools" / "requirements.txt"
 STAMPS = VENV / "jackfield-stamps.json"
+
+#: Debian's packages of the servers that tests start, each with a path that shows that it is there.
+SERVERS = {"postgresql": "usr/lib/postgresql/*/bin/postgres", "redis-server": "usr/bin/redis-server"}
+POLICY = Path("/usr/sbin/policy-rc.d")  #: Debian asks it whether a package may start its service
 
 #: What building a wheel or an editable install takes, without build isolation.
 BUILD_REQUIREMENTS = ("editables", "hatchling")
@@ -95,6 +100,27 @@ def install_requirements(requirements: list[str], purpose: str) -> None:
     _stamp(purpose, stamp)
 
 
+def install_servers() -> None:
+    """Install the servers that tests start, where we may: as root, with apt. Their services are not started.
+
+    Where that cannot be, their tests are skipped, and under CI=true fail.
+    """
+    missing = [package for package, path in SERVERS.items() if not list(Path("/").glob(path))]
+    if not missing or os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return
+    print(f"installing {', '.join(missing)}", flush=True)
+    ours = not POLICY.exists()
+    if ours:
+        POLICY.write_text("#!/bin/sh\nexit 101\n", encoding="utf-8")
+        POLICY.chmod(0o755)
+    try:
+        for command in (["update"], ["install", "-y", "--no-install-recommends", *missing]):
+            _run(["apt-get", "-qq", "-o", "Dpkg::Use-Pty=0", *command], {"DEBIAN_FRONTEND": "noninteractive"})
+    finally:
+        if ours:
+            POLICY.unlink()
+
+
 def install_editable(packages: list[Package]) -> None:
     """Install packages so that edits of their sources are honoured; once per set of pyproject.toml files."""
     texts = [(package.folder / "pyproject.toml").read_text(encoding="utf-8") for package in packages]
@@ -133,9 +159,15 @@ def _pip(command: str, *arguments: str) -> None:
     _run([str(PYTHON), "-m", "pip", command, "--quiet", "--disable-pip-version-check", *options, *arguments])
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], variables: dict[str, str] | None = None) -> None:
     # pip warns about each folder of packages that lacks a package; thousands of such lines say nothing.
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment())
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**_environment(), **(variables or {})},
+    )
     errors = "".join(line for line in done.stderr.splitlines(True) if "is ignored: it is neither" not in line)
     sys.stderr.write(errors)
     if done.returncode:

@@ -10,15 +10,21 @@ under ``CI=true``: a check that did not run must not read as one that passed.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-__all__ = ["DATA_VARIABLE", "HARDWARE", "TOOLS"]
+from jackfield_servers import PostgresServer, RedisServer, postgres_programs, redis_program
+
+__all__ = ["DATA_VARIABLE", "HARDWARE", "TOOLS", "in_loop"]
 
 DATA_VARIABLE = "JACKFIELD_DATA"
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -38,6 +44,8 @@ TOOLS: dict[str, Callable[[], bool]] = {
     "flock": lambda: shutil.which("flock") is not None,
     "git": lambda: shutil.which("git") is not None,
     "node": lambda: shutil.which("node") is not None,
+    "postgres": lambda: postgres_programs() is not None,
+    "redis": lambda: redis_program() is not None,
 }
 
 #: What no machine of CI has.
@@ -67,6 +75,34 @@ def data_root() -> Path:
 def shared_data() -> Path:
     """The folder of shared data. A test that uses it is marked ``needs_data("gsm8k")``."""
     return data_root()
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an asynchronous test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **fixtures: Any) -> None:
+        asyncio.run(test(*arguments, **fixtures))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A running PostgreSQL for the whole session; a test that uses it is marked ``needs("postgres")``."""
+    server = PostgresServer()
+    with contextlib.closing(server):
+        server.start()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """A running Redis for the whole session; a test that uses it is marked ``needs("redis")``."""
+    server = RedisServer()
+    with contextlib.closing(server):
+        server.start()
+        yield server
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -118,6 +118,8 @@ CODES: dict[str, str] = {
     "queue.column": "A column is not there, or was written twice.",
     "queue.lease-epoch": "A lease is expired, released or of an older epoch.",
     "queue.full": "The queue stayed full until the deadline.",
+    "queue.unreachable": "The server or file behind a queue backend does not answer, or broke off.",
+    "queue.store": "What is behind a queue backend cannot be used: login, format, damage, or its own settings.",
     "weights.digest": "A replica loaded other bytes than the engine sent.",
     "weights.missing": "A tensor that was sent did not arrive, or arrived twice.",
     "weights.version": "A weight version went backwards or does not match.",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
@@ -26,6 +24,8 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
+from jackfield.queue.archive import ArchivedRow, read_archive, write_archive
+from jackfield.queue.cells import Cell, Kind, column_kind
 from jackfield.queue.columns import split_rows
 
 if TYPE_CHECKING:
@@ -33,13 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryBackend", "MemoryConfig"]
 
-_INDEX, _VALUES = "index.json", "values.bin"
-_FORMAT = 1
 _INLINE_BYTES = 1 << 24  #: smaller checkpoints are written without a thread
 
-Kind = Literal["dense", "jagged", "json"]
-Cell = tuple["torch.Tensor", Kind]
-Cells = dict[tuple[str, str], dict[str, Cell]]
+Kept = tuple["torch.Tensor", Kind]
+Cells = dict[tuple[str, str], dict[str, Kept]]
 
 
 @attrs.frozen(kw_only=True)
@@ -48,12 +45,7 @@ class MemoryConfig:
 
 
 class MemoryBackend(TransferQueueBackend):
-    """A dict of row tensors by partition, key and column. Each row is a copy of its own, freed with the row.
-
-    A checkpoint is ``values.bin`` (the rows' raw bytes back to back) and ``index.json`` (which says where each is).
-    safetensors would not do: it lacks dtypes that torch has (complex128, float8_e8m0fnu), and names each tensor in one
-    header, where we have millions of rows.
-    """
+    """A dict of row tensors by partition, key and column. Each row is a copy of its own, freed with the row."""
 
     durable: ClassVar[bool] = False
 
@@ -75,7 +67,7 @@ class MemoryBackend(TransferQueueBackend):
         stored = 0
         cells = [self._cells.setdefault((request.partition, key), {}) for key in request.keys]
         for name, tensors in rows.items():
-            kind = _kind(request.columns[name])
+            kind = column_kind(request.columns[name])
             for cell, values in zip(cells, tensors, strict=True):
                 stored += values.nbytes
                 if name in cell:
@@ -90,13 +82,13 @@ class MemoryBackend(TransferQueueBackend):
         rows = [self._row(request.partition, key) for key in request.keys]
         return GetResult(columns={name: self._column(request, rows, name) for name in request.columns})
 
-    def _row(self, partition: str, key: str) -> dict[str, Cell]:
+    def _row(self, partition: str, key: str) -> dict[str, Kept]:
         cells = self._cells.get((partition, key))
         if cells is None:
             raise QueueError(f"no row {key!r} is in the queue", code="queue.unknown-row", where=f"{partition}: {key}")
         return cells
 
-    def _column(self, request: GetRequest, rows: Sequence[dict[str, Cell]], name: str) -> Column:
+    def _column(self, request: GetRequest, rows: Sequence[dict[str, Kept]], name: str) -> Column:
         if not rows:
             raise QueueError("no rows are named", expected="one key at least")
         try:
@@ -135,9 +127,9 @@ class MemoryBackend(TransferQueueBackend):
         cells = {where: dict(columns) for where, columns in self._cells.items()}  # tensors are never changed in place
         folder, size = Path(request.folder), self._bytes
         if size < _INLINE_BYTES:
-            _write(cells, folder)
+            write_archive(folder, _archived(cells))
         else:
-            await asyncio.to_thread(_write, cells, folder)
+            await asyncio.to_thread(write_archive, folder, _archived(cells))
         return SnapshotResult(rows=len(cells), bytes=size)
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
@@ -158,11 +150,7 @@ class MemoryBackend(TransferQueueBackend):
             raise QueueError("the memory backend is closed", code="queue.closed")
 
 
-def _kind(column: Column) -> Kind:
-    return "dense" if column.offsets is None else "json" if column.encoding == "json" else "jagged"
-
-
-def _join(cells: Sequence[Cell], name: str) -> Column:
+def _join(cells: Sequence[Kept], name: str) -> Column:
     import torch
 
     values, kind = cells[0]
@@ -186,53 +174,14 @@ def _join(cells: Sequence[Cell], name: str) -> Column:
     return Column(values=torch.cat(tensors), offsets=offsets, encoding="json" if kind == "json" else "tensor")
 
 
-def _write(cells: Cells, folder: Path) -> None:
-    import torch
-
-    folder.mkdir(parents=True, exist_ok=True)
-    rows: list[Any] = []
-    with (folder / f"{_VALUES}.partial").open("wb") as file:
-        for (partition, key), columns in cells.items():
-            entry = {}
-            for name, (values, kind) in columns.items():
-                entry[name] = [kind, str(values.dtype).removeprefix("torch."), list(values.shape)]
-                file.write(values.reshape(-1).view(torch.uint8).numpy().data)
-            rows.append([partition, key, entry])
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
-    with (folder / f"{_INDEX}.partial").open("w", encoding="utf-8") as index:
-        json.dump({"format": _FORMAT, "bytes": size, "rows": rows}, index, ensure_ascii=False, separators=(",", ":"))
-        index.flush()
-        os.fsync(index.fileno())
-    (folder / f"{_VALUES}.partial").replace(folder / _VALUES)
-    (folder / f"{_INDEX}.partial").replace(folder / _INDEX)
+def _archived(cells: Cells) -> Iterator[ArchivedRow]:
+    for (partition, key), columns in cells.items():
+        archived = {name: Cell.of(values, kind) for name, (values, kind) in columns.items()}
+        yield ArchivedRow(partition=partition, key=key, cells=archived)
 
 
 def _read(folder: Path) -> Cells:
-    import torch
-
-    try:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        content = (folder / _VALUES).read_bytes()
-    except OSError as error:
-        message = "the folder holds no checkpoint of the memory backend"
-        raise QueueError(message, where=str(folder), found=error) from error
-    if index["format"] != _FORMAT or index["bytes"] != len(content):
-        raise QueueError(
-            "the checkpoint is of another format, or incomplete",
-            where=str(folder),
-            expected=f"format {_FORMAT}, {index['bytes']} bytes",
-            found=f"format {index['format']}, {len(content)} bytes",
-        )
-    cells: Cells = {}
-    start = 0
-    for partition, key, entry in index["rows"]:
-        columns = cells[partition, key] = {}
-        for name, (kind, dtype_name, shape) in entry.items():
-            values = torch.empty(shape, dtype=getattr(torch, dtype_name))
-            end = start + values.nbytes
-            values.reshape(-1).view(torch.uint8).numpy()[:] = memoryview(content)[start:end]
-            columns[name] = values, kind
-            start = end
-    return cells
+    return {
+        (row.partition, row.key): {name: (cell.tensor(), cell.kind) for name, cell in row.cells.items()}
+        for row in read_archive(folder)
+    }

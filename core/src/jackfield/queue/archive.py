@@ -1,0 +1,137 @@
+"""A checkpoint's files, the same for every backend that writes them: a run may go on with another backend.
+
+``index.json`` names the two others and their sizes; it comes last and appears whole, so that a checkpoint which was
+broken off is none, and does no harm to the one before it. ``rows-*.jsonl`` has a line for each row: partition, key, the
+headers of its cells by column, and its tags or null. ``values-*.bin`` has the cells' bytes in the same order.
+
+safetensors would not do: it lacks dtypes that torch has (complex128, float8_e8m0fnu), and names each tensor in one
+header, where we have millions of rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from jackfield.abc.transfer_queue import SnapshotResult
+from jackfield.errors import QueueError
+from jackfield.queue.cells import Cell
+
+__all__ = ["ArchiveWriter", "ArchivedRow", "read_archive", "write_archive"]
+
+_INDEX = "index.json"
+_FORMAT = 2
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ArchivedRow:
+    """One row of a checkpoint."""
+
+    partition: str
+    key: str
+    cells: Mapping[str, Cell]  #: by column
+    tags: Mapping[str, Any] | None = None  #: where the backend shows them
+
+    @property
+    def bytes(self) -> int:
+        """Of values."""
+        return sum(len(cell.content) for cell in self.cells.values())
+
+
+class ArchiveWriter:
+    """Writes a checkpoint row by row; without :meth:`finish` there is none. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = uuid.uuid4().hex[:12]
+        self._folder = folder
+        self._row_count = self._byte_count = 0
+        self._names = f"rows-{mark}.jsonl", f"values-{mark}.bin"
+        self._rows = (folder / self._names[0]).open("w", encoding="utf-8")
+        self._values = (folder / self._names[1]).open("wb")
+        self._finished = False
+
+    def add(self, row: ArchivedRow) -> None:
+        """Append a row."""
+        headers = {name: [cell.kind, cell.dtype, cell.shape] for name, cell in row.cells.items()}
+        entry = [row.partition, row.key, headers, row.tags]
+        self._rows.write(json.dumps(entry, ensure_ascii=False, separators=(",", ":")) + "\n")
+        for cell in row.cells.values():
+            self._values.write(cell.content)
+        self._row_count += 1
+        self._byte_count += row.bytes
+
+    def finish(self) -> SnapshotResult:
+        """Make it durable, and the checkpoint of the folder."""
+        for file in (self._rows, self._values):
+            file.flush()
+            os.fsync(file.fileno())
+        sizes = {name: (self._folder / name).stat().st_size for name in self._names}
+        index = {"format": _FORMAT, "rows": self._row_count, "bytes": self._byte_count, "files": sizes}
+        partial = self._folder / f"{_INDEX}.partial"
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(index, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._folder / _INDEX)
+        self._finished = True
+        return SnapshotResult(rows=self._row_count, bytes=self._byte_count)
+
+    def __enter__(self) -> ArchiveWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rows.close()
+        self._values.close()
+        for pattern in ("rows-*.jsonl", "values-*.bin"):
+            for path in self._folder.glob(pattern):
+                if (path.name in self._names) != self._finished:
+                    path.unlink(missing_ok=True)
+
+
+def write_archive(folder: Path, rows: Iterable[ArchivedRow]) -> SnapshotResult:
+    """Write rows as the checkpoint of ``folder``, in the place of the one that is there."""
+    with ArchiveWriter(folder) as writer:
+        for row in rows:
+            writer.add(row)
+        return writer.finish()
+
+
+def read_archive(folder: Path) -> Iterator[ArchivedRow]:
+    """The rows of a folder's checkpoint, one after the other.
+
+    Raises:
+        QueueError: ``queue.invalid``, before the first row, where there is no whole checkpoint.
+    """
+    rows, values = _files(folder)
+    with rows.open(encoding="utf-8") as lines, values.open("rb") as content:
+        for line in lines:
+            partition, key, headers, tags = json.loads(line)
+            cells = {}
+            for name, header in headers.items():
+                cell = Cell(header[0], header[1], tuple(header[2]), b"")
+                cells[name] = attrs.evolve(cell, content=content.read(cell.size))
+            yield ArchivedRow(partition=partition, key=key, cells=cells, tags=tags)
+
+
+def _files(folder: Path) -> tuple[Path, Path]:
+    try:
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        if index["format"] != _FORMAT:
+            raise QueueError(
+                "the checkpoint is of another format", where=str(folder), expected=_FORMAT, found=index["format"]
+            )
+        found = {name: (folder / name).stat().st_size for name in index["files"]}
+    except (OSError, ValueError) as error:
+        message = "the folder holds no checkpoint of a queue's values"
+        raise QueueError(message, where=str(folder), expected=_INDEX, found=error) from error
+    if index["files"] != found:
+        raise QueueError("the checkpoint is incomplete", where=str(folder), expected=index["files"], found=found)
+    rows, values = (folder / name for name in index["files"])
+    return rows, values

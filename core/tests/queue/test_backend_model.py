@@ -1,0 +1,15 @@
+"""The memory backend against a plain dict, over random histories."""
+
+from __future__ import annotations
+
+import pytest
+
+from jackfield.queue.memory import MemoryBackend, MemoryConfig
+
+pytest.importorskip("torch")
+
+
+def test_the_memory_backend_is_a_dict() -> None:
+    from jackfield_queue_model import check_against_model
+
+    check_against_model(lambda context: MemoryBackend(MemoryConfig(), context))

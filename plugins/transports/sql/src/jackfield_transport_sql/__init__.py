@@ -1,0 +1,1 @@
+"""Samples in a database: SQLite or PostgreSQL."""

@@ -1,0 +1,192 @@
+"""The backend: one transaction for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import sqlalchemy as sql
+
+from jackfield.abc.transfer_queue import (
+    DeleteRequest,
+    DeleteResult,
+    GetRequest,
+    GetResult,
+    PutRequest,
+    PutResult,
+    SnapshotRequest,
+    SnapshotResult,
+    StatsResult,
+    TagsRequest,
+    TransferQueueBackend,
+    TransferQueueContext,
+)
+from jackfield.errors import QueueError
+from jackfield.queue.archive import ArchivedRow, read_archive, write_archive
+from jackfield.queue.cells import Cell, cells_of, column_of
+from jackfield.queue.namespace import queue_name
+from jackfield_transport_sql.config import Config
+from jackfield_transport_sql.database import Database
+from jackfield_transport_sql.rows import Rows, batches
+from jackfield_transport_sql.schema import prepare
+from jackfield_transport_sql.text import Reader
+
+__all__ = ["SQLBackend"]
+
+_FILE = "samples.sqlite"
+
+
+class SQLBackend(TransferQueueBackend):
+    """Values survive the death of the process that put them, and that of the database server."""
+
+    durable: ClassVar[bool] = True
+
+    def __init__(self, config: Config, context: TransferQueueContext) -> None:
+        super().__init__(config, context)
+        self._settings = config
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._opened: tuple[Database, Rows] | None = None
+        self._entrance = asyncio.Lock()  # held while a checkpoint fixes what belongs to it
+
+    async def start(self) -> None:
+        """Connect, make the tables where they are missing, and refuse those of another format."""
+        settings = self._settings
+        rows = Rows(settings.queue or queue_name(self.context.folder), Reader(settings.tokenizer))
+        database = Database(settings.url or self._file(), settings)
+        try:
+            await database.first(lambda connection: prepare(connection, settings.tag_columns))
+        except BaseException:
+            database.close()
+            raise
+        self._opened = database, rows
+
+    def _file(self) -> str:
+        """SQLite's, in the queue's folder; without one, for as long as the backend is open."""
+        if self.context.folder is not None:
+            return f"sqlite:///{Path(self.context.folder).absolute() / _FILE}"
+        self._temporary = tempfile.TemporaryDirectory(prefix="jackfield-sql-")
+        return f"sqlite:///{Path(self._temporary.name) / _FILE}"
+
+    async def put(self, request: PutRequest) -> PutResult:
+        """All columns of all rows in one transaction: a reader sees all of them or none."""
+        database, rows = self._open()
+        if len(set(request.keys)) != len(request.keys):
+            raise QueueError("a row is named twice", expected="distinct keys", found=list(request.keys)[:4])
+        for name, column in request.columns.items():
+            if len(column) != len(request.keys):
+                raise QueueError(f"column {name!r} has {len(column)} rows", expected=len(request.keys), where=name)
+        async with self._entrance:
+            pass
+
+        def write(connection: sql.Connection) -> int:
+            columns = {name: cells_of(column) for name, column in request.columns.items()}
+            put = [
+                ArchivedRow(
+                    partition=request.partition,
+                    key=key,
+                    cells={name: cells[index] for name, cells in columns.items()},
+                )
+                for index, key in enumerate(request.keys)
+            ]
+            return rows.write(connection, put)
+
+        return PutResult(bytes=await database.run(write, "write"))
+
+    async def get(self, request: GetRequest) -> GetResult:
+        """Columns in the order of the keys, all of one moment."""
+        database, rows = self._open()
+
+        def read(connection: sql.Connection) -> dict[tuple[str, str], Cell]:
+            found = rows.cells(connection, request.partition, request.keys, request.columns)
+            if not request.columns or len(found) < len(set(request.keys)) * len(set(request.columns)):
+                _name_what_lacks(connection, rows, request, found)
+            return found
+
+        found = await database.run(read, "read")
+        return GetResult(
+            columns={name: column_of(name, [found[key, name] for key in request.keys]) for name in request.columns}
+        )
+
+    async def delete(self, request: DeleteRequest) -> DeleteResult:
+        """Forget rows; unknown keys are ignored."""
+        database, rows = self._open()
+        async with self._entrance:
+            pass
+        return await database.run(lambda connection: rows.delete(connection, request.partition, request.keys), "write")
+
+    async def stats(self) -> StatsResult:
+        """Rows and bytes of this queue."""
+        database, rows = self._open()
+        return await database.run(rows.count, "read")
+
+    async def put_tags(self, request: TagsRequest) -> None:
+        """The tags of rows that are there, as JSON and, in the view, as columns."""
+        database, rows = self._open()
+        tags = dict(zip(request.keys, request.tags, strict=True))
+        await database.run(lambda connection: rows.show_tags(connection, request.partition, tags), "write")
+
+    async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
+        """Write the rows of one moment, while others go on writing."""
+        database, rows = self._open()
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def write(connection: sql.Connection) -> SnapshotResult:
+            places = rows.places(connection)
+            loop.call_soon_threadsafe(begun.set)  # from its first query on, the transaction sees one state
+            return write_archive(Path(request.folder), rows.archived(connection, places))
+
+        async with self._entrance:
+            writing = asyncio.ensure_future(database.run(write, "read", self._settings.checkpoint_seconds))
+            writing.add_done_callback(lambda _: begun.set())
+            await begun.wait()  # not longer than `writing`, which has a deadline
+        return await writing
+
+    async def restore(self, request: SnapshotRequest) -> SnapshotResult:
+        """Replace everything of this queue by a checkpoint, in one transaction."""
+        database, rows = self._open()
+
+        def replace(connection: sql.Connection) -> SnapshotResult:
+            rows.delete_all(connection)
+            count = size = 0
+            for batch in batches(read_archive(Path(request.folder)), lambda row: row.bytes):
+                count, size = count + len(batch), size + rows.write(connection, batch)
+            return SnapshotResult(rows=count, bytes=size)
+
+        return await database.run(replace, "write", self._settings.checkpoint_seconds)
+
+    async def close(self) -> None:
+        """End connections and threads."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[0].close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _open(self) -> tuple[Database, Rows]:
+        if self._opened is None:
+            raise QueueError("the SQL backend is closed", code="queue.closed")
+        return self._opened
+
+
+def _name_what_lacks(
+    connection: sql.Connection, rows: Rows, request: GetRequest, found: Mapping[tuple[str, str], Cell]
+) -> None:
+    there = rows.known(connection, request.partition, request.keys)
+    for key in request.keys:
+        if key not in there:
+            message = f"no row {key!r} is in the queue"
+            raise QueueError(message, code="queue.unknown-row", where=f"{request.partition}: {key}")
+    for name in request.columns:
+        lacking = [key for key in request.keys if (key, name) not in found]
+        if lacking:
+            has = rows.cells(connection, request.partition, lacking[:1])
+            raise QueueError(
+                f"column {name!r} is not there in {len(lacking)} rows, {lacking[0]} first",
+                code="queue.column",
+                where=f"{request.partition}: {lacking[0]}",
+                expected=f"one of {', '.join(sorted(column for _, column in has)) or '(none)'}",
+                found=name,
+            )

@@ -1,0 +1,72 @@
+"""Settings of the backend; importable without SQLAlchemy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from jackfield.errors import ConfigError
+from jackfield.structuring import option
+
+__all__ = ["TAG_COLUMNS", "Config"]
+
+#: Tags of the trainer's rows that are columns of the view, unless told otherwise.
+TAG_COLUMNS = (
+    "task",
+    "run",
+    "prompt_tokens",
+    "response_tokens",
+    "weight_version_min",
+    "weight_version_max",
+    "finish_reason",
+)
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """Where the database is, and what people find in it."""
+
+    url: str | None = option(
+        None,
+        help="postgresql://user@host/database, or sqlite:////absolute/path; null: SQLite, samples.sqlite in the "
+        "queue's folder. A password comes best from PGPASSWORD or ~/.pgpass.",
+    )
+    queue: str | None = option(
+        None, help="Whose rows, where several queues share a database; null: a name kept in the queue's folder."
+    )
+    tokenizer: str | None = option(
+        None, help="Folder with tokenizer.json: prompts and responses become text columns, too (extra `text`)."
+    )
+    tag_columns: tuple[str, ...] | None = option(
+        None, help="Tags that are columns of the view; null: as the view has them, at first those of the trainer."
+    )
+    synchronous: Literal["normal", "full"] = option(
+        "normal", help="SQLite: normal survives kill -9, full loss of power, too. PostgreSQL always waits for its log."
+    )
+    connections: int = option(4, help="Connections of this process, and threads that use them.")
+    seconds: float = option(30.0, help="Longest time for one request, with attempts to connect again.")
+    checkpoint_seconds: float = option(3600.0, help="Longest time for a checkpoint or its restoring.")
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("connections", "seconds", "checkpoint_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive", where=name, found=getattr(self, name))
+        if self.url is not None and not self.url.startswith(("postgresql://", "sqlite:///")):
+            raise ConfigError(
+                "the URL is of no database that this plugin knows",
+                where="url",
+                expected="postgresql://user@host/database or sqlite:////absolute/path",
+                found=self.url.partition(":")[0] + ":…",
+            )
+        if self.url is not None and self.synchronous == "full" and self.url.startswith("postgresql"):
+            raise ConfigError(
+                "synchronous has no effect with PostgreSQL: its puts always wait for the log",
+                where="synchronous",
+                fix="remove synchronous",
+            )
+        for name in self.tag_columns or ():
+            if not name or '"' in name or "\0" in name or len(name) > 60:
+                raise ConfigError(
+                    "not a name for a column", where="tag_columns", expected="1 to 60 characters, no quotes"
+                )

@@ -1,0 +1,202 @@
+"""Rows and cells of one queue in the two tables: what a transaction does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
+import sqlalchemy as sql
+from sqlalchemy.dialects import postgresql, sqlite
+
+from jackfield.abc.transfer_queue import DeleteResult, StatsResult
+from jackfield.errors import QueueError
+from jackfield.queue.archive import ArchivedRow
+from jackfield.queue.cells import Cell
+from jackfield_transport_sql.schema import CELLS, SAMPLES
+from jackfield_transport_sql.text import Reader
+
+__all__ = ["Rows", "batches"]
+
+T = TypeVar("T")
+
+_KEYS = 500  #: rows that one query names
+_BATCH_BYTES = 1 << 25  #: of values in memory at once, for a checkpoint and its restoring
+_CELL_BYTES = 900_000_000  #: both databases end at about 1 GB
+
+
+def _upserts(dialect: Any) -> tuple[Any, Any]:
+    """Insert samples, or keep what is not given; insert cells, or replace them."""
+    samples, cells = dialect.insert(SAMPLES), dialect.insert(CELLS)
+    kept = {
+        name: sql.func.coalesce(samples.excluded[name], SAMPLES.c[name]) for name in ("reward", "prompt", "response")
+    }
+    replaced = {name: cells.excluded[name] for name in ("kind", "dtype", "shape", "bytes", "text", "content")}
+    return (
+        samples.on_conflict_do_update(index_elements=list(SAMPLES.primary_key), set_=kept),
+        cells.on_conflict_do_update(index_elements=list(CELLS.primary_key), set_=replaced),
+    )
+
+
+_UPSERTS = {"sqlite": _upserts(sqlite), "postgresql": _upserts(postgresql)}
+_UPDATE_TAGS = (
+    sql.update(SAMPLES)
+    .where(*(SAMPLES.c[name] == sql.bindparam(f"at_{name}") for name in ("queue", "partition", "key")))
+    .values(tags=sql.bindparam("new_tags"))
+)
+
+
+class Rows:
+    """The rows of the queue ``name``; each method works in the transaction of its connection."""
+
+    def __init__(self, name: str, reader: Reader) -> None:
+        self._name = name
+        self._reader = reader
+
+    def write(self, connection: sql.Connection, rows: Iterable[ArchivedRow]) -> int:
+        """Insert rows, or replace those of their cells that are given; bytes of values."""
+        ordered = sorted(rows, key=lambda row: (row.partition, row.key))  # one order for all writers: no deadlocks
+        if not ordered:
+            return 0
+        samples, cells = _UPSERTS[connection.dialect.name]
+        places = [{"queue": self._name, "partition": row.partition, "key": row.key} for row in ordered]
+        connection.execute(
+            samples,
+            [
+                {**place, **self._reader.columns(row.cells), "tags": _json(row.tags or {})}
+                for place, row in zip(places, ordered, strict=True)
+            ],
+        )
+        stored = [
+            {**place, "name": name, **_stored(name, row.key, cell)}
+            for place, row in zip(places, ordered, strict=True)
+            for name, cell in sorted(row.cells.items())
+        ]
+        if stored:
+            connection.execute(cells, stored)
+        return sum(cell["bytes"] for cell in stored)
+
+    def cells(
+        self, connection: sql.Connection, partition: str, keys: Sequence[str], names: Sequence[str] | None = None
+    ) -> dict[tuple[str, str], Cell]:
+        """By key and name; those that are not there are left out. ``names``: None for all."""
+        query = sql.select(*(CELLS.c[name] for name in ("key", "name", "kind", "dtype", "shape", "text", "content")))
+        if names is not None:
+            query = query.where(CELLS.c.name.in_(names))
+        found = {}
+        for some in _chunks(list(dict.fromkeys(keys))):
+            for key, name, kind, dtype, shape, text, content in connection.execute(
+                query.where(*self._at(CELLS, partition, some))
+            ):
+                found[key, name] = Cell.checked(kind, dtype, json.loads(shape), text.encode() if text else content)
+        return found
+
+    def known(self, connection: sql.Connection, partition: str, keys: Sequence[str]) -> set[str]:
+        """Those of the keys that are there."""
+        found: set[str] = set()
+        for some in _chunks(keys):
+            query = sql.select(SAMPLES.c.key).where(*self._at(SAMPLES, partition, some))
+            found |= set(connection.execute(query).scalars())
+        return found
+
+    def delete(self, connection: sql.Connection, partition: str, keys: Iterable[str]) -> DeleteResult:
+        """Forget rows; unknown keys are ignored."""
+        rows = size = 0
+        for some in _chunks(sorted(set(keys))):
+            where = self._at(SAMPLES, partition, some)
+            # a put locks its samples first, too, in the same order: no deadlock, and no cell without its sample
+            connection.execute(sql.select(SAMPLES.c.key).where(*where).order_by(SAMPLES.c.key).with_for_update())
+            cells = sql.delete(CELLS).where(*self._at(CELLS, partition, some)).returning(CELLS.c.bytes)
+            size += sum(connection.execute(cells).scalars())
+            rows += len(connection.execute(sql.delete(SAMPLES).where(*where).returning(SAMPLES.c.key)).all())
+        return DeleteResult(rows=rows, bytes=size)
+
+    def delete_all(self, connection: sql.Connection) -> None:
+        """Forget everything."""
+        for table in (SAMPLES, CELLS):
+            connection.execute(sql.delete(table).where(table.c.queue == self._name))
+
+    def count(self, connection: sql.Connection) -> StatsResult:
+        """Rows, and bytes of values."""
+        rows = sql.select(sql.func.count()).select_from(SAMPLES).where(SAMPLES.c.queue == self._name)
+        size = sql.select(sql.func.coalesce(sql.func.sum(CELLS.c.bytes), 0)).where(CELLS.c.queue == self._name)
+        return StatsResult(rows=connection.execute(rows).scalar_one(), bytes=int(connection.execute(size).scalar_one()))
+
+    def show_tags(self, connection: sql.Connection, partition: str, tags: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tags of rows, by key; unknown keys are ignored."""
+        place = {"at_queue": self._name, "at_partition": partition}
+        updates = [{**place, "at_key": key, "new_tags": _json(each)} for key, each in sorted(tags.items())]
+        if updates:
+            connection.execute(_UPDATE_TAGS, updates)
+
+    def places(self, connection: sql.Connection) -> list[tuple[str, str]]:
+        """Partition and key of each row."""
+        query = sql.select(SAMPLES.c.partition, SAMPLES.c.key).where(SAMPLES.c.queue == self._name)
+        ordered = query.order_by(SAMPLES.c.partition, SAMPLES.c.key)
+        return [(partition, key) for partition, key in connection.execute(ordered)]
+
+    def archived(self, connection: sql.Connection, places: Sequence[tuple[str, str]]) -> Iterator[ArchivedRow]:
+        """Rows with all that they have, as many at a time as may be in memory."""
+        sizes = sql.select(CELLS.c.key, sql.func.sum(CELLS.c.bytes)).group_by(CELLS.c.key)
+        tags = sql.select(SAMPLES.c.key, SAMPLES.c.tags)
+        for partition, group in groupby(places, key=lambda place: place[0]):
+            for some in _chunks([key for _, key in group]):
+                shown = dict(connection.execute(tags.where(*self._at(SAMPLES, partition, some))).all())
+                large = dict(connection.execute(sizes.where(*self._at(CELLS, partition, some))).all())
+                for few in batches(some, lambda key, large=large: int(large.get(key, 0))):  # type: ignore[misc]
+                    found: dict[str, dict[str, Cell]] = {key: {} for key in few}
+                    for (key, name), cell in self.cells(connection, partition, few).items():
+                        found[key][name] = cell
+                    for key in few:
+                        row_tags = json.loads(shown[key])
+                        yield ArchivedRow(partition=partition, key=key, cells=found[key], tags=row_tags)
+
+    def _at(self, table: sql.Table, partition: str, keys: Sequence[str]) -> list[sql.ColumnElement[bool]]:
+        return [table.c.queue == self._name, table.c.partition == partition, table.c.key.in_(keys)]
+
+
+def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items in order, as many together as have about 32 MiB."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= _BATCH_BYTES or len(batch) >= _KEYS:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+def _stored(name: str, key: str, cell: Cell) -> dict[str, Any]:
+    """A cell's columns: JSON as text, where it is text that databases take, all else as bytes."""
+    size = len(cell.content)
+    if size > _CELL_BYTES:
+        raise QueueError(
+            f"a value of column {name!r} is too large for a database",
+            where=key,
+            expected=f"{_CELL_BYTES} bytes at most",
+            found=size,
+            fix="put smaller rows, or use another backend",
+        )
+    text = None
+    if cell.kind == "json" and size:
+        try:
+            text = str(cell.content, "utf-8")
+        except UnicodeDecodeError:
+            text = None
+    if text is not None and "\0" in text:
+        text = None
+    content = cell.content if text is None else None
+    shape = json.dumps(cell.shape)
+    return {"kind": cell.kind, "dtype": cell.dtype, "shape": shape, "bytes": size, "text": text, "content": content}
+
+
+def _json(tags: Mapping[str, Any]) -> str:
+    return json.dumps(dict(tags), ensure_ascii=False, default=str).replace("\\u0000", "\\ufffd")
+
+
+def _chunks(keys: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (keys[start : start + _KEYS] for start in range(0, len(keys), _KEYS))

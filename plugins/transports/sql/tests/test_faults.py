@@ -1,0 +1,157 @@
+"""Databases that die, hang, refuse or are something else: every wait ends, and the error says whose fault it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jackfield.abc.transfer_queue import GetRequest, PutRequest
+from jackfield.errors import QueueError
+from jackfield.queue import dense_column
+from jackfield_servers import PASSWORD, QUOTED_PASSWORD, PostgresServer
+from jackfield_testing import in_loop
+
+
+async def put(backend: Any, key: str, value: float = 1.0) -> None:
+    column = dense_column(torch.full((1, 256), value))
+    await backend.put(PutRequest(partition="p", keys=(key,), columns={"x": column}))
+
+
+async def values(backend: Any, keys: list[str]) -> list[float]:
+    found = await backend.get(GetRequest(partition="p", keys=tuple(keys), columns=("x",)))
+    return [row[0].item() for row in found.columns["x"].values]
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[PostgresServer]:
+    """A server that these tests may kill."""
+    with contextlib.closing(PostgresServer()) as server:
+        server.start()
+        yield server
+
+
+@pytest.mark.needs("postgres")
+@in_loop
+async def test_what_was_put_survives_kill_9_of_the_server(own_server: PostgresServer, opened: Any) -> None:
+    """Every put that had returned is there, and those under way end well once the server is back."""
+    returned: list[str] = []
+    enough = asyncio.Event()
+
+    async with opened(url=own_server.url) as backend:
+
+        async def produce(name: str) -> None:
+            for number in range(12):
+                await put(backend, f"{name}{number}", float(number))
+                returned.append(f"{name}{number}")
+                if len(returned) >= 16:
+                    enough.set()
+
+        producers = [asyncio.ensure_future(produce(name)) for name in "abcd"]
+        await enough.wait()
+        own_server.kill()
+        before = list(returned)
+        own_server.start()
+        assert [float(key[1:]) for key in before] == await values(backend, before)
+        await asyncio.gather(*producers)
+        assert 48 == (await backend.stats()).rows
+        assert [float(key[1:]) for key in returned] == await values(backend, returned)
+
+
+@pytest.mark.needs("postgres")
+@in_loop
+async def test_a_server_that_hangs_or_is_gone_is_named_within_the_deadline(
+    own_server: PostgresServer, opened: Any
+) -> None:
+    async with opened(url=own_server.url, seconds=0.5) as backend:
+        await put(backend, "a")
+        own_server.pause()
+        with pytest.raises(QueueError, match=f"127.0.0.1:{own_server.port}") as caught:
+            await put(backend, "b")
+        assert "queue.unreachable" == caught.value.code
+        own_server.resume()
+        await put(backend, "c")
+        own_server.kill()
+        with pytest.raises(QueueError, match=f"127.0.0.1:{own_server.port}") as caught:
+            await values(backend, ["a"])
+        assert "queue.unreachable" == caught.value.code
+        own_server.start()
+        assert [1.0, 1.0] == await values(backend, ["a", "c"])
+
+
+@pytest.mark.needs("postgres")
+@in_loop
+async def test_logins_and_databases_that_are_refused(postgres_server: PostgresServer, opened: Any) -> None:
+    url = postgres_server.url
+    for wrong in (url.replace(QUOTED_PASSWORD, "secret-guess"), url.replace("/postgres", "/no_such_database")):
+        with pytest.raises(QueueError) as caught:
+            async with opened(url=wrong):
+                pass
+        assert "queue.store" == caught.value.code
+        assert not [secret for secret in ("secret-guess", PASSWORD, QUOTED_PASSWORD) if secret in str(caught.value)]
+
+
+@in_loop
+async def test_nobody_at_the_address_is_told_at_once(opened: Any, unused_port: int) -> None:
+    with pytest.raises(QueueError, match=f"127.0.0.1:{unused_port}") as caught:
+        async with opened(url=f"postgresql://me@127.0.0.1:{unused_port}/x", seconds=50.0):
+            pass
+    assert "queue.unreachable" == caught.value.code
+
+
+@in_loop
+async def test_tables_of_another_format_are_refused(url: str, opened: Any) -> None:
+    import sqlalchemy as sql
+
+    async with opened(url=url):
+        pass
+    engine = sql.create_engine(sql.make_url(url).set(drivername="postgresql+psycopg") if "postgres" in url else url)
+    try:
+        _set_format(engine, 99)
+        with pytest.raises(QueueError, match="format 99") as caught:
+            async with opened(url=url):
+                pass
+        assert "queue.store" == caught.value.code
+    finally:
+        _set_format(engine, 1)
+        engine.dispose()
+    async with opened(url=url):
+        pass
+
+
+def _set_format(engine: Any, version: int) -> None:
+    import sqlalchemy as sql
+
+    with engine.begin() as connection:
+        connection.execute(sql.text(f"UPDATE jackfield_format SET version = {version}"))
+
+
+@in_loop
+async def test_a_file_that_is_no_database_is_refused(opened: Any, tmp_path: Path) -> None:
+    file = tmp_path / "letter.txt"
+    file.write_text("Dear reader, " * 1000)
+    with pytest.raises(QueueError, match="not a database") as caught:
+        async with opened(url=f"sqlite:///{file}"):
+            pass
+    assert "queue.store" == caught.value.code
+
+
+@in_loop
+async def test_a_file_that_another_program_has_locked_is_named_within_the_deadline(opened: Any, tmp_path: Path) -> None:
+    file = tmp_path / "samples.sqlite"
+    async with opened(url=f"sqlite:///{file}", seconds=0.3) as backend:
+        await put(backend, "a")
+        with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(QueueError, match=r"samples\.sqlite") as caught:
+                await put(backend, "b")
+            assert "queue.unreachable" == caught.value.code
+            assert [1.0] == await values(backend, ["a"])
+            other.execute("ROLLBACK")
+        await put(backend, "b")

@@ -1,0 +1,19 @@
+"""Both databases against a plain dict, over random histories."""
+
+from __future__ import annotations
+
+import pytest
+
+from jackfield_queue_model import check_against_model
+from jackfield_servers import PostgresServer
+from jackfield_transport_sql.backend import SQLBackend
+from jackfield_transport_sql.config import Config
+
+
+def test_sqlite_is_a_dict() -> None:
+    check_against_model(lambda context: SQLBackend(Config(), context))
+
+
+@pytest.mark.needs("postgres")
+def test_postgresql_is_a_dict(postgres_server: PostgresServer) -> None:
+    check_against_model(lambda context: SQLBackend(Config(url=postgres_server.url), context))
