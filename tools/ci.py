@@ -113,9 +113,7 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
         Stage("docs", "Sphinx, warnings are errors", _command(sphinx, 300)),
     ]
     return [
-        Stage(
-            "environment", "servers for tests; tools and requirements in .venv", lambda: _environment(packages)
-        ),
+        Stage("environment", "servers for tests; tools and requirements in .venv", lambda: _environment(packages)),
         Stage("wheels", "all wheels into dist/ and .venv", lambda: _wheels(list(packages.values()))),
         *(dataclasses.replace(check, group="checks") for check in checks),
         Stage("tox", "each package's tests against its wheel, alone", _command(tox, 1800)),

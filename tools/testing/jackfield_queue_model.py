@@ -42,7 +42,7 @@ Row = dict[str, Column]
 
 
 def check_against_model(
-    make: Callable[[TransferQueueContext], TransferQueueBackend], examples: int = 15, steps: int = 25
+    make: Callable[[TransferQueueContext], TransferQueueBackend], examples: int = 10, steps: int = 20
 ) -> None:
     """Put, put of some columns, get, delete, tags, checkpoint, restore, and, where it is durable, opening again."""
     options = settings(

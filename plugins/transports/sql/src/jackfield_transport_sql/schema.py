@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sql
 from sqlalchemy.dialects import postgresql
@@ -112,8 +113,8 @@ def _make_view(connection: sql.Connection, tag_columns: Sequence[str]) -> None:
     connection.exec_driver_sql(f"CREATE VIEW {VIEW} AS {query}")
 
 
-def _tag(connection: sql.Connection, name: str) -> sql.ColumnElement[str]:
+def _tag(connection: sql.Connection, name: str) -> sql.ColumnElement[Any]:
     if connection.dialect.name == "postgresql":
-        return sql.cast(SAMPLES.c.tags, postgresql.JSON)[name].astext
-    extracted: sql.ColumnElement[str] = sql.func.json_extract(SAMPLES.c.tags, f'$."{name}"')
-    return extracted
+        extracted: sql.ColumnElement[Any] = sql.cast(SAMPLES.c.tags, postgresql.JSON)[name].astext
+        return extracted
+    return sql.func.json_extract(SAMPLES.c.tags, f'$."{name}"')
