@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -249,8 +250,12 @@ class _Process:
                 await self.engine.finalize()
                 return {"finalized": True}
             case "held":
+                gc.collect()  # an error's traceback holds what its frames held
                 descriptors = [_kind(name) for name in os.listdir("/proc/self/fd")]
-                return {"descriptors": sorted(descriptors), "threads": len(os.listdir("/proc/self/task"))}
+                threads = len(os.listdir("/proc/self/task"))
+                with open("/proc/self/maps") as maps:
+                    mapped = sum("/memfd:" in line for line in maps)
+                return {"descriptors": sorted(descriptors), "threads": threads, "mapped": mapped}
         raise AssertionError(order)
 
     async def _send(self, order: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""Weights through shared memory, between processes of one host."""

@@ -1,0 +1,27 @@
+"""Settings of the engine; importable without torch."""
+
+from __future__ import annotations
+
+import attrs
+from attrs.validators import and_, ge, gt, le
+
+from jackfield.structuring import option
+
+__all__ = ["Config"]
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """How weights are laid into shared memory."""
+
+    bucket_bytes: int = option(
+        64 * 2**20, help="Tensors share segments of this size; a larger tensor has one of its own.", validator=gt(0)
+    )
+    max_bytes: int = option(
+        8 * 2**30,
+        help="Shared memory in use at most (a larger tensor still passes); beyond it, publishing waits for workers.",
+        validator=gt(0),
+    )
+    port: int = option(
+        0, help="Where the sender listens for workers; 0: any port that is free.", validator=and_(ge(0), le(65535))
+    )
