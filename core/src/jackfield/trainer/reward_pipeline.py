@@ -91,7 +91,7 @@ class RewardPipeline:
             )
         await self._forget_dropped(group.ticket)
         for key in group.keys:
-            del self._leases[key]
+            self._leases.pop(key, None)  # a group that was dropped may be forgotten already
         for batch in {id(lease.batch): lease.batch for lease in leases}.values():
             mine = [lease.index for lease in leases if lease.batch is batch]
             await self.queue.ack(batch.select(mine), step=group.ticket)
@@ -134,7 +134,7 @@ class RewardPipeline:
                 continue
             group = future.result().batch.group_ids[future.result().index]
             if self._is_gone(group):
-                del self._leases[key]
+                self._leases.pop(key, None)  # unless its own task was faster
                 await self.workers.of(group).forget([key])
 
     def _is_gone(self, group: str) -> bool:
