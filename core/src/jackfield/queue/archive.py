@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -23,7 +23,12 @@ from jackfield.abc.transfer_queue import SnapshotResult
 from jackfield.errors import QueueError
 from jackfield.queue.cells import Cell
 
-__all__ = ["ArchiveWriter", "ArchivedRow", "read_archive", "write_archive"]
+__all__ = ["BATCH_BYTES", "BATCH_ROWS", "ArchiveWriter", "ArchivedRow", "batches", "read_archive", "write_archive"]
+
+T = TypeVar("T")
+
+BATCH_ROWS = 500
+BATCH_BYTES = 1 << 25  #: of values
 
 _INDEX = "index.json"
 _FORMAT = 2
@@ -87,6 +92,10 @@ class ArchiveWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove what is not the checkpoint: these files without :meth:`finish`, else those before them."""
         self._rows.close()
         self._values.close()
         for pattern in ("rows-*.jsonl", "values-*.bin"):
@@ -101,6 +110,20 @@ def write_archive(folder: Path, rows: Iterable[ArchivedRow]) -> SnapshotResult:
         for row in rows:
             writer.add(row)
         return writer.finish()
+
+
+def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items in order, so many together as a store is given at once: 500, or about 32 MiB."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= BATCH_BYTES or len(batch) >= BATCH_ROWS:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def read_archive(folder: Path) -> Iterator[ArchivedRow]:

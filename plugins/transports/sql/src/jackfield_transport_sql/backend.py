@@ -25,12 +25,12 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.queue.archive import ArchivedRow, read_archive, write_archive
+from jackfield.queue.archive import ArchivedRow, batches, read_archive, write_archive
 from jackfield.queue.cells import Cell, cells_of, column_of
 from jackfield.queue.namespace import queue_name
 from jackfield_transport_sql.config import Config
 from jackfield_transport_sql.database import Database
-from jackfield_transport_sql.rows import Rows, batches
+from jackfield_transport_sql.rows import Rows
 from jackfield_transport_sql.schema import prepare
 from jackfield_transport_sql.text import Reader
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import sqlalchemy as sql
 from sqlalchemy.dialects import postgresql, sqlite
 
 from jackfield.abc.transfer_queue import DeleteResult, StatsResult
 from jackfield.errors import QueueError
-from jackfield.queue.archive import ArchivedRow
+from jackfield.queue.archive import BATCH_ROWS, ArchivedRow, batches
 from jackfield.queue.cells import Cell
 from jackfield_transport_sql.schema import CELLS, SAMPLES
 from jackfield_transport_sql.text import Reader
 
-__all__ = ["Rows", "batches"]
+__all__ = ["Rows"]
 
-T = TypeVar("T")
-
-_KEYS = 500  #: rows that one query names
-_BATCH_BYTES = 1 << 25  #: of values in memory at once, for a checkpoint and its restoring
 _CELL_BYTES = 900_000_000  #: both databases end at about 1 GB
 
 
@@ -156,20 +152,6 @@ class Rows:
         return [table.c.queue == self._name, table.c.partition == partition, table.c.key.in_(keys)]
 
 
-def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Items in order, as many together as have about 32 MiB."""
-    batch: list[T] = []
-    total = 0
-    for item in items:
-        batch.append(item)
-        total += size(item)
-        if total >= _BATCH_BYTES or len(batch) >= _KEYS:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
-
-
 def _stored(name: str, key: str, cell: Cell) -> dict[str, Any]:
     """A cell's columns: JSON as text, where it is text that databases take, all else as bytes."""
     size = len(cell.content)
@@ -199,4 +181,4 @@ def _json(tags: Mapping[str, Any]) -> str:
 
 
 def _chunks(keys: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (keys[start : start + _KEYS] for start in range(0, len(keys), _KEYS))
+    return (keys[start : start + BATCH_ROWS] for start in range(0, len(keys), BATCH_ROWS))

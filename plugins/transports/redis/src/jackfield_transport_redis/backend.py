@@ -1,0 +1,318 @@
+"""The backend: a hash for each row, transactions for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from jackfield.abc.transfer_queue import (
+    DeleteRequest,
+    DeleteResult,
+    GetRequest,
+    GetResult,
+    PutRequest,
+    PutResult,
+    SnapshotRequest,
+    SnapshotResult,
+    StatsResult,
+    TagsRequest,
+    TransferQueueBackend,
+    TransferQueueContext,
+)
+from jackfield.errors import QueueError
+from jackfield.queue.archive import BATCH_BYTES, BATCH_ROWS, ArchivedRow, ArchiveWriter, batches, read_archive
+from jackfield.queue.cells import Cell, cells_of, column_of
+from jackfield.queue.namespace import queue_name
+from jackfield_transport_redis.config import Config
+from jackfield_transport_redis.scripts import ANNOUNCE, BEGIN, DELETE, END, STAGE, SWAP, TAKE
+from jackfield_transport_redis.server import Server
+
+__all__ = ["RedisBackend"]
+
+T = TypeVar("T")
+
+FORMAT = b"1"
+_CELL_BYTES = 512_000_000  #: Redis ends at 512 MiB
+_SAVING_SECONDS = 60  #: after which a checkpoint whose writer died no longer holds rows
+
+
+class RedisBackend(TransferQueueBackend):
+    """Values live on the server; they survive the process that put them, and, as its log allows, the server."""
+
+    durable: ClassVar[bool] = True
+
+    def __init__(self, config: Config, context: TransferQueueContext) -> None:
+        super().__init__(config, context)
+        self._settings = config
+        self._server: Server | None = None
+        self._prefix = ""
+        self._entrance = asyncio.Lock()  # held while a checkpoint fixes what belongs to it
+        self._thread: ThreadPoolExecutor | None = None  # for files
+
+    async def start(self) -> None:
+        """Connect, and refuse a server that would lose or mix up rows."""
+        self._prefix = f"jackfield:{self._settings.queue or queue_name(self.context.folder)}:"
+        server = Server(self._settings)
+        try:
+            await server.check()
+            await server.run(lambda client: client.set(f"{self._prefix}format", FORMAT, nx=True))
+            found = await server.run(lambda client: client.get(f"{self._prefix}format"))
+            if found != FORMAT:
+                raise QueueError(
+                    "the rows on the server are of another format",
+                    code="queue.store",
+                    where=f"{server.label} {self._prefix}format",
+                    expected=FORMAT.decode(),
+                    found=found,
+                    fix="use another queue, or the version of jackfield-transport-redis that wrote it",
+                )
+        except BaseException:
+            await server.close()
+            raise
+        self._server = server
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jackfield-redis")
+
+    async def put(self, request: PutRequest) -> PutResult:
+        """A transaction for up to 500 rows or 32 MiB: a reader sees all columns of a row or none."""
+        server = self._open()
+        if len(set(request.keys)) != len(request.keys):
+            raise QueueError("a row is named twice", expected="distinct keys", found=list(request.keys)[:4])
+        columns = {}
+        for name, column in request.columns.items():
+            if len(column) != len(request.keys):
+                raise QueueError(f"column {name!r} has {len(column)} rows", expected=len(request.keys), where=name)
+            columns[name] = cells_of(column)
+        async with self._entrance:
+            pass
+        rows = [
+            (_row_id(request.partition, key), {name: cells[index] for name, cells in columns.items()})
+            for index, key in enumerate(request.keys)
+        ]
+        stored = 0
+        for some in batches(rows, lambda row: sum(map(_size, row[1].values()))):
+            sizes = [part for row, cells in some for part in (row, *map(_size, cells.values()))]
+
+            async def write(client: Any, some: Any = some, sizes: Any = sizes) -> None:
+                async with client.pipeline(transaction=True) as pipeline:
+                    pipeline.eval(ANNOUNCE, 0, self._prefix, len(columns), *columns, *sizes)
+                    for row, cells in some:
+                        if cells:
+                            pipeline.hset(f"{self._prefix}row:{row}", mapping=_fields(cells))
+                    await pipeline.execute()
+
+            await server.run(write)
+            stored += sum(_size(cell) for _, cells in some for cell in cells.values())
+        return PutResult(bytes=stored)
+
+    async def get(self, request: GetRequest) -> GetResult:
+        """Columns in the order of the keys."""
+        server = self._open()
+        fields = [field for name in request.columns for field in (f"h:{name}", f"v:{name}")]
+        found: dict[str, list[bytes | None]] = {}
+        keys = list(dict.fromkeys(request.keys))
+        for start in range(0, len(keys), BATCH_ROWS):
+            some = keys[start : start + BATCH_ROWS]
+
+            async def read(client: Any, some: Any = some) -> list[Any]:
+                async with client.pipeline(transaction=True) as pipeline:
+                    rows = [_row_id(request.partition, key) for key in some]
+                    pipeline.smismember(f"{self._prefix}rows", rows)
+                    for row in rows if fields else ():
+                        pipeline.hmget(f"{self._prefix}row:{row}", fields)
+                    result: list[Any] = await pipeline.execute()
+                return result
+
+            there, *rows = await server.run(read)
+            unknown = [key for key, known in zip(some, there, strict=True) if not known]
+            if unknown:
+                message = f"no row {unknown[0]!r} is in the queue"
+                raise QueueError(message, code="queue.unknown-row", where=f"{request.partition}: {unknown[0]}")
+            found.update(zip(some, rows, strict=False))
+        columns = {}
+        for place, name in enumerate(request.columns):
+            cells = [found[key][2 * place : 2 * place + 2] for key in request.keys]
+            lacking = [key for key, (header, _) in zip(request.keys, cells, strict=True) if header is None]
+            if lacking:
+                raise await self._lacks(server, request.partition, name, lacking)
+            columns[name] = column_of(name, [Cell.parse(header or b"", content or b"") for header, content in cells])
+        return GetResult(columns=columns)
+
+    async def _lacks(self, server: Server, partition: str, name: str, keys: Sequence[str]) -> QueueError:
+        row = f"{self._prefix}row:{_row_id(partition, keys[0])}"
+        fields = await server.run(lambda client: client.hkeys(row))
+        known = sorted(field[2:].decode() for field in fields if field.startswith(b"h:"))
+        return QueueError(
+            f"column {name!r} is not there in {len(keys)} rows, {keys[0]} first",
+            code="queue.column",
+            where=f"{partition}: {keys[0]}",
+            expected=f"one of {', '.join(known) or '(none)'}",
+            found=name,
+        )
+
+    async def delete(self, request: DeleteRequest) -> DeleteResult:
+        """Forget rows; unknown keys are ignored."""
+        server = self._open()
+        async with self._entrance:
+            pass
+        rows = [_row_id(request.partition, key) for key in dict.fromkeys(request.keys)]
+        count = size = 0
+        for start in range(0, len(rows), BATCH_ROWS):
+            arguments = (self._prefix, *rows[start : start + BATCH_ROWS])
+            freed = await server.run(lambda client, given=arguments: client.eval(DELETE, 0, *given))  # type: ignore[misc]
+            count, size = count + freed[0], size + freed[1]
+        return DeleteResult(rows=count, bytes=size)
+
+    async def stats(self) -> StatsResult:
+        """Rows and bytes of this queue, and the memory of the server."""
+        server = self._open()
+
+        async def count(client: Any) -> list[Any]:
+            async with client.pipeline(transaction=True) as pipeline:
+                pipeline.scard(f"{self._prefix}rows").get(f"{self._prefix}bytes").info("memory")
+                result: list[Any] = await pipeline.execute()
+            return result
+
+        rows, size, memory = await server.run(count)
+        return StatsResult(rows=rows, bytes=int(size or 0), details={"server_bytes": float(memory["used_memory"])})
+
+    async def put_tags(self, request: TagsRequest) -> None:
+        """The tags of rows that are there, as JSON in the field ``tags``."""
+        server = self._open()
+        rows = [_row_id(request.partition, key) for key in request.keys]
+        if not rows:
+            return
+        known = await server.run(lambda client: client.smismember(f"{self._prefix}rows", rows))
+
+        async def write(client: Any) -> None:
+            async with client.pipeline(transaction=True) as pipeline:
+                for row, tags, there in zip(rows, request.tags, known, strict=True):
+                    if there:
+                        pipeline.hset(f"{self._prefix}row:{row}", "tags", _json(tags))
+                await pipeline.execute()
+
+        await server.run(write)
+
+    async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
+        """Write the rows of one moment, while others go on writing: see the scripts."""
+        server = self._open()
+        mark, seconds = uuid.uuid4().hex, _SAVING_SECONDS
+        async with self._entrance:
+            begun = await server.run(lambda client: client.eval(BEGIN, 0, self._prefix, mark, seconds))
+        if not begun:
+            raise QueueError(
+                "another checkpoint of this queue is being written",
+                code="queue.store",
+                where=f"{server.label} {self._prefix}saving",
+                fix=f"wait for it; one whose writer died is forgotten after {seconds} s",
+            )
+        try:
+            writer = await self._in_thread(lambda: ArchiveWriter(Path(request.folder)))
+            try:
+                while batch := await self._take(server, mark):
+                    await self._in_thread(functools.partial(_write, writer, batch))
+                return await self._in_thread(writer.finish)
+            finally:
+                await self._in_thread(writer.close)
+        finally:
+            await server.run(lambda client: client.eval(END, 0, self._prefix, mark))
+
+    async def _take(self, server: Server, mark: str) -> list[Any]:
+        # not repeated when the connection is lost: the server has forgotten what it gave
+        found = await server.run(
+            lambda client: client.eval(TAKE, 0, self._prefix, mark, _SAVING_SECONDS, BATCH_ROWS, BATCH_BYTES),
+            repeats=False,
+        )
+        if found == -1:
+            raise QueueError(
+                "the checkpoint was overtaken by a restore, or took too long", code="queue.store", where=server.label
+            )
+        result: list[Any] = found
+        return result
+
+    async def restore(self, request: SnapshotRequest) -> SnapshotResult:
+        """Replace everything of this queue by a checkpoint: staged beside it first, then put in its place at once."""
+        server = self._open()
+        parts = batches(read_archive(Path(request.folder)), lambda row: row.bytes)
+        batch = await self._in_thread(lambda: next(parts, []))
+        await server.run(lambda client: client.eval(STAGE, 0, self._prefix))
+        count = size = 0
+        while batch:
+
+            async def stage(client: Any, batch: list[ArchivedRow] = batch) -> None:
+                async with client.pipeline(transaction=True) as pipeline:
+                    for row in batch:
+                        place = _row_id(row.partition, row.key)
+                        pipeline.sadd(f"{self._prefix}staged", place)
+                        fields = _fields(row.cells) | ({"tags": _json(row.tags)} if row.tags else {})
+                        if fields:
+                            pipeline.hset(f"{self._prefix}staged:{place}", mapping=fields)
+                    await pipeline.execute()
+
+            await server.run(stage)
+            count, size = count + len(batch), size + sum(row.bytes for row in batch)
+            batch = await self._in_thread(lambda: next(parts, []))
+        await server.run(lambda client: client.eval(SWAP, 0, self._prefix, size))
+        return SnapshotResult(rows=count, bytes=size)
+
+    async def close(self) -> None:
+        """End the connections; the rows stay on the server."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.close()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _open(self) -> Server:
+        if self._server is None:
+            raise QueueError("the Redis backend is closed", code="queue.closed")
+        return self._server
+
+
+def _row_id(partition: str, key: str) -> str:
+    """Of a row: the partition's length first, so that no two are equal."""
+    return f"{len(partition)}:{partition}:{key}"
+
+
+def _write(writer: ArchiveWriter, batch: Sequence[Any]) -> None:
+    for row, fields in batch:
+        writer.add(_archived(row, fields))
+
+
+def _archived(row: bytes, fields: Sequence[bytes]) -> ArchivedRow:
+    length, _, rest = row.decode().partition(":")
+    values = dict(zip(fields[::2], fields[1::2], strict=True))
+    names = sorted(field[2:] for field in values if field.startswith(b"h:"))
+    return ArchivedRow(
+        partition=rest[: int(length)],
+        key=rest[int(length) + 1 :],
+        cells={name.decode(): Cell.parse(values[b"h:" + name], values[b"v:" + name]) for name in names},
+        tags=json.loads(values[b"tags"]) if b"tags" in values else None,
+    )
+
+
+def _fields(cells: Mapping[str, Cell]) -> dict[str, Any]:
+    return {field: value for name, cell in cells.items() for field, value in _field(name, cell)}
+
+
+def _field(name: str, cell: Cell) -> tuple[tuple[str, Any], tuple[str, Any]]:
+    return (f"h:{name}", cell.header), (f"v:{name}", cell.content)
+
+
+def _size(cell: Cell) -> int:
+    size = len(cell.content)
+    if size > _CELL_BYTES:
+        raise QueueError("a value is too large for Redis", expected=f"{_CELL_BYTES} bytes at most", found=size)
+    return size
+
+
+def _json(tags: Mapping[str, Any]) -> str:
+    return json.dumps(dict(tags), ensure_ascii=False, default=str)

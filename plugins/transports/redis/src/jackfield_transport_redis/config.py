@@ -1,0 +1,44 @@
+"""Settings of the backend; importable without redis."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from jackfield.errors import ConfigError
+from jackfield.structuring import option
+
+__all__ = ["Config"]
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """Where the server is, and what it has to promise."""
+
+    url: str = option(
+        "redis://127.0.0.1:6379/0", help="redis://user@host:port/number, rediss:// with TLS, or unix:///path."
+    )
+    password_variable: str = option(
+        "JACKFIELD_REDIS_PASSWORD", help="Environment variable with the password, where the URL has none."
+    )
+    queue: str | None = option(
+        None, help="Whose rows, where several queues share a server; null: a name kept in the queue's folder."
+    )
+    durability: Literal["always", "everysec", "none"] = option(
+        "everysec",
+        help="What the server's log has to promise, checked at the start. always: a put that returned is on disk; "
+        "everysec: the server's death may cost what the last seconds put; none: rows live as long as the server.",
+    )
+    seconds: float = option(30.0, help="Longest time for one request, with attempts to connect again.")
+
+    def __attrs_post_init__(self) -> None:
+        if self.seconds <= 0:
+            raise ConfigError("seconds must be positive", where="seconds", found=self.seconds)
+        if not self.url.startswith(("redis://", "rediss://", "unix://")):
+            raise ConfigError(
+                "the URL is not that of a Redis server",
+                where="url",
+                expected="redis://user@host:port/number, rediss://… or unix:///path",
+                found=self.url.partition(":")[0] + ":…",
+            )
