@@ -151,9 +151,13 @@ async def test_a_full_server_refuses_puts_and_keeps_what_it_has(opened: Any) -> 
         server.start()
         async with opened(url=server.url) as backend:
             await put(backend, "a")
-            await put(backend, "large", size=1 << 20)  # 4 MiB: Redis looks before it writes
+
+            async def fill() -> None:
+                for number in range(9):
+                    await put(backend, f"large-{number}", size=1 << 18)
+
             with pytest.raises(QueueFull) as caught:
-                await put(backend, "b")
+                await fill()
             assert "queue.full" == caught.value.code
             assert [1.0] == await values(backend, ["a"])
 
