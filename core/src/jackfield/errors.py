@@ -124,6 +124,7 @@ CODES: dict[str, str] = {
     "weights.missing": "A tensor that was sent did not arrive, or arrived twice.",
     "weights.version": "A weight version went backwards or does not match.",
     "weights.transfer": "A weight transfer broke off.",
+    "weights.storage": "A folder of weights cannot be written or read: no room, no permission, a damaged file.",
     "schedule.invalid": "The schedule's settings contradict each other.",
     "schedule.staleness": "A batch is staler than the schedule allows.",
     "run.folder-in-use": "Another run is using this folder.",

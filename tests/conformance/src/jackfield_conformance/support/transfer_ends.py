@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -249,6 +250,9 @@ class _Process:
             case "finalize":
                 await self.engine.finalize()
                 return {"finalized": True}
+            case "limit":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_bytes"], resource.RLIM_INFINITY))
+                return {"limited": True}
             case "held":
                 gc.collect()  # an error's traceback holds what its frames held
                 descriptors = [_kind(name) for name in os.listdir("/proc/self/fd")]

@@ -1,0 +1,1 @@
+"""Weights as safetensors in a folder, for explorers on other machines."""

@@ -1,0 +1,26 @@
+"""Settings of the engine; importable without torch."""
+
+from __future__ import annotations
+
+import attrs
+from attrs.validators import ge, gt
+
+from jackfield.structuring import option
+
+__all__ = ["Config"]
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """Where weights lie, and for how long."""
+
+    folder: str = attrs.field(
+        metadata={"help": "Where weights are written to; trainer and explorers reach it under this path, each its own."}
+    )
+    keep: int = option(2, help="Weights of so many transfers stay, for those who come late.", validator=ge(1))
+    bucket_bytes: int = option(
+        256 * 2**20, help="Tensors share files of this size; a larger tensor has one of its own.", validator=gt(0)
+    )
+    poll_seconds: float = option(
+        0.05, help="How often the folder is looked at: network file systems do not tell of changes.", validator=gt(0)
+    )

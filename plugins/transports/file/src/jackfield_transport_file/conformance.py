@@ -1,0 +1,13 @@
+"""What ``jackfield plugins check file`` tries the engine with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["folder"]
+
+
+def folder(folder: Path) -> dict[str, Any]:
+    """A folder of its own."""
+    return {"settings": {"folder": str(folder / "weights"), "poll_seconds": 0.005}}

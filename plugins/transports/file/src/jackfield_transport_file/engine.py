@@ -1,0 +1,281 @@
+"""Weights from the trainer's rank 0 into a folder, and from there to whoever shares it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import secrets
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from jackfield.abc.checkpoint_engine import (
+    CheckpointEngine,
+    CheckpointEngineContext,
+    ConnectRequest,
+    PrepareResult,
+    Topology,
+    TopologyRequest,
+)
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, WeightsError
+from jackfield.weights.meeting import reason_of
+from jackfield_transport_file.config import Config
+from jackfield_transport_file.failures import guarded
+from jackfield_transport_file.parties import Other, Parties
+from jackfield_transport_file.storage import (
+    INDEX,
+    MARKER,
+    SENDER,
+    clean,
+    publish,
+    read_json,
+    read_shard,
+    write_shard,
+)
+
+__all__ = ["FileCheckpointEngine"]
+
+
+class FileCheckpointEngine(CheckpointEngine):
+    """One end. Weights are written as a whole, then marked as the newest, then read by the workers.
+
+    They stay in the folder. Who did not take part in the transfer connects with :meth:`newest` or :meth:`newer`.
+    """
+
+    config: Config
+
+    def __init__(self, config: Config, context: CheckpointEngineContext) -> None:
+        super().__init__(config, context)
+        self._folder = Path(config.folder)
+        self._transfer: Path | None = None
+        self._parties: Parties | None = None
+        self._connected = False
+        self._version = 0
+        self._index: IO[bytes] | None = None  #: held while a worker reads
+        self._whole = False  #: everything was published, or read
+
+    # -- who did not take part
+
+    @classmethod
+    def newest(cls, config: Config) -> ConnectRequest | None:
+        """With what somebody connects who comes late: the newest weights; None where there are none."""
+        folder = Path(config.folder)
+        with guarded(folder):
+            marker = read_json(folder / MARKER)
+        if marker is None:
+            return None
+        return ConnectRequest(arguments={"transfer": marker["transfer"]}, version=marker["version"])
+
+    @classmethod
+    async def newer(cls, config: Config, than: ConnectRequest | None, seconds: float) -> ConnectRequest:
+        """Watch the folder until other weights are the newest ones.
+
+        Args:
+            config: the engine's.
+            than: what :meth:`newest` or this gave last; None: any weights will do.
+            seconds: how long to watch.
+
+        Raises:
+            DeadlineExceeded: nothing came.
+        """
+        clock = Clock()
+        ends = clock.time() + seconds
+        while (found := cls.newest(config)) is None or found == than:
+            if clock.time() >= ends:
+                raise DeadlineExceeded(f"waited {seconds:g} s for the sender to put new weights into {config.folder}")
+            await clock.sleep(min(config.poll_seconds, max(ends - clock.time(), 0.0)))
+        return found
+
+    # -- before the transfer
+
+    def prepare(self) -> PrepareResult:
+        """Rank 0 makes a folder for the transfer, and removes what has to go.
+
+        Raises:
+            WeightsError: ``weights.storage``.
+        """
+        if self.context.rank != 0:
+            return PrepareResult()
+        self._leave("began anew")
+        transfer = self._folder / secrets.token_hex(8)
+        with guarded(self._folder):
+            transfer.mkdir(parents=True)
+            self._parties = self._party(transfer / SENDER)
+            clean(self._folder, self.config.keep)
+        self._transfer = transfer
+        return PrepareResult(metadata={"transfer": transfer.name})
+
+    def _party(self, own: Path) -> Parties:
+        return Parties(own, self.context.deadline_seconds, self.config.poll_seconds)
+
+    @classmethod
+    def build_topology(cls, request: TopologyRequest) -> Topology:
+        """Rank 0 writes, every worker reads."""
+        sender, workers = request.trainer_metadata[0], request.rollout_workers
+        return Topology(
+            trainer=tuple({"workers": workers} for _ in request.trainer_metadata),
+            rollout=tuple({**sender, "worker": number} for number in range(workers)),
+        )
+
+    async def connect(self, request: ConnectRequest) -> None:
+        """The sender says which version it writes; a worker waits to hear that.
+
+        Raises:
+            WeightsError: ``weights.version`` for weights of another version; ``weights.transfer``; ``weights.storage``.
+            DeadlineExceeded: naming the sender.
+        """
+        self._version = request.version
+        if self.context.side == "rollout":
+            await self._enter(request.arguments)
+        elif self.context.rank == 0:
+            self._begin(request.arguments["workers"])
+        self._connected = True
+
+    def _begin(self, workers: int) -> None:
+        if self._parties is None or self._transfer is None:
+            raise WeightsError("the sender was not prepared", expected="prepare, connect, send_weights")
+        self._parties.restart()
+        self._parties.others = [Other(f"worker {n}", self._transfer / f"worker-{n}") for n in range(workers)]
+        self._parties.tell({"version": self._version})
+
+    async def _enter(self, arguments: Mapping[str, Any]) -> None:
+        self._leave("began anew")
+        self._transfer = self._folder / arguments["transfer"]
+        if not self._transfer.is_dir():
+            raise WeightsError("the weight transfer is over, or its folder is not here", where=str(self._transfer))
+        if "worker" not in arguments:
+            return
+        self._parties = self._party(self._transfer / f"worker-{arguments['worker']}")
+        self._parties.others = [Other("the sender", self._transfer / SENDER)]
+        await self._parties.until(lambda other: "version" in other.said, "begin")
+        self._check(self._parties.others[0].said["version"])
+
+    def _check(self, version: int) -> None:
+        if version != self._version:
+            message = "weights of another version came"
+            raise WeightsError(message, code="weights.version", expected=self._version, found=version)
+
+    # -- the trainer's side
+
+    async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
+        """Write every tensor, mark the whole as the newest, then wait until all workers have read it.
+
+        Raises:
+            WeightsError: ``weights.storage``, a full disk among it; ``weights.transfer`` when a worker breaks off.
+            DeadlineExceeded: naming the workers that are late.
+        """
+        if self.context.rank != 0:
+            for _ in weights:  # gathering a tensor needs every rank
+                pass
+            return
+        parties, transfer = self._parties, self._transfer
+        if parties is None or transfer is None or not self._connected:
+            raise WeightsError("the sender is not connected", expected="prepare, connect, send_weights")
+        try:
+            shards = await self._write(parties, transfer, weights)
+            publish(transfer, self._version, shards)
+            parties.tell({"done": True})
+            self._whole = True
+            await parties.until(lambda other: "done" in other.said, "take everything")
+        except BaseException as error:
+            self._leave(reason_of(error))
+            raise
+
+    async def _write(
+        self, parties: Parties, transfer: Path, weights: Generator[tuple[str, torch.Tensor], None, None]
+    ) -> list[list[Any]]:
+        """Fill one file's tensors while the one before is written; returns ``[file, entries]`` of each."""
+        shards: list[list[Any]] = []
+        writing: asyncio.Future[list[list[Any]]] | None = None
+        tensors: dict[str, torch.Tensor] = {}
+
+        async def flush() -> None:
+            nonlocal writing, tensors
+            if writing is not None:
+                shards[-1].append(await writing)
+            writing = None
+            parties.look()
+            if tensors:
+                name = f"weights-{len(shards):05}.safetensors"
+                shards.append([name])
+                writing = asyncio.ensure_future(asyncio.to_thread(write_shard, transfer / name, tensors))
+                tensors = {}
+
+        size = 0
+        try:
+            for name, tensor in weights:
+                if size and size + tensor.nbytes > self.config.bucket_bytes:
+                    await flush()
+                    size = 0
+                tensors[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                size += tensor.nbytes
+            await flush()
+            await flush()
+        except BaseException:
+            if writing is not None:  # a thread cannot be interrupted, and its file has to go with the others
+                await asyncio.wait([writing])
+            raise
+        return shards
+
+    # -- the rollout's side
+
+    async def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Yield the tensors of one file while the next one is read.
+
+        Raises:
+            WeightsError: ``weights.transfer`` when the sender breaks off; ``weights.digest``; ``weights.storage``.
+            DeadlineExceeded: naming the sender.
+        """
+        transfer = self._transfer
+        if transfer is None or not self._connected:
+            raise WeightsError("the receiver is not connected", expected="connect, receive_weights")
+        if self._parties is not None:
+            await self._parties.until(lambda other: "done" in other.said, "write the weights")
+        with guarded(self._folder):
+            self._index = (transfer / INDEX).open("rb")
+            fcntl.flock(self._index, fcntl.LOCK_SH)
+            index = read_json(transfer / INDEX)
+        assert index is not None
+        self._check(index["version"])
+        reading: asyncio.Future[list[tuple[str, torch.Tensor]]] | None = None
+        try:
+            for name, entries in [*index["shards"], ("", ())]:
+                ready = [] if reading is None else await reading
+                reading = None
+                if name:
+                    reading = asyncio.ensure_future(asyncio.to_thread(read_shard, transfer / name, entries))
+                for item in ready:
+                    yield item
+        finally:
+            if reading is not None:
+                await asyncio.wait([reading])
+        self._whole = True
+        if self._parties is not None:
+            self._parties.tell({"done": True})
+
+    async def finalize(self) -> None:
+        """Leave. Weights that were published stay; others are removed."""
+        self._leave("left before everything was taken")
+
+    def _leave(self, reason: str) -> None:
+        parties, self._parties = self._parties, None
+        transfer, self._transfer = self._transfer, None
+        index, self._index = self._index, None
+        whole, self._whole, self._connected = self._whole, False, False
+        if index is not None:
+            index.close()
+        if parties is None or transfer is None:
+            return
+        with suppress(WeightsError):  # a full disk takes no last words; the lock says enough
+            parties.close(None if whole else reason)
+        if self.context.side == "trainer":
+            with suppress(OSError):
+                if whole:
+                    clean(self._folder, self.config.keep)
+                else:
+                    for path in transfer.glob("weights-*"):  # the rest goes later: it says what has happened
+                        path.unlink()
