@@ -22,7 +22,6 @@ HEAVY = ("torch", "ray", "transformers", "tensordict", "numpy")
 #: Codes that nothing raises yet, and why they are listed; one that is raised has to leave.
 RESERVED = {
     "reward.too-many-failures": "the limit on failed groups is not built yet",
-    "run.folder-in-use": "the lock on a run's folder is not built yet",
 }
 
 # One fresh interpreter that forks for each module: nothing of ours is imported before the fork. What makes forks cheap

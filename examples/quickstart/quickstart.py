@@ -45,7 +45,7 @@ def quickstart(seed: int, folder: Path, warmup_steps: int | None, overrides: tup
     """Make what is not given, warm up, train, draw."""
     made, curves = folder / "made", []
     given = {override.partition("=")[0] for override in overrides}
-    own = [f"seed={seed}", f"folder={folder / 'grpo'}"]
+    own = [f"seed={seed}", f"folder={folder / 'grpo'}", "checkpoint.resume=false"]  # trying things out: always anew
     if not {"model.path", "data.train"} <= given:
         make_task(made, seed)
     if "model.path" not in given:
@@ -67,6 +67,7 @@ def warm_up(seed: int, folder: Path, made: Path, steps: int | None) -> Path:
     overrides = [
         f"seed={seed}",
         f"folder={folder / 'warmup'}",
+        "checkpoint.resume=false",
         f"model.path={made / 'model'}",
         f"data.train={made / 'demonstrations.jsonl'}",
         f"data.eval={made / 'held_out.jsonl'}",

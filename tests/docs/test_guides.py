@@ -135,6 +135,15 @@ def test_own_advantages(model_folder: Path, tasks: Path, tmp_path: Path) -> None
     assert 1 == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
 
 
+def test_a_run_goes_on_and_its_ledger_counts_every_sample_once(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    reward = ("reward.pattern=null", "reward.ground_truth_pattern=null")
+    for length in (1, 3):
+        overrides = small(tmp_path, model_folder, tasks, f"schedule.steps={length}", "schedule.sync_offset=1", *reward)
+        assert length == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
+    assert [1, 2, 3] == [step["step"] for step in steps(tmp_path)]
+    assert {0: 8, 1: 8, 2: 8} == load(GUIDES / "read_ledger.py").samples_by_step(tmp_path)
+
+
 def test_the_hook_of_the_documentation_hears_steps(capsys: pytest.CaptureFixture[str]) -> None:
     manager = hook_manager([load(Path(__file__).with_name("hooks_example.py"))])
     manager.hook.step_ended(event=StepEnded(step=3, metrics={"policy/loss": 99.0}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,7 +43,9 @@ def made(make_task_module: ModuleType, tmp_path_factory: pytest.TempPathFactory)
 def small_run(made: Path, tmp_path: Path) -> Run:
     """Run one of the quickstart's files for a few small steps; returns the result and the lines of its metrics."""
 
-    def do(name: str, *overrides: str, file: str = "grpo.yaml") -> tuple[RunResult, list[dict[str, Any]]]:
+    def do(
+        name: str, *overrides: str, file: str = "grpo.yaml", hooks: Sequence[object] = ()
+    ) -> tuple[RunResult, list[dict[str, Any]]]:
         train = "demonstrations" if file == "warmup.yaml" else "problems"
         small = [
             f"name={name}",
@@ -60,7 +62,7 @@ def small_run(made: Path, tmp_path: Path) -> Run:
             "observe.curve=false",
             "observe.tensorboard=false",
         ]
-        result = run(load_config(QUICKSTART / file, [*small, *overrides]))
+        result = run(load_config(QUICKSTART / file, [*small, *overrides]), hooks=hooks)
         return result, metrics(result.folder)
 
     return do

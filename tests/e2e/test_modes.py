@@ -157,14 +157,6 @@ def test_the_model_folder_is_a_hugging_face_model(small_run: Run) -> None:
     assert (result.folder / "config.yaml").is_file()
 
 
-def test_the_same_command_again_replaces_what_the_first_run_left(small_run: Run) -> None:
-    small_run("again", *GRADED)
-    result, lines = small_run("again", "schedule.steps=2", *GRADED)
-    assert 2 == len(steps(lines))
-    assert {"model.safetensors", "config.json"} <= {path.name for path in result.model.iterdir()}
-    assert not list(result.folder.glob("*.partial"))
-
-
 def test_a_reward_of_the_users_own(small_run: Run, tmp_path: Path) -> None:
     """A plain function in a file, in a worker process under a deadline."""
     file = tmp_path / "my_reward.py"

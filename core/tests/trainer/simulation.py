@@ -78,6 +78,9 @@ class FakeActor:
     async def save(self, folder: str, format: str) -> None:
         raise AssertionError("not asked for")
 
+    async def load(self, folder: str) -> None:
+        raise AssertionError("not asked for")
+
 
 class FakeAgent(AgentLoopBase):
     """Answers with one letter, with the weights that the replicas have at the moment."""
@@ -190,6 +193,9 @@ class Simulation:
             mini_batches=self.mini_batches,
             epochs=1,
             weights=self.synchronizer,
+            checkpoints=None,
+            checkpoint_every=0,
+            checkpoint_at_end=False,
             evaluator=None,
             evaluate_every=0,
             explores=True,

@@ -59,3 +59,14 @@ def test_progress_wakes_waiters_and_names_them_at_the_deadline() -> None:
     assert 3 == reached
     assert "the trainer" in message
     assert 15 == pytest.approx(now)
+
+
+@pytest.mark.parametrize(
+    ("every", "k", "expected"),
+    [(1, 1, [1, 2, 3, 4, 5, 6]), (2, 1, [2, 4, 6]), (3, 2, [4, 6]), (1, 3, [3, 6]), (5, 2, [6]), (0, 1, [])],
+)
+def test_what_happens_every_so_many_steps_waits_for_the_next_synchronisation(
+    every: int, k: int, expected: list[int]
+) -> None:
+    schedule = Schedule(steps=6, sync_interval=k)
+    assert expected == [done for done in range(7) if schedule.is_due(every, done)]

@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "json_option", "main"]
 #: Command to the object that implements it and its line of ``jackfield --help``.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("jackfield.cli.run:run", "Do the run that a configuration file describes."),
+    "checkpoint": ("jackfield.cli.checkpoint:checkpoint", "Look at a run's checkpoints, and take models out of them."),
     "config": ("jackfield.cli.config:config", "Look at a run's configuration."),
     "plugins": ("jackfield.cli.plugins:plugins", "Look at the installed plugins."),
     "algorithms": ("jackfield.cli.algorithms:algorithms", "Look at algorithms and their parts."),

@@ -16,4 +16,8 @@ def run(file: str, overrides: tuple[str, ...]) -> None:
     from jackfield.config import load_config
 
     result = do_run(load_config(file, overrides))
+    if result.finished_before:
+        click.echo(
+            f"{result.folder} holds the finished run; for more steps raise schedule.steps, else take another folder"
+        )
     click.echo(f"{result.steps} steps done; model in {result.model}")

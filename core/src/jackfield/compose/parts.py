@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from jackfield.clock import Clock
 from jackfield.compose.crew import Crew, Needs, inline_crew
 from jackfield.compose.recipe import make_recipe
 from jackfield.compose.workers import WorkerFactory
-from jackfield.config import KLConfig, RunConfig
+from jackfield.config import KLConfig, RunConfig, as_plain
 from jackfield.data.tasks import SeededOrder, Task, TaskSet
 from jackfield.errors import ConfigError
 from jackfield.plugins import Registry, require_capability
@@ -24,10 +24,13 @@ from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.shared_device import SharedDevice
 from jackfield.structuring import unstructure
 from jackfield.trainer import (
+    Checkpointer,
+    CheckpointStore,
     Critic,
     Evaluator,
     Experts,
     Explorer,
+    Ledger,
     OfflineProducer,
     PlacementLease,
     Progress,
@@ -40,8 +43,6 @@ from jackfield.weights import Replica, WeightSynchronizer
 
 __all__ = ["Assembly", "Parts"]
 
-LedgerWriter = Callable[[dict[str, Any]], None]
-
 
 @attrs.frozen(kw_only=True)
 class Assembly:
@@ -49,17 +50,20 @@ class Assembly:
 
     trainer: Trainer
     actor: EngineGroup
+    checkpointer: Checkpointer
+    data: Mapping[str, str]  #: digests of the tasks
     background: tuple[Any, ...]  #: each has ``run()``: explorer and reward pipeline, or the offline producer
 
 
 class Parts:
     """Makes the parts of one run; what it starts is ended by the exit stack."""
 
-    def __init__(self, config: RunConfig, registry: Registry, hooks: Any, clock: Clock) -> None:
+    def __init__(self, config: RunConfig, registry: Registry, hooks: Any, clock: Clock, store: CheckpointStore) -> None:
         self.config = config
         self.registry = registry
         self.hooks = hooks
         self.clock = clock
+        self.store = store
         self.stages = Stages(clock, hooks)
         self.version, self.steps_done = Progress(clock), Progress(clock)
         self.recipe = make_recipe(config, registry.find("rollout", config.rollout.name))
@@ -71,7 +75,7 @@ class Parts:
             sync_offset=config.schedule.sync_offset,
         )
 
-    async def build(self, stack: AsyncExitStack, ledger: LedgerWriter) -> Assembly:
+    async def build(self, stack: AsyncExitStack, ledger: Ledger) -> Assembly:
         """Make, connect and start everything.
 
         Raises:
@@ -79,7 +83,7 @@ class Parts:
         """
         config = self.config
         tasks = self._tasks("train")
-        held_out = self._tasks("eval") if config.evaluation.every else []
+        held_out = self._tasks("eval") if config.evaluation.every else None
         self._check_capabilities()
         self.crew = crew = await self._crew(stack)
         self.queue = await self._queue(stack, ledger)
@@ -87,11 +91,31 @@ class Parts:
         replicas = await self._replicas(stack)
         self.weights: WeightSynchronizer | SharedDevice | None = self._weights(replicas) if replicas else None
         self._placements(actor, replicas)
-        trainer = await self._trainer(stack, actor, held_out)
+        expert = self._tasks("expert") if self.recipe.experts else None
+        files = {"train": tasks, "eval": held_out, "expert": expert}
+        data = {name: each.digest for name, each in files.items() if each is not None}
+        critic = await self._critic(stack)
+        checkpointer = self._checkpointer(actor, critic, ledger, data)
+        trainer = await self._trainer(stack, actor, critic, held_out, checkpointer)
         trainer.register()
         task_for = self._task_order(tasks)
-        background = (self._explorer(task_for), self._rewards()) if self.explores else (self._producer(task_for),)
-        return Assembly(trainer=trainer, actor=actor, background=background)
+        background = (
+            (self._explorer(task_for, expert), self._rewards()) if self.explores else (self._producer(task_for),)
+        )
+        return Assembly(trainer=trainer, actor=actor, checkpointer=checkpointer, data=data, background=background)
+
+    def _checkpointer(
+        self, actor: EngineGroup, critic: Critic | None, ledger: Ledger, data: Mapping[str, str]
+    ) -> Checkpointer:
+        return Checkpointer(
+            store=self.store,
+            engines={"actor": actor} if critic is None else {"actor": actor, "critic": critic.engine},
+            queue=self.queue,
+            ledger=ledger,
+            description={"config": as_plain(self.config), "data": data},
+            stages=self.stages,
+            hooks=self.hooks,
+        )
 
     async def _crew(self, stack: AsyncExitStack) -> Crew:
         config, recipe = self.config, self.recipe
@@ -106,7 +130,14 @@ class Parts:
         make = WorkerFactory(config=config, registry=self.registry, clock=self.clock)
         return await inline_crew(make, needs, stack)
 
-    async def _trainer(self, stack: AsyncExitStack, actor: EngineGroup, held_out: Sequence[Task]) -> Trainer:
+    async def _trainer(
+        self,
+        stack: AsyncExitStack,
+        actor: EngineGroup,
+        critic: Critic | None,
+        held_out: TaskSet | None,
+        checkpointer: Checkpointer,
+    ) -> Trainer:
         config, crew, recipe = self.config, self.crew, self.recipe
         seconds = config.deadlines.engine
         return Trainer(
@@ -118,7 +149,7 @@ class Parts:
             estimator=AdvantageEstimation(crew.estimator, self.queue, self.clock, seconds=seconds),
             reference=await self._reference(stack, actor),
             recompute_old_log_probs=recipe.recompute_old_log_probs,
-            critic=await self._critic(stack),
+            critic=critic,
             kl=_kl_controller(config.algorithm.kl),
             kl_in_reward=recipe.plan.kl is not None,
             prepares=recipe.prepares,
@@ -126,7 +157,10 @@ class Parts:
             mini_batches=config.algorithm.mini_batches,
             epochs=config.algorithm.epochs,
             weights=self.weights,
-            evaluator=self._evaluator(held_out) if config.evaluation.every else None,
+            checkpoints=checkpointer,
+            checkpoint_every=config.checkpoint.every,
+            checkpoint_at_end=config.checkpoint.at_end,
+            evaluator=None if held_out is None else self._evaluator(held_out),
             evaluate_every=config.evaluation.every,
             explores=self.explores,
             placement=self.train_placement,
@@ -140,7 +174,7 @@ class Parts:
             recorded=config.observe.samples_per_step,
         )
 
-    def _explorer(self, task_for: Callable[[GroupSlot], Task]) -> Explorer:
+    def _explorer(self, task_for: Callable[[GroupSlot], Task], expert: TaskSet | None) -> Explorer:
         config = self.config
         return Explorer(
             name="explorer-0",
@@ -159,15 +193,12 @@ class Parts:
             run_seconds=config.deadlines.generate,
             batch_seconds=config.deadlines.batch,
             greedy_baseline=self.recipe.greedy_baseline,
-            experts=self._experts(),
+            experts=None if expert is None else self._experts(expert),
         )
 
-    def _experts(self) -> Experts | None:
+    def _experts(self, tasks: TaskSet) -> Experts:
         """An expert's answers beside the groups that are explored."""
         rows, groups = self.recipe.experts, self.config.data.prompts_per_step
-        if not rows:
-            return None
-        tasks = self._tasks("expert")
         order = SeededOrder(size=len(tasks), seed=self.config.seed)
         return Experts(
             rows=rows,
@@ -211,6 +242,7 @@ class Parts:
             stages=self.stages,
             hooks=self.hooks,
             sampling=unstructure(self.config.evaluation.sampling),
+            seed=self.config.seed,
             run_seconds=self.config.deadlines.generate,
             score_seconds=self.config.deadlines.reward,
             recorded=self.config.observe.samples_per_evaluation,
@@ -223,9 +255,9 @@ class Parts:
             rollout = self.registry.find("rollout", self.config.rollout.name)
             require_capability(rollout, "weights_adapter", "model.lora is set")
 
-    async def _queue(self, stack: AsyncExitStack, ledger: LedgerWriter) -> TransferQueue:
+    async def _queue(self, stack: AsyncExitStack, ledger: Ledger) -> TransferQueue:
         def write(entry: dict[str, Any]) -> None:
-            ledger(entry)
+            ledger.write(entry)
             queue.ledger.clear()  # it is in the file
 
         max_refills = self.config.schedule.max_refills

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 
 import attrs
 
 from jackfield.algorithms import register_part
 from jackfield.clock import Clock
+from jackfield.compose.export import export_model
 from jackfield.compose.parts import Parts
+from jackfield.compose.resume import StartingPoint, check_data, folder_lock, mark_finished, starting_point
 from jackfield.config import RunConfig, as_plain, plugin_sections, show, validate_plugins
 from jackfield.errors import JackfieldError, RunError
 from jackfield.observe import listeners
 from jackfield.plugins import Manifest, Registry, discover, hook_manager
 from jackfield.plugins.hooks import RunEnded, RunStarted
-from jackfield.runtime.engine_group import EngineGroup
+from jackfield.trainer import Ledger
 
 __all__ = ["RunResult", "run", "run_async"]
 
@@ -36,6 +36,7 @@ class RunResult:
     folder: Path
     model: Path  #: a Hugging Face folder with the trained weights
     steps: int
+    finished_before: bool = False  #: the folder held the finished run, and nothing was done
 
 
 def run(config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None) -> RunResult:
@@ -47,7 +48,8 @@ def run(config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry |
         registry: the installed plugins; discovered when not given.
 
     Raises:
-        JackfieldError: whatever ended the run; the folder keeps everything written before.
+        JackfieldError: whatever ended the run; the folder keeps everything written before, and the same call goes on
+            from the newest checkpoint.
     """
     with asyncio.Runner() as runner:
         return runner.run(run_async(config, hooks=hooks, registry=registry))
@@ -59,35 +61,49 @@ async def run_async(
     """The same inside of a running event loop."""
     registry = registry or discover()
     validate_plugins(config, registry)
-    _load_plugins(config, registry)
-    clock = clock or Clock()
-    _quiet_libraries()
     folder = Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(show(config), encoding="utf-8")
+    with folder_lock(folder):
+        start = starting_point(config, folder)
+        if start.finished:
+            return RunResult(folder=folder, model=folder / "model", steps=start.step, finished_before=True)
+        _load_plugins(config, registry)
+        (folder / "config.yaml").write_text(show(config), encoding="utf-8")
+        return await _run(config, hooks, registry, clock or Clock(), start)
+
+
+async def _run(
+    config: RunConfig, hooks: Sequence[object], registry: Registry, clock: Clock, start: StartingPoint
+) -> RunResult:
+    """Tell the hooks of beginning and end, and leave the traceback of a failure in the folder."""
+    folder = Path(config.folder)
+    _quiet_libraries()
     manager = hook_manager([*listeners(config.observe, folder, clock=clock), *hooks], _manifests(config, registry))
     manager.hook.register_parts(register=register_part)
+    parts: Parts | None = None
     failure: BaseException | None = None
-    steps = 0
     started = RunStarted(
         name=config.name,
         folder=str(folder),
         total_steps=config.schedule.steps,
-        first_step=0,
+        first_step=start.step,
         config=as_plain(config),
     )
     manager.hook.run_started(event=started)
     try:
+        parts = Parts(config, registry, manager.hook, clock, start.store)
         with _one_compute_thread(config):
-            steps = await _train(Parts(config, registry, manager.hook, clock), folder)
+            await _train(parts, folder, start)
     except BaseException as error:
         failure = _first(error)
         text = "".join(traceback.format_exception(error))
-        (folder / "error.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
+        with suppress(OSError):  # a full disk must not hide what failed
+            (folder / "error.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
         if failure is error:
             raise
         raise failure from error
     finally:
+        steps = start.step if parts is None else max(start.step, parts.steps_done.value)
         manager.hook.run_ended(event=RunEnded(folder=str(folder), steps=steps, error=failure))
     return RunResult(folder=folder, model=folder / "model", steps=steps)
 
@@ -99,26 +115,23 @@ def _load_plugins(config: RunConfig, registry: Registry) -> None:
         registry.load(kind, name)
 
 
-async def _train(parts: Parts, folder: Path) -> int:
-    """Build, start, train, save; end everything in reverse order, whatever happens."""
+async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
+    """Build, start or go on, train, save; end everything in reverse order, whatever happens."""
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-        with (folder / "ledger.jsonl").open("w", encoding="utf-8") as ledger:
-            run = await parts.build(stack, lambda entry: print(json.dumps(entry), file=ledger))
-            background = [tasks.create_task(part.run()) for part in run.background]
-            steps = await run.trainer.run()
-            await _export(run.actor, folder / "model")
-            for task in background:
-                task.cancel()
-    return steps
-
-
-async def _export(actor: EngineGroup, model: Path) -> None:
-    """Write the model beside its place, then put it there: an earlier run's model is replaced by a whole one."""
-    partial = model.with_name(f"{model.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    await actor.save(str(partial), "huggingface")
-    shutil.rmtree(model, ignore_errors=True)
-    partial.replace(model)
+        ledger = Ledger(folder / "ledger.jsonl", resume=start.checkpoint is not None)
+        stack.callback(ledger.close)
+        run = await parts.build(stack, ledger)
+        restored = None
+        if start.checkpoint is not None:
+            check_data(start.checkpoint, run.data)
+            restored = await run.checkpointer.load(start.checkpoint)
+        await run.trainer.begin(start.step, restored)
+        background = [tasks.create_task(part.run()) for part in run.background]
+        steps = await run.trainer.run(start.step)
+        await export_model(run.actor, folder / "model")
+        mark_finished(folder, steps)
+        for task in background:
+            task.cancel()
 
 
 @contextmanager

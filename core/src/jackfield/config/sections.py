@@ -18,6 +18,7 @@ from jackfield.structuring import option
 
 __all__ = [
     "AlgorithmConfig",
+    "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
     "DeadlineConfig",
@@ -136,6 +137,20 @@ class ScheduleConfig:
 
 
 @attrs.frozen(kw_only=True)
+class CheckpointConfig:
+    """From what the same command goes on after the run has ended, however it ended."""
+
+    every: int = option(
+        20, help="checkpoint every n steps, at the next synchronisation when that is later; 0: never", validator=ge(0)
+    )
+    keep: int = option(2, help="how many of the newest checkpoints stay", validator=gt(0))
+    at_end: bool = option(True, help="checkpoint after the last step, too")
+    resume: bool = option(
+        True, help="go on from the folder's newest checkpoint; false: remove what is there and begin anew"
+    )
+
+
+@attrs.frozen(kw_only=True)
 class EvaluationSampling(SamplingParams):
     """How evaluation answers are drawn: greedy unless told otherwise."""
 
@@ -146,7 +161,11 @@ class EvaluationSampling(SamplingParams):
 class EvaluationConfig:
     """Runs over the held-out tasks."""
 
-    every: int = option(0, help="evaluate every n steps and at both ends; 0: never", validator=ge(0))
+    every: int = option(
+        0,
+        help="evaluate every n steps, at the next synchronisation when that is later, and at both ends; 0: never",
+        validator=ge(0),
+    )
     tasks: int | None = option(None, help="use the first n held-out tasks; null: all")
     sampling: EvaluationSampling = option(factory=EvaluationSampling, help="how answers are drawn")
 
@@ -191,6 +210,7 @@ class RunConfig:
     critic: CriticConfig = option(factory=CriticConfig, help="value model")
     schedule: ScheduleConfig = option(factory=ScheduleConfig, help="steps and synchronisation")
     evaluation: EvaluationConfig = option(factory=EvaluationConfig, help="held-out tasks")
+    checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
     runtime: RuntimeConfig = option(factory=RuntimeConfig, help="where workers live")
     deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="longest waits")
     engine: PluginSection = option(

@@ -23,8 +23,8 @@ class Timeline(Listener):
 
     The file is valid JSON after every event, so also when the run is killed. Stages of one lane that overlap without
     one holding the other (two batches in flight) get a second lane, ``explorer (2)``, as the format has no other
-    way to draw them. ``StageEnded.step`` counts from 0 as tickets do, so a run resumed after ``n`` completed steps
-    keeps the stages of steps below ``n``.
+    way to draw them. ``StageEnded.step`` counts from 0 as tickets do. A run resumed after ``n`` completed steps keeps
+    everything up to the trainer's last stage of a step below ``n``, which ends with the checkpoint of step ``n``.
     """
 
     name = "timeline"
@@ -119,9 +119,14 @@ def _metadata(kind: str, track: int, **arguments: Any) -> dict[str, Any]:
 
 
 def _stages(trace: bytes, completed: int) -> list[dict[str, Any]]:
-    """The stages of an earlier trace that belong to completed steps; of a file that something tore, none."""
+    """The stages of an earlier trace up to the end of the completed steps; of a file that something tore, none."""
     try:
-        events = json.loads(trace)
+        events = [event for event in json.loads(trace) if event.get("ph") == "X"]
     except ValueError:
         return []
-    return [event for event in events if event.get("ph") == "X" and event["args"]["step"] < completed]
+    ends = [index for index, event in enumerate(events) if _completes(event, completed)]
+    return events[: ends[-1] + 1] if ends else []
+
+
+def _completes(event: dict[str, Any], completed: int) -> bool:
+    return event["cat"] in ("trainer", "weights") and event["args"]["step"] < completed

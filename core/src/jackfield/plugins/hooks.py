@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jackfield.abc.rollout import WeightReceipt
 
 __all__ = [
+    "CheckpointSaved",
     "EvaluationEnded",
     "HookSpecs",
     "Registrar",
@@ -128,6 +129,15 @@ class WeightsSynced:
     seconds: float
 
 
+@attrs.frozen(kw_only=True)
+class CheckpointSaved:
+    """A checkpoint is on the disk, whole."""
+
+    step: int  #: completed steps that it contains
+    folder: str
+    bytes: int
+
+
 class HookSpecs:
     """All hooks."""
 
@@ -166,3 +176,7 @@ class HookSpecs:
     @hookspec
     def weights_synced(self, event: WeightsSynced) -> None:
         """Called after each synchronisation."""
+
+    @hookspec
+    def checkpoint_saved(self, event: CheckpointSaved) -> None:
+        """Called after each checkpoint; the run removes the oldest ones as the configuration says."""

@@ -60,8 +60,9 @@ class Controller:
         if groups < 1 or not explorer:
             raise QueueError("a ticket is for a named explorer and one group or more", found=(explorer, groups))
         found = self.state.partition(partition)
-        if found.offered:
-            ticket = found.tickets[heapq.heappop(found.offered)]
+        ticket = found.next_offered()
+        if ticket is not None:
+            heapq.heappop(found.offered)
         else:
             ticket = TicketState(found, found.next_ticket)
             ticket.slots = [Slot(ticket, index) for index in range(groups)]
@@ -71,15 +72,20 @@ class Controller:
         ticket.explorers.add(explorer)
         return ticket.public(explorer)
 
+    def vacancies(self, ticket: Ticket) -> int:
+        """See :meth:`jackfield.queue.TransferQueue.vacancies`."""
+        state = self._ticket(ticket.partition, ticket.number)
+        return 0 if state is None else len(state.vacant)
+
     async def wait_offer(self, partition: str, deadline_seconds: float) -> int:
         """See :meth:`jackfield.queue.TransferQueue.wait_offer`."""
         found = self.state.partition(partition)
         until = self.clock.time() + deadline_seconds
         name = f"a ticket of partition {partition!r} that is to be handed out again"
-        while not found.offered:
+        while (ticket := found.next_offered()) is None:
             self.leases.require_open()
             await wait(self.clock, found.offers.next(), until, lambda: name)
-        return found.offered[0]
+        return ticket.number
 
     def release_tickets(self, explorer: str) -> tuple[Ticket, ...]:
         """See :meth:`jackfield.queue.TransferQueue.release_tickets`."""

@@ -155,8 +155,9 @@ def _load_partition(controller: Controller, partition: Partition, saved: Mapping
                 slot.claim += place["explorer"] is not None
                 again.append(index)
                 ticket.vacant.append(index)  # in rising order, so a heap
+        if ticket.failure is None and not ticket.final():
+            partition.offer(ticket.number)  # whoever had it is gone; a complete one may still lose a group
         if again and ticket.failure is None:
-            partition.offer(ticket.number)
             controller.state.record(
                 "release", partition=partition.name, ticket=ticket.number, slots=again, reason="the queue was restored"
             )

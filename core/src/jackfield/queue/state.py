@@ -255,6 +255,15 @@ class Partition:
     def names(self, mask: int) -> tuple[str, ...]:
         return tuple(name for name, bit in self.bits.items() if mask & bit)
 
+    def next_offered(self) -> TicketState | None:
+        """The first ticket that is to be handed out again. Some need nobody any more: a consumer has them whole."""
+        while self.offered:
+            ticket = self.tickets.get(self.offered[0])
+            if ticket is not None and not ticket.final():
+                return ticket
+            heapq.heappop(self.offered)
+        return None
+
     def offer(self, number: int) -> None:
         """Let the next claimant have a ticket that was claimed before."""
         if number not in self.offered:

@@ -130,6 +130,10 @@ class TransferQueue:
         """
         return self._controller.claim_ticket(partition, explorer, groups)
 
+    def vacancies(self, ticket: Ticket) -> int:
+        """How many slots of a ticket nobody fills now. A ticket that is handed out again may have none."""
+        return self._controller.vacancies(ticket)
+
     def release_tickets(self, explorer: str) -> tuple[Ticket, ...]:
         """Take the unfinished tickets of a dead explorer back; they are handed out again.
 
@@ -543,13 +547,20 @@ class TransferQueue:
         """Replace everything by what :meth:`state_dict` returned. Consumers that are registered keep their columns."""
         load_state(self._controller, saved)
 
-    async def checkpoint(self, folder: str | Path) -> None:
-        """Write controller and values, as they are now, to ``folder``. Producers go on; deletions wait."""
+    async def checkpoint(self, folder: str | Path, *, at_cut: Callable[[], None] | None = None) -> None:
+        """Write controller and values, as they are at one moment, to ``folder``. Producers go on; deletions wait.
+
+        Args:
+            folder: made when it is not there.
+            at_cut: called at that moment, so that others can note where they are.
+        """
         self._check()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         async with self._deleting:
             text = json.dumps(self.state_dict(), ensure_ascii=False, separators=(",", ":"))
+            if at_cut is not None:
+                at_cut()
             await self.backend.checkpoint(SnapshotRequest(folder=str(folder / _VALUES_FOLDER)))
         partial = folder / f"{_STATE_FILE}.partial"
         with partial.open("w", encoding="utf-8") as file:

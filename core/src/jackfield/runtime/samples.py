@@ -14,6 +14,7 @@ from jackfield.queue import BatchMeta, column_from_rows, json_column
 
 __all__ = [
     "TRAIN",
+    "evaluation_seed",
     "expert_columns",
     "global_counts",
     "is_baseline",
@@ -60,6 +61,11 @@ def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[B
 def run_seed(seed: int, ticket: int, slot: int, attempt: int, run: int) -> int:
     """The sampling seed of one agent run: whichever explorer does it, it is the same."""
     return int(xxhash.xxh3_64_intdigest(f"{seed}/{ticket}/{slot}/{attempt}/{run}".encode())) >> 1
+
+
+def evaluation_seed(seed: int, version: int, task_id: str) -> int:
+    """The sampling seed of a held-out task: no replica has to remember what it has drawn before."""
+    return int(xxhash.xxh3_64_intdigest(f"{seed}/evaluation/{version}/{task_id}".encode())) >> 1
 
 
 def sequence_columns(task: Task, sequences: Sequence[AgentSequence]) -> dict[str, Column]:

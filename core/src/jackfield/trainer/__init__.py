@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from jackfield.trainer.checkpoint import Checkpointer
+from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore, open_checkpoint
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.explorer import Experts, Explorer
+from jackfield.trainer.ledger import Ledger, effective_acks, read_ledger
 from jackfield.trainer.offline import OfflineProducer
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.reward_pipeline import RewardPipeline
@@ -13,11 +16,15 @@ from jackfield.trainer.trainer import AdvantageEstimator, Critic, EngineGroup, T
 
 __all__ = [
     "AdvantageEstimator",
+    "Checkpoint",
+    "CheckpointStore",
+    "Checkpointer",
     "Critic",
     "EngineGroup",
     "Evaluator",
     "Experts",
     "Explorer",
+    "Ledger",
     "OfflineProducer",
     "PlacementLease",
     "Progress",
@@ -26,4 +33,7 @@ __all__ = [
     "Stages",
     "Trainer",
     "WeightPublisher",
+    "effective_acks",
+    "open_checkpoint",
+    "read_ledger",
 ]

@@ -15,6 +15,7 @@ from jackfield.errors import JackfieldError, WorkerLost
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
 from jackfield.runtime.agent_worker import AgentWorker, RunOrder
 from jackfield.runtime.reward_worker import RewardWorker, Scored
+from jackfield.runtime.samples import evaluation_seed
 from jackfield.runtime.workers import Workers, resubmitted
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.stages import Stages
@@ -46,6 +47,7 @@ class Evaluator:
     stages: Stages
     hooks: Any
     sampling: Mapping[str, Any]
+    seed: int
     run_seconds: float
     score_seconds: float
     recorded: int = 16  #: samples shown in the table
@@ -76,7 +78,8 @@ class Evaluator:
 
     async def _run(self, task: Task, version: int) -> _Outcome:
         key = f"{EVAL}/{version}/{task.id}"
-        order = RunOrder(id=key, task=task, sampling=self.sampling, seconds=self.run_seconds)
+        sampling = {**self.sampling, "seed": evaluation_seed(self.seed, version, task.id)}
+        order = RunOrder(id=key, task=task, sampling=sampling, seconds=self.run_seconds)
         return await resubmitted(lambda: self._attempt(order), lambda error: _failed(order, error))
 
     async def _attempt(self, order: RunOrder) -> _Outcome:

@@ -55,17 +55,19 @@ class Explorer:
     _running: int = attrs.field(default=0, init=False)
     _idle: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
-    async def run(self, first_ticket: int = 0) -> None:
-        """Explore until every ticket of the schedule is complete."""
+    async def run(self) -> None:
+        """Explore until every ticket of the schedule is complete; what a restored queue lacks comes first."""
         groups = self.groups + (self.experts.rows if self.experts else 0)
         async with asyncio.TaskGroup() as tickets:
-            for _ in range(first_ticket, self.schedule.steps):
-                ticket = self.queue.claim_ticket(TRAIN, explorer=self.name, groups=groups)
+            while (ticket := self.queue.claim_ticket(TRAIN, self.name, groups)).number < self.schedule.steps:
                 await self.version.until(
                     lambda version, number=ticket.number: self.schedule.may_start(number, version),  # type: ignore[misc]
                     self.batch_seconds,
                     f"the trainer's weights, by {self.name} to start batch {ticket.number}",
                 )
+                if not self.queue.vacancies(ticket):  # restored with all its groups: it may still lose one
+                    tickets.create_task(self._explore(ticket))
+                    continue
                 self._idle.clear()
                 async with self.stages.measure("generate", "explorer", ticket.number):
                     tickets.create_task(self._explore(ticket))

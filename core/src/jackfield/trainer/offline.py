@@ -33,10 +33,9 @@ class OfflineProducer:
     groups: int
     batch_seconds: float
 
-    async def run(self, first_ticket: int = 0) -> None:
-        """Produce until every ticket of the schedule is complete."""
-        for _ in range(first_ticket, self.schedule.steps):
-            ticket = self.queue.claim_ticket(TRAIN, explorer="offline", groups=self.groups)
+    async def run(self) -> None:
+        """Produce until every ticket of the schedule is complete; what a restored queue lacks comes first."""
+        while (ticket := self.queue.claim_ticket(TRAIN, "offline", self.groups)).number < self.schedule.steps:
             await self.steps_done.until(
                 lambda done, number=ticket.number: number < done + _AHEAD,  # type: ignore[misc]
                 self.batch_seconds,

@@ -81,7 +81,8 @@ class RewardPipeline:
 
     async def _reward_groups(self, tasks: asyncio.TaskGroup) -> None:
         async for group in self.queue.settled_groups(TRAIN):
-            tasks.create_task(self._finish(group))
+            if "reward" not in group.columns:  # a restored group may have been scored before
+                tasks.create_task(self._finish(group))
 
     async def _finish(self, group: GroupView) -> None:
         async with self.stages.measure("reward", "reward", group.ticket):

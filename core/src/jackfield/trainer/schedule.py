@@ -38,6 +38,15 @@ class Schedule:
         """Whether weights are published after ``step`` (from 0)."""
         return (step + 1) % self.sync_interval == 0
 
+    def is_due(self, every: int, steps_done: int) -> bool:
+        """Whether what is to happen every so many steps happens after ``steps_done``.
+
+        It happens at synchronisations only: at the first one when or after its step has come. 0: never.
+        """
+        if not every or not steps_done or steps_done % self.sync_interval:
+            return False
+        return steps_done // every > (steps_done - self.sync_interval) // every
+
     def check(self, step: int, oldest_version: int) -> int:
         """The staleness of a batch, in steps.
 

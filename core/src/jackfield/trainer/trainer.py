@@ -16,6 +16,7 @@ from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.samples import TRAIN, global_counts, is_expert, mini_batches, trained
 from jackfield.runtime.workers import Workers
+from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Progress, Schedule
@@ -40,7 +41,10 @@ class EngineGroup(Protocol):
         """One optimizer step on ``batch``."""
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint into ``folder``, which all workers reach and which is empty or absent."""
+
+    async def load(self, folder: str) -> None:
+        """Read a native checkpoint, whatever number of workers wrote it."""
 
 
 class WeightPublisher(Protocol):
@@ -84,6 +88,9 @@ class Trainer:
     mini_batches: int
     epochs: int
     weights: WeightPublisher | None  #: None: nobody generates
+    checkpoints: Checkpointer | None  #: None: never
+    checkpoint_every: int  #: 0: not before the end, and a step is final when it is done
+    checkpoint_at_end: bool
     evaluator: Evaluator | None
     evaluate_every: int
     explores: bool  #: whether an explorer waits for weights
@@ -102,6 +109,7 @@ class Trainer:
     prepares: bool = False  #: the loss has to know its whole batch before each optimizer step
     whole_groups: bool = False  #: mini-batches do not split groups
     recorded: int = 4  #: samples of a step that are shown in the table
+    _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
     def register(self) -> None:
         """Announce the consumer to the queue, before any row is put."""
@@ -109,9 +117,25 @@ class Trainer:
         needed = ("rollout_log_probs", "reward") if self.explores else ()
         self.queue.register_consumer(CONSUMER, partition=TRAIN, columns=(*columns, *needed))
 
+    async def begin(self, first_step: int = 0, restored: Mapping[str, Any] | None = None) -> None:
+        """Before anybody explores: evaluate the initial model, or bring restored weights to the replicas.
+
+        Args:
+            first_step: that will be done.
+            restored: the trainer's own state of a checkpoint (the KL controller's coefficient); None: a new run.
+        """
+        self._published = first_step
+        if restored is None:
+            await self._evaluate_if_due(0)
+        else:
+            self.kl.coefficient = restored["kl_coefficient"]
+            if self.weights is not None:
+                async with self.placement.hold("train"):
+                    await self.weights.sync(first_step)
+        await self._announce(first_step)
+
     async def run(self, first_step: int = 0) -> int:
         """Train until the schedule ends; returns the number of completed steps."""
-        await self._evaluate_if_due(first_step)
         for step in range(first_step, self.schedule.steps):
             start = self.clock.time()
             batch = await self._next_batch(step)
@@ -121,9 +145,9 @@ class Trainer:
                 await self._sync_if_due(step)
             await self.queue.ack(batch, step=step)
             await self._record(batch, step, metrics, start)
-            await self.queue.commit(step)  # a run cannot be resumed yet: a step is final when it is done
-            await self.steps_done.advance(step + 1)
             await self._evaluate_if_due(step + 1)
+            await self._save_if_due(step + 1)
+            await self._announce(step + 1)
         return self.schedule.steps
 
     async def _next_batch(self, step: int) -> BatchMeta:
@@ -193,23 +217,40 @@ class Trainer:
         return {name if "/" in name else f"critic/{name}": value for name, value in update.items()}
 
     async def _sync_if_due(self, step: int) -> None:
-        """Publish the weights that step made: on schedule, or before an evaluation that nobody explores beside."""
-        due = self.schedule.syncs_after(step) if self.explores else self._evaluates_at(step + 1)
+        """Publish the weights that step made: on schedule, or before an evaluation."""
+        due = (self.explores and self.schedule.syncs_after(step)) or self._evaluates_at(step + 1)
         if self.weights is not None and due:
             async with self.stages.measure("sync", "weights", step):
                 report = await self.weights.sync(step + 1)
             self.hooks.weights_synced(
                 event=WeightsSynced(version=step + 1, receipts=report.receipts, seconds=report.seconds)
             )
-            await self.version.advance(step + 1)
+            self._published = step + 1
 
     async def _evaluate_if_due(self, steps_done: int) -> None:
         if self.evaluator is not None and self._evaluates_at(steps_done):
-            await self.evaluator.evaluate(self.version.value)
+            await self.evaluator.evaluate(self._published)
 
     def _evaluates_at(self, steps_done: int) -> bool:
         ends = steps_done in (0, self.schedule.steps)
-        return self.evaluator is not None and (ends or steps_done % self.evaluate_every == 0)
+        return self.evaluator is not None and (ends or self._is_due(self.evaluate_every, steps_done))
+
+    async def _save_if_due(self, steps_done: int) -> None:
+        """Checkpoint, which makes the steps before it final; a run that cannot go on from one needs no waiting."""
+        if not self.checkpoint_every:
+            await self.queue.commit(steps_done - 1)
+        last = self.checkpoint_at_end and steps_done == self.schedule.steps
+        if self.checkpoints is not None and (last or self._is_due(self.checkpoint_every, steps_done)):
+            await self.checkpoints.save(steps_done, {"kl_coefficient": self.kl.coefficient})
+
+    def _is_due(self, every: int, steps_done: int) -> bool:
+        """Whether what happens every so many steps happens now; with an explorer, at synchronisations only."""
+        return self.schedule.is_due(every, steps_done) if self.explores else bool(every) and steps_done % every == 0
+
+    async def _announce(self, steps_done: int) -> None:
+        """Let explorers go on. Last of all, so that without an offset nothing is in flight at a checkpoint."""
+        await self.version.advance(self._published)
+        await self.steps_done.advance(steps_done)
 
     async def _record(self, batch: BatchMeta, step: int, metrics: dict[str, float], start: float) -> None:
         """Tell the hooks what the step was like."""

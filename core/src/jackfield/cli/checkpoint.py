@@ -1,0 +1,48 @@
+"""``jackfield checkpoint list|export``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from jackfield.cli import json_option
+
+__all__ = ["checkpoint"]
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look at a run's checkpoints, and take models out of them."""
+
+
+@checkpoint.command("list")
+@click.argument("folder", type=click.Path(path_type=Path))
+@json_option
+def list_checkpoints(folder: Path, as_json: bool) -> None:
+    """List the checkpoints of the run in FOLDER, the oldest first."""
+    from jackfield.compose.export import run_checkpoints
+
+    found = run_checkpoints(folder)
+    rows = [{"step": each.step, "folder": str(each.folder), "bytes": each.bytes} for each in found]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        click.echo(f"step {row['step']}: {row['folder']}, {row['bytes']} bytes")
+
+
+@checkpoint.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+def export(folder: Path, out: Path) -> None:
+    """Write the model of a checkpoint to OUT, a Hugging Face folder for from_pretrained.
+
+    FOLDER is a checkpoint, or a run's folder, whose newest checkpoint is taken.
+    """
+    from jackfield.compose.export import export_checkpoint, find_checkpoint
+
+    found = find_checkpoint(folder)
+    export_checkpoint(found, out)
+    click.echo(f"model of step {found.step} in {out}")

@@ -1,0 +1,94 @@
+"""A checkpoint of a run as a folder that ``from_pretrained`` loads."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import attrs
+
+from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
+from jackfield.config import RunConfig, make_config
+from jackfield.errors import EngineError, JackfieldError, RunError
+from jackfield.plugins import Registry, discover
+from jackfield.runtime.engine_group import EngineGroup
+from jackfield.trainer import Checkpoint, CheckpointStore, open_checkpoint
+
+__all__ = ["export_checkpoint", "export_model", "find_checkpoint", "run_checkpoints"]
+
+
+def run_checkpoints(folder: Path) -> list[Checkpoint]:
+    """The checkpoints of a run's folder, the oldest first.
+
+    Raises:
+        RunError: ``run.no-checkpoint``, ``run.checkpoint-damaged``.
+    """
+    found = CheckpointStore(folder / "checkpoints").checkpoints()
+    if not found:
+        raise RunError(
+            "the folder holds no checkpoint",
+            code="run.no-checkpoint",
+            where=str(folder),
+            expected="the folder of a run with checkpoints, or one of its checkpoints",
+        )
+    return found
+
+
+def find_checkpoint(folder: Path) -> Checkpoint:
+    """A checkpoint by its own folder, or the newest of a run by the run's folder."""
+    return open_checkpoint(folder) if (folder / "manifest.json").is_file() else run_checkpoints(folder)[-1]
+
+
+def export_checkpoint(checkpoint: Checkpoint, out: Path, registry: Registry | None = None) -> None:
+    """Write the actor's weights, as they were at ``checkpoint``, to the Hugging Face folder ``out``.
+
+    The run's model folder is needed for the model's shape and the tokenizer; one process of this machine must hold the
+    model.
+
+    Raises:
+        RunError: ``run.checkpoint-damaged``.
+        EngineError: when ``out`` is not empty, or the engine cannot load or save.
+    """
+    checkpoint.verify()
+    if out.exists() and any(out.iterdir()):
+        raise EngineError("the folder for the model is not empty", where=str(out), expected="an empty or absent folder")
+    config = make_config(checkpoint.state()["config"])
+    engine = _engine(config, registry or discover())
+    try:
+        engine.initialize()
+        engine.load_checkpoint(LoadCheckpointRequest(folder=str(checkpoint.folder / "actor"), model_only=True))
+        engine.save_checkpoint(SaveCheckpointRequest(folder=str(out), format="huggingface"))
+    except OSError as error:
+        raise EngineError(f"the model could not be written: {error}", where=str(out)) from error
+    finally:
+        engine.close()
+
+
+def _engine(config: RunConfig, registry: Registry) -> BaseEngine:
+    context = EngineContext(role="actor", model=attrs.evolve(config.model, gradient_checkpointing=False))
+    engine: BaseEngine = registry.load("engine", config.engine.name).build(config.engine.settings, context, "engine")
+    return engine
+
+
+async def export_model(actor: EngineGroup, model: Path) -> None:
+    """Write the model beside its place, then put it there: an earlier model is replaced by a whole one.
+
+    Raises:
+        RunError: ``run.checkpoint-write``.
+    """
+    partial = model.with_name(f"{model.name}.partial")
+    try:
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+        await actor.save(str(partial), "huggingface")
+        shutil.rmtree(model, ignore_errors=True)
+        partial.replace(model)
+    except (OSError, JackfieldError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RunError(
+            "the trained model could not be written",
+            code="run.checkpoint-write",
+            where=str(model),
+            found=error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}",
+            fix="look at the disk's room and permissions, then give the same command: it goes on from its checkpoint",
+        ) from error

@@ -1,0 +1,153 @@
+"""Where a run begins: a folder that nobody else uses, and what an earlier start of the same run left in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from jackfield.config import RunConfig, as_plain
+from jackfield.errors import RunError
+from jackfield.trainer import Checkpoint, CheckpointStore
+
+__all__ = ["StartingPoint", "check_data", "folder_lock", "mark_finished", "starting_point"]
+
+_LOCK, _FINISHED = ".lock", "finished.json"
+
+#: What may change between two starts of one run: nothing of it decides what is learnt. The data's paths may change
+#: because its contents are compared.
+FREE = (
+    "name",
+    "folder",
+    "observe",
+    "deadlines",
+    "checkpoint",
+    "runtime",
+    "checkpoint_engine",
+    "schedule.steps",
+    "evaluation.every",
+    "data.train",
+    "data.eval",
+    "data.expert",
+)
+
+
+@attrs.frozen(kw_only=True)
+class StartingPoint:
+    """What a run finds in its folder."""
+
+    store: CheckpointStore
+    checkpoint: Checkpoint | None  #: to go on from
+    finished: bool  #: nothing is left to do
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process; the lock ends with the process, however it ends.
+
+    Raises:
+        RunError: ``run.folder-in-use``, naming who holds it.
+    """
+    with (folder / _LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunError(
+                "another run is using this folder",
+                code="run.folder-in-use",
+                where=str(folder),
+                found=file.read() or "a process that does not say who it is",
+                fix="wait for it, end it, or give this run another folder",
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def starting_point(config: RunConfig, folder: Path) -> StartingPoint:
+    """Find the checkpoint to go on from; what earlier starts left half done is removed.
+
+    Raises:
+        RunError: ``run.changed`` when the folder's run is another one; ``run.checkpoint-damaged``.
+    """
+    store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
+    store.clean()
+    if not config.checkpoint.resume:
+        store.clear()
+    checkpoint = store.newest()
+    if checkpoint is not None:
+        _check_config(checkpoint, config)
+    marker = folder / _FINISHED
+    steps = json.loads(marker.read_text(encoding="utf-8"))["steps"] if marker.is_file() else None
+    finished = checkpoint is not None and checkpoint.step == steps == config.schedule.steps
+    if not finished:
+        marker.unlink(missing_ok=True)
+        (folder / "error.txt").unlink(missing_ok=True)
+    return StartingPoint(store=store, checkpoint=checkpoint, finished=finished)
+
+
+def mark_finished(folder: Path, steps: int) -> None:
+    """The model of the last step is in its place."""
+    partial = folder / f"{_FINISHED}.partial"
+    partial.write_text(json.dumps({"steps": steps}), encoding="utf-8")
+    partial.replace(folder / _FINISHED)
+
+
+def check_data(checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:
+    """Compare the data with what the run had.
+
+    Raises:
+        RunError: ``run.changed``.
+    """
+    before = checkpoint.state()["data"]
+    for which in digests.keys() & before.keys():
+        if digests[which] != before[which]:
+            raise _changed(checkpoint, f"data.{which}", f"records of digest {before[which]}", digests[which])
+
+
+def _check_config(checkpoint: Checkpoint, config: RunConfig) -> None:
+    before, now = (_flat(values) for values in (checkpoint.state()["config"], as_plain(config)))
+    for path in dict.fromkeys([*before, *now]):
+        free = any(path == each or path.startswith(f"{each}.") for each in FREE)
+        if not free and before.get(path) != now.get(path):
+            raise _changed(checkpoint, path, repr(before.get(path)), repr(now.get(path)))
+    if checkpoint.step > config.schedule.steps:
+        found = f"{config.schedule.steps}"
+        raise _changed(checkpoint, "schedule.steps", f"{checkpoint.step} or more: so many are done", found)
+
+
+def _changed(checkpoint: Checkpoint, path: str, expected: str, found: str) -> RunError:
+    return RunError(
+        "the folder holds a run with other settings, and results of both would be mixed",
+        code="run.changed",
+        where=f"{path}, {checkpoint.folder}",
+        expected=expected,
+        found=found,
+        fix="give the run another folder, or the settings it had; checkpoint.resume=false removes what is there and "
+        "begins anew",
+    )
+
+
+def _flat(values: Any, path: str = "") -> dict[str, Any]:
+    """Plain values by their path; an empty mapping is nothing."""
+    if not isinstance(values, Mapping):
+        return {path: values}
+    return {
+        name: value
+        for key, inner in values.items()
+        for name, value in _flat(inner, f"{path}.{key}".lstrip(".")).items()
+    }

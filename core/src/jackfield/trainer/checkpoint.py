@@ -1,0 +1,139 @@
+"""What a checkpoint of a run holds, and how a run is put back to where one was cut."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import platform
+import random
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from jackfield import __version__
+from jackfield.errors import JackfieldError, RunError
+from jackfield.plugins.hooks import CheckpointSaved
+from jackfield.queue import TransferQueue
+from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore
+from jackfield.trainer.ledger import Ledger
+from jackfield.trainer.stages import Stages
+
+if TYPE_CHECKING:
+    from jackfield.trainer.trainer import EngineGroup
+
+__all__ = ["Checkpointer", "load_random_state", "random_state"]
+
+
+@attrs.define(kw_only=True, eq=False)
+class Checkpointer:
+    """Saves and loads everything that a run consists of: engines, queue, ledger position, random state."""
+
+    store: CheckpointStore
+    engines: Mapping[str, EngineGroup]  #: by role: those that are trained
+    queue: TransferQueue
+    ledger: Ledger
+    description: Mapping[str, Any]  #: of the run, for whoever resumes it: configuration, digests of the data
+    stages: Stages
+    hooks: Any
+
+    async def save(self, steps: int, trainer: Mapping[str, Any]) -> None:
+        """Write a checkpoint after ``steps`` completed steps; then it is durable, and their acks are final.
+
+        Args:
+            steps: that it contains.
+            trainer: the trainer's own state, plain values.
+
+        Raises:
+            RunError: ``run.checkpoint-write``; earlier checkpoints are as before.
+        """
+        async with self.stages.measure("checkpoint", "trainer", steps - 1):
+            try:
+                saved = await self._write(steps, trainer)
+            except (JackfieldError, OSError) as error:
+                await asyncio.to_thread(self.store.discard, steps)
+                raise self._failure(steps, error) from error
+            await self.queue.commit(steps - 1)
+            await asyncio.to_thread(self.store.prune)
+        self.hooks.checkpoint_saved(event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
+
+    async def _write(self, steps: int, trainer: Mapping[str, Any]) -> Checkpoint:
+        folder = await asyncio.to_thread(self.store.begin, steps)
+        for role, engine in self.engines.items():
+            await engine.save(str(folder / role), "native")
+        state: dict[str, Any] = {
+            "step": steps,
+            "trainer": dict(trainer),
+            "versions": {"jackfield": __version__, "python": platform.python_version()},
+            **self.description,
+        }
+
+        def cut() -> None:
+            state.update(ledger=self.ledger.position, random=random_state())
+
+        await self.queue.checkpoint(folder / "queue", at_cut=cut)
+        await asyncio.to_thread(self.ledger.sync)
+        return await asyncio.to_thread(self.store.commit, steps, state)
+
+    def _failure(self, steps: int, error: Exception) -> RunError:
+        newest = self.store.newest()
+        again = "it begins anew" if newest is None else f"it goes on after step {newest.step}"
+        return RunError(
+            "a checkpoint could not be written",
+            code="run.checkpoint-write",
+            where=f"{self.store.folder}, step {steps}",
+            found=error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}",
+            fix=f"look at the disk's room and permissions, then give the same command: {again}",
+        )
+
+    async def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Put engines, queue, ledger and random state back to where ``checkpoint`` was cut; the trainer's own state.
+
+        Consumers of the queue are registered, and nobody works yet.
+
+        Raises:
+            RunError: ``run.checkpoint-damaged``.
+            EngineError: when an engine cannot read its part.
+        """
+        await asyncio.to_thread(checkpoint.verify)
+        state = checkpoint.state()
+        for role, engine in self.engines.items():
+            await engine.load(str(checkpoint.folder / role))
+        self.ledger.roll_back(state["ledger"], checkpoint.step - 1)
+        await self.queue.restore(checkpoint.folder / "queue")
+        await self.queue.commit(checkpoint.step - 1)
+        load_random_state(state["random"])
+        trainer: dict[str, Any] = state["trainer"]
+        return trainer
+
+
+def random_state() -> dict[str, Any]:
+    """This process's generators (Python's, and numpy's and torch's where they are loaded) as plain values.
+
+    Engines and rollout servers have generators of their own.
+    """
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(words), gauss]}
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, [int(key) for key in keys], *rest]
+    if "torch" in sys.modules:
+        values = sys.modules["torch"].get_rng_state()
+        state["torch"] = base64.b64encode(bytes(values.tolist())).decode("ascii")
+    return state
+
+
+def load_random_state(state: Mapping[str, Any]) -> None:
+    """Go on where :func:`random_state` was taken."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    if "numpy" in state:
+        import numpy as np
+
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    if "torch" in state:
+        import torch
+
+        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))

@@ -1,0 +1,91 @@
+"""Checkpoints on disk: whole or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jackfield.errors import RunError
+from jackfield.trainer import CheckpointStore, Ledger, effective_acks, open_checkpoint, read_ledger
+
+
+def write(store: CheckpointStore, step: int, text: str = "weights") -> None:
+    folder = store.begin(step)
+    (folder / "actor").mkdir()
+    (folder / "actor" / "model").write_text(f"{text} {step}")
+    store.commit(step, {"step": step})
+
+
+def test_the_newest_are_kept_and_state_comes_back(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    assert store.newest() is None
+    for step in (2, 4, 6):
+        write(store, step)
+        store.prune()
+    assert [4, 6] == [each.step for each in store.checkpoints()]
+    newest = store.newest()
+    assert newest is not None
+    newest.verify()
+    assert {"step": 6} == newest.state()
+    assert {"actor/model", "state.json"} == newest.files.keys()
+    assert (
+        sum(path.stat().st_size for path in newest.folder.rglob("*[le]*") if path.name in ("model", "state.json"))
+        == newest.bytes
+    )
+    store.clear()
+    assert [] == list(store.folder.iterdir())
+
+
+def test_what_a_kill_leaves_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 2)
+    (store.begin(4) / "actor").mkdir()
+    (tmp_path / "step_00000001.partial").mkdir()  # its removal was interrupted
+    assert [2] == [each.step for each in store.checkpoints()]
+    store.clean()
+    assert ["step_00000002"] == [path.name for path in tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing", "manifest", "format"])
+def test_a_damaged_checkpoint_is_recognised(tmp_path: Path, damage: str) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 2)
+    file, manifest = tmp_path / "step_00000002" / "actor" / "model", tmp_path / "step_00000002" / "manifest.json"
+    if damage == "cut":
+        file.write_text("weight")
+    elif damage == "changed":
+        file.write_text("Weights 2")
+    elif damage == "missing":
+        file.unlink()
+    elif damage == "manifest":
+        manifest.write_text(manifest.read_text()[:20])
+    else:
+        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(RunError) as caught:
+        open_checkpoint(tmp_path / "step_00000002").verify()
+    assert "run.checkpoint-damaged" == caught.value.code
+    assert ("manifest.json" if damage in ("manifest", "format") else "actor/model") in str(caught.value.where)
+
+
+def test_the_ledger_goes_on_after_a_torn_line_and_takes_back_what_is_not_restored(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path, resume=False)
+    ledger.write({"event": "ack", "consumer": "trainer", "step": 0, "keys": ["a", "b"]})
+    position = ledger.position
+    ledger.write({"event": "ack", "consumer": "trainer", "step": 1, "keys": ["c"]})
+    ledger.write({"event": "ack", "consumer": "reward", "step": 1, "keys": ["d"]})
+    ledger.close()
+    with path.open("a") as file:
+        file.write('{"event": "ack", "consumer": "tr')
+    for _ in range(2):  # and a second kill before anything was done again
+        again = Ledger(path, resume=True)
+        again.roll_back(position, step=0)
+        again.close()
+    entries = list(read_ledger(path))
+    assert [("trainer", 0, ["c"]), ("reward", 0, ["d"])] == [
+        (entry["consumer"], entry["step"], entry["keys"]) for entry in entries if entry["event"] == "rollback"
+    ]
+    assert {"trainer": {"a": 0, "b": 0}} == effective_acks(entries)
+    Ledger(path, resume=False).close()
+    assert [] == list(read_ledger(path))

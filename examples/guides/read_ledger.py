@@ -1,0 +1,18 @@
+"""Which samples each step of a run was trained on: ``python read_ledger.py runs/mine``."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+from jackfield.trainer import effective_acks, read_ledger
+
+
+def samples_by_step(folder: Path) -> Counter[int]:
+    """How many samples each step used. A row's key stands for one step only, so none is counted twice."""
+    acks = effective_acks(read_ledger(folder / "ledger.jsonl"))
+    return Counter(acks["trainer"].values())
+
+
+if __name__ == "__main__":
+    for step, samples in sorted(samples_by_step(Path(sys.argv[1])).items()):
+        print(f"step {step + 1}: {samples} samples")
