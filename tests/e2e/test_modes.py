@@ -66,6 +66,12 @@ def test_rollout_and_engine_agree_on_log_probs(small_run: Run) -> None:
         ("runtime.rollout_replicas=2",),
         ("runtime.offload=true",),
         ("algorithm.entropy_coefficient=0.01", "algorithm.aggregation=seq-mean-token-mean"),
+        ("algorithm.correction.enabled=true", "algorithm.correction.reject=sequence-mean"),
+        (
+            "algorithm.kl={coefficient: 0.1, name: k1, in_reward: true, target: 0.2}",
+            "algorithm.shaping={clip: [-1, 1], normalize: true, overlong_length: 6, overlong_buffer: 4}",
+        ),
+        ("algorithm.kl={coefficient: 0.1, target: 0.2}", "algorithm.mini_batches=2"),
         ("runtime.micro_batch_tokens=64", "optimizer.scheduler=linear", "optimizer.total_steps=3"),
     ],
     ids=lambda overrides: ",".join(overrides),

@@ -243,3 +243,25 @@ def test_shapes_that_differ_are_refused() -> None:
     data["expert_mask"] = data["expert_mask"][:-1]
     with pytest.raises(ConfigError, match="one value per row"):
         policy_loss("mix", **data, global_tokens=1, global_sequences=1)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_part_says_whether_it_has_one_value_per_sequence(name: str) -> None:
+    """Then weights of tokens cannot correct it, and it says so."""
+    data = batch(seed=4)
+    weights = {"rollout_weights": torch.ones_like(data["log_probs"])}
+    if part("loss", name).per_sequence:
+        with pytest.raises(ConfigError, match="one value per sequence"):
+            loss_of(name, {**data, **weights})
+    else:
+        assert loss_of(name, data)[0] == pytest.approx(loss_of(name, {**data, **weights})[0])
+
+
+def test_the_kl_beside_a_mixture_is_that_of_the_policys_own_rows() -> None:
+    data = batch(seed=5)
+    spec = LossSpec(name="mix", options={"kl": "k2", "kl_coefficient": 1.0}, global_counts=counts(data))
+    own = data["response_mask"] & ~data["expert_mask"].bool().unsqueeze(-1)
+    _, metrics = resolve_loss(spec)(TokenOutput(log_probs=data["log_probs"]), data)
+    squares = 0.5 * (data["log_probs"] - data["ref_log_probs"]).square()
+    tokens = counts(data)["global_tokens"]
+    assert float(squares[own].sum() / tokens) == pytest.approx(float(metrics["policy/kl"]))

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.algorithms import distillation_loss, entropy_loss, names, value_loss
+from jackfield.abc.engine import LossSpec, TokenOutput
+from jackfield.algorithms import VALUE_LOSS, distillation_loss, entropy_loss, names, resolve_loss, value_loss
 from jackfield.errors import ConfigError
 
 from .cases import batch, counts
@@ -145,3 +146,29 @@ def test_tokens_that_the_teacher_excludes() -> None:
         distillation_loss("reverse_kl", **inputs)
     with pytest.raises(ConfigError, match="0 < beta < 1"):
         distillation_loss("jsd", beta=1.0, **inputs)
+
+
+def test_a_critic_finds_its_loss_by_name_and_shares_of_it_add_up() -> None:
+    generator = torch.Generator().manual_seed(3)
+    values, returns, old = torch.rand(3, 4, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(4, 5, generator=generator) < 0.7
+    counts = {"global_tokens": int(mask.sum()), "global_sequences": 4}
+    spec = LossSpec(name=VALUE_LOSS, options={"clip": 0.1, "aggregation": "seq-mean-token-mean"}, global_counts=counts)
+    function = resolve_loss(spec)
+    total = 0.0
+    for rows in (slice(0, 1), slice(1, 4)):
+        data = {"response_mask": mask[rows], "returns": returns[rows], "values": old[rows]}
+        output = TokenOutput(log_probs=torch.zeros_like(values[rows]), values=values[rows])
+        loss, metrics = function(output, data)
+        assert float(loss) == pytest.approx(float(metrics["value/loss"]))
+        total += float(loss)
+    expected, _ = value_loss(
+        values=values,
+        returns=returns,
+        response_mask=mask,
+        old_values=old,
+        clip=0.1,
+        aggregation="seq-mean-token-mean",
+        **counts,  # type: ignore[arg-type]
+    )
+    assert float(expected) == pytest.approx(total)

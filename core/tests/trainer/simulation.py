@@ -7,23 +7,34 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
 from jackfield.abc.engine import LossSpec
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.abc.transfer_queue import TransferQueueContext
-from jackfield.algorithms import algorithm
+from jackfield.algorithms import FixedKLController, algorithm
 from jackfield.clock import Clock, VirtualClock
 from jackfield.data.tasks import Task
 from jackfield.plugins import hook_manager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
-from jackfield.queue import BatchMeta, GroupSlot, Rows, TransferQueue
+from jackfield.queue import BatchMeta, GroupSlot, Rows, TransferQueue, column_from_rows
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantageEstimation, AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
-from jackfield.trainer import Explorer, PlacementLease, Progress, RewardPipeline, Schedule, Stages, Trainer
+from jackfield.trainer import (
+    Critic,
+    Experts,
+    Explorer,
+    PlacementLease,
+    Progress,
+    RewardPipeline,
+    Schedule,
+    Stages,
+    Trainer,
+)
 
 
 class FakeTokenizer:
@@ -36,6 +47,9 @@ class FakeTokenizer:
 
     def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         return self.encode_chat(messages)
+
+    def encode_response(self, text: str) -> tuple[int, ...]:
+        return tuple(ord(letter) for letter in text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(token) for token in token_ids)
@@ -73,7 +87,29 @@ class FakeActor:
         self.updates.append((batch, loss))
         columns = await self.queue.get(batch, ("advantages",))
         self.advantages.append(columns["advantages"].values.tolist())
-        return {"policy/loss": 0.5, "grad_norm": 1.0}
+        return {"policy/loss": 0.5, "grad_norm": 1.0, **({"policy/kl": 0.3} if "kl" in loss.options else {})}
+
+    async def save(self, folder: str, format: str) -> None:
+        raise AssertionError("not asked for")
+
+
+class FakeCritic:
+    """Values every token 0.5."""
+
+    def __init__(self, queue: TransferQueue) -> None:
+        self.queue = queue
+        self.updates: list[tuple[BatchMeta, LossSpec]] = []
+
+    async def compute_log_probs(self, batch: BatchMeta, column: str) -> None:
+        raise AssertionError("not asked for")
+
+    async def compute_values(self, batch: BatchMeta, column: str) -> None:
+        rows = [torch.full((tags["response_tokens"],), 0.5) for tags in batch.tags]
+        await self.queue.put(batch, {column: column_from_rows(rows)})
+
+    async def update(self, batch: BatchMeta, loss: LossSpec) -> Mapping[str, float]:
+        self.updates.append((batch, loss))
+        return {"value/loss": 0.25, "grad_norm": 2.0, "lr": 0.1}
 
     async def save(self, folder: str, format: str) -> None:
         raise AssertionError("not asked for")
@@ -91,6 +127,7 @@ class FakeAgent(AgentLoopBase):
     async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
         simulation = self.simulation
         simulation.seeds.append(sampling_params["seed"])
+        simulation.temperatures.append(sampling_params.get("temperature"))
         version = simulation.synchronizer.loaded
         await simulation.clock.sleep(simulation.generate_seconds)
         letter = simulation.answer(fields["task_id"], sampling_params["seed"])
@@ -154,9 +191,17 @@ class Simulation:
     shared: bool = False  #: engine and replicas on one device
     mini_batches: int = 1
     max_refills: int = 3
+    equal_groups_replaced: int = 0
+    greedy_baseline: bool = False
+    experts: int = 0
+    advantages: str = "grpo"
+    critic_warmup: int | None = None  #: None: no critic
+    loss_options: Mapping[str, Any] = attrs.field(factory=dict)
+    kl: Any = attrs.field(factory=lambda: FixedKLController(coefficient=0.0))
     answer: Callable[[str, int], str] = attrs.field(default=lambda task, seed: "ab"[seed % 2])
     clock: VirtualClock = attrs.field(factory=VirtualClock)
     seeds: list[int] = attrs.field(factory=list)
+    temperatures: list[float | None] = attrs.field(factory=list)
 
     def run(self) -> Simulation:
         """Run to the end on virtual time."""
@@ -177,17 +222,23 @@ class Simulation:
         scorer = RewardWorker(rows, reward, FakeTokenizer(), clock, score_seconds=self.score_deadline)
         self.synchronizer = FakeSynchronizer(clock, self.sync_seconds)
         self.actor = FakeActor(queue, clock, self.update_seconds)
+        plan = AdvantagePlan(advantages=self.advantages, experts=self.experts > 0)
+        estimator = AdvantageWorker(rows, plan)
+        self.critic = FakeCritic(queue)
+        critic = None
+        if self.critic_warmup is not None:
+            critic = Critic(engine=self.critic, loss_options={"clip": 0.1}, warmup_steps=self.critic_warmup)
         lease = PlacementLease(clock, 1000)
         apart = PlacementLease(clock, 1000)
         trainer = Trainer(
             queue=queue,
             schedule=self.schedule,
             algorithm=algorithm("grpo"),
-            loss_options={},
+            loss_options=self.loss_options,
+            critic=critic,
+            kl=self.kl,
             actor=self.actor,
-            estimator=AdvantageEstimation(
-                AdvantageWorker(rows, AdvantagePlan(advantages="grpo")), queue, clock, seconds=500.0
-            ),
+            estimator=AdvantageEstimation(estimator, queue, clock, seconds=500.0),
             reference=None,
             recompute_old_log_probs=False,
             mini_batches=self.mini_batches,
@@ -216,6 +267,7 @@ class Simulation:
             stages=stages,
             score_seconds=self.score_deadline,
             idle_seconds=500.0,
+            equal_groups_replaced=self.equal_groups_replaced,
         )
         rewards.register()
         explorer = Explorer(
@@ -234,6 +286,8 @@ class Simulation:
             seed=7,
             run_seconds=50.0,
             batch_seconds=500.0,
+            greedy_baseline=self.greedy_baseline,
+            experts=Experts(rows=self.experts, task_for=_expert) if self.experts else None,
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -249,3 +303,8 @@ class Simulation:
 def _task(slot: GroupSlot) -> Task:
     name = f"task-{slot.ticket}-{slot.index}-{slot.attempt}"
     return Task(id=name, messages=({"role": "user", "content": name},))
+
+
+def _expert(slot: GroupSlot) -> Task:
+    name = f"expert-{slot.ticket}-{slot.index}"
+    return Task(id=name, messages=({"role": "user", "content": name},), response="abc")

@@ -1,0 +1,179 @@
+"""What a configuration's algorithm asks of a run, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jackfield.algorithms import algorithm, names, part, register, registry, require_streamable
+from jackfield.compose.recipe import Recipe, make_recipe
+from jackfield.config import make_config
+from jackfield.errors import ConfigError
+from jackfield.plugins import Manifest
+
+
+def rollout(**capabilities: Any) -> Manifest:
+    return Manifest(
+        name="some", kind="rollout", abi="1.0", object="some:Server", config="some:Config", capabilities=capabilities
+    )
+
+
+def recipe(*overrides: str, server: Manifest | None = None) -> Recipe:
+    config = make_config({"model": {"path": "somewhere"}}, overrides)
+    return make_recipe(config, server or rollout(engine_log_probs="full"))
+
+
+def refused(*overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        recipe(*overrides)
+    return caught.value
+
+
+#: Loss columns of bundles, beside ``rollout_weights`` of a correction.
+COLUMNS = {
+    "grpo": {"advantages", "old_log_probs"},
+    "rloo": {"advantages"},
+    "decoupled_ppo": {"advantages", "old_log_probs", "rollout_log_probs"},
+    "m2po": {"advantages", "old_log_probs", "m2po_mask"},
+    "opmd_kimi": {"advantages", "old_log_probs"},
+    "opmd_pairwise": {"advantages", "old_log_probs", "opmd_group_means", "opmd_group_sizes"},
+    "mix": {"advantages", "old_log_probs", "expert_mask"},
+    "sft": set[str](),
+    "dpo": {"ref_log_probs", "dpo_margins", "dpo_signs"},
+}
+TOLD = {
+    "mix": ("data.expert=e.jsonl", "data.experts_per_step=2"),
+    "mix_chord": ("data.expert=e.jsonl", "data.experts_per_step=2"),
+    "gdpo": ("algorithm.reward_dimensions=[score, brief]",),
+    "sft": ("mode=train",),
+    "dpo": ("mode=train", "data.format.rejected_key=worse"),
+}
+
+
+@pytest.mark.parametrize("name", names("algorithm"))
+def test_every_bundle_has_a_recipe_that_supplies_its_parts(name: str) -> None:
+    found = recipe(f"algorithm.name={name}", *TOLD.get(name, ()))
+    loss = part("loss", found.algorithm.loss)
+    given = {"log_probs", "response_mask", "global_tokens", "global_sequences", *found.loss_columns}
+    assert set(loss.needs) <= given
+    assert ("critic" in found.algorithm.needs) == found.critic
+    assert ("dynamic_sampling" in found.algorithm.needs) == found.dynamic_sampling
+    assert ("baseline_rewards" in found.algorithm.needs) == found.greedy_baseline
+    assert ("prepare" in found.algorithm.needs) == found.prepares
+    assert ("pairs" in found.algorithm.needs) == found.pairs
+    assert ("reference" in found.algorithm.needs) == found.reference
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_of_the_loss_come_from_its_signature(name: str) -> None:
+    assert COLUMNS[name] == set(recipe(f"algorithm.name={name}", *TOLD.get(name, ())).loss_columns)
+
+
+def test_a_part_that_replaces_the_bundles_brings_its_own_needs_and_defaults() -> None:
+    with_critic = recipe("algorithm.advantages.name=gae")
+    assert with_critic.critic
+    other_options = recipe("algorithm.name=dapo", "algorithm.loss.options.clip_high=0.4").algorithm.loss_options
+    assert {"clip_low": 0.2, "clip_high": 0.4, "clip_dual": None} == other_options
+    assert {} == recipe("algorithm.name=dapo", "algorithm.loss.name=gspo").algorithm.loss_options
+
+
+def test_a_users_loss_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_PARTS", dict(registry._PARTS))
+
+    @register("loss", "anchored", "token")
+    def anchored(log_probs: Any, advantages: Any, ref_log_probs: Any, rewards: Any, *, strength: float = 1.0) -> Any:
+        """an example."""
+
+    found = recipe("algorithm.loss.name=anchored")
+    assert ("advantages", "ref_log_probs", "rewards") == found.loss_columns
+    assert found.reference
+    assert found.plan.rewards
+
+
+@pytest.mark.parametrize(
+    ("server", "overrides", "corrects"),
+    [
+        ({"engine_log_probs": "full"}, (), False),
+        ({"engine_log_probs": "partial"}, (), True),
+        ({}, (), True),
+        ({"engine_log_probs": "full"}, ("model.dtype=bfloat16",), True),
+        ({"engine_log_probs": "full"}, ("engine={name: fsdp, mixed_precision: bfloat16}",), True),
+        ({}, ("algorithm.correction.enabled=false",), False),
+        ({"engine_log_probs": "full"}, ("algorithm.correction.enabled=true",), True),
+        ({}, ("algorithm.name=decoupled_ppo",), False),
+        ({}, ("algorithm.name=gmpo",), False),
+        ({}, ("algorithm.name=sft", "mode=train"), False),
+    ],
+)
+def test_the_correction_is_on_where_numerics_differ(
+    server: dict[str, Any], overrides: tuple[str, ...], corrects: bool
+) -> None:
+    """Unless the loss weighs itself, cannot be weighed, or nothing was sampled."""
+    found = recipe(*overrides, server=rollout(**server))
+    assert corrects == (found.plan.correction is not None) == ("rollout_weights" in found.loss_columns)
+    if corrects:
+        assert ("old_log_probs", {}, True) == (found.plan.old_log_probs, found.renamed, found.recompute_old_log_probs)
+
+
+def test_bypass_only_rejects_and_decoupled_weighs() -> None:
+    reject = ("algorithm.correction.enabled=true", "algorithm.correction.reject=sequence-mean")
+    bypass = recipe(*reject, "algorithm.old_log_probs=rollout")
+    assert bypass.plan.correction is not None
+    assert ("none", "sequence-mean") == (bypass.plan.correction["bound"], bypass.plan.correction["reject"])
+    assert {"old_log_probs": "rollout_log_probs"} == bypass.renamed
+    decoupled = recipe(*reject)
+    assert decoupled.plan.correction is not None
+    assert ("truncate", {}) == (decoupled.plan.correction["bound"], decoupled.renamed)
+
+
+def test_old_log_probs_are_recomputed_only_where_somebody_reads_them() -> None:
+    assert recipe("algorithm.old_log_probs=engine").recompute_old_log_probs
+    assert not recipe("algorithm.name=rloo", "algorithm.old_log_probs=engine").recompute_old_log_probs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "code"),
+    [
+        (("algorithm.advantages.name=optimal_token_baseline",), "algorithm", "config.invalid-value"),
+        (("mode=train",), "mode", "config.invalid-value"),
+        (("algorithm.name=sft",), "mode", "config.invalid-value"),
+        (("algorithm.name=mix",), "data.expert", "config.missing-key"),
+        (("algorithm.name=gdpo",), "algorithm.reward_dimensions", "config.missing-key"),
+        (("algorithm.name=dpo", "mode=train"), "data.format.rejected_key", "config.missing-key"),
+        (("data.format.rejected_key=worse",), "data.format.rejected_key", "config.invalid-value"),
+        (("data.expert=e.jsonl",), "data.expert", "config.invalid-value"),
+        (("algorithm.reward_dimensions=[score]",), "algorithm.reward_dimensions", "config.invalid-value"),
+        (("critic.clip=null",), "critic", "config.invalid-value"),
+        (("algorithm.kl.target=1",), "algorithm.kl.target", "config.invalid-value"),
+        (
+            ("algorithm.name=gdpo", "algorithm.reward_dimensions=[score]", "algorithm.shaping.normalize=true"),
+            "algorithm.shaping",
+            "config.invalid-value",
+        ),
+        (
+            ("algorithm.correction.enabled=true", "algorithm.old_log_probs=rollout"),
+            "algorithm.correction",
+            "config.invalid-value",
+        ),
+        (
+            ("algorithm.loss.name=dro", "algorithm.correction.enabled=true"),
+            "algorithm.correction",
+            "config.invalid-value",
+        ),
+    ],
+)
+def test_what_cannot_be_had_or_does_nothing_is_refused(overrides: tuple[str, ...], where: str, code: str) -> None:
+    error = refused(*overrides)
+    assert (where, code) == (error.where, error.code), str(error)
+
+
+def test_whole_batches_are_refused_where_mini_batches_are_streamed() -> None:
+    require_streamable(algorithm("grpo"))
+    require_streamable(algorithm("opmd_pairwise"))
+    with pytest.raises(ConfigError, match="advantages reinforce_plus_plus"):
+        require_streamable(algorithm("reinforce_plus_plus"))
+    with pytest.raises(ConfigError, match="loss m2po"):
+        require_streamable(algorithm("m2po"))
+    with pytest.raises(ConfigError, match="advantages grpo"):
+        require_streamable(recipe("algorithm.advantages.options.std=batch").algorithm)

@@ -1,0 +1,94 @@
+"""The reward worker: a group's scores, and what becomes of those that failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
+from jackfield.abc.transfer_queue import TransferQueueContext
+from jackfield.clock import Clock
+from jackfield.queue import Rows, column_from_rows, json_column, rows_of
+from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.runtime.reward_worker import RewardWorker, Scored
+
+
+class Letters:
+    """A token is a letter."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(token) for token in token_ids)
+
+
+class Judge(RewardAgent):
+    """The number of letters; an ``x`` cannot be scored. Post-processing notes what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__(None, RewardContext())
+        self.seen: list[float | None] = []
+
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        if "x" in request.solution_str:
+            raise ValueError("an x")
+        length = float(len(request.solution_str))
+        return ScoreResult(score=length, metrics={"vowels": float(request.solution_str.count("a")), "length": length})
+
+    def post_process_scores(self, scores: Sequence[ScoreResult]) -> Sequence[ScoreResult]:
+        self.seen = [score.score for score in scores]
+        return scores
+
+
+def reward(answers: Sequence[str], apart: Sequence[int] = (), **settings: Any) -> tuple[Judge, Any, dict[str, Any]]:
+    """Score one group; what each row's scoring came to, and the columns of those with a score."""
+
+    async def main() -> tuple[tuple[Scored, ...], dict[str, Any]]:
+        backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
+        await backend.start()
+        rows, keys = Rows(backend), [f"train/0/0/0/{run}/0" for run in range(len(answers))]
+        tokens = column_from_rows([torch.tensor([ord(letter) for letter in answer]) for answer in answers])
+        task = {"data_source": "", "ground_truth": "", "extra_info": {}, "reward": None}
+        columns = {"prompt_ids": tokens, "response_ids": tokens, "task": json_column([task] * len(keys))}
+        await rows.put("train", keys, columns)
+        worker = RewardWorker(rows, judge, Letters(), Clock(), score_seconds=5.0, **settings)  # type: ignore[arg-type]
+        scored, written = await worker.reward("train", keys, [keys[index] for index in apart])
+        good = [one.key for one in scored if one.error is None]
+        found = await rows.get("train", good, written.columns) if good else {}
+        return scored, {name: [row.tolist() for row in rows_of(column)] for name, column in found.items()}
+
+    judge = Judge()
+    return judge, *asyncio.run(main())
+
+
+def test_a_failed_score_fails_its_row_and_no_other() -> None:
+    _, scored, columns = reward(["a", "x", "abc"])
+    assert [1.0, None, 3.0] == [one.score for one in scored]
+    assert "an x" in scored[1].error
+    assert {"reward": [[1.0], [3.0]]} == columns
+
+
+def test_a_failed_score_becomes_the_mean_of_its_group_where_asked() -> None:
+    _, scored, columns = reward(["a", "x", "abc"], fill_failed=True, dimensions=["score", "vowels"])
+    assert [1.0, 2.0, 3.0] == [one.score for one in scored]
+    assert {"reward": [[1.0], [2.0], [3.0]], "reward_dimensions": [[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]]} == columns
+
+
+def test_a_group_without_any_score_stays_failed() -> None:
+    _, scored, columns = reward(["x", "x"], fill_failed=True)
+    assert ([None, None], {}) == ([one.score for one in scored], columns)
+
+
+def test_rows_that_stand_apart_are_scored_and_not_compared() -> None:
+    judge, scored, columns = reward(["a", "ab", "abcd"], apart=[2], fill_failed=True)
+    assert [1.0, 2.0] == judge.seen
+    assert ([1.0, 2.0, 4.0], [[1.0], [2.0], [4.0]]) == ([one.score for one in scored], columns["reward"])
+
+
+@pytest.mark.parametrize("dimension", ["colour", "Length"])
+def test_a_score_without_one_of_the_rewards_has_failed_by_name(dimension: str) -> None:
+    _, scored, _ = reward(["a"], dimensions=["score", dimension])
+    assert f"no metric {dimension}" in scored[0].error
+    assert "length, vowels" in scored[0].error or "vowels, length" in scored[0].error
