@@ -1,0 +1,399 @@
+"""Queue backends: put and get in MB/s, small rows in milliseconds, and what the controller costs per row.
+
+    python benchmarks/transfer_queue.py [--sizes 1 64 512] [--backends memory sql ...] [--compare] [--quick] [--json]
+
+Each backend that is installed is measured in this process: a batch of 64 rows of float32 is put, got and deleted, under
+new keys each time; the median counts. A get ends when the consumer has read every byte and the sum is right. Beside
+them: a memcpy of the same bytes into memory that was touched before, and the PyPI package TransferQueue 0.1.11, where
+it is installed (make benchmark-peers). PostgreSQL and Redis are started for the benchmark on loopback, PostgreSQL
+without fsync.
+
+The controller is measured over a backend that keeps nothing: rows are put until all are there, then leased, acked and
+committed; microseconds per row, and the growth of the process in bytes per row.
+
+The last line is a JSON object (``--json``: nothing else). Ratios are those of the backend zmq to TransferQueue at 64
+MB. What could not be measured is null, and ``reasons`` says why. Exit status 2 where ``--compare`` asked for the
+comparison and it could not be made. ``--quick`` takes 1 and 64 MB and two repetitions: under 50 s. All with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != FOLDER]  # the peer's module is named as this file
+sys.path.insert(0, str(FOLDER.parent / "tools" / "testing"))
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a copy by several threads waits for the slowest
+
+ROWS = 64
+PEER = "TransferQueue 0.1.11"
+PEER_SECONDS = 240.0
+HEADLINE_MB = 64
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="MB", help="default: 1 64 512")
+    parser.add_argument("--backends", nargs="+", help="default: all that are there")
+    parser.add_argument("--controller-rows", type=int, nargs="*", metavar="N", help="default: 1000 10000 100000")
+    parser.add_argument("--compare", action="store_true", help=f"exit 2 where {PEER} cannot be measured")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller")
+    parser.add_argument("--json", action="store_true", help="only the last line")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.sizes = arguments.sizes or ([1, 64] if arguments.quick else [1, 64, 512])
+    if arguments.controller_rows is None:
+        arguments.controller_rows = [1_000, 8_000] if arguments.quick else [1_000, 10_000, 100_000]
+    if arguments.only:
+        print(json.dumps(only(arguments.only, arguments)))
+        return
+    say = (lambda *_: None) if arguments.json else print
+    found, reasons = measure(arguments, say)
+    summary = headline(found, reasons) | {"machine": platform.platform(), "cores": os.cpu_count(), **found}
+    print(json.dumps(summary))
+    if arguments.compare and PEER not in found["backends"]:
+        sys.exit(2)
+
+
+def measure(arguments: argparse.Namespace, say: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Everything that can be, and why the rest cannot."""
+    reasons: dict[str, str] = {}
+    repeats = 2 if arguments.quick else 5
+    found: dict[str, Any] = {"memcpy": {str(size): memcpy(size) for size in arguments.sizes}, "backends": {}}
+    say(f"{'':24}" + "".join(f"{f'{size} MB: put':>14}{'get':>8}" for size in arguments.sizes) + "   small put, get ms")
+    say(f"{'memcpy':24}" + "".join(f"{found['memcpy'][str(size)]:14,.0f}{'':8}" for size in arguments.sizes))
+    with backends(reasons) as there:
+        for name, (cls, config) in there.items():
+            if arguments.backends and name not in arguments.backends:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                found["backends"][name] = asyncio.run(backend(cls, config, folder, arguments.sizes, repeats))
+            say(line(name, found["backends"][name], arguments.sizes))
+    if not arguments.backends or PEER in arguments.backends:
+        peer = in_a_process_of_its_own("peer", PEER_SECONDS)
+        if "reason" in peer:
+            reasons[PEER] = peer["reason"]
+        else:
+            found["backends"][PEER] = peer
+            say(line(PEER, peer, arguments.sizes))
+    found["controller"] = []
+    for rows in arguments.controller_rows:
+        one = in_a_process_of_its_own(f"controller:{rows}", 1800.0)
+        if "reason" in one:
+            reasons[f"controller, {rows} rows"] = one["reason"]
+            continue
+        found["controller"].append(one)
+        costs = f"put {one['put_us']:.0f}, lease, ack and commit {one['consume_us']:.0f} µs per row"
+        say(f"controller, {rows:>9,} rows: {costs}; {one['bytes_per_row']:,.0f} bytes per row")
+    for name, reason in reasons.items():
+        say(f"not measured: {name}: {reason}")
+    return found, reasons
+
+
+def headline(found: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
+    """The figures that are followed over time."""
+    ours, peer = found["backends"].get("zmq"), found["backends"].get(PEER)
+    if ours is None:
+        reasons["zmq"] = "the backend zmq is not installed"
+    reasons["memcpy_fraction"] = "it is measured between processes, which the backend zmq brings"
+    size = str(HEADLINE_MB)
+    both = ours is not None and peer is not None and size in ours["put"] and size in peer["put"]
+    largest = max(found["controller"], key=lambda one: one["rows"], default=None)
+    return {
+        "put_ratio": ours["put"][size] / peer["put"][size] if both else None,
+        "get_ratio": ours["get"][size] / peer["get"][size] if both else None,
+        "memcpy_fraction": None,
+        "small_put_p50_ms": None if ours is None else ours["small_put_p50_ms"],
+        "bytes_per_row": None if largest is None else largest["bytes_per_row"],
+        "reasons": reasons,
+    }
+
+
+def line(name: str, one: dict[str, Any], sizes: list[int]) -> str:
+    """A row of the table."""
+    rates = "".join(f"{one['put'][str(size)]:14,.0f}{one['get'][str(size)]:8,.0f}" for size in sizes)
+    return f"{name:24}{rates}   {one['small_put_p50_ms']:.2f}, {one['small_get_p50_ms']:.2f}"
+
+
+def only(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A part that needs a process of its own."""
+    if part == "peer":
+        return peer(arguments.sizes, 2 if arguments.quick else 5)
+    return asyncio.run(controller(int(part.partition(":")[2])))
+
+
+def in_a_process_of_its_own(part: str, seconds: float) -> dict[str, Any]:
+    """What it prints last, or ``reason``; it and all that it started are ended after ``seconds``."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--only", part]
+    with tempfile.TemporaryDirectory() as home:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "HOME": home},
+            start_new_session=True,
+        )
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return {"reason": f"it did not end within {seconds:g} s"}
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        return {"reason": (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]}
+    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return result
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def batch(megabytes: int) -> Any:
+    """``[64, …]`` float32 of so many MB, all different."""
+    import torch
+
+    width = megabytes * 1_000_000 // ROWS // 4 // 2 * 2
+    return torch.arange(ROWS * width, dtype=torch.float32).reshape(ROWS, width)
+
+
+def read(values: Any) -> int:
+    """Read every byte."""
+    import torch
+
+    return int(values.contiguous().reshape(-1).view(torch.int64).sum())
+
+
+def memcpy(megabytes: int) -> float:
+    """MB/s into memory that was touched before."""
+    import torch
+
+    source = batch(megabytes)
+    target = torch.empty_like(source).fill_(1.0)
+    seconds = []
+    for _ in range(9):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return source.nbytes / 1e6 / statistics.median(seconds)
+
+
+def rates(sizes: dict[str, int], seconds: dict[str, list[float]]) -> dict[str, float]:
+    """MB/s by size."""
+    return {size: sizes[size] / 1e6 / statistics.median(each) for size, each in seconds.items()}
+
+
+@contextlib.contextmanager
+def backends(reasons: dict[str, str]) -> Iterator[dict[str, tuple[Any, Any]]]:
+    """Name to class and settings of what is installed, with the servers that they need."""
+    from jackfield.plugins import discover
+    from jackfield_servers import PostgresServer, RedisServer, postgres_programs, redis_program
+
+    registry = discover()
+    there: dict[str, tuple[Any, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        for record in registry.records("transfer_queue"):
+            if record.error is not None:
+                continue
+            loaded = registry.load("transfer_queue", record.name)
+            if record.name == "redis":
+                if redis_program() is None:
+                    reasons["redis"] = "redis-server is not installed"
+                    continue
+                redis = stack.enter_context(contextlib.closing(RedisServer()))
+                redis.start()
+                there["redis"] = loaded.cls, loaded.config_class(url=redis.url)
+                continue
+            there[record.name] = loaded.cls, loaded.config_class()
+            if record.name == "sql":
+                if postgres_programs() is None:
+                    reasons["sql, PostgreSQL"] = "PostgreSQL is not installed"
+                    continue
+                postgres = stack.enter_context(contextlib.closing(PostgresServer()))
+                postgres.start()
+                there["sql, PostgreSQL"] = loaded.cls, loaded.config_class(url=postgres.url)
+        yield there
+
+
+async def backend(cls: Any, config: Any, folder: str, sizes: list[int], repeats: int) -> dict[str, Any]:
+    """Rates by size, and the median of small requests."""
+    import torch
+
+    from jackfield.abc.transfer_queue import (
+        Column,
+        DeleteRequest,
+        GetRequest,
+        PutRequest,
+        TransferQueueContext,
+    )
+
+    store = cls(config, TransferQueueContext(folder=folder))
+    await store.start()
+    puts: dict[str, list[float]] = {str(size): [] for size in sizes}
+    gets: dict[str, list[float]] = {str(size): [] for size in sizes}
+    bytes_of: dict[str, int] = {}
+    for size in sizes:
+        values = batch(size)
+        bytes_of[str(size)], expected = values.nbytes, read(values)
+        for repeat in range(repeats):
+            keys = tuple(f"{size}-{repeat}-{row}" for row in range(ROWS))
+            put = PutRequest(partition="p", keys=keys, columns={"x": Column(values=values)})
+            began = time.perf_counter()
+            await store.put(put)
+            puts[str(size)].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            found = await store.get(GetRequest(partition="p", keys=keys, columns=("x",)))
+            total = read(found.columns["x"].values)
+            gets[str(size)].append(time.perf_counter() - began)
+            assert expected == total, "other bytes came back"
+            await store.delete(DeleteRequest(partition="p", keys=keys))
+    small = {"x": Column(values=torch.zeros(1, 32)), "reward": Column(values=torch.zeros(1))}
+    small_puts, small_gets = [], []
+    for row in range(100 * repeats):
+        began = time.perf_counter()
+        await store.put(PutRequest(partition="p", keys=(f"s-{row}",), columns=small))
+        small_puts.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        await store.get(GetRequest(partition="p", keys=(f"s-{row}",), columns=("x", "reward")))
+        small_gets.append(time.perf_counter() - began)
+    await store.close()
+    return {
+        "put": rates(bytes_of, puts),
+        "get": rates(bytes_of, gets),
+        "small_put_p50_ms": statistics.median(small_puts) * 1e3,
+        "small_get_p50_ms": statistics.median(small_gets) * 1e3,
+    }
+
+
+def peer(sizes: list[int], repeats: int) -> dict[str, Any]:
+    """TransferQueue 0.1.11 with its own defaults, on a Ray that believes in eight cores: on two it hangs."""
+    for module in ("transfer_queue", "ray", "tensordict"):
+        if find_spec(module) is None:
+            return {"reason": f"{module} is not installed (make benchmark-peers)"}
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+    import torch
+    import transfer_queue as tq
+    from tensordict import TensorDict
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    tq.init()
+    puts: dict[str, list[float]] = {str(size): [] for size in sizes}
+    gets: dict[str, list[float]] = {str(size): [] for size in sizes}
+    bytes_of: dict[str, int] = {}
+    for size in sizes:
+        values = batch(size)
+        bytes_of[str(size)], expected = values.nbytes, read(values)
+        for repeat in range(repeats):
+            keys = [f"{size}-{repeat}-{row}" for row in range(ROWS)]
+            fields = TensorDict({"x": values}, batch_size=ROWS)
+            began = time.perf_counter()
+            tq.kv_batch_put(keys=keys, partition_id="p", fields=fields)
+            puts[str(size)].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            total = read(tq.kv_batch_get(keys=keys, partition_id="p")["x"])
+            gets[str(size)].append(time.perf_counter() - began)
+            assert expected == total, "other bytes came back"
+            tq.kv_clear(keys=keys, partition_id="p")
+    small_puts, small_gets = [], []
+    for row in range(30 * repeats):
+        fields = TensorDict({"x": torch.zeros(1, 32), "reward": torch.zeros(1)}, batch_size=1)
+        began = time.perf_counter()
+        tq.kv_batch_put(keys=[f"s-{row}"], partition_id="p", fields=fields)
+        small_puts.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        tq.kv_batch_get(keys=[f"s-{row}"], partition_id="p")
+        small_gets.append(time.perf_counter() - began)
+    result = {
+        "put": rates(bytes_of, puts),
+        "get": rates(bytes_of, gets),
+        "small_put_p50_ms": statistics.median(small_puts) * 1e3,
+        "small_get_p50_ms": statistics.median(small_gets) * 1e3,
+    }
+    tq.close()
+    ray.shutdown()
+    return result
+
+
+# -- controller --------------------------------------------------------------------------------------------------------
+
+
+async def controller(rows: int) -> dict[str, Any]:
+    """Microseconds and bytes per row: groups of 8 rows, tickets of 32 groups, tags as the trainer writes them."""
+    import torch
+
+    from jackfield.abc.transfer_queue import Column, DeleteResult, PutResult, TransferQueueContext
+    from jackfield.clock import Clock
+    from jackfield.queue import TransferQueue
+    from jackfield.queue.memory import MemoryBackend, MemoryConfig
+
+    class Nothing(MemoryBackend):
+        """Keeps nothing."""
+
+        async def put(self, request: Any) -> PutResult:
+            return PutResult(bytes=0)
+
+        async def delete(self, request: Any) -> DeleteResult:
+            return DeleteResult(rows=0, bytes=0)
+
+    queue = TransferQueue(Nothing(MemoryConfig(), TransferQueueContext()), Clock(), on_ledger=lambda _: None)
+    await queue.start()
+    queue.register_consumer("trainer", partition="train", columns=("ids",))
+    columns = {"ids": Column(values=torch.zeros(1, 8))}
+    tickets, before = max(1, rows // 256), resident_bytes()
+    began = time.perf_counter()
+    for number in range(tickets):
+        ticket = queue.claim_ticket("train", explorer="e", groups=32)
+        slots = queue.slots(ticket, 1.0)
+        for _ in range(32):
+            group = queue.open_group(await anext(slots), task_id=f"task-{number}", runs=8)
+            for run in range(8):
+                tags = {"task": f"task-{number}", "run": run, "prompt_tokens": 100, "response_tokens": 200 + run}
+                await queue.put_run(group, run, columns, [tags])
+        await slots.aclose()
+        queue.ledger.clear()
+    put, grown = time.perf_counter() - began, resident_bytes() - before
+    began = time.perf_counter()
+    for number in range(tickets):
+        leased = await queue.lease_groups("trainer", number, deadline_seconds=1.0)
+        await queue.ack(leased, step=number)
+        await queue.commit(number)
+        queue.ledger.clear()
+    consume = time.perf_counter() - began
+    await queue.close()
+    count = tickets * 256
+    return {
+        "rows": count,
+        "put_us": put / count * 1e6,
+        "consume_us": consume / count * 1e6,
+        "bytes_per_row": grown / count,
+    }
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()
