@@ -180,7 +180,8 @@ def read(values: Any) -> int:
     """Read every byte."""
     import torch
 
-    return int(values.contiguous().reshape(-1).view(torch.int64).sum())
+    flat = values.values() if values.is_nested else values
+    return int(flat.contiguous().reshape(-1).view(torch.int64).sum())
 
 
 def memcpy(megabytes: int) -> float:

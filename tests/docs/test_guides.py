@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 import shlex
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import torch
 import yaml
 
 from jackfield.abc.reward import RewardContext, ScoreRequest
+from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
 from jackfield.compose import run
 from jackfield.config import load_config, make_config, validate_plugins
 from jackfield.plugins import Registry, hook_manager
 from jackfield.plugins.hooks import StepEnded
+from jackfield.queue import column_from_rows
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
@@ -142,6 +146,39 @@ def test_a_run_goes_on_and_its_ledger_counts_every_sample_once(model_folder: Pat
         assert length == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
     assert [1, 2, 3] == [step["step"] for step in steps(tmp_path)]
     assert {0: 8, 1: 8, 2: 8} == load(GUIDES / "read_ledger.py").samples_by_step(tmp_path)
+
+
+def test_samples_are_kept_in_a_database_and_read_with_sql(
+    model_folder: Path, tasks: Path, tmp_path: Path, build: Any
+) -> None:
+    """Of a run that was interrupted and went on: each sample is there once, with its text."""
+    reward = f"{GUIDES / 'my_reward.py'}:compute_score"
+    database = ("transfer_queue.name=sql", f"transfer_queue.tokenizer={model_folder}")
+    for length in (1, 2):
+        overrides = small(tmp_path, model_folder, tasks, "reward.name=function", f"reward.path={reward}", *database)
+        assert length == run(load_config(GUIDES / "minimal.yaml", [*overrides, f"schedule.steps={length}"])).steps
+    file = tmp_path / "queue" / "samples.sqlite"
+    statements = [text for text in (GUIDES / "samples.sql").read_text().split(";") if text.strip()]
+    with closing(sqlite3.connect(file)) as opened:
+        versions, spread, worst = [opened.execute(statement).fetchall() for statement in statements]
+        query = "SELECT state, count(*) FROM jackfield_experiences WHERE partition = 'train' GROUP BY state"
+        states = opened.execute(query).fetchall()
+    assert ([(0, 8), (1, 8)], [("done", 16)]) == ([row[:2] for row in versions], states)
+    assert spread
+    assert all(prompt.startswith("<user> w") for _, _, prompt, _ in worst)
+
+
+def test_tensors_are_read_without_jackfield(tmp_path: Path, build: Any) -> None:
+    async def keep() -> None:
+        backend = build("transfer_queue", "sql", TransferQueueContext(folder=str(tmp_path)))
+        await backend.start()
+        column = column_from_rows([torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)])
+        await backend.put(PutRequest(partition="train", keys=("a", "b"), columns={"ids": column}))
+        await backend.close()
+
+    asyncio.run(keep())
+    found = load(GUIDES / "read_tensors.py").read_column(tmp_path / "samples.sqlite", "ids")
+    assert {"a": [1, 2], "b": []} == {key: values.tolist() for key, values in found.items()}
 
 
 def test_the_hook_of_the_documentation_hears_steps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,14 @@ async def test_a_person_reads_text_reward_and_tags_with_sql(url: str, opened: An
         await put(backend, "ab", reward=column_from_rows([torch.tensor([0.25, 0.5]), torch.tensor([-1.0])]))
     shown = look(url, f"SELECT * FROM {VIEW} WHERE queue = 'people' ORDER BY key")
     assert all(row.pop("created") for row in shown)
-    expected = {"queue": "people", "partition": "p", "key": "a", "reward": 0.75, "prompt": "what is 2+3"}
+    expected = {
+        "queue": "people",
+        "partition": "p",
+        "key": "a",
+        "state": "queued",
+        "reward": 0.75,
+        "prompt": "what is 2+3",
+    }
     expected |= {"response": "five <end>", "task": "t/1", "tag_key": "K"}
     assert expected == {name: value for name, value in shown[0].items() if name not in ("tags", "length")}
     assert (2, {"task": "t/1", "length": 2, "key": "K"}) == (int(shown[0]["length"]), json.loads(shown[0]["tags"]))
@@ -104,6 +111,29 @@ async def test_a_person_reads_text_reward_and_tags_with_sql(url: str, opened: An
     assert ("response_ids", "jagged", "int64", "[2]", 16) == described[1]
     assert torch.tensor([3, 4]).numpy().tobytes() == bytes(cells[1]["content"])
     assert ('{"question":"2+3 ä"}', None) == (cells[3]["text"], cells[3]["content"])
+
+
+@in_loop
+async def test_what_people_read_of_a_sample_outlives_it(url: str, opened: Any, tmp_path: Path) -> None:
+    query = f"SELECT key, state, reward, task FROM {VIEW} WHERE queue = 'h' ORDER BY key, state"
+    done = {"key": "a", "state": "done", "reward": 1.5, "task": "t"}
+    async with opened(url=url, queue="h") as backend:
+        await put(backend, "ab", reward=dense_column(torch.tensor([1.5, 0.0])))
+        await backend.put_tags(TagsRequest(partition="p", keys=("a",), tags=({"task": "t"},)))
+        freed = await backend.delete(DeleteRequest(partition="p", keys=("a", "nobody")))
+        assert (1, 1, 4) == (freed.rows, (stats := await backend.stats()).rows, stats.bytes)
+        queued = {"key": "b", "state": "queued", "reward": 0.0, "task": None}
+        assert [done, queued] == look(url, query)
+        await put(backend, "a", reward=dense_column(torch.tensor([2.0])))  # the key comes again
+        assert [done, {"key": "a", "state": "queued", "reward": 2.0, "task": None}, queued] == look(url, query)
+        await backend.checkpoint(SnapshotRequest(folder=str(tmp_path / "snapshot")))
+        await backend.delete(DeleteRequest(partition="p", keys=("a", "b")))
+        assert [("a", "done", 2.0), ("b", "done", 0.0)] == [tuple(row.values())[:3] for row in look(url, query)]
+        await backend.restore(SnapshotRequest(folder=str(tmp_path / "snapshot")))
+        assert [("a", "queued", 2.0), ("b", "queued", 0.0)] == [tuple(row.values())[:3] for row in look(url, query)]
+    async with opened(url=url, queue="h", history=False) as backend:
+        await backend.delete(DeleteRequest(partition="p", keys=("a", "b")))
+    assert [] == look(url, query)
 
 
 @in_loop

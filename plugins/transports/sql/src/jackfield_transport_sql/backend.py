@@ -54,7 +54,8 @@ class SQLBackend(TransferQueueBackend):
     async def start(self) -> None:
         """Connect, make the tables where they are missing, and refuse those of another format."""
         settings = self._settings
-        rows = Rows(settings.queue or queue_name(self.context.folder), Reader(settings.tokenizer))
+        name = settings.queue or queue_name(self.context.folder)
+        rows = Rows(name, Reader(settings.tokenizer), settings.history)
         database = Database(settings.url or self._file(), settings)
         try:
             await database.first(lambda connection: prepare(connection, settings.tag_columns))
@@ -153,6 +154,7 @@ class SQLBackend(TransferQueueBackend):
             count = size = 0
             for batch in batches(read_archive(Path(request.folder)), lambda row: row.bytes):
                 count, size = count + len(batch), size + rows.write(connection, batch)
+                rows.queued_again(connection, batch)
             return SnapshotResult(rows=count, bytes=size)
 
         return await database.run(replace, "write", self._settings.checkpoint_seconds)

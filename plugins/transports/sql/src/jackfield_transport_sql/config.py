@@ -38,6 +38,9 @@ class Config:
     tokenizer: str | None = option(
         None, help="Folder with tokenizer.json: prompts and responses become text columns, too (extra `text`)."
     )
+    history: bool = option(
+        True, help="Keep texts, rewards and tags (not tensors) of samples that the queue has forgotten, for people."
+    )
     tag_columns: tuple[str, ...] | None = option(
         None, help="Tags that are columns of the view; null: as the view has them, at first those of the trainer."
     )

@@ -14,12 +14,20 @@ from jackfield.abc.transfer_queue import DeleteResult, StatsResult
 from jackfield.errors import QueueError
 from jackfield.queue.archive import BATCH_ROWS, ArchivedRow, batches
 from jackfield.queue.cells import Cell
-from jackfield_transport_sql.schema import CELLS, SAMPLES
+from jackfield_transport_sql.schema import CELLS, HISTORY, SAMPLES
 from jackfield_transport_sql.text import Reader
 
 __all__ = ["Rows"]
 
 _CELL_BYTES = 900_000_000  #: both databases end at about 1 GB
+
+
+def _remember(dialect: Any, where: Sequence[sql.ColumnElement[bool]]) -> Any:
+    """Copy samples into the history; the last of a key counts."""
+    insert = dialect.insert(HISTORY)
+    copied = insert.from_select([column.name for column in HISTORY.c], sql.select(*SAMPLES.c).where(*where))
+    replaced = {column.name: insert.excluded[column.name] for column in HISTORY.c if not column.primary_key}
+    return copied.on_conflict_do_update(index_elements=list(HISTORY.primary_key), set_=replaced)
 
 
 def _upserts(dialect: Any) -> tuple[Any, Any]:
@@ -35,7 +43,8 @@ def _upserts(dialect: Any) -> tuple[Any, Any]:
     )
 
 
-_UPSERTS = {"sqlite": _upserts(sqlite), "postgresql": _upserts(postgresql)}
+_DIALECTS: dict[str, Any] = {"sqlite": sqlite, "postgresql": postgresql}
+_UPSERTS = {name: _upserts(dialect) for name, dialect in _DIALECTS.items()}
 _UPDATE_TAGS = (
     sql.update(SAMPLES)
     .where(*(SAMPLES.c[name] == sql.bindparam(f"at_{name}") for name in ("queue", "partition", "key")))
@@ -46,9 +55,10 @@ _UPDATE_TAGS = (
 class Rows:
     """The rows of the queue ``name``; each method works in the transaction of its connection."""
 
-    def __init__(self, name: str, reader: Reader) -> None:
+    def __init__(self, name: str, reader: Reader, history: bool) -> None:
         self._name = name
         self._reader = reader
+        self._history = history
 
     def write(self, connection: sql.Connection, rows: Iterable[ArchivedRow]) -> int:
         """Insert rows, or replace those of their cells that are given; bytes of values."""
@@ -97,16 +107,24 @@ class Rows:
         return found
 
     def delete(self, connection: sql.Connection, partition: str, keys: Iterable[str]) -> DeleteResult:
-        """Forget rows; unknown keys are ignored."""
+        """Forget rows; unknown keys are ignored. What people read of them goes into the history, if there is one."""
         rows = size = 0
         for some in _chunks(sorted(set(keys))):
             where = self._at(SAMPLES, partition, some)
             # a put locks its samples first, too, in the same order: no deadlock, and no cell without its sample
             connection.execute(sql.select(SAMPLES.c.key).where(*where).order_by(SAMPLES.c.key).with_for_update())
+            if self._history:
+                connection.execute(_remember(_DIALECTS[connection.dialect.name], where))
             cells = sql.delete(CELLS).where(*self._at(CELLS, partition, some)).returning(CELLS.c.bytes)
             size += sum(connection.execute(cells).scalars())
             rows += len(connection.execute(sql.delete(SAMPLES).where(*where).returning(SAMPLES.c.key)).all())
         return DeleteResult(rows=rows, bytes=size)
+
+    def queued_again(self, connection: sql.Connection, rows: Iterable[ArchivedRow]) -> None:
+        """Rows that a restore brings back are not done."""
+        for partition, group in groupby(rows, key=lambda row: row.partition):
+            for some in _chunks([row.key for row in group]):
+                connection.execute(sql.delete(HISTORY).where(*self._at(HISTORY, partition, some)))
 
     def delete_all(self, connection: sql.Connection) -> None:
         """Forget everything."""

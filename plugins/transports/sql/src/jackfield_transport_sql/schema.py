@@ -12,7 +12,7 @@ from sqlalchemy.dialects import postgresql
 from jackfield.errors import QueueError
 from jackfield_transport_sql.config import TAG_COLUMNS
 
-__all__ = ["CELLS", "FORMAT", "SAMPLES", "VIEW", "prepare"]
+__all__ = ["CELLS", "FORMAT", "HISTORY", "SAMPLES", "VIEW", "prepare"]
 
 FORMAT = 1
 VIEW = "jackfield_experiences"
@@ -32,17 +32,21 @@ def _row_key() -> list[sql.Column[str]]:
     return [sql.Column(name, sql.Text, primary_key=True) for name in ("queue", "partition", "key")]
 
 
-#: One line for each sample: what people look at.
-SAMPLES = sql.Table(
-    "jackfield_samples",
-    _METADATA,
-    *_row_key(),
-    sql.Column("created", sql.DateTime(timezone=True), nullable=False, server_default=sql.func.now()),
-    sql.Column("reward", sql.Double),  # the sum over the tokens, where there is one for each
-    sql.Column("prompt", sql.Text),
-    sql.Column("response", sql.Text),
-    sql.Column("tags", sql.Text, nullable=False, server_default="{}"),
-)
+def _shown() -> list[sql.Column[Any]]:
+    return [
+        sql.Column("created", sql.DateTime(timezone=True), nullable=False, server_default=sql.func.now()),
+        sql.Column("reward", sql.Double),  # the sum over the tokens, where there is one for each
+        sql.Column("prompt", sql.Text),
+        sql.Column("response", sql.Text),
+        sql.Column("tags", sql.Text, nullable=False, server_default="{}"),
+    ]
+
+
+#: One line for each sample that is in the queue: what people look at.
+SAMPLES = sql.Table("jackfield_samples", _METADATA, *_row_key(), *_shown())
+
+#: The same of samples that the queue has forgotten.
+HISTORY = sql.Table("jackfield_history", _METADATA, *_row_key(), *_shown())
 
 #: One line for each sample and column: the values. JSON columns are text, all others typed blobs.
 CELLS = sql.Table(
@@ -93,28 +97,26 @@ def prepare(connection: sql.Connection, tag_columns: Sequence[str] | None) -> No
 
 
 def _make_view(connection: sql.Connection, tag_columns: Sequence[str]) -> None:
-    """The samples with tags as columns."""
-    columns = SAMPLES.c
-    taken = set(columns.keys())
-    tags = [
-        _tag(connection, name).label(f"tag_{name}" if name in taken else name) for name in dict.fromkeys(tag_columns)
+    """All samples, with tags as columns."""
+    parts = [
+        sql.select(
+            *(table.c[name] for name in ("queue", "partition", "key", "created")),
+            sql.literal(state).label("state"),
+            *(table.c[name] for name in ("reward", "prompt", "response")),
+            *(_tag(connection, table, name) for name in dict.fromkeys(tag_columns)),
+            table.c.tags,
+        )
+        for table, state in ((SAMPLES, "queued"), (HISTORY, "done"))
     ]
-    shown = [
-        columns.queue,
-        columns.partition,
-        columns.key,
-        columns.created,
-        columns.reward,
-        columns.prompt,
-        columns.response,
-    ]
-    query = sql.select(*shown, *tags, columns.tags).compile(connection, compile_kwargs={"literal_binds": True})
+    query = sql.union_all(*parts).compile(connection, compile_kwargs={"literal_binds": True})
     connection.exec_driver_sql(f"DROP VIEW IF EXISTS {VIEW}")
     connection.exec_driver_sql(f"CREATE VIEW {VIEW} AS {query}")
 
 
-def _tag(connection: sql.Connection, name: str) -> sql.ColumnElement[Any]:
+def _tag(connection: sql.Connection, table: sql.Table, name: str) -> sql.ColumnElement[Any]:
+    extracted: sql.ColumnElement[Any]
     if connection.dialect.name == "postgresql":
-        extracted: sql.ColumnElement[Any] = sql.cast(SAMPLES.c.tags, postgresql.JSON)[name].astext
-        return extracted
-    return sql.func.json_extract(SAMPLES.c.tags, f'$."{name}"')
+        extracted = sql.cast(table.c.tags, postgresql.JSON)[name].astext
+    else:
+        extracted = sql.func.json_extract(table.c.tags, f'$."{name}"')
+    return extracted.label(f"tag_{name}" if name in {*SAMPLES.c.keys(), "state"} else name)
