@@ -1,5 +1,5 @@
 # The two commands of the README, and a few for those who work on Jackfield.
-.PHONY: quickstart test wheels develop check format docs constraints references benchmark-peers clean
+.PHONY: quickstart test wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue clean
 
 PYTHON = .venv/bin/python
 
@@ -35,5 +35,9 @@ references: develop ## write the pages of the documentation that are generated
 benchmark-peers: develop ## install what benchmarks compare with into .venv
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt
 
+benchmark-transfer-queue: ## install TransferQueue into an environment of its own, which its benchmark finds
+	python3 -m venv .venv-transfer-queue
+	.venv-transfer-queue/bin/python -m pip install --quiet --requirement benchmarks/requirements-transfer-queue.txt
+
 clean: ## remove what was made: environments, wheels, caches
-	rm -rf .venv .tox dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-transfer-queue .tox dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

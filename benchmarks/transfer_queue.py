@@ -5,8 +5,8 @@
 Each backend that is installed is measured in this process: a batch of 64 rows of float32 is put, got and deleted, under
 new keys each time; the median counts. A get ends when the consumer has read every byte and the sum is right. Beside
 them: a memcpy of the same bytes into memory that was touched before, and the PyPI package TransferQueue 0.1.11, where
-it is installed (make benchmark-peers). PostgreSQL and Redis are started for the benchmark on loopback, PostgreSQL
-without fsync.
+it is installed (make benchmark-transfer-queue). PostgreSQL and Redis are started for the benchmark on loopback,
+PostgreSQL without fsync.
 
 The controller is measured over a backend that keeps nothing: rows are put until all are there, then leased, acked and
 committed; microseconds per row, and the growth of the process in bytes per row.
@@ -44,6 +44,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a copy by several threads waits
 ROWS = 64
 PEER = "TransferQueue 0.1.11"
 PEER_SECONDS = 240.0
+PEER_PYTHON = str(FOLDER.parent / ".venv-transfer-queue" / "bin" / "python")  #: made by make benchmark-transfer-queue
 HEADLINE_MB = 64
 
 
@@ -87,7 +88,9 @@ def measure(arguments: argparse.Namespace, say: Any) -> tuple[dict[str, Any], di
                 found["backends"][name] = asyncio.run(backend(cls, config, folder, arguments.sizes, repeats))
             say(line(name, found["backends"][name], arguments.sizes))
     if not arguments.backends or PEER in arguments.backends:
-        peer = in_a_process_of_its_own("peer", PEER_SECONDS)
+        peer = in_a_process_of_its_own(
+            "peer", PEER_SECONDS, PEER_PYTHON if Path(PEER_PYTHON).exists() else sys.executable
+        )
         if "reason" in peer:
             reasons[PEER] = peer["reason"]
         else:
@@ -139,9 +142,9 @@ def only(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return asyncio.run(controller(int(part.partition(":")[2])))
 
 
-def in_a_process_of_its_own(part: str, seconds: float) -> dict[str, Any]:
+def in_a_process_of_its_own(part: str, seconds: float, python: str = sys.executable) -> dict[str, Any]:
     """What it prints last, or ``reason``; it and all that it started are ended after ``seconds``."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--only", part]
+    command = [python, __file__, *sys.argv[1:], "--only", part]
     with tempfile.TemporaryDirectory() as home:
         process = subprocess.Popen(
             command,
@@ -289,7 +292,7 @@ def peer(sizes: list[int], repeats: int) -> dict[str, Any]:
     """TransferQueue 0.1.11 with its own defaults, on a Ray that believes in eight cores: on two it hangs."""
     for module in ("transfer_queue", "ray", "tensordict"):
         if find_spec(module) is None:
-            return {"reason": f"{module} is not installed (make benchmark-peers)"}
+            return {"reason": f"{module} is not installed (make benchmark-transfer-queue)"}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
     import torch
