@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from jackfield.weights import digest  # noqa: E402
-from jackfield.weights.buckets import aligned, entry_of, put, raw, view  # noqa: E402
+from jackfield.weights.buckets import aligned, entry_of, put, raw, view, views  # noqa: E402
 
 TENSORS = {
     "strided": torch.arange(12.0).view(3, 4).T,
@@ -34,6 +34,24 @@ def test_a_buffer_holds_tensors_of_every_kind() -> None:
         assert digest(TENSORS[entry[0]]) == digest(found)
         if found.numel():
             assert buffer.data_ptr() <= found.data_ptr() < buffer.data_ptr() + 1024
+
+
+def test_all_tensors_of_a_buffer_are_the_single_ones() -> None:
+    """Wherever in its storage the buffer lies, and whether or not it ends at a whole line."""
+    buffer, offset, entries = torch.zeros(2048, dtype=torch.uint8)[64:1000], 0, []
+    for name, tensor in TENSORS.items():
+        entries.append(entry_of(name, tensor, offset))
+        put(buffer, entries[-1], tensor)
+        offset = aligned(offset + tensor.nbytes)
+    for end in (offset, offset - 1, 936):
+        part = buffer[:end]
+        found = dict(views(part, entries))
+        assert {name: digest(tensor) for name, tensor in TENSORS.items()} == {n: digest(t) for n, t in found.items()}
+
+
+def test_a_tensor_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="48 bytes at 100 do not fit into a buffer of 128"):
+        put(torch.zeros(128, dtype=torch.uint8), entry_of("a", torch.ones(12), 100), torch.ones(12))
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -1,18 +1,25 @@
-"""Many tensors in one buffer of bytes: where each lies, and how it is put in and looked at."""
+"""Many tensors in one buffer of bytes: where each lies, and how it is put in and looked at.
+
+A model may have tens of thousands of small tensors, so these functions count microseconds: a small tensor that lies in
+row-major order in host memory is copied as bytes, which takes a third of the time of torch's copy.
+"""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Entry", "aligned", "entry_of", "put", "raw", "view"]
+__all__ = ["Entry", "aligned", "entry_of", "put", "raw", "view", "views"]
 
 #: A tensor's place in a buffer, as JSON: ``[name, dtype, shape, offset in bytes]``.
 Entry: TypeAlias = "list[Any]"
 
 _ALIGNMENT = 64  #: of each tensor in a buffer, in bytes: a cache line, and a multiple of every dtype's size
+_SMALL = 1 << 20  #: bytes; torch copies larger tensors with several threads
 
 
 def aligned(size: int) -> int:
@@ -29,12 +36,27 @@ def put(buffer: torch.Tensor, entry: Entry, tensor: torch.Tensor) -> None:
     """Copy a tensor, of any stride and device, to its place.
 
     Args:
-        buffer: uint8, ``[bytes]``.
+        buffer: uint8, ``[bytes]``, contiguous.
         entry: of the tensor.
         tensor: what is copied.
+
+    Raises:
+        ValueError: there is no room for it at its place.
     """
-    if tensor.numel():
+    size, offset = tensor.nbytes, entry[3]
+    if offset + size > buffer.nbytes:
+        raise ValueError(f"{entry[0]}: {size} bytes at {offset} do not fit into a buffer of {buffer.nbytes}")
+    if not size:
+        return
+    if size < _SMALL and _plain(tensor) and buffer.device.type == "cpu":
+        ctypes.memmove(buffer.data_ptr() + offset, tensor.data_ptr(), size)
+    else:
         view(buffer, entry).copy_(tensor.detach())
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether memory holds the values as they are, in row-major order, for the host to read."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
@@ -54,6 +76,27 @@ def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
     if not count:
         return torch.empty(shape, dtype=dtype, device=buffer.device)
     return buffer[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+
+
+def views(buffer: torch.Tensor, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a buffer, by name, as :func:`view` has them, in half of the time."""
+    whole = buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT]
+    typed: dict[str, torch.Tensor] = {}
+    for entry in entries:
+        name, dtype_name, shape, offset = entry
+        if dtype_name not in typed:
+            import torch
+
+            typed[dtype_name] = whole.view(getattr(torch, dtype_name))
+        base = typed[dtype_name]
+        strides, count = [], 1
+        for length in reversed(shape):
+            strides.append(count)
+            count *= length
+        if count and offset + count * base.itemsize <= whole.numel():
+            yield name, base.as_strided(shape, strides[::-1], base.storage_offset() + offset // base.itemsize)
+        else:
+            yield name, view(buffer, entry)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:

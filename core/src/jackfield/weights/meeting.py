@@ -99,8 +99,8 @@ class Meeting:
             raise WeightsError("the sender was not prepared", expected="prepare, connect, send_weights")
         self._expected = workers
 
-        async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._greet(reader, writer, version)
+        def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._keep(asyncio.ensure_future(self._greet(reader, writer, version)))
 
         listener, self._listener = self._listener, None
         self._server = await asyncio.start_server(greet, sock=listener)
@@ -112,7 +112,6 @@ class Meeting:
         await self._wait(lambda: len(self.peers) == workers, missing)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, version: int) -> None:
-        self._keep(asyncio.current_task())
         hello: dict[str, Any] = {}
         with suppress(EOFError, OSError, ValueError):
             hello = await self._within(_read(reader, _LARGEST_GREETING), "a greeting")
@@ -265,10 +264,9 @@ class Meeting:
             if not future.done():
                 future.set_result(None)
 
-    def _keep(self, task: asyncio.Task[Any] | None) -> None:
-        if task is not None:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # -- the end
 

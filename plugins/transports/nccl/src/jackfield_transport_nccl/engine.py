@@ -20,7 +20,7 @@ from jackfield.abc.checkpoint_engine import (
     TopologyRequest,
 )
 from jackfield.errors import WeightsError
-from jackfield.weights.buckets import Entry, view
+from jackfield.weights.buckets import Entry, views
 from jackfield.weights.meeting import Meeting, Peer, reason_of
 from jackfield_transport_nccl.config import Config
 from jackfield_transport_nccl.group import Group, MeetingStore
@@ -207,8 +207,8 @@ class NCCLCheckpointEngine(CheckpointEngine):
             bucket = self._arriving.popleft()
             await finished(meeting, bucket.done, f"the sender to send bucket {bucket.number}")
             meeting.tell({"got": bucket.number})
-            for entry in bucket.entries:
-                yield entry[0], view(bucket.buffer, entry)
+            for item in views(bucket.buffer, bucket.entries):
+                yield item
             room += 1
             meeting.tell({"room": room})
         self._whole = True

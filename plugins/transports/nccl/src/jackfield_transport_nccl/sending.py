@@ -14,6 +14,9 @@ from jackfield_transport_nccl.group import Group
 
 __all__ = ["SLOTS", "Sending", "finished", "grown"]
 
+_DIRECT = (
+    4  #: tensors of this part of a bucket, or larger, leave from where they lie: a copy would cost more than waiting
+)
 SLOTS = 2  #: buckets of one end: one is filled or read while the other is on its way
 
 
@@ -42,10 +45,10 @@ class Sending:
         self._flights: list[Future[None] | None] = [None] * SLOTS  #: by slot
 
     async def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor into a bucket; send it alone where it is larger than one."""
+        """Put a tensor into a bucket; send a large one alone."""
         if self._group is None:
             return
-        if tensor.nbytes > self._bucket_bytes:
+        if tensor.nbytes * _DIRECT >= self._bucket_bytes:
             await self._flush()
             content = raw(tensor.detach().to(self._device))
             await self._launch(content, [entry_of(name, tensor)])

@@ -18,7 +18,7 @@ from jackfield.abc.checkpoint_engine import (
     TopologyRequest,
 )
 from jackfield.errors import WeightsError
-from jackfield.weights.buckets import Entry, aligned, entry_of, put, view
+from jackfield.weights.buckets import Entry, aligned, entry_of, put, views
 from jackfield.weights.meeting import Meeting, Peer, reason_of
 from jackfield_transport_shared.config import Config
 from jackfield_transport_shared.segments import Pool, Segment, mapped
@@ -186,8 +186,8 @@ class SharedCheckpointEngine(CheckpointEngine):
             place = bucket["place"]
             if place["segment"] not in self._mapped:
                 self._mapped[place["segment"]] = mapped(place)
-            for entry in bucket["tensors"]:
-                yield entry[0], view(self._mapped[place["segment"]], entry)
+            for item in views(self._mapped[place["segment"]], bucket["tensors"]):
+                yield item
             meeting.tell({"read": bucket["bucket"]})
         self._whole = True
         meeting.tell({"done": True})

@@ -1,0 +1,389 @@
+"""GB/s of the checkpoint engines, beside memcpy and raw gloo in the same run.
+
+    python benchmarks/weights.py [--engines nccl shared file] [--gigabytes 0.1 1] [--receivers 1 2 4] [--rounds 5]
+                                 [--quick] [--json]
+
+A sender and its receivers are processes of this host. The weights are many tensors of 16 KB, or few of 32 MB (12.5 MB
+of 0.1 GB), bfloat16. Each figure is the best of the rounds; what is compared takes turns, so that whatever else the
+machine does meets all alike.
+
+publish   from the first tensor that the sender draws to the last one being handed over. Receivers of `shared` wait
+          meanwhile and load afterwards. For `nccl` it is the total
+total     from all ends connected to the sender's return: all receivers have taken everything. Those of `shared` and
+          `file` have also copied it into memory of their own
+load      of `shared`: from the end of publishing until all receivers have copied everything, GB/s of the weights
+digests   xxh3 of each tensor at both ends, as a run has them; without: the bare engine
+
+`shared_memcpy_fraction`: publish of `shared` over a warm memcpy of the same bytes by as many threads.
+`nccl_raw_fraction`: total of `nccl` over the best of gloo's own broadcast, in pieces of 4 and 32 MB, two under way, and
+as a whole, in buffers that were touched before. Both are of large tensors without digests at the largest size, and the
+smallest over the numbers of receivers. ``--quick`` takes 0.1 GB, fewer cases and rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SMALL, LARGE = 16 * 1024, 32 * 2**20  #: bytes of a tensor
+RAW_CHUNKS = (4 * 2**20, 32 * 2**20, 2**40)  #: bytes; the last one: all at once
+SECONDS = 300.0
+MODULES = {
+    "nccl": "jackfield_transport_nccl",
+    "shared": "jackfield_transport_shared",
+    "file": "jackfield_transport_file",
+}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=list(MODULES), choices=list(MODULES))
+    parser.add_argument("--gigabytes", nargs="+", type=float, default=[0.1, 1.0])
+    parser.add_argument("--receivers", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="0.1 GB, two rounds, fewer cases: under 50 s")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.gigabytes, arguments.rounds = [0.1], 2
+    there = [name for name in arguments.engines if importlib.util.find_spec(MODULES[name]) is not None]
+    load = os.getloadavg()
+    with ends(1 + max(arguments.receivers)) as connections, tempfile.TemporaryDirectory() as folder:
+        bench = Bench(connections, Path(folder), arguments)
+        results = [result for gigabytes in arguments.gigabytes for result in bench.size(gigabytes, there)]
+    summary = {
+        "shared_memcpy_fraction": smallest(results, "shared", "memcpy"),
+        "nccl_raw_fraction": smallest(results, "nccl", "raw"),
+        "zmq_raw_fraction": None,
+        "nixl_raw_fraction": None,
+        "note": "; ".join(
+            f"{name} is not installed or not measured"
+            for name in ("shared", "nccl", "zmq", "nixl")
+            if name not in there
+        ),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load average {load[0]:.1f} before",
+        "results": results,
+    }
+    print(table(results))
+    for name in ("shared_memcpy_fraction", "nccl_raw_fraction"):
+        print(f"{name}: {summary[name]}")
+    if arguments.json:
+        print(json.dumps(summary))
+
+
+def smallest(results: list[dict[str, Any]], engine: str, reference: str) -> float | None:
+    """Of large tensors without digests, at the largest size."""
+    chosen = [r for r in results if r["engine"] == engine and r["tensors"] == "large" and not r["digests"]]
+    size = max((r["gigabytes"] for r in chosen), default=0)
+    return min((round(r["publish"] / r[reference], 3) for r in chosen if r["gigabytes"] == size), default=None)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results, in GB/s."""
+    figures = ("publish", "total", "load", "memcpy", "raw")
+    lines = ["engine      GB  tensors  receivers  digests" + "".join(f"{name:>9}" for name in figures)]
+    for r in results:
+        digests = "yes" if r["digests"] else "no"
+        case = f"{r['engine']:8}{r['gigabytes']:6.1f}{r['tensors']:>9}{r['receivers']:11}{digests:>9}"
+        lines.append(case + "".join(f"{'' if r[name] is None else format(r[name], '.2f'):>9}" for name in figures))
+    return "\n".join(lines)
+
+
+# -- the process that orders -------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Who is asked for what, in turns."""
+
+    def __init__(self, connections: list[Connection], folder: Path, arguments: argparse.Namespace) -> None:
+        self.sender, *self.receivers = connections
+        self.all = connections
+        self.folder = folder
+        self.arguments = arguments
+        self.count = 0
+
+    def size(self, gigabytes: float, engines: list[str]) -> Iterator[dict[str, Any]]:
+        """All cases of one size."""
+        total = int(gigabytes * 1e9)
+        for tensors, each in (("large", min(LARGE, total // 8)), ("small", SMALL)):
+            ask([self.sender], "weights", total // each, each, True)
+            ask(self.receivers, "weights", total // each, each, False)
+            for engine in engines:
+                for receivers in self.arguments.receivers:
+                    for digests in (False, True):
+                        if self.arguments.quick and self.left_out(engine, tensors, receivers, digests):
+                            continue
+                        case = {"engine": engine, "gigabytes": gigabytes, "tensors": tensors, "receivers": receivers}
+                        yield {**case, "digests": digests, **self.case(engine, receivers, digests)}
+
+    def left_out(self, engine: str, tensors: str, receivers: int, digests: bool) -> bool:
+        """What a quick run does without: only the fractions' cases are measured with several receivers."""
+        first = receivers == self.arguments.receivers[0]
+        if engine == "file":
+            return tensors == "small" or digests or not first
+        return (tensors == "small" or digests) and not first
+
+    def case(self, engine: str, receivers: int, digests: bool) -> dict[str, Any]:
+        """Best of the rounds: GB/s."""
+        self.make(engine, receivers)
+        found: dict[str, list[float]] = {"publish": [], "total": [], "load": [], "memcpy": [], "raw": []}
+        raw = engine == "nccl" and not digests and self.raw_made(receivers)
+        self.transfer(engine, receivers, digests)  # the first one touches the buffers
+        for _ in range(self.arguments.rounds):
+            found["memcpy"].append(ask([self.sender], "memcpy")[0])
+            publish, total, load = self.transfer(engine, receivers, digests)
+            found["publish"].append(total if engine == "nccl" else publish)
+            found["total"].append(total)
+            if engine == "shared":
+                found["load"].append(load)
+            if raw:
+                for chunk in RAW_CHUNKS:
+                    found["raw"].append(ask([self.sender, *self.receivers[:receivers]], "raw", chunk)[0])
+        ask(self.all, "forget")
+        return {name: round(max(values), 3) if values else None for name, values in found.items()}
+
+    def raw_made(self, receivers: int) -> bool:
+        self.count += 1
+        members = [self.sender, *self.receivers[:receivers]]
+        for rank, member in enumerate(members):
+            member.send(("group", str(self.folder / f"store-{self.count}"), rank, len(members)))
+        for member in members:
+            answer(member)
+        return True
+
+    def make(self, engine: str, receivers: int) -> None:
+        settings = {"folder": str(self.folder / "weights"), "poll_seconds": 0.005} if engine == "file" else {}
+        ask([self.sender], "make", engine, settings, "trainer")
+        ask(self.receivers[:receivers], "make", engine, settings, "rollout")
+
+    def transfer(self, engine: str, receivers: int, digests: bool) -> tuple[float, float, float]:
+        """One transfer: GB/s of publishing, of everything, of the receivers' loading after publishing."""
+        workers = self.receivers[:receivers]
+        (topology,) = ask([self.sender], "prepare", receivers)
+        hold = engine == "shared"
+        self.count += 1
+        self.sender.send(("send", topology[0], self.count, digests))
+        for worker, share in zip(workers, topology[1], strict=True):
+            worker.send(("receive", share, self.count, digests, hold, engine != "nccl"))
+        published = answer(self.sender)
+        start = time.perf_counter()
+        if hold:
+            for worker in workers:
+                worker.send("go")
+        total = answer(self.sender)
+        loaded = [answer(worker) for worker in workers]
+        ask([self.sender], "finalize")
+        bytes_ = loaded[0]
+        return bytes_ / published / 1e9, bytes_ / total / 1e9, bytes_ / (time.perf_counter() - start) / 1e9
+
+
+def ask(connections: list[Connection], what: str, *details: Any) -> list[Any]:
+    """Order the same of several, and wait for all."""
+    for connection in connections:
+        connection.send((what, *details))
+    return [answer(connection) for connection in connections]
+
+
+def answer(connection: Connection) -> Any:
+    """What a process answers."""
+    if not connection.poll(SECONDS):
+        raise TimeoutError(f"a process did not answer within {SECONDS:g} s")
+    found = connection.recv()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@contextmanager
+def ends(count: int) -> Iterator[list[Connection]]:
+    """So many processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "jackfield.weights", *filter(importlib.util.find_spec, MODULES.values())])
+    pairs = [context.Pipe() for _ in range(count)]
+    processes = [context.Process(target=End.run, args=(theirs,), daemon=True) for _, theirs in pairs]
+    for process in processes:
+        process.start()
+    try:
+        yield [ours for ours, _ in pairs]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+# -- the processes that are ordered ------------------------------------------------------------------------------------
+
+
+class End:
+    """A sender or a receiver."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.tensors: list[tuple[str, Any]] = []
+        self.own: list[Any] = []  #: where a receiver loads to
+        self.bytes = 0
+        self.engine: Any = None
+        self.group: Any = None
+        self.buffer: Any = None
+
+    @classmethod
+    def run(cls, connection: Connection) -> None:
+        """Do what is ordered until killed."""
+        import torch
+
+        torch.set_num_threads(1)
+        end = cls(connection)
+        while True:
+            what, *details = connection.recv()
+            try:
+                connection.send(getattr(end, f"do_{what}")(*details))
+            except Exception as error:
+                connection.send(RuntimeError(f"{what}: {error}"))
+
+    def do_weights(self, count: int, size: int, sends: bool) -> None:
+        """The model, and a place to copy it to: touched."""
+        import torch
+
+        self.tensors, self.own, self.bytes = [], [], count * size
+        self.own = [torch.zeros(size // 2, dtype=torch.bfloat16) for _ in range(count)]
+        if sends:
+            self.tensors = [(f"layer.{n}.weight", torch.full_like(own, n % 97)) for n, own in enumerate(self.own)]
+
+    def do_memcpy(self) -> float:
+        """GB/s of copying the model within this process."""
+        return self.timed(lambda: [own.copy_(tensor) for own, (_, tensor) in zip(self.own, self.tensors, strict=True)])
+
+    def timed(self, what: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        what()
+        return self.bytes / (time.perf_counter() - start) / 1e9
+
+    def do_group(self, store: str, rank: int, size: int) -> None:
+        """A raw gloo group, and a buffer of the whole model."""
+        import torch
+        import torch.distributed
+
+        distributed: Any = torch.distributed  # its stubs lack what its builds have
+        options = distributed.ProcessGroupGloo._Options()
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=SECONDS)
+        self.group = distributed.ProcessGroupGloo(distributed.FileStore(store, size), rank, size, options)
+        self.buffer = torch.zeros(self.bytes, dtype=torch.uint8)
+
+    def do_raw(self, chunk: int) -> float:
+        """GB/s of broadcasting the buffer, two pieces under way."""
+
+        def broadcast() -> None:
+            under_way: list[Any] = []
+            for start in range(0, self.bytes, chunk):
+                under_way.append(self.group.broadcast(self.buffer[start : start + chunk], 0))
+                if len(under_way) > 1:
+                    under_way.pop(0).wait()
+            for work in under_way:
+                work.wait()
+            self.group.barrier().wait()  # all have it
+
+        return self.timed(broadcast)
+
+    def do_forget(self) -> None:
+        """Let the group and the engine go."""
+        self.group = self.engine = self.buffer = None
+
+    def do_make(self, name: str, settings: dict[str, Any], side: Any) -> None:
+        """One end of an engine."""
+        from jackfield.abc.checkpoint_engine import CheckpointEngineContext
+        from jackfield.plugins import load_plugin
+
+        context = CheckpointEngineContext(side=side, deadline_seconds=SECONDS)
+        self.engine = load_plugin("checkpoint_engine", name).build(settings, context)
+        self.runner = asyncio.Runner()
+
+    def do_prepare(self, workers: int) -> tuple[Any, Any]:
+        """The topology."""
+        from jackfield.abc.checkpoint_engine import TopologyRequest
+
+        metadata = self.engine.prepare().metadata
+        topology = self.engine.build_topology(TopologyRequest(trainer_metadata=(metadata,), rollout_workers=workers))
+        return topology.trainer[0], topology.rollout
+
+    def do_finalize(self) -> None:
+        """After a transfer."""
+        self.runner.run(self.engine.finalize())
+
+    def do_send(self, share: Any, version: int, digests: bool) -> float:
+        """Seconds of everything; those of publishing are answered before."""
+        return self.runner.run(self._send(share, version, digests))
+
+    async def _send(self, share: Any, version: int, digests: bool) -> float:
+        from jackfield.abc.checkpoint_engine import ConnectRequest
+        from jackfield.weights import WeightSender
+
+        def weights() -> Any:
+            start = time.perf_counter()
+            yield from self.tensors
+            self.connection.send(time.perf_counter() - start)
+
+        await self.engine.connect(ConnectRequest(arguments=share, version=version))
+        start = time.perf_counter()
+        if digests:
+            await WeightSender(self.engine).send(weights())
+        else:
+            await self.engine.send_weights(weights())
+        return time.perf_counter() - start
+
+    def do_receive(self, share: Any, version: int, digests: bool, hold: bool, load: bool) -> int:
+        """Bytes that came."""
+        return self.runner.run(self._receive(share, version, digests, hold, load))
+
+    async def _receive(self, share: Any, version: int, digests: bool, hold: bool, load: bool) -> int:
+        from jackfield.weights import WeightReceiver
+
+        if hold:
+            inner = self.engine.receive_weights
+
+            async def later() -> Any:
+                await asyncio.to_thread(self.connection.recv)
+                async for pair in inner():
+                    yield pair
+
+            self.engine.receive_weights = later
+        received, count = 0, 0
+        receiver = WeightReceiver(self.engine)
+        stream = receiver.tensors(share, version) if digests else self._bare(share, version)
+        try:
+            async for _, tensor in stream:
+                if load:
+                    self.own[count].copy_(tensor)
+                received += tensor.nbytes
+                count += 1
+        finally:
+            self.engine.__dict__.pop("receive_weights", None)
+        return received
+
+    async def _bare(self, share: Any, version: int) -> Any:
+        from jackfield.abc.checkpoint_engine import ConnectRequest
+
+        try:
+            await self.engine.connect(ConnectRequest(arguments=share, version=version))
+            async for pair in self.engine.receive_weights():
+                yield pair
+        finally:
+            await self.engine.finalize()
+
+
+if __name__ == "__main__":
+    main()
