@@ -48,11 +48,13 @@ class Server(ABC):
     end: str = "KILL"  #: the signal that ends it with all its processes
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix=f"jackfield-{type(self).__name__.lower()}-"))
+        # another user cannot reach what lies below a folder of ours
+        place = "/tmp" if self._drops else None
+        self.folder = Path(tempfile.mkdtemp(prefix=f"jackfield-{type(self).__name__.lower()}-", dir=place))
         self.port = _free_port()
         self._process: subprocess.Popen[str] | None = None
         self._log: list[str] = []
-        if os.geteuid() == 0 and self.user is not None:
+        if self.user is not None and self._drops:
             shutil.chown(self.folder, self.user, self.user)
 
     @abstractmethod
@@ -121,8 +123,9 @@ class Server(ABC):
 
     def _drop(self) -> list[str]:
         """Become another user, then ask for a signal when the parent dies: in this order, or the kernel forgets."""
-        identity = ["--reuid", self.user, "--regid", self.user, "--clear-groups"] if self._drops else []
-        return ["setpriv", *identity, "--pdeathsig", self.end, "--"]  # type: ignore[list-item]
+        user = str(self.user)
+        identity = ["--reuid", user, "--regid", user, "--clear-groups"] if self._drops else []
+        return ["setpriv", *identity, "--pdeathsig", self.end, "--"]
 
     @property
     def _drops(self) -> bool:

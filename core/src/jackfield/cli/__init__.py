@@ -21,6 +21,7 @@ __all__ = ["COMMANDS", "json_option", "main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("jackfield.cli.run:run", "Do the run that a configuration file describes."),
     "checkpoint": ("jackfield.cli.checkpoint:checkpoint", "Look at a run's checkpoints, and take models out of them."),
+    "queue": ("jackfield.cli.queue:queue", "Look at the rows of a checkpointed queue."),
     "config": ("jackfield.cli.config:config", "Look at a run's configuration."),
     "plugins": ("jackfield.cli.plugins:plugins", "Look at the installed plugins."),
     "algorithms": ("jackfield.cli.algorithms:algorithms", "Look at algorithms and their parts."),

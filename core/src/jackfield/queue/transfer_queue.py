@@ -32,10 +32,10 @@ from jackfield.queue.samplers import Sampler
 from jackfield.queue.snapshot import load_state, state_dict
 from jackfield.queue.state import State
 
-__all__ = ["TransferQueue"]
+__all__ = ["STATE_FILE", "VALUES_FOLDER", "TransferQueue"]
 
-_STATE_FILE = "controller.json"
-_VALUES_FOLDER = "values"
+STATE_FILE = "controller.json"
+VALUES_FOLDER = "values"
 
 
 class TransferQueue:
@@ -561,13 +561,13 @@ class TransferQueue:
             text = json.dumps(self.state_dict(), ensure_ascii=False, separators=(",", ":"))
             if at_cut is not None:
                 at_cut()
-            await self.backend.checkpoint(SnapshotRequest(folder=str(folder / _VALUES_FOLDER)))
-        partial = folder / f"{_STATE_FILE}.partial"
+            await self.backend.checkpoint(SnapshotRequest(folder=str(folder / VALUES_FOLDER)))
+        partial = folder / f"{STATE_FILE}.partial"
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(folder / _STATE_FILE)
+        partial.replace(folder / STATE_FILE)
 
     async def restore(self, folder: str | Path) -> None:
         """Replace everything by what :meth:`checkpoint` wrote.
@@ -576,12 +576,12 @@ class TransferQueue:
             QueueError: ``queue.invalid`` when the folder holds no complete checkpoint.
         """
         self._check()
-        file = Path(folder) / _STATE_FILE
+        file = Path(folder) / STATE_FILE
         if not file.is_file():
-            raise QueueError("the folder holds no checkpoint of a queue", where=str(folder), expected=_STATE_FILE)
+            raise QueueError("the folder holds no checkpoint of a queue", where=str(folder), expected=STATE_FILE)
         async with self._deleting:
             self._state.discarded.clear()
-            await self.backend.restore(SnapshotRequest(folder=str(Path(folder) / _VALUES_FOLDER)))
+            await self.backend.restore(SnapshotRequest(folder=str(Path(folder) / VALUES_FOLDER)))
             self.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
 
     async def flush(self) -> None:

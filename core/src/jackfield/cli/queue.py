@@ -1,0 +1,145 @@
+"""``jackfield queue ls|show|stats|export``."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jackfield.cli import json_option
+from jackfield.errors import QueueError
+
+if TYPE_CHECKING:
+    from jackfield.queue.browse import SavedRow
+
+__all__ = ["queue"]
+
+_FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+_PARTITION = click.option("--partition", help="Only rows of this partition.")
+_SHOWN = 8  #: elements of a tensor that `show` prints
+
+
+@click.group()
+def queue() -> None:
+    """Look at the rows of a checkpointed queue.
+
+    FOLDER is a run's folder, whose newest checkpoint is taken, a checkpoint, or the queue's folder in it.
+    """
+
+
+@queue.command()
+@_FOLDER
+@_PARTITION
+@json_option
+def ls(folder: Path, partition: str | None, as_json: bool) -> None:
+    """List the rows: key, task, bytes, columns, and the consumers that are done with them."""
+    rows = [
+        {
+            "partition": row.partition,
+            "key": row.key,
+            "ticket": row.ticket,
+            "task": row.task,
+            "bytes": row.bytes,
+            "columns": sorted(row.cells),
+            "acked_by": list(row.acked_by),
+        }
+        for row in _rows(folder, partition)
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    for row in rows:
+        done = f"  acked by {', '.join(row['acked_by'])}" if row["acked_by"] else ""
+        click.echo(f"{row['key']}  task {row['task']}  {row['bytes']} bytes  {', '.join(row['columns'])}{done}")
+
+
+@queue.command()
+@_FOLDER
+@click.argument("key")
+@json_option
+def show(folder: Path, key: str, as_json: bool) -> None:
+    """Show the row KEY with its tags and values; long tensors are cut, with --json they are whole."""
+    from jackfield.queue.browse import plain_values
+
+    for row in _rows(folder, None):
+        if row.key == key:
+            break
+    else:
+        raise QueueError(f"no row {key!r} is in the checkpoint", code="queue.unknown-row", where=str(folder))
+    if as_json:
+        click.echo(json.dumps(_plain(row), indent=2, ensure_ascii=False))
+        return
+    click.echo(f"{row.key}\n  partition {row.partition}, ticket {row.ticket}, group {row.group}, task {row.task}")
+    for name, value in row.tags.items():
+        click.echo(f"  tag {name}: {value}")
+    for name, cell in sorted(row.cells.items()):
+        values = plain_values(cell)
+        cut = isinstance(values, list) and len(values) > _SHOWN and cell.kind != "json"
+        shown = f"{json.dumps(values[:_SHOWN])[:-1]}, …]" if cut else json.dumps(values, ensure_ascii=False)
+        click.echo(f"  {name} ({cell.kind}, {cell.dtype}, {list(cell.shape)}): {shown}")
+
+
+@queue.command()
+@_FOLDER
+@json_option
+def stats(folder: Path, as_json: bool) -> None:
+    """Count rows and bytes of each partition, and of each column in it."""
+    counts: dict[str, dict[str, Any]] = {}
+    for row in _rows(folder, None):
+        partition = counts.setdefault(row.partition, {"rows": 0, "bytes": 0, "columns": {}, "acked": defaultdict(int)})
+        partition["rows"] += 1
+        partition["bytes"] += row.bytes
+        for name in row.acked_by:
+            partition["acked"][name] += 1
+        for name, cell in row.cells.items():
+            column = partition["columns"].setdefault(name, {"rows": 0, "bytes": 0})
+            column["rows"] += 1
+            column["bytes"] += len(cell.content)
+    if as_json:
+        click.echo(json.dumps(counts, indent=2, ensure_ascii=False))
+        return
+    for name, partition in counts.items():
+        click.echo(f"{name}: {partition['rows']} rows, {partition['bytes']} bytes")
+        for consumer, rows in sorted(partition["acked"].items()):
+            click.echo(f"  acked by {consumer}: {rows} rows")
+        for column, counted in sorted(partition["columns"].items()):
+            click.echo(f"  {column}: {counted['rows']} rows, {counted['bytes']} bytes")
+
+
+@queue.command()
+@_FOLDER
+@click.argument("out", type=click.Path(path_type=Path))
+@_PARTITION
+def export(folder: Path, out: Path, partition: str | None) -> None:
+    """Write the rows to the JSONL file OUT: tags, and columns as lists of numbers."""
+    count = 0
+    with out.open("w", encoding="utf-8") as file:
+        for row in _rows(folder, partition):
+            file.write(json.dumps(_plain(row), ensure_ascii=False) + "\n")
+            count += 1
+    click.echo(f"{count} rows in {out}")
+
+
+def _plain(row: SavedRow) -> dict[str, Any]:
+    from jackfield.queue.browse import plain_values
+
+    return {
+        **{name: getattr(row, name) for name in ("partition", "key", "ticket", "group", "task")},
+        "tags": dict(row.tags),
+        "acked_by": list(row.acked_by),
+        "columns": {name: plain_values(cell) for name, cell in row.cells.items()},
+    }
+
+
+def _rows(folder: Path, partition: str | None) -> Iterator[SavedRow]:
+    from jackfield.queue.browse import saved_rows
+
+    if not (folder / "controller.json").is_file():
+        from jackfield.compose.export import find_checkpoint
+
+        folder = find_checkpoint(folder).folder / "queue"
+    return (row for row in saved_rows(folder) if partition in (None, row.partition))

@@ -1,0 +1,79 @@
+"""A checkpointed queue on the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from jackfield.cli import main
+from jackfield.queue import column_from_rows, json_column
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def folder(run: Callable[..., None], tmp_path: Path) -> Path:
+    """A group of two rows, one of them with a late reward; a consumer is done with both."""
+
+    async def fill(bench: Any) -> None:
+        bench.queue.register_consumer("archive", partition="train", columns=("ids",))
+        (slot,) = await bench.vacant(bench.claim())
+        group = bench.queue.open_group(slot, task_id="t:1", runs=2)
+        for number in range(2):
+            columns = {
+                "ids": column_from_rows([torch.arange(20 * number + 1)]),
+                "values": column_from_rows([torch.full((1,), 0.5, dtype=torch.bfloat16)]),
+                "fields": json_column([{"ä": number}]),
+            }
+            await bench.queue.put_run(group, number, columns, [{"length": number}])
+        await bench.queue.ack(await bench.queue.lease("archive", deadline_seconds=0), step=0)
+        await bench.queue.checkpoint(tmp_path / "saved")
+
+    run(fill)
+    return tmp_path / "saved"
+
+
+def call(*arguments: object) -> Any:
+    result = CliRunner().invoke(main, ["queue", *map(str, arguments)])
+    assert 0 == result.exit_code, result.output
+    return result.output
+
+
+def test_rows_are_listed_shown_and_counted(folder: Path) -> None:
+    rows = json.loads(call("ls", folder, "--json"))
+    assert [("t:1", 0, ["fields", "ids", "values"], ["archive"])] * 2 == [
+        (row["task"], row["ticket"], row["columns"], row["acked_by"]) for row in rows
+    ]
+    assert [row["key"] for row in rows] == [line.split()[0] for line in call("ls", folder).splitlines()]
+    assert [] == json.loads(call("ls", folder, "--partition", "other", "--json"))
+    shown = call("show", folder, rows[1]["key"])
+    assert "  tag length: 1\n" in shown
+    assert "  ids (jagged, int64, [21]): [0, 1, 2, 3, 4, 5, 6, 7, …]\n" in shown
+    whole = json.loads(call("show", folder, rows[1]["key"], "--json"))
+    assert ({"ä": 1}, list(range(21)), [0.5]) == tuple(whole["columns"][name] for name in ("fields", "ids", "values"))
+    counts = json.loads(call("stats", folder, "--json"))["train"]
+    assert (2, {"archive": 2}, {"rows": 2, "bytes": 8 + 168}) == (
+        counts["rows"],
+        counts["acked"],
+        counts["columns"]["ids"],
+    )
+    assert "train: 2 rows" in call("stats", folder)
+
+
+def test_rows_are_exported(folder: Path, tmp_path: Path) -> None:
+    assert "2 rows" in call("export", folder, tmp_path / "rows.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [{"length": 0}, {"length": 1}] == [row["tags"] for row in rows]
+    assert [[0], list(range(21))] == [row["columns"]["ids"] for row in rows]
+
+
+def test_what_is_not_there_is_an_error(folder: Path, tmp_path: Path) -> None:
+    for arguments, code in ((["show", folder, "nobody"], "queue.unknown-row"), (["ls", tmp_path], "run.no-checkpoint")):
+        result = CliRunner().invoke(main, ["queue", *map(str, arguments), "--json"])
+        assert 1 == result.exit_code
+        assert code == json.loads(result.output)["error"]["code"]
