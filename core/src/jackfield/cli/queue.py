@@ -37,7 +37,7 @@ def queue() -> None:
 @json_option
 def ls(folder: Path, partition: str | None, as_json: bool) -> None:
     """List the rows: key, task, bytes, columns, and the consumers that are done with them."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "partition": row.partition,
             "key": row.key,
