@@ -64,7 +64,12 @@ def main() -> None:
     load = os.getloadavg()
     with ends(1 + max(arguments.receivers)) as connections, tempfile.TemporaryDirectory() as folder:
         bench = Bench(connections, Path(folder), arguments)
-        results = [result for gigabytes in arguments.gigabytes for result in bench.size(gigabytes, there)]
+        results = []
+        print(HEAD)
+        for gigabytes in arguments.gigabytes:
+            for result in bench.size(gigabytes, there):
+                results.append(result)
+                print(row(result), flush=True)
     summary = {
         "shared_memcpy_fraction": smallest(results, "shared", "memcpy"),
         "nccl_raw_fraction": smallest(results, "nccl", "raw"),
@@ -78,7 +83,6 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load average {load[0]:.1f} before",
         "results": results,
     }
-    print(table(results))
     for name in ("shared_memcpy_fraction", "nccl_raw_fraction"):
         print(f"{name}: {summary[name]}")
     if arguments.json:
@@ -92,15 +96,15 @@ def smallest(results: list[dict[str, Any]], engine: str, reference: str) -> floa
     return min((round(r["publish"] / r[reference], 3) for r in chosen if r["gigabytes"] == size), default=None)
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """The results, in GB/s."""
-    figures = ("publish", "total", "load", "memcpy", "raw")
-    lines = ["engine      GB  tensors  receivers  digests" + "".join(f"{name:>9}" for name in figures)]
-    for r in results:
-        digests = "yes" if r["digests"] else "no"
-        case = f"{r['engine']:8}{r['gigabytes']:6.1f}{r['tensors']:>9}{r['receivers']:11}{digests:>9}"
-        lines.append(case + "".join(f"{'' if r[name] is None else format(r[name], '.2f'):>9}" for name in figures))
-    return "\n".join(lines)
+FIGURES = ("publish", "total", "load", "memcpy", "raw")
+HEAD = "engine      GB  tensors  receivers  digests" + "".join(f"{name:>9}" for name in FIGURES) + "  (GB/s)"
+
+
+def row(result: dict[str, Any]) -> str:
+    """A line of the table."""
+    digests = "yes" if result["digests"] else "no"
+    case = f"{result['engine']:8}{result['gigabytes']:6.1f}{result['tensors']:>9}{result['receivers']:11}{digests:>9}"
+    return case + "".join(f"{'' if result[name] is None else format(result[name], '.2f'):>9}" for name in FIGURES)
 
 
 # -- the process that orders -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine, Generator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -137,6 +138,27 @@ def test_sending_ends_when_everything_is_taken_however_large_the_bucket() -> Non
         assert list(model()) == list(await receiving)
 
     run(test())
+
+
+def test_the_digest_of_a_large_tensor_is_taken_before_its_memory_is_used_again() -> None:
+    """It is taken in a thread while the tensor is sent; the thread goes with the transfer, however that ends."""
+    tensors = {str(index): torch.full((1 << 19,), float(index)) for index in range(4)}
+
+    async def test() -> None:
+        sender = WeightSender(engine("trainer", bucket=1 << 30))
+        (place,) = await meet(sender, 1)
+        receiver = WeightReceiver(engine("rollout", bucket=1 << 30))
+        receiving = asyncio.ensure_future(receive(receiver, place))
+        assert {name: digest(tensor) for name, tensor in tensors.items()} == await sender.send(reusing(tensors))
+        await receiving
+        await sender.finalize()
+        (place,) = await meet(sender, 1)
+        with pytest.raises(DeadlineExceeded):
+            await sender.send(reusing(tensors))
+        await sender.finalize()
+
+    run(test())
+    assert [] == [thread.name for thread in threading.enumerate() if thread.name.startswith("weights-digest")]
 
 
 def test_ranks_that_do_not_send_exhaust_their_weights() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["WeightReceiver", "WeightSender", "WeightSource", "Weights"]
+
+_LARGE = 1 << 20  #: bytes; the digest of such a tensor is worth a thread
 
 #: Named tensors, and the PEFT config when they are an adapter's: what ``get_per_tensor_param`` returns.
 Weights: TypeAlias = "tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]"
@@ -52,7 +55,7 @@ class WeightSender:
         await self._engine.connect(ConnectRequest(arguments=arguments, version=version))
 
     async def send(self, weights: Generator[tuple[str, torch.Tensor], None, None] | None = None) -> dict[str, str]:
-        """Send every tensor; returns their digests by name, taken before they are handed over.
+        """Send every tensor; returns their digests by name, taken before or while they are sent.
 
         Args:
             weights: named tensors; None: those of the last :meth:`open`.
@@ -66,21 +69,29 @@ class WeightSender:
             raise WeightsError("there are no weights to send", fix="give them, or give a source and call open()")
         digests: dict[str, str] = {}
         self.sent_bytes = 0
+        watched = self._watched(weights, digests)
         try:
-            await self._engine.send_weights(self._watched(weights, digests))
+            await self._engine.send_weights(watched)
         finally:
+            watched.close()
             weights.close()  # after a failure, the source may have things to put back
         return digests
 
     def _watched(
         self, weights: Generator[tuple[str, torch.Tensor], None, None], digests: dict[str, str]
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        for name, tensor in weights:
-            if name in digests:
-                raise WeightsError(f"the engine exports tensor {name!r} twice", code="weights.missing", where=name)
-            digests[name] = digest(tensor)
-            self.sent_bytes += tensor.numel() * tensor.element_size()
-            yield name, tensor
+        with ThreadPoolExecutor(1, thread_name_prefix="weights-digest") as thread:
+            for name, tensor in weights:
+                if name in digests:
+                    raise WeightsError(f"the engine exports tensor {name!r} twice", code="weights.missing", where=name)
+                self.sent_bytes += tensor.nbytes
+                if tensor.nbytes < _LARGE or tensor.device.type != "cpu":
+                    digests[name] = digest(tensor)
+                    yield name, tensor
+                else:  # while it is sent; a device's tensors stay with the stream of this thread
+                    taken = thread.submit(digest, tensor)
+                    yield name, tensor
+                    digests[name] = taken.result()
 
     async def finalize(self) -> None:
         """Release what the transfer took; idempotent."""
