@@ -18,6 +18,7 @@ import yaml
 from jackfield.abc.reward import RewardContext, ScoreRequest
 from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
 from jackfield.compose import run
+from jackfield.compose.recipe import make_recipe
 from jackfield.config import load_config, make_config, validate_plugins
 from jackfield.plugins import Registry, hook_manager
 from jackfield.plugins.hooks import StepEnded
@@ -53,7 +54,9 @@ def commands() -> list[Any]:
 
 @pytest.mark.parametrize("text", [block for block in blocks("yaml") if "model:" in block.values[0]])
 def test_configurations_in_the_documentation_are_valid(documented: Registry, text: str) -> None:
-    validate_plugins(make_config(yaml.safe_load(text)), documented)
+    config = make_config(yaml.safe_load(text))
+    validate_plugins(config, documented)
+    make_recipe(config, documented.find("rollout", config.rollout.name))
 
 
 @pytest.mark.parametrize("words", commands())
@@ -179,6 +182,17 @@ def test_tensors_are_read_without_jackfield(tmp_path: Path, build: Any) -> None:
     asyncio.run(keep())
     found = load(GUIDES / "read_tensors.py").read_column(tmp_path / "samples.sqlite", "ids")
     assert {"a": [1, 2], "b": []} == {key: values.tolist() for key, values in found.items()}
+
+
+def test_own_loss_and_algorithm_from_a_hook(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    """The plugin's module is heard as a hook; the reference is there because the loss names it."""
+    overrides = small(tmp_path, model_folder, tasks, "algorithm.name=anchored_policy_gradient", "optimizer.lr=1e-2")
+    overrides += ["reward.pattern=null", "reward.method=regex", "reward.expected='w[1-3].*'"]
+    overrides += ["reward.ground_truth_pattern=null"]
+    run(load_config(GUIDES / "minimal.yaml", overrides), hooks=[load(GUIDES / "own_loss.py")])
+    distances = [step["policy/distance"] for step in steps(tmp_path)]
+    assert 0.0 == pytest.approx(distances[0], abs=1e-6)
+    assert distances[-1] > 1e-4
 
 
 def test_the_hook_of_the_documentation_hears_steps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from jackfield.algorithms.registry import Part
 from jackfield.cli import main
 from jackfield.errors import ConfigError
 
-PAGE = Path(__file__).parents[3] / "docs" / "reference" / "algorithm_library.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "algorithms.md"
 EVERYTHING = [(kind, name) for kind in KINDS for name in names(kind)]
 #: What the trainer hands to a loss and to an estimator; bundles that want more have to say so.
 TRAINER = {

@@ -81,11 +81,11 @@ def test_a_part_that_replaces_the_bundles_brings_its_own_needs_and_defaults() ->
 def test_a_users_loss_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_PARTS", dict(registry._PARTS))
 
-    @register("loss", "anchored", "token")
-    def anchored(log_probs: Any, advantages: Any, ref_log_probs: Any, rewards: Any, *, strength: float = 1.0) -> Any:
+    @register("loss", "leashed", "token")
+    def leashed(log_probs: Any, advantages: Any, ref_log_probs: Any, rewards: Any, *, strength: float = 1.0) -> Any:
         """an example."""
 
-    found = recipe("algorithm.loss.name=anchored")
+    found = recipe("algorithm.loss.name=leashed")
     assert ("advantages", "ref_log_probs", "rewards") == found.loss_columns
     assert found.reference
     assert found.plan.rewards

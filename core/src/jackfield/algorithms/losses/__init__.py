@@ -135,6 +135,7 @@ def policy_loss(
     counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
     offered = _clean(chosen, {"log_probs": log_probs, **inputs}, response_mask) | counts
     result, row_metrics = call(chosen, offered, options)
+    del offered  # copies of the inputs; what the gradient needs of them is kept by what was computed
     terms: tuple[Term, ...] = result if isinstance(result, tuple) else (Term(values=result),)
     shares = [
         term.weight * _share(term, response_mask, aggregation, counts, length_norm, rollout_weights) for term in terms

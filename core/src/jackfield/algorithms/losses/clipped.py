@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jackfield.algorithms.losses.terms import LossResult, Metrics, log_ratio
+from jackfield.algorithms.losses.terms import CLAMP, LossResult, Metrics, log_ratio
 from jackfield.algorithms.registry import register
 from jackfield.errors import ConfigError
 
@@ -22,22 +22,23 @@ def clipped_surrogate(
     clip_high: float,
     clip_dual: float | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's loss per token and its metrics."""
-    ratio = log_ratio(log_probs, old_log_probs).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    losses = unclipped.maximum(clipped)
-    fixed = ratio.detach()
+    """PPO's loss per token and its metrics.
+
+    -min(r A, clip(r) A) is -A r with r bounded from above where A > 0 and from below where A < 0, and the dual clip
+    bounds it from above there: one product, whatever the sign, so that little is kept for the gradient.
+    """
+    logs = log_probs - old_log_probs
+    ratio = logs.clamp(-CLAMP, CLAMP).exp()
+    losing, fixed = advantages < 0, ratio.detach()
+    bounded = ratio.clamp(1.0 - clip_low, clip_dual).where(losing, ratio.clamp(max=1.0 + clip_high))
     metrics = {
-        "policy/clip_fraction": clipped.detach() > unclipped.detach(),
-        "policy/approx_kl": fixed - 1.0 - (log_probs.detach() - old_log_probs),
+        "policy/clip_fraction": (losing & (fixed < 1.0 - clip_low)) | ((advantages > 0) & (fixed > 1.0 + clip_high)),
+        "policy/approx_kl": (fixed - 1.0).sub_(logs.detach()),
         "policy/ratio": fixed,
     }
     if clip_dual is not None:
-        bound = -advantages * clip_dual
-        metrics["policy/dual_clip_fraction"] = (advantages < 0) & (bound < losses.detach())
-        losses = losses.minimum(bound).where(advantages < 0, losses)
-    return losses, metrics
+        metrics["policy/dual_clip_fraction"] = losing & (fixed > clip_dual)
+    return -advantages * bounded, metrics
 
 
 @register(
