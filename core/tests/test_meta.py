@@ -19,11 +19,6 @@ REPOSITORY = Path(__file__).parents[2]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "ray", "transformers", "tensordict", "numpy")
 
-#: Codes that nothing raises yet, and why they are listed; one that is raised has to leave.
-RESERVED = {
-    "reward.too-many-failures": "the limit on failed groups is not built yet",
-}
-
 # One fresh interpreter that forks for each module: nothing of ours is imported before the fork. What makes forks cheap
 # is that third-party packages which the core needs anyway are warm.
 ZYGOTE = """
@@ -134,7 +129,7 @@ def test_every_listed_code_is_used():
         and getattr(node.targets[0], "id", None) == "default_code"
         and isinstance(node.value, ast.Constant)
     }
-    assert set(RESERVED) == set(CODES) - used - defaults
+    assert set() == set(CODES) - used - defaults
 
 
 def test_every_code_is_documented():

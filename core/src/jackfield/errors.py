@@ -114,6 +114,7 @@ CODES: dict[str, str] = {
     "queue.unknown-row": "A row key is not in the queue.",
     "queue.unknown-consumer": "A consumer has not been registered.",
     "queue.invalid": "A queue request contradicts itself.",
+    "queue.ticket-failed": "A group of a batch failed more often than it may be replaced.",
     "queue.closed": "The queue is closed.",
     "queue.column": "A column is not there, or was written twice.",
     "queue.lease-epoch": "A lease is expired, released or of an older epoch.",

@@ -55,7 +55,10 @@ def structure(cls: type[T], data: Any, where: str = "", error: type[JackfieldErr
     try:
         return _CONVERTER.structure(data, cls)
     except Exception as caught:  # cattrs groups whatever a field's hook raised
-        raise _explain(caught, cls, where, data, error) from caught
+        refusal = _explain(caught, cls, where, data, error)
+        if refusal.fix is None and error is ConfigError:
+            refusal.fix = "correct it; `jackfield config explain FILE` says what each setting is for"
+        raise refusal from caught
 
 
 def unstructure(value: Any) -> Any:
@@ -78,7 +81,14 @@ def _explain(caught: BaseException, cls: Any, path: str, data: Any, error: type[
         name: Any = getattr(note, "name", getattr(note, "index", None))
         inner = f"{path}[{name}]" if isinstance(caught, IterableValidationError) else f"{path}.{name}".lstrip(".")
         if isinstance(leaf, KeyError) and isinstance(caught, ClassValidationError) and leaf.args == (name,):
-            return error(f"missing key '{name}' at {inner}", code="config.missing-key", where=inner)
+            what = f"a value of type {_type_name(note.type)}"
+            return error(
+                f"missing key '{name}' at {inner}",
+                code="config.missing-key",
+                where=inner,
+                expected=what,
+                found="nothing",
+            )
         value = _lookup(data, name)
         return _explain(leaf, note.type, inner, value, error)
     expected = _type_name(cls)
@@ -107,6 +117,7 @@ def _unknown_key(caught: ForbiddenExtraKeysError, path: str, error: type[Jackfie
         code="config.unknown-key",
         where=inner,
         expected="one of " + ", ".join(known) if known else "no keys",
+        found=key,
     )
 
 

@@ -142,7 +142,7 @@ def test_a_template_without_end_token_uses_the_tokenizers() -> None:
 
 def test_a_tokenizer_without_template_needs_one_from_the_configuration(tmp_path: Path) -> None:
     make_tokenizer(None).save_pretrained(tmp_path)
-    with pytest.raises(DataError, match="chat_template in the configuration") as caught:
+    with pytest.raises(DataError, match=r"set data\.chat_template") as caught:
         HuggingFaceChatTokenizer.load(tmp_path)
     assert "data.no-chat-template" == caught.value.code
     given = HuggingFaceChatTokenizer.load(tmp_path, chat_template=CHATML)

@@ -45,7 +45,7 @@ def test_a_name_that_is_not_installed_lists_what_is_and_suggests(site):
         discover([str(site.folder)]).find("reward", "godd")
     text = str(caught.value)
     assert "did you mean 'good'?" in text
-    assert "installed: good; broken: rotten (plugin.abi-major)" in text
+    assert "installed: good; broken: rotten ([plugin.abi-major] the plugin implements another major version" in text
     assert "jackfield-reward-godd" in text
 
 

@@ -129,6 +129,8 @@ class FakeAgent(AgentLoopBase):
         simulation.seeds.append(sampling_params["seed"])
         simulation.temperatures.append(sampling_params.get("temperature"))
         version = simulation.synchronizer.loaded
+        if simulation.failure is not None:
+            raise simulation.failure
         await simulation.clock.sleep(simulation.generate_seconds)
         letter = simulation.answer(fields["task_id"], sampling_params["seed"])
         sequence = AgentSequence(
@@ -198,6 +200,7 @@ class Simulation:
     critic_warmup: int | None = None  #: None: no critic
     loss_options: Mapping[str, Any] = attrs.field(factory=dict)
     kl: Any = attrs.field(factory=lambda: FixedKLController(coefficient=0.0))
+    failure: Exception | None = None  #: what every agent run raises
     answer: Callable[[str, int], str] = attrs.field(default=lambda task, seed: "ab"[seed % 2])
     clock: VirtualClock = attrs.field(factory=VirtualClock)
     seeds: list[int] = attrs.field(factory=list)
@@ -268,6 +271,7 @@ class Simulation:
             score_seconds=self.score_deadline,
             idle_seconds=500.0,
             equal_groups_replaced=self.equal_groups_replaced,
+            max_failed_groups=self.max_refills,
         )
         rewards.register()
         explorer = Explorer(

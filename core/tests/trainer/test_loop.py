@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jackfield.errors import QueueError
+from jackfield.errors import AgentError, DataError, JackfieldError, RolloutError
 from jackfield.trainer import Schedule
 
 from .simulation import Simulation
@@ -88,13 +88,46 @@ def test_a_sample_without_a_reward_is_named_and_its_group_made_again(letter: str
 
 
 def test_a_task_that_can_never_be_scored_ends_the_run_with_its_reasons() -> None:
+    error = failure(max_refills=2, answer=lambda task, seed: "x" if task.startswith("task-1-2") else "a")
+    assert "queue.ticket-failed" == error.code
+    assert "cannot score an x" in str(error)
+
+
+@pytest.mark.parametrize(("letter", "reason"), [("x", "cannot score an x"), ("s", "waited 100 s for the reward")])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_reward_that_always_fails_ends_the_run_soon(letter: str, reason: str, groups: int) -> None:
+    """A few groups in a row are enough to see it, however many the batch has; the last reason is told."""
+    error = failure(groups=groups, max_refills=2, answer=lambda task, seed: letter)
+    assert "reward.too-many-failures" == error.code
+    assert "3 groups in a row ended without a single score" in error.message
+    assert reason in str(error)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (DataError("too long", code="data.prompt-too-long"), "data.prompt-too-long"),
+        (RolloutError("replica 0 died", code="rollout.stopped"), "rollout.stopped"),
+        (AgentError("lost its way"), "queue.ticket-failed"),
+        (RuntimeError("lost its way"), "queue.ticket-failed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_only_what_another_attempt_may_cure_is_attempted_again(raised: Exception, code: str) -> None:
+    error = failure(max_refills=2, failure=raised)
+    assert code == error.code
+    assert str(raised.args[0]) in str(error)
+
+
+def failure(**settings: object) -> JackfieldError:
+    """What ends a run."""
     with pytest.raises(BaseExceptionGroup) as caught:
-        simulate(steps=3, max_refills=2, answer=lambda task, seed: "x" if task.startswith("task-1-2") else "a")
-    error = caught.value.exceptions[0]
+        simulate(steps=3, **settings)
+    error: BaseException = caught.value
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, QueueError)
-    assert "cannot score an x" in str(error)
+    assert isinstance(error, JackfieldError)
+    return error
 
 
 def test_step_metrics_are_those_of_the_batch() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
@@ -11,12 +11,12 @@ import attrs
 from jackfield.algorithms import AdaptiveKLController, FixedKLController
 from jackfield.clock import Clock
 from jackfield.compose.crew import Crew, Needs, inline_crew
-from jackfield.compose.recipe import make_recipe
+from jackfield.compose.inputs import Tasks
+from jackfield.compose.recipe import Recipe
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import KLConfig, RunConfig, as_plain
 from jackfield.data.tasks import SeededOrder, Task, TaskSet
-from jackfield.errors import ConfigError
-from jackfield.plugins import Registry, require_capability
+from jackfield.plugins import Registry
 from jackfield.queue import GroupSlot, TransferQueue
 from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
@@ -51,22 +51,31 @@ class Assembly:
     trainer: Trainer
     actor: EngineGroup
     checkpointer: Checkpointer
-    data: Mapping[str, str]  #: digests of the tasks
     background: tuple[Any, ...]  #: each has ``run()``: explorer and reward pipeline, or the offline producer
 
 
 class Parts:
     """Makes the parts of one run; what it starts is ended by the exit stack."""
 
-    def __init__(self, config: RunConfig, registry: Registry, hooks: Any, clock: Clock, store: CheckpointStore) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        recipe: Recipe,
+        tasks: Tasks,
+        registry: Registry,
+        hooks: Any,
+        clock: Clock,
+        store: CheckpointStore,
+    ) -> None:
         self.config = config
+        self.recipe = recipe
+        self.tasks = tasks
         self.registry = registry
         self.hooks = hooks
         self.clock = clock
         self.store = store
         self.stages = Stages(clock, hooks)
         self.version, self.steps_done = Progress(clock), Progress(clock)
-        self.recipe = make_recipe(config, registry.find("rollout", config.rollout.name))
         self.explores = config.mode == "both"
         self.generates = self.explores or bool(config.evaluation.every)
         self.schedule = Schedule(
@@ -79,40 +88,29 @@ class Parts:
         """Make, connect and start everything.
 
         Raises:
-            JackfieldError: the first thing in the configuration, the data or a plugin that does not work.
+            JackfieldError: the first part that does not work.
         """
-        config = self.config
-        tasks = self._tasks("train")
-        held_out = self._tasks("eval") if config.evaluation.every else None
-        self._check_capabilities()
         self.crew = crew = await self._crew(stack)
         self.queue = await self._queue(stack, ledger)
         actor = await self._engine_group(stack, "actor", crew.actor)
         replicas = await self._replicas(stack)
         self.weights: WeightSynchronizer | SharedDevice | None = self._weights(replicas) if replicas else None
         self._placements(actor, replicas)
-        expert = self._tasks("expert") if self.recipe.experts else None
-        files = {"train": tasks, "eval": held_out, "expert": expert}
-        data = {name: each.digest for name, each in files.items() if each is not None}
         critic = await self._critic(stack)
-        checkpointer = self._checkpointer(actor, critic, ledger, data)
-        trainer = await self._trainer(stack, actor, critic, held_out, checkpointer)
+        checkpointer = self._checkpointer(actor, critic, ledger)
+        trainer = await self._trainer(stack, actor, critic, checkpointer)
         trainer.register()
-        task_for = self._task_order(tasks)
-        background = (
-            (self._explorer(task_for, expert), self._rewards()) if self.explores else (self._producer(task_for),)
-        )
-        return Assembly(trainer=trainer, actor=actor, checkpointer=checkpointer, data=data, background=background)
+        task_for = self._task_order(self.tasks.train)
+        background = (self._explorer(task_for), self._rewards()) if self.explores else (self._producer(task_for),)
+        return Assembly(trainer=trainer, actor=actor, checkpointer=checkpointer, background=background)
 
-    def _checkpointer(
-        self, actor: EngineGroup, critic: Critic | None, ledger: Ledger, data: Mapping[str, str]
-    ) -> Checkpointer:
+    def _checkpointer(self, actor: EngineGroup, critic: Critic | None, ledger: Ledger) -> Checkpointer:
         return Checkpointer(
             store=self.store,
             engines={"actor": actor} if critic is None else {"actor": actor, "critic": critic.engine},
             queue=self.queue,
             ledger=ledger,
-            description={"config": as_plain(self.config), "data": data},
+            description={"config": as_plain(self.config), "data": self.tasks.digests},
             stages=self.stages,
             hooks=self.hooks,
         )
@@ -131,12 +129,7 @@ class Parts:
         return await inline_crew(make, needs, stack)
 
     async def _trainer(
-        self,
-        stack: AsyncExitStack,
-        actor: EngineGroup,
-        critic: Critic | None,
-        held_out: TaskSet | None,
-        checkpointer: Checkpointer,
+        self, stack: AsyncExitStack, actor: EngineGroup, critic: Critic | None, checkpointer: Checkpointer
     ) -> Trainer:
         config, crew, recipe = self.config, self.crew, self.recipe
         seconds = config.deadlines.engine
@@ -160,7 +153,7 @@ class Parts:
             checkpoints=checkpointer,
             checkpoint_every=config.checkpoint.every,
             checkpoint_at_end=config.checkpoint.at_end,
-            evaluator=None if held_out is None else self._evaluator(held_out),
+            evaluator=None if self.tasks.held_out is None else self._evaluator(self.tasks.held_out),
             evaluate_every=config.evaluation.every,
             explores=self.explores,
             placement=self.train_placement,
@@ -174,7 +167,7 @@ class Parts:
             recorded=config.observe.samples_per_step,
         )
 
-    def _explorer(self, task_for: Callable[[GroupSlot], Task], expert: TaskSet | None) -> Explorer:
+    def _explorer(self, task_for: Callable[[GroupSlot], Task]) -> Explorer:
         config = self.config
         return Explorer(
             name="explorer-0",
@@ -193,7 +186,7 @@ class Parts:
             run_seconds=config.deadlines.generate,
             batch_seconds=config.deadlines.batch,
             greedy_baseline=self.recipe.greedy_baseline,
-            experts=None if expert is None else self._experts(expert),
+            experts=None if self.tasks.expert is None else self._experts(self.tasks.expert),
         )
 
     def _experts(self, tasks: TaskSet) -> Experts:
@@ -212,8 +205,9 @@ class Parts:
             workers=self.crew.rewards,
             clock=self.clock,
             stages=self.stages,
-            score_seconds=self.config.deadlines.reward,
+            score_seconds=self.config.deadlines.reward * self.config.schedule.reward_attempts,
             idle_seconds=self.config.deadlines.batch,
+            max_failed_groups=self.config.schedule.max_refills,
             equal_groups_replaced=self.config.schedule.max_refills if self.recipe.dynamic_sampling else 0,
         )
         pipeline.register()
@@ -244,16 +238,9 @@ class Parts:
             sampling=unstructure(self.config.evaluation.sampling),
             seed=self.config.seed,
             run_seconds=self.config.deadlines.generate,
-            score_seconds=self.config.deadlines.reward,
+            score_seconds=self.config.deadlines.reward * self.config.schedule.reward_attempts,
             recorded=self.config.observe.samples_per_evaluation,
         )
-
-    def _check_capabilities(self) -> None:
-        """What can be refused before anything is loaded."""
-        if self.config.model.lora is not None:
-            require_capability(self.registry.find("engine", self.config.engine.name), "lora", "model.lora is set")
-            rollout = self.registry.find("rollout", self.config.rollout.name)
-            require_capability(rollout, "weights_adapter", "model.lora is set")
 
     async def _queue(self, stack: AsyncExitStack, ledger: Ledger) -> TransferQueue:
         def write(entry: dict[str, Any]) -> None:
@@ -325,15 +312,6 @@ class Parts:
             settings=section.settings,
             deadline_seconds=self.config.deadlines.sync,
         )
-
-    def _tasks(self, which: str) -> TaskSet:
-        file = getattr(self.config.data, which)
-        if file is None:
-            raise ConfigError(
-                f"no {which} data is given", code="config.missing-key", where=f"data.{which}", fix="name a JSONL file"
-            )
-        limit = self.config.evaluation.tasks if which == "eval" else None
-        return TaskSet.load(file, self.config.data.format, limit=limit)
 
     def _task_order(self, tasks: TaskSet) -> Callable[[GroupSlot], Task]:
         """Tasks by slot: the same for any number of explorers, and for a run that resumes."""

@@ -17,16 +17,28 @@ import attrs
 from jackfield.algorithms import register_part
 from jackfield.clock import Clock
 from jackfield.compose.export import export_model
+from jackfield.compose.inputs import Tasks, check_tokens, read_model, read_tasks
 from jackfield.compose.parts import Parts
+from jackfield.compose.recipe import Recipe, make_recipe
 from jackfield.compose.resume import StartingPoint, check_data, folder_lock, mark_finished, starting_point
-from jackfield.config import RunConfig, as_plain, plugin_sections, show, validate_plugins
-from jackfield.errors import JackfieldError, RunError
+from jackfield.compose.selection import check_plugins, import_plugins, manifests
+from jackfield.config import RunConfig, as_plain, show
+from jackfield.errors import ConfigError, JackfieldError, RunError
 from jackfield.observe import listeners
-from jackfield.plugins import Manifest, Registry, discover, hook_manager
+from jackfield.plugins import HookManager, Registry, discover, hook_manager
 from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.trainer import Ledger
 
 __all__ = ["RunResult", "run", "run_async"]
+
+
+@attrs.frozen
+class _Prepared:
+    """What a run has before it begins."""
+
+    hooks: HookManager
+    recipe: Recipe
+    tasks: Tasks
 
 
 @attrs.frozen(kw_only=True)
@@ -59,28 +71,26 @@ async def run_async(
     config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None, clock: Clock | None = None
 ) -> RunResult:
     """The same inside of a running event loop."""
-    registry = registry or discover()
-    validate_plugins(config, registry)
+    registry, clock = registry or discover(), clock or Clock()
     folder = Path(config.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks])
+    _make_folder(folder)
     with folder_lock(folder):
         start = starting_point(config, folder)
         if start.finished:
             return RunResult(folder=folder, model=folder / "model", steps=start.step, finished_before=True)
-        _load_plugins(config, registry)
+        if start.checkpoint is not None:
+            check_data(start.checkpoint, prepared.tasks.digests)
         (folder / "config.yaml").write_text(show(config), encoding="utf-8")
-        return await _run(config, hooks, registry, clock or Clock(), start)
+        return await _run(config, prepared, registry, clock, start)
 
 
 async def _run(
-    config: RunConfig, hooks: Sequence[object], registry: Registry, clock: Clock, start: StartingPoint
+    config: RunConfig, prepared: _Prepared, registry: Registry, clock: Clock, start: StartingPoint
 ) -> RunResult:
     """Tell the hooks of beginning and end, and leave the traceback of a failure in the folder."""
-    folder = Path(config.folder)
-    _quiet_libraries()
-    manager = hook_manager([*listeners(config.observe, folder, clock=clock), *hooks], _manifests(config, registry))
-    manager.hook.register_parts(register=register_part)
-    parts: Parts | None = None
+    folder, manager = Path(config.folder), prepared.hooks
+    parts = Parts(config, prepared.recipe, prepared.tasks, registry, manager.hook, clock, start.store)
     failure: BaseException | None = None
     started = RunStarted(
         name=config.name,
@@ -91,7 +101,6 @@ async def _run(
     )
     manager.hook.run_started(event=started)
     try:
-        parts = Parts(config, registry, manager.hook, clock, start.store)
         with _one_compute_thread(config):
             await _train(parts, folder, start)
     except BaseException as error:
@@ -103,16 +112,32 @@ async def _run(
             raise
         raise failure from error
     finally:
-        steps = start.step if parts is None else max(start.step, parts.steps_done.value)
+        steps = max(start.step, parts.steps_done.value)
         manager.hook.run_ended(event=RunEnded(folder=str(folder), steps=steps, error=failure))
     return RunResult(folder=folder, model=folder / "model", steps=steps)
 
 
-def _load_plugins(config: RunConfig, registry: Registry) -> None:
-    """Gate 2 for every plugin of the run before anything is begun; those that import torch come last."""
-    chosen = [(kind, getattr(config, section).name) for section, kind in plugin_sections().items()]
-    for kind, name in sorted(chosen, key=lambda each: each[0] in ("engine", "rollout")):
-        registry.load(kind, name)
+def _prepare(config: RunConfig, registry: Registry, hooks: Sequence[object]) -> _Prepared:
+    """Everything that can be refused while the run's folder is as it was; what loads torch comes last."""
+    check_plugins(config, registry)
+    import_plugins(config, registry, heavy=False)
+    manager = hook_manager(hooks, manifests(config, registry))
+    manager.hook.register_parts(register=register_part)
+    recipe = make_recipe(config, registry.find("rollout", config.rollout.name))
+    tasks, model = read_tasks(config, recipe), read_model(config)
+    _quiet_libraries()
+    check_tokens(config, tasks, model)
+    import_plugins(config, registry, heavy=True)
+    return _Prepared(manager, recipe, tasks)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "the run's folder cannot be made", where="folder", found=error, fix="choose another folder"
+        ) from error
 
 
 async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
@@ -123,7 +148,6 @@ async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
         run = await parts.build(stack, ledger)
         restored = None
         if start.checkpoint is not None:
-            check_data(start.checkpoint, run.data)
             restored = await run.checkpointer.load(start.checkpoint)
         await run.trainer.begin(start.step, restored)
         background = [tasks.create_task(part.run()) for part in run.background]
@@ -168,7 +192,3 @@ def _first(error: BaseException) -> BaseException:
         wrapped.__cause__ = error
         return wrapped
     return error
-
-
-def _manifests(config: RunConfig, registry: Registry) -> list[Manifest]:
-    return [registry.find(kind, getattr(config, section).name) for section, kind in plugin_sections().items()]

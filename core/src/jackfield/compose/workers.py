@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,8 +15,9 @@ from jackfield.abc.reward import RewardAgent, RewardContext
 from jackfield.abc.rollout import BaseRolloutServer, RolloutContext
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.clock import Clock
+from jackfield.compose.inputs import read_model
 from jackfield.config import PluginSection, RunConfig
-from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary
+from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.plugins import Registry
 from jackfield.queue import Rows
 from jackfield.runtime.agent_worker import AgentWorker
@@ -99,6 +99,7 @@ class WorkerFactory:
             device=config.runtime.device,
             seed=config.seed + replica,
             host=host,
+            max_model_len=config.runtime.max_model_len,
             clock=self.clock,
         )
         return cast(BaseRolloutServer, self._plugin("rollout", context))
@@ -106,22 +107,19 @@ class WorkerFactory:
     def agent_worker(self, rows: Rows, servers: Sequence[BaseRolloutServer], *, run_id: str) -> AgentWorker:
         """A worker that runs agents on ``servers``; without any, it only makes samples of the data's own answers."""
         config, tokenizer = self.config, self._tokenizer()
-        described = Path(config.model.path) / "config.json"
-        size = json.loads(described.read_text(encoding="utf-8")).get("vocab_size") if described.is_file() else None
-        if size is not None:
-            check_vocabulary(tokenizer, size)
+        max_prompt_tokens = read_model(config).max_prompt_tokens
         make_agent: Callable[[], AgentLoopBase] | None = None
         if servers:
             loaded = self.registry.load("agent", config.agent.name)
             context = AgentContext(
-                generate=ReplicaRouter(servers).generate,
+                generate=ReplicaRouter(servers, self.clock).generate,
                 tokenizer=tokenizer,
                 clock=self.clock,
                 run_id=run_id,
-                max_prompt_tokens=config.data.max_prompt_tokens,
+                max_prompt_tokens=max_prompt_tokens,
             )
             make_agent = lambda: cast(AgentLoopBase, loaded.build(config.agent.settings, context, "agent"))  # noqa: E731
-        return AgentWorker(rows, tokenizer, self.clock, make_agent)
+        return AgentWorker(rows, tokenizer, self.clock, make_agent, max_prompt_tokens=max_prompt_tokens)
 
     async def reward_worker(self, rows: Rows) -> RewardWorker:
         """A worker whose reward agent is started."""
@@ -139,6 +137,7 @@ class WorkerFactory:
             self._tokenizer(),
             self.clock,
             score_seconds=config.deadlines.reward,
+            attempts=config.schedule.reward_attempts,
             dimensions=config.algorithm.reward_dimensions,
             fill_failed=config.algorithm.shaping.fill_failed,
         )

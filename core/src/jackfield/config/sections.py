@@ -53,7 +53,11 @@ class DataConfig:
     chat_template: str | None = option(None, help="a Jinja chat template in the place of the tokenizer's own")
     prompts_per_step: int = option(32, help="tasks (groups) in one training batch", validator=gt(0))
     runs_per_prompt: int = option(8, help="agent runs per task (the group size)", validator=gt(0))
-    max_prompt_tokens: int | None = option(None, help="longest prompt allowed, in tokens")
+    max_prompt_tokens: int | None = option(
+        None,
+        help="longest prompt allowed, in tokens: a longer one ends the run; null: what leaves room for a response",
+        validator=optional(gt(0)),
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -133,7 +137,14 @@ class ScheduleConfig:
     steps: int = option(100, help="training steps", validator=gt(0))
     sync_interval: int = option(1, help="k: weights are published every k steps", validator=gt(0))
     sync_offset: int = option(0, help="o: how many batches the explorer may run ahead", validator=ge(0))
-    max_refills: int = option(8, help="times that one failed group of a batch is replaced", validator=ge(0))
+    max_refills: int = option(
+        8,
+        help="times that one failed group of a batch is replaced; and groups in a row that may end without any score",
+        validator=ge(0),
+    )
+    reward_attempts: int = option(
+        2, help="times that a sample is scored before its reward counts as failed", validator=gt(0)
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -178,6 +189,11 @@ class RuntimeConfig:
     device: str = option("cpu", help="torch device of engine and rollout server")
     threads: int | None = option(None, help="torch threads; null: as torch decides")
     rollout_replicas: int = option(1, help="rollout servers", validator=gt(0))
+    max_model_len: int | None = option(
+        None,
+        help="prompt and response tokens together that a rollout server makes room for; null: the model's own limit",
+        validator=optional(gt(1)),
+    )
     micro_batch_tokens: int = option(16384, help="padded tokens of one training pass, at most", validator=gt(0))
     offload: bool = option(False, help="at every hand-over the idle side gives its device memory back")
 

@@ -206,25 +206,36 @@ class TaskSet(Sequence[Task]):
         position = number + self._length if number < 0 else number
         if not 0 <= position < self._length:
             raise IndexError(f"task {number} of {self._length}")
-        index = next(index for index, end in enumerate(self._starts[1:]) if position < end)
-        return self._task(self._sources[index], position - self._starts[index])
-
-    def _task(self, source: _Source, index: int) -> Task:
+        source, index = self._find(position)
         line = source.line(index)
         where = f"{source.place}:{line}"
         record = source.record(index)
         return self._format.task(record, where=where, default_id=f"{source.name}:{line}", default_source=source.name)
 
+    def checked(self) -> Iterator[int]:
+        """The numbers of the tasks that were checked when the files were opened."""
+        for source, start in zip(self._sources, self._starts, strict=False):
+            yield from range(start, min(start + source.checked, self._length))
+
+    def place(self, number: int) -> str:
+        """Where a task stands: ``file:line``."""
+        source, index = self._find(number)
+        return f"{source.place}:{source.line(index)}"
+
+    def _find(self, number: int) -> tuple[_Source, int]:
+        index = next(index for index, end in enumerate(self._starts[1:]) if number < end)
+        return self._sources[index], number - self._starts[index]
+
     def _check(self, where: str) -> None:
         if not self._length:
             raise DataError("there are no tasks", code="data.empty", where=where, expected="one JSON object per line")
-        seen: dict[str, str] = {}
-        for source, start in zip(self._sources, self._starts, strict=False):
-            for index in range(min(source.checked, self._length - start)):
-                name, place = self._task(source, index).id, f"{source.place}:{source.line(index)}"
-                if name in seen:
-                    raise _malformed("two tasks have one id", place, "unique ids", f"{name!r}, as in {seen[name]}")
-                seen[name] = place
+        seen: dict[str, int] = {}
+        for number in self.checked():
+            name = self[number].id
+            if name in seen:
+                found = f"{name!r}, as in {self.place(seen[name])}"
+                raise _malformed("two tasks have one id", self.place(number), "unique ids", found)
+            seen[name] = number
 
 
 @attrs.frozen
@@ -418,4 +429,5 @@ def _conversation(value: Any, key: str, where: str) -> Sequence[Mapping[str, Any
 
 
 def _malformed(message: str, where: str, expected: str, found: str, fix: str | None = None) -> DataError:
+    fix = fix or "correct the line, or leave it out"
     return DataError(message, code="data.malformed", where=where, expected=expected, found=found, fix=fix)

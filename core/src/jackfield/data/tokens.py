@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jackfield.abc.agent import ChatTokenizer
+from jackfield.data.tasks import Task
 from jackfield.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["HuggingFaceChatTokenizer", "check_vocabulary"]
+__all__ = ["HuggingFaceChatTokenizer", "check_vocabulary", "encode_prompt"]
 
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "q"}
 _ANSWER = "jackfield-answer"
@@ -56,7 +58,9 @@ class HuggingFaceChatTokenizer:
                 "the tokenizer has no chat template",
                 code="data.no-chat-template",
                 where=self._name,
-                fix="set chat_template in the configuration to a Jinja template, or use an instruction-tuned model",
+                expected="a chat template in the tokenizer's folder (chat_template.jinja), or in the configuration",
+                found="neither",
+                fix="set data.chat_template to a Jinja template, or use an instruction-tuned model",
             )
         self._turn_end = self._find_turn_end()
         found = (self._turn_end, tokenizer.eos_token_id, *end_token_ids)
@@ -200,6 +204,33 @@ class HuggingFaceChatTokenizer:
         token_ids = self._encode(text.partition(_ANSWER)[2])
         special = set(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
         return token_ids[0] if token_ids and token_ids[0] in special else None
+
+
+def encode_prompt(
+    tokenizer: ChatTokenizer, task: Task, max_tokens: int | None, where: str | None = None
+) -> tuple[int, ...]:
+    """The tokens of a task's prompt.
+
+    Args:
+        tokenizer: of the model.
+        task: whose.
+        max_tokens: as many as a prompt may have; None: any number.
+        where: the task's place, for errors; None: its id will do.
+
+    Raises:
+        DataError: ``data.prompt-too-long``; ``data.malformed`` when the template refuses the messages.
+    """
+    token_ids = tokenizer.encode_chat(task.messages)
+    if max_tokens is not None and len(token_ids) > max_tokens:
+        raise DataError(
+            "a prompt has too many tokens",
+            code="data.prompt-too-long",
+            where=where or f"task {task.id}",
+            expected=f"at most {max_tokens} tokens",
+            found=f"{len(token_ids)} tokens",
+            fix="leave this task out of the data, or raise data.max_prompt_tokens or runtime.max_model_len",
+        )
+    return token_ids
 
 
 def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size: int) -> None:

@@ -92,11 +92,12 @@ class InterpreterReport:
         }
 
 
-def resolve_interpreter(python: str | None) -> str:
+def resolve_interpreter(python: str | None, where: str | None = None) -> str:
     """The absolute path of an interpreter.
 
     Args:
         python: a path (``~`` is expanded) or a command on ``PATH``; None: this interpreter.
+        where: who names it, for errors; None: the path itself.
 
     Raises:
         PluginError: ``plugin.interpreter`` when there is no such program.
@@ -111,7 +112,7 @@ def resolve_interpreter(python: str | None) -> str:
     raise PluginError(
         f"the interpreter {python} cannot be started",
         code="plugin.interpreter",
-        where=python,
+        where=where or python,
         expected="the path of a Python interpreter",
         found="a file that cannot be executed" if exists else "no such file",
         fix="correct the path, or make the environment: python3 -m venv FOLDER, and install jackfield there",

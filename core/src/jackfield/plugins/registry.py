@@ -136,7 +136,11 @@ class Registry:
             )
         candidates = self.records(kind)
         usable = [record.name for record in candidates if record.error is None]
-        broken = [f"{record.name} ({record.error.code})" for record in candidates if record.error is not None]
+        broken = [
+            f"{record.name} ([{record.error.code}] {record.error.message})"
+            for record in candidates
+            if record.error is not None
+        ]
         found = "installed: " + (", ".join(usable) or "none")
         if broken:
             found += "; broken: " + ", ".join(broken)

@@ -178,8 +178,9 @@ class TicketState:
     def error(self) -> QueueError:
         return QueueError(
             f"ticket {self.number} of partition {self.partition.name!r} has failed: {self.failure}",
+            code="queue.ticket-failed",
             where=f"{self.partition.name}/{self.number}",
-            fix="look at why its groups were dropped, or raise max_refills",
+            fix="look at why its groups were dropped, or raise schedule.max_refills",
         )
 
 

@@ -14,7 +14,8 @@ from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, C
 from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
-from jackfield.errors import AgentError, DataError, JackfieldError, WorkerLost
+from jackfield.data.tokens import encode_prompt
+from jackfield.errors import AgentError, ConfigError, DataError, JackfieldError, PluginError, WorkerLost
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Rows, Written, rows_of
 from jackfield.queue.rows import check_columns
@@ -26,7 +27,7 @@ from jackfield.runtime.samples import (
     supervised_tags,
 )
 
-__all__ = ["AgentWorker", "RunOrder", "RunProduct", "run_agent"]
+__all__ = ["AgentWorker", "RunOrder", "RunProduct", "ends_the_run", "run_agent"]
 
 
 @attrs.frozen(kw_only=True)
@@ -53,7 +54,13 @@ class AgentWorker:
     """Runs agent loops side by side."""
 
     def __init__(
-        self, rows: Rows, tokenizer: ChatTokenizer, clock: Clock, make_agent: Callable[[], AgentLoopBase] | None
+        self,
+        rows: Rows,
+        tokenizer: ChatTokenizer,
+        clock: Clock,
+        make_agent: Callable[[], AgentLoopBase] | None,
+        *,
+        max_prompt_tokens: int | None = None,
     ) -> None:
         """
         Args:
@@ -61,11 +68,13 @@ class AgentWorker:
             tokenizer: of the model.
             clock: through which every wait goes.
             make_agent: a fresh loop for each run; None where nobody generates.
+            max_prompt_tokens: of a sample of the data's own answers; agents have the limit in their context.
         """
         self._rows = rows
         self._tokenizer = tokenizer
         self._clock = clock
         self._make_agent = make_agent
+        self._max_prompt_tokens = max_prompt_tokens
         self._kept: dict[str, Mapping[str, Column]] = {}
 
     async def run(self, order: RunOrder, *, last: bool = False) -> RunProduct:
@@ -88,12 +97,12 @@ class AgentWorker:
             expert: the row stands among those that the policy generated, and has their columns.
 
         Raises:
-            DataError: the task has none.
+            DataError: the task has none, or its prompt is too long.
         """
         task = order.task
         if task.response is None:
             raise DataError("a task has no answer to learn from", where=f"task {task.id}", fix="set data.format")
-        prompt_ids = self._tokenizer.encode_chat(task.messages)
+        prompt_ids = encode_prompt(self._tokenizer, task, self._max_prompt_tokens)
         texts = [task.response] if task.rejected is None else [task.response, task.rejected]
         responses = [self._encode_response(text) for text in texts]
         tags = [supervised_tags(task, prompt_ids, response_ids) for response_ids in responses]
@@ -144,6 +153,11 @@ class AgentWorker:
             )
             for index, key in enumerate(keys)
         )
+
+
+def ends_the_run(error: JackfieldError) -> bool:
+    """Whether any other run would fail likewise: the input, the configuration or a replica is what is wrong."""
+    return isinstance(error, ConfigError | DataError | PluginError) or error.code == "rollout.stopped"
 
 
 async def run_agent(

@@ -10,6 +10,7 @@ import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import ConfigError, RewardError
+from jackfield.plugins.interpreters import resolve_interpreter
 from jackfield.runtime.worker import UserCodePool, WorkerLimits
 from jackfield.structuring import option
 
@@ -26,6 +27,7 @@ class FunctionRewardConfig:
         factory=dict, help="Further keyword arguments of the function, or of the class's constructor."
     )
     workers: int = option(1, help="Processes that score side by side.")
+    python: str | None = option(None, help="Interpreter of these processes, for packages of its own; null: this one.")
     memory_bytes: int | None = option(4 * 2**30, help="Address space of one process; null: unlimited.")
     start_seconds: float = option(60.0, help="Longest time to import the function.")
 
@@ -51,6 +53,7 @@ class FunctionReward(RewardAgent):
             workers=config.workers,
             limits=WorkerLimits(memory_bytes=config.memory_bytes, start_seconds=config.start_seconds),
             clock=context.clock,
+            python=None if config.python is None else resolve_interpreter(config.python, "reward.python"),
         )
 
     async def start(self) -> None:

@@ -53,6 +53,7 @@ class RewardWorker:
         clock: Clock,
         *,
         score_seconds: float,
+        attempts: int = 1,
         dimensions: Sequence[str] = (),
         fill_failed: bool = False,
     ) -> None:
@@ -62,7 +63,8 @@ class RewardWorker:
             agent: scores; started.
             tokenizer: of the model.
             clock: through which every wait goes.
-            score_seconds: the deadline of one score.
+            score_seconds: the deadline of one attempt at a score.
+            attempts: at each sample, before it counts as failed.
             dimensions: metrics of a score that are rewards of their own, ``score`` being the score itself; they are
                 written as ``reward_dimensions``.
             fill_failed: a failed score becomes the mean of its group's others.
@@ -72,6 +74,7 @@ class RewardWorker:
         self._tokenizer = tokenizer
         self._clock = clock
         self._score_seconds = score_seconds
+        self._attempts = attempts
         self._dimensions = tuple(dimensions)
         self._fill_failed = fill_failed
         self._scores: dict[str, asyncio.Task[ScoreResult]] = {}
@@ -166,17 +169,32 @@ class RewardWorker:
             idempotency_key=key,
             deadline_seconds=self._score_seconds,
         )
-        return await score_sample(self._agent, request, self._clock)
+        return await score_sample(self._agent, request, self._clock, self._attempts)
 
 
-async def score_sample(agent: RewardAgent, request: ScoreRequest, clock: Clock) -> ScoreResult:
-    """Score under the request's deadline; whatever goes wrong becomes a status, never a score."""
+async def score_sample(agent: RewardAgent, request: ScoreRequest, clock: Clock, attempts: int = 1) -> ScoreResult:
+    """Score under the request's deadline, again where that fails; what remains wrong is a status, never a score.
+
+    Args:
+        agent: scores.
+        request: its first attempt; further ones have the same idempotency key.
+        clock: of the deadline, which each attempt has anew.
+        attempts: at most.
+    """
+    for attempt in range(1, attempts + 1):
+        result = await _attempt(agent, attrs.evolve(request, attempt=attempt), clock)
+        if result.status == "ok":
+            break
+    return result
+
+
+async def _attempt(agent: RewardAgent, request: ScoreRequest, clock: Clock) -> ScoreResult:
     try:
         result = await clock.wait_for(
             agent.compute_score(request), request.deadline_seconds, f"the reward of sample {request.idempotency_key}"
         )
     except DeadlineExceeded as error:
-        return ScoreResult(status="timeout", error=str(error))
+        return ScoreResult(status="timeout", error=error.message)
     except Exception as error:
         return ScoreResult(status="failed", error=f"{type(error).__name__}: {error}")
     finite = isinstance(result.score, int | float) and result.score - result.score == 0

@@ -11,9 +11,9 @@ import attrs
 from jackfield.abc.transfer_queue import DeleteRequest, TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
-from jackfield.errors import JackfieldError, WorkerLost
+from jackfield.errors import JackfieldError, RewardError, WorkerLost
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
-from jackfield.runtime.agent_worker import AgentWorker, RunOrder
+from jackfield.runtime.agent_worker import AgentWorker, RunOrder, ends_the_run
 from jackfield.runtime.reward_worker import RewardWorker, Scored
 from jackfield.runtime.samples import evaluation_seed
 from jackfield.runtime.workers import Workers, resubmitted
@@ -58,15 +58,28 @@ class Evaluator:
         Returns:
             ``score``: the mean over all tasks whose score is known; ``failed``: the fraction without one;
             ``response_tokens``: mean length.
+
+        Raises:
+            RewardError: ``reward.too-many-failures`` when no task has a score.
+            JackfieldError: what would fail every other run, too (``ends_the_run``).
         """
         async with self.stages.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
             outcomes = await asyncio.gather(*(self._run(task, version) for task in self.tasks))
         scores = [outcome.scored.score for outcome in outcomes if outcome.scored.score is not None]
+        if not scores:
+            raise RewardError(
+                "no task of the evaluation has a score",
+                code="reward.too-many-failures",
+                where=f"evaluation of weights {version}",
+                expected="a score for one task at least",
+                found=outcomes[0].scored.error,
+                fix="correct what the first task met",
+            )
         lengths = [outcome.tags["response_tokens"] for outcome in outcomes if outcome.tags is not None]
         metrics = {
-            "score": sum(scores) / max(len(scores), 1),
-            "failed": 1.0 - len(scores) / max(len(outcomes), 1),
-            "response_tokens": sum(lengths) / max(len(outcomes), 1),
+            "score": sum(scores) / len(scores),
+            "failed": 1.0 - len(scores) / len(outcomes),
+            "response_tokens": sum(lengths) / len(outcomes),
             "tasks": float(len(outcomes)),
         }
         shown = tuple([await self._record(outcome) for outcome in outcomes[: self.recorded]])
@@ -94,6 +107,8 @@ class Evaluator:
         except WorkerLost:
             raise
         except JackfieldError as error:
+            if ends_the_run(error):
+                raise
             return _failed(order, error)
         scoring = rewards.score(EVAL, [key])
         (scored,) = await self.clock.wait_for(scoring, 2 * self.score_seconds, f"the reward worker of {who}")

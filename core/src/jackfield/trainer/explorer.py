@@ -13,7 +13,7 @@ from jackfield.clock import Clock
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError, WorkerLost
 from jackfield.queue import GroupSlot, Ticket, TransferQueue
-from jackfield.runtime.agent_worker import AgentWorker, RunOrder
+from jackfield.runtime.agent_worker import AgentWorker, RunOrder, ends_the_run
 from jackfield.runtime.samples import TRAIN, run_seed
 from jackfield.runtime.workers import Workers, resubmitted
 from jackfield.trainer.placement import PlacementLease
@@ -130,6 +130,8 @@ class Explorer:
         except WorkerLost:
             raise
         except JackfieldError as error:
+            if ends_the_run(error):
+                raise
             self._fail(group, order, error)
             return
         async with self.queue.ending_run(group, order.run, product.written, product.tags) as keys:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, QueueError, WorkerLost
+from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLost
 from jackfield.queue import BatchMeta, GroupView, TransferQueue
 from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker, Scored
 from jackfield.runtime.samples import TRAIN
@@ -39,11 +39,13 @@ class RewardPipeline:
     workers: Workers[RewardWorker]
     clock: Clock
     stages: Stages
-    score_seconds: float
+    score_seconds: float  #: the longest that a score takes, all attempts together
     idle_seconds: float  #: how long nothing may come before the wait is begun anew
+    max_failed_groups: int = 8  #: in a row without a single score, before the run ends
     #: replace groups whose rewards are all equal, so many times a slot; then the group is taken as it is. 0: never
     equal_groups_replaced: int = 0
     _leases: dict[str, asyncio.Future[_Lease]] = attrs.field(factory=dict, init=False)
+    _failed_groups: int = attrs.field(default=0, init=False)  #: the last ones in a row without a score
     _pruned: int = attrs.field(default=-1, init=False)  #: the last ticket at which dropped groups were forgotten
 
     def register(self) -> None:
@@ -111,6 +113,7 @@ class RewardPipeline:
             seconds,
             f"the reward worker of group {group.id}, samples {', '.join(group.keys)}",
         )
+        self._require_some_score(group, scored)
         if self._gives_nothing(group, [each for each in scored if each.key not in apart]):
             self.queue.drop_group(group.id, "all rewards of the group are equal")
             return
@@ -118,6 +121,22 @@ class RewardPipeline:
         for each in scored:
             if each.error is not None:
                 self.queue.fail_rows([each.key], each.error)
+
+    def _require_some_score(self, group: GroupView, scored: Sequence[Scored]) -> None:
+        """Groups are refilled, but not when it is the reward that is wrong."""
+        if any(each.error is None for each in scored):
+            self._failed_groups = 0
+            return
+        self._failed_groups += 1
+        if self._failed_groups > self.max_failed_groups:
+            raise RewardError(
+                f"{self._failed_groups} groups in a row ended without a single score",
+                code="reward.too-many-failures",
+                where=f"group {group.id}, task {group.task_id}",
+                expected=f"at most {self.max_failed_groups} (schedule.max_refills)",
+                found=scored[-1].error,
+                fix="correct the reward; where it only needs longer, raise deadlines.reward or its number of workers",
+            )
 
     def _gives_nothing(self, group: GroupView, siblings: Sequence[Scored]) -> bool:
         """Whether a group is to be replaced: equal rewards have no group-relative gradient (DAPO, equation 11)."""

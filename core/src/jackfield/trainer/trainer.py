@@ -296,5 +296,7 @@ def _require_finite(update: Mapping[str, float], names: Sequence[str], step: int
                 f"{name} is {value}",
                 code="run.not-finite",
                 where=f"step {step + 1}",
-                fix="lower optimizer.lr or set optimizer.clip_grad; the step was not applied",
+                expected="a finite number",
+                found=value,
+                fix="lower optimizer.lr or optimizer.clip_grad, or look at the rewards; the step was not applied",
             )

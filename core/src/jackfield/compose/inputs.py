@@ -1,0 +1,158 @@
+"""What a run reads before it begins: tasks, the model's description, the tokenizer.
+
+Whatever is wrong with them is refused here, before anything is started and before the run's folder is touched.
+Reading tasks and the model's description loads neither torch nor transformers, so that most mistakes show at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from jackfield.compose.recipe import Recipe
+from jackfield.config import RunConfig
+from jackfield.data.tasks import TaskSet
+from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_prompt
+from jackfield.errors import ConfigError, EngineError
+
+__all__ = ["ModelDescription", "Tasks", "check_tokens", "read_model", "read_tasks"]
+
+_ENCODED_PROMPTS = 64  #: of each file, its longest texts: so many are tokenised before the run begins
+
+
+@attrs.frozen(kw_only=True)
+class Tasks:
+    """The data of a run."""
+
+    train: TaskSet
+    held_out: TaskSet | None  #: None: the run does not evaluate
+    expert: TaskSet | None  #: None: the algorithm has no use for an expert
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Of the contents of each file, by its name in the configuration: what a resumed run compares."""
+        files = {"train": self.train, "eval": self.held_out, "expert": self.expert}
+        return {name: tasks.digest for name, tasks in files.items() if tasks is not None}
+
+
+@attrs.frozen(kw_only=True)
+class ModelDescription:
+    """What a model's ``config.json`` says, together with the configuration's limits; None: nothing."""
+
+    vocabulary_size: int | None
+    max_prompt_tokens: int | None
+
+
+def read_tasks(config: RunConfig, recipe: Recipe) -> Tasks:
+    """Open the task files.
+
+    Raises:
+        ConfigError: ``config.missing-key``: no file is named.
+        DataError: ``data.missing``, ``data.empty`` or ``data.malformed``, with file and line.
+    """
+    return Tasks(
+        train=_load(config, "train"),
+        held_out=_load(config, "eval", limit=config.evaluation.tasks) if config.evaluation.every else None,
+        expert=_load(config, "expert") if recipe.experts else None,
+    )
+
+
+def read_model(config: RunConfig) -> ModelDescription:
+    """Read the ``config.json`` of the model's folder.
+
+    Raises:
+        EngineError: ``engine.model``: there is no model in the folder.
+        ConfigError: ``config.invalid-value``: prompt and response do not fit together.
+    """
+    folder = Path(config.model.path)
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineError(
+            f"there is no model in the folder {config.model.path!r}",
+            code="engine.model",
+            where="model.path",
+            expected="a Hugging Face folder with config.json, weights and tokenizer",
+            found=_why_unreadable(folder, error),
+            fix=f"check the path; the working folder is {Path.cwd()}",
+        ) from error
+    text: Mapping[str, Any] = {**described, **(described.get("text_config") or {})}
+    rotary = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaled = rotary.get("rope_type", rotary.get("type", "default")) != "default"
+    return ModelDescription(
+        vocabulary_size=text.get("vocab_size"),
+        max_prompt_tokens=_prompt_limit(config, None if scaled else text.get("max_position_embeddings")),
+    )
+
+
+def check_tokens(config: RunConfig, tasks: Tasks, model: ModelDescription) -> None:
+    """Load the tokenizer, and see that it fits the model and that prompts are not too long.
+
+    The longest texts of each file are tokenised here; a longer prompt among the others ends the run when it comes.
+
+    Raises:
+        DataError: ``data.missing``, ``data.no-chat-template``, ``data.vocabulary`` or ``data.prompt-too-long``.
+    """
+    tokenizer = HuggingFaceChatTokenizer.load(
+        config.model.path,
+        chat_template=config.data.chat_template,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    if model.vocabulary_size is not None:
+        check_vocabulary(tokenizer, model.vocabulary_size)
+    if model.max_prompt_tokens is not None:
+        for each in filter(None, (tasks.train, tasks.held_out, tasks.expert)):
+            for number in _longest(each):
+                encode_prompt(tokenizer, each[number], model.max_prompt_tokens, each.place(number))
+
+
+def _load(config: RunConfig, which: str, limit: int | None = None) -> TaskSet:
+    file: str | None = getattr(config.data, which)
+    if file is None:
+        raise ConfigError(
+            f"no {which} data is given",
+            code="config.missing-key",
+            where=f"data.{which}",
+            expected="the path of a JSONL file",
+            found="nothing",
+            fix="name a JSONL file",
+        )
+    return TaskSet.load(file, config.data.format, limit=limit)
+
+
+def _why_unreadable(folder: Path, error: Exception) -> str:
+    if not folder.is_dir():
+        return "no such folder"
+    return "no config.json" if isinstance(error, FileNotFoundError) else f"config.json: {error}"
+
+
+def _prompt_limit(config: RunConfig, positions: int | None) -> int | None:
+    """The most tokens that a prompt may have: what is configured, or what leaves room for a response."""
+    room = config.runtime.max_model_len or positions
+    prompt, response = config.data.max_prompt_tokens, config.sampling.max_new_tokens
+    if prompt is None:
+        return None if room is None else room - 1
+    if room is not None and prompt + response > room:
+        source = "runtime.max_model_len" if config.runtime.max_model_len else "the model's max_position_embeddings"
+        raise ConfigError(
+            "the longest prompt and the longest response do not fit together",
+            where="data.max_prompt_tokens",
+            expected=f"data.max_prompt_tokens + sampling.max_new_tokens of at most {room} tokens ({source})",
+            found=f"{prompt} + {response}",
+            fix="lower one of them",
+        )
+    return prompt
+
+
+def _longest(tasks: TaskSet) -> Sequence[int]:
+    """The numbers of the tasks with the longest texts, of those that were checked when the file was opened."""
+
+    def characters(number: int) -> int:
+        return sum(len(str(message.get("content"))) for message in tasks[number].messages)
+
+    return heapq.nlargest(_ENCODED_PROMPTS, tasks.checked(), key=characters)
