@@ -76,6 +76,7 @@ class Workplace:
             "sampling": {"max_new_tokens": 4},
             "schedule": {"steps": 4, "max_refills": 1},
             "reward": {"name": "rules", "pattern": None, "ground_truth_pattern": None},
+            "checkpoint": {"every": 1},
             "observe": {"progress": False, "curve": False, "tensorboard": False},
         }
 
@@ -283,7 +284,8 @@ def kept_first_step(ended: Ended) -> None:
     """What a step before the failure wrote is there, and so is the traceback of the failure."""
     assert 1 in [line["step"] for line in metrics(ended.folder) if line["kind"] == "step"]
     ledger = [json.loads(line) for line in (ended.folder / "ledger.jsonl").read_text().splitlines()]
-    assert 0 in [entry.get("step") for entry in ledger if entry["event"] == "commit"]
+    assert "commit" in [entry["event"] for entry in ledger]
+    assert list((ended.folder / "checkpoints").iterdir())
     assert (ended.folder / "samples" / "train.jsonl").stat().st_size > 0
     assert "Traceback" in (ended.folder / "error.txt").read_text()
 
