@@ -13,7 +13,8 @@ committed; microseconds per row, and the growth of the process in bytes per row.
 
 The last line is a JSON object (``--json``: nothing else). Ratios are those of the backend zmq to TransferQueue at 64
 MB. What could not be measured is null, and ``reasons`` says why. Exit status 2 where ``--compare`` asked for the
-comparison and it could not be made. ``--quick`` takes 1 and 64 MB and two repetitions: under 50 s. All with one thread.
+comparison and it could not be made. ``--quick`` takes 1 and 64 MB and two repetitions: under 50 s on a quiet
+machine. All with one thread.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a copy by several threads waits
 
 ROWS = 64
 PEER = "TransferQueue 0.1.11"
-PEER_SECONDS = 240.0
+PEER_SECONDS, QUICK_PEER_SECONDS = 240.0, 40.0
 PEER_PYTHON = str(FOLDER.parent / ".venv-transfer-queue" / "bin" / "python")  #: made by make benchmark-transfer-queue
 HEADLINE_MB = 64
 
@@ -66,6 +67,7 @@ def main() -> None:
         print(json.dumps(only(arguments.only, arguments)))
         return
     say = (lambda *_: None) if arguments.json else print
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     found, reasons = measure(arguments, say)
     summary = headline(found, reasons) | {"machine": platform.platform(), "cores": os.cpu_count(), **found}
     print(json.dumps(summary))
@@ -88,9 +90,8 @@ def measure(arguments: argparse.Namespace, say: Any) -> tuple[dict[str, Any], di
                 found["backends"][name] = asyncio.run(backend(cls, config, folder, arguments.sizes, repeats))
             say(line(name, found["backends"][name], arguments.sizes))
     if not arguments.backends or PEER in arguments.backends:
-        peer = in_a_process_of_its_own(
-            "peer", PEER_SECONDS, PEER_PYTHON if Path(PEER_PYTHON).exists() else sys.executable
-        )
+        python = PEER_PYTHON if Path(PEER_PYTHON).exists() else sys.executable
+        peer = in_a_process_of_its_own("peer", QUICK_PEER_SECONDS if arguments.quick else PEER_SECONDS, python)
         if "reason" in peer:
             reasons[PEER] = peer["reason"]
         else:
