@@ -6,6 +6,7 @@ import asyncio
 import base64
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -16,6 +17,10 @@ from torch import distributed
 from torch._C import _distributed_c10d as c10d
 
 __all__ = ["Group", "MeetingStore"]
+
+#: Members pass a broadcast on along a tree: in pieces, they receive one while they pass on the one before.
+_PIECE_BYTES = 4 * 2**20
+_UNDER_WAY = 1  #: pieces beside the newest one
 
 
 class MeetingStore(c10d.Store):
@@ -120,7 +125,13 @@ class Group:
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
         seconds = timedelta(seconds=max(self._ends - time.monotonic(), 0.001))
-        self._group.broadcast(buffer, 0, timeout=seconds).wait()
+        under_way: deque[Any] = deque()
+        for piece in buffer.split(_PIECE_BYTES):
+            under_way.append(self._group.broadcast(piece, 0, timeout=seconds))
+            if len(under_way) > _UNDER_WAY:
+                under_way.popleft().wait()
+        for work in under_way:
+            work.wait()
         if buffer.is_cuda:  # NCCL's wait() is the stream's, not ours
             torch.cuda.current_stream(buffer.device).synchronize()
 
