@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jackfield.algorithms import names
+from jackfield.errors import JackfieldError
 
 from .conftest import Run
 from .test_modes import steps
@@ -49,3 +50,12 @@ def test_every_bundle_that_explores_gets_what_it_needs(small_run: Run, made: Pat
     for line in steps(lines):
         assert all(math.isfinite(line[key]) for key in ("policy/loss", "reward/mean", "advantages/abs_mean"))
     assert any(line["grad_norm"] > 0 for line in steps(lines)), "something was learnt from"
+
+
+def test_a_log_prob_that_is_not_finite_names_its_sample(small_run: Run, graded: str) -> None:
+    """Weights that overflow make the next step's log-probs NaN."""
+    broken = ("optimizer.lr=1e38", "optimizer.clip_grad=null", "optimizer.weight_decay=0.0", "optimizer.warmup_steps=0")
+    with pytest.raises(JackfieldError) as caught:
+        small_run("nan", "algorithm.epochs=2", graded, *broken)
+    assert "algorithm.not-finite" == caught.value.code, str(caught.value)
+    assert str(caught.value.where).startswith("sample train/0/"), caught.value.where

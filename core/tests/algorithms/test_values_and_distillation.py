@@ -172,3 +172,13 @@ def test_a_critic_finds_its_loss_by_name_and_shares_of_it_add_up() -> None:
         **counts,  # type: ignore[arg-type]
     )
     assert float(expected) == pytest.approx(total)
+
+
+def test_an_error_of_a_micro_batch_names_the_row_of_the_batch() -> None:
+    ones, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    bad = ones.clone()
+    bad[1, 2] = math.inf
+    function = resolve_loss(LossSpec(name="sft", global_counts={"global_tokens": 6, "global_sequences": 2}))
+    with pytest.raises(ConfigError) as caught:
+        function(TokenOutput(log_probs=bad), {"response_mask": mask, "row": torch.tensor([7, 4])})
+    assert "row 4, response token 2" == caught.value.where

@@ -11,6 +11,7 @@ import torch
 
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.algorithms import Shaping, advantages, importance_weights
+from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta, Rows, column_from_rows, rows_of
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
@@ -208,3 +209,11 @@ def test_prepare_writes_what_the_loss_has_to_know_of_its_whole_batch() -> None:
     found = batch.prepare(AdvantagePlan(loss="dpo", loss_options={"beta": 0.5}, reference=True))
     assert [1.0, -1.0, 1.0, -1.0] == found["dpo_signs"]
     assert [0.5, 0.5, -0.5, -0.5] == pytest.approx(found["dpo_margins"])
+
+
+def test_a_value_that_is_not_finite_is_named_with_its_sample() -> None:
+    batch = scored()
+    batch.columns["values"] = jagged([[0.5] * 2, [0.5, float("nan"), 0.5], [0.5], [0.5] * 2])
+    with pytest.raises(ConfigError) as caught:
+        batch.estimate(AdvantagePlan(advantages="gae"))
+    assert "sample train/0/0/0/1/0, response token 1" == caught.value.where

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -278,7 +279,8 @@ def resolve_loss(spec: LossSpec) -> LossFunction:
     function reads ``response_mask`` and those of the loss's inputs that its data hold: ``old_log_probs``,
     ``advantages``, ``ref_log_probs``, ``rollout_weights``, what :func:`jackfield.algorithms.prepare` made, and so on.
     Micro-batches may split groups and pairs, so ``group_ids`` and ``pair_ids`` are not looked at. KL and entropy are
-    those of rows that the policy itself generated: a loss that takes an ``expert_mask`` leaves its rows out there.
+    those of rows that the policy itself generated: a loss that takes an ``expert_mask`` leaves its rows out there. A
+    column ``row`` (int ``[B]``) says which rows of the whole batch these are, for errors.
 
     The name :data:`VALUE_LOSS` is the critic's: :func:`jackfield.algorithms.value_loss` of the model's values, with
     ``returns`` and, as those before the update, ``values`` of the data.
@@ -287,6 +289,19 @@ def resolve_loss(spec: LossSpec) -> LossFunction:
         ConfigError: ``algorithm.unknown`` or ``algorithm.input``: an option that the loss does not have.
     """
     return _ValueLoss(spec) if spec.name == VALUE_LOSS else _ComposedLoss(spec)
+
+
+@contextmanager
+def _naming_rows(data: TensorDict) -> Iterator[None]:
+    """A micro-batch has an order of its own: an error names the row of the whole batch, by the column ``row``."""
+    try:
+        yield
+    except ConfigError as error:
+        number, comma, rest = str(error.where).removeprefix("row ").partition(",")
+        rows = data.get("row")
+        if error.code == "algorithm.not-finite" and number.isdigit() and rows is not None:
+            error.where = f"row {int(rows[int(number)])}{comma}{rest}"
+        raise
 
 
 class _ValueLoss:
@@ -298,15 +313,16 @@ class _ValueLoss:
 
     def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert output.values is not None, "the model of a critic has a value head"
-        loss, metrics = value_loss(
-            values=output.values,
-            returns=data["returns"],
-            response_mask=data["response_mask"],
-            old_values=data.get("values"),
-            global_tokens=self._counts["global_tokens"],
-            global_sequences=self._counts["global_sequences"],
-            **self._options,
-        )
+        with _naming_rows(data):
+            loss, metrics = value_loss(
+                values=output.values,
+                returns=data["returns"],
+                response_mask=data["response_mask"],
+                old_values=data.get("values"),
+                global_tokens=self._counts["global_tokens"],
+                global_sequences=self._counts["global_sequences"],
+                **self._options,
+            )
         return loss, {**metrics, "value/loss": loss.detach()}
 
 
@@ -340,19 +356,20 @@ class _ComposedLoss:
 
     def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask = data["response_mask"]
-        loss, metrics = policy_loss(
-            self._part.name,
-            log_probs=output.log_probs,
-            response_mask=mask,
-            aggregation=self._aggregation,
-            length_norm=self._length_norm,
-            correction=self._correction,
-            rollout_weights=data.get("rollout_weights"),
-            global_tokens=self._counts["global_tokens"],
-            global_sequences=self._counts["global_sequences"],
-            **self._inputs(data),
-            **self._options,
-        )
+        with _naming_rows(data):
+            loss, metrics = policy_loss(
+                self._part.name,
+                log_probs=output.log_probs,
+                response_mask=mask,
+                aggregation=self._aggregation,
+                length_norm=self._length_norm,
+                correction=self._correction,
+                rollout_weights=data.get("rollout_weights"),
+                global_tokens=self._counts["global_tokens"],
+                global_sequences=self._counts["global_sequences"],
+                **self._inputs(data),
+                **self._options,
+            )
         metrics["policy/loss"] = loss.detach()
         mask = self._own(mask, data)
         if self._kl_coefficient:

@@ -24,7 +24,7 @@ from jackfield.queue import (
     rows_of,
     to_nested,
 )
-from jackfield.runtime.samples import is_baseline, is_expert, trained
+from jackfield.runtime.samples import is_baseline, is_expert, naming_samples, trained
 
 if TYPE_CHECKING:
     import torch
@@ -97,13 +97,14 @@ class AdvantageWorker:
         baselines = await self._baselines(batch, rows.batch)
         metrics = _reward_statistics(rows.token_rewards)
         token_rewards = self._shaped(rows, kl_coefficient, metrics)
-        estimated, returns = advantages(
-            self._plan.advantages,
-            token_rewards=token_rewards,
-            response_mask=rows.mask,
-            **self._inputs(rows, baselines),
-            **self._plan.advantages_options,
-        )
+        with naming_samples(rows.batch):
+            estimated, returns = advantages(
+                self._plan.advantages,
+                token_rewards=token_rewards,
+                response_mask=rows.mask,
+                **self._inputs(rows, baselines),
+                **self._plan.advantages_options,
+            )
         metrics["advantages/abs_mean"] = float(estimated.abs().mean())
         columns = {"advantages": rows.jagged(estimated), "returns": rows.jagged(returns)}
         if self._plan.correction is not None:

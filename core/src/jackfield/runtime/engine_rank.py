@@ -19,6 +19,7 @@ from jackfield.abc.engine import (
 from jackfield.abc.transfer_queue import Column
 from jackfield.errors import EngineError, JackfieldError
 from jackfield.queue import BatchMeta, Rows, Written, from_nested, to_nested
+from jackfield.runtime.samples import naming_samples
 from jackfield.weights import WeightSender
 
 if TYPE_CHECKING:
@@ -82,8 +83,12 @@ class EngineRank:
 
     async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
         """This rank's part in one optimizer step: ``grad_norm``, ``lr`` and its share of the loss's metrics."""
+        import torch
+
         data = await self._read(batch, (*_SAMPLE, *self._loss_columns))
-        metrics: dict[str, float] = await self._in_thread(lambda: self._train(data, loss))
+        data["row"] = torch.arange(len(batch))
+        with naming_samples(batch):
+            metrics: dict[str, float] = await self._in_thread(lambda: self._train(data, loss))
         return metrics
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import xxhash
@@ -10,6 +11,7 @@ import xxhash
 from jackfield.abc.agent import AgentSequence
 from jackfield.abc.transfer_queue import Column
 from jackfield.data.tasks import Task
+from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta, column_from_rows, json_column
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "is_baseline",
     "is_expert",
     "mini_batches",
+    "naming_samples",
     "run_seed",
     "sequence_columns",
     "sequence_tags",
@@ -44,6 +47,18 @@ def is_baseline(tags: Mapping[str, Any]) -> bool:
 def trained(batch: BatchMeta) -> BatchMeta:
     """The rows that a model is trained on: all but baselines."""
     return batch.select(index for index, tags in enumerate(batch.tags) if not is_baseline(tags))
+
+
+@contextmanager
+def naming_samples(batch: BatchMeta) -> Iterator[None]:
+    """An error of an algorithm that names a row of ``batch`` names the sample."""
+    try:
+        yield
+    except ConfigError as error:
+        number, comma, rest = str(error.where).removeprefix("row ").partition(",")
+        if error.code == "algorithm.not-finite" and number.isdigit():
+            error.where = f"sample {batch.keys[int(number)]}{comma}{rest}"
+        raise
 
 
 def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[BatchMeta, ...]:
