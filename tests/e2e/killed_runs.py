@@ -2,9 +2,10 @@
 
     python killed_runs.py < commands.jsonl
 
-Each line of the input is ``{"config": FILE, "overrides": [...], "kill": null or [PLACE, n]}``; each line of the output
-``{"killed": true}``, ``{"error": TEXT}`` or ``{"steps": n}``. A child ends itself with SIGKILL at its n-th *moment* of
-a place. Moments are events of the run and steps in the life of its files, so that a seed names the same moment again:
+Each line of the input is ``{"config": FILE, "overrides": [...], "kill": null or [PLACE, n], "room": null or BYTES}``;
+each line of the output is ``{"killed": true}`` or ``{"code": EXIT CODE, "error": STANDARD ERROR}`` of the command.
+``room`` is the size that the system lets files grow to. A child ends itself with SIGKILL at its n-th *moment* of a
+place. Moments are events of the run and steps in the life of its files, so that a seed names the same moment again:
 
 ``anywhere``
     a stage, step, evaluation, synchronisation or checkpoint has ended, or a file of the run's folder is about to be
@@ -15,15 +16,20 @@ a place. Moments are events of the run and steps in the life of its files, so th
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import io
 import json
 import os
+import resource
 import signal
 import sys
 from typing import Any
 
-from jackfield.compose import run
+from jackfield import compose
+from jackfield.cli import main
 from jackfield.config import load_config
-from jackfield.errors import JackfieldError
 from jackfield.plugins import hookimpl
 
 _AUDITED = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree")
@@ -74,20 +80,29 @@ class Killer:
 
 def child(command: dict[str, Any], answers: int) -> None:
     """Do the run, unless it is killed; tell how it ended."""
-    config = load_config(command["config"], command["overrides"])
-    hooks = [] if command["kill"] is None else [Killer(config.folder, *command["kill"])]
+    known = set(sys.modules)
+    if command["room"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (command["room"], command["room"]))
+    if command["kill"] is not None:
+        folder = load_config(command["config"], command["overrides"]).folder
+        killer = Killer(folder, *command["kill"])
+        compose.run = functools.partial(compose.run, hooks=[killer])
+    errors = io.StringIO()
     try:
-        answer: dict[str, Any] = {"steps": run(config, hooks=hooks).steps}
-    except JackfieldError as error:
-        answer = {"error": str(error)}
-    os.write(answers, json.dumps(answer).encode())
+        with contextlib.redirect_stderr(errors):
+            main(["run", command["config"], *command["overrides"]])
+    except SystemExit as ended:
+        answer = {"code": ended.code, "error": errors.getvalue(), "imported": sorted(set(sys.modules) - known)}
+        os.write(answers, json.dumps(answer).encode())
 
 
 def start(command: dict[str, Any]) -> dict[str, Any]:
     """Fork a child and wait for its end."""
     reading, writing = os.pipe()
+    sys.stdout.flush()
     process = os.fork()
     if process == 0:
+        os.dup2(2, 1)  # standard output is for answers
         try:
             os.close(reading)
             child(command, writing)
@@ -96,14 +111,18 @@ def start(command: dict[str, Any]) -> dict[str, Any]:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        answer = pipe.read()
+        answer = pipe.read()  # ends with the child
     _, status = os.waitpid(process, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return {"killed": True}
-    return json.loads(answer or '{"error": "the child broke down"}')  # type: ignore[no-any-return]
+    told: dict[str, Any] = json.loads(answer or '{"code": null, "error": "the child broke down"}')
+    for name in told.pop("imported", ()):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)  # once here, for all later children
+    return told
 
 
-def main() -> None:
+def serve() -> None:
     """Import what a run imports, then do what standard input says. Nothing is computed here: children fork safely."""
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
@@ -112,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from jackfield.trainer import effective_acks, read_ledger
 from .conftest import QUICKSTART, metrics
 from .test_modes import GRADED, TIMES
 
-STEPS, PROMPTS, RUNS = 6, 2, 4
+STEPS, PROMPTS, RUNS = 4, 2, 4
+DONE = {"code": 0, "error": ""}
 
 Start = Callable[..., dict[str, Any]]
 
@@ -26,26 +28,32 @@ Start = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="module")
 def start(made: Path) -> Iterator[Start]:
     """``start(folder, *overrides, kill=None)``: the same command once more, ended by SIGKILL at a moment or not."""
-    program = Path(__file__).with_name("killed_runs.py")
-    with subprocess.Popen(
-        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, str(Path(__file__).with_name("killed_runs.py"))]
+    quiet = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    with subprocess.Popen(command, env=quiet, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         answers = process.stdout
 
-        def do(folder: Path, *overrides: str, kill: tuple[str, int] | None = None) -> dict[str, Any]:
+        def do(
+            folder: Path,
+            *overrides: str,
+            kill: tuple[str, int] | None = None,
+            room: int | None = None,
+            file: str = "grpo.yaml",
+        ) -> dict[str, Any]:
+            train = "problems" if file == "grpo.yaml" else "demonstrations"
             small = [
                 "name=killed",
                 f"folder={folder}",
                 f"model.path={made / 'model'}",
-                f"data.train={made / 'problems.jsonl'}",
+                f"data.train={made / train}.jsonl",
                 f"data.eval={made / 'held_out.jsonl'}",
                 f"data.prompts_per_step={PROMPTS}",
                 f"data.runs_per_prompt={RUNS}",
                 "sampling.max_new_tokens=4",
                 f"schedule.steps={STEPS}",
-                "evaluation.every=3",
+                "evaluation.every=2",
                 "evaluation.tasks=4",
                 "checkpoint.every=2",
                 "runtime.threads=1",
@@ -54,7 +62,7 @@ def start(made: Path) -> Iterator[Start]:
                 "observe.tensorboard=false",
                 *GRADED,
             ]
-            command = {"config": str(QUICKSTART / "grpo.yaml"), "overrides": [*small, *overrides], "kill": kill}
+            command = {"config": str(QUICKSTART / file), "overrides": [*small, *overrides], "kill": kill, "room": room}
             print(json.dumps(command), file=process.stdin, flush=True)
             answer: dict[str, Any] = json.loads(answers.readline())
             return answer
@@ -67,23 +75,34 @@ def moments(seed: int, count: int) -> list[tuple[str, int]]:
     """Random moments of a run's life, every third inside of the writing of a checkpoint."""
     draw = random.Random(seed)
     return [
-        ("checkpoint", draw.randint(1, 40)) if number % 3 == 2 else ("anywhere", draw.randint(1, 120))
+        ("checkpoint", draw.randint(1, 30)) if number % 3 == 2 else ("anywhere", draw.randint(1, 90))
         for number in range(count)
     ]
 
 
-def kill_again_and_again(start: Start, folder: Path, settings: tuple[str, ...], seed: int, kills: int) -> list[Path]:
+def kill_again_and_again(
+    start: Start, folder: Path, settings: tuple[str, ...], seed: int, kills: int, file: str = "grpo.yaml"
+) -> list[Path]:
     """Start, kill and start again, in a further folder where a run came to its end; the folders of finished runs."""
     finished: list[Path] = []
     for kill in moments(seed, kills):
-        answer = start(folder / str(len(finished)), *settings, kill=kill)
+        answer = start(folder / str(len(finished)), *settings, kill=kill, file=file)
         while "killed" not in answer:  # the run ended before its moment came
-            assert {"steps": STEPS} == answer
+            assert DONE == answer
             finished.append(folder / str(len(finished)))
-            answer = start(folder / str(len(finished)), *settings, kill=kill)
+            answer = start(folder / str(len(finished)), *settings, kill=kill, file=file)
     last = folder / str(len(finished))
-    assert {"steps": STEPS} == start(last, *settings)
+    assert DONE == start(last, *settings, file=file)
     return [*finished, last]
+
+
+def check_equal(whole: Path, folder: Path) -> None:
+    """Weights, metrics and samples are those of the run that nothing interrupted, bit for bit."""
+    weights = [(each / "model" / "model.safetensors").read_bytes() for each in (whole, folder)]
+    assert weights[0] == weights[1]
+    assert without_times(metrics(whole)) == without_times(metrics(folder))
+    for table in (whole / "samples").glob("*.jsonl"):
+        assert table.read_text() == (folder / "samples" / table.name).read_text()
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -91,25 +110,20 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith(times)} for line in lines]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("settings", [()], ids=["inline"])
 def test_killed_ten_times_a_synchronous_run_is_bitwise_the_uninterrupted_one(
     start: Start, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     whole = tmp_path / "whole"
-    assert {"steps": STEPS} == start(whole, *settings)
+    assert DONE == start(whole, *settings)
     for folder in kill_again_and_again(start, tmp_path / "killed", settings, seed=4, kills=10):
-        weights = [(each / "model" / "model.safetensors").read_bytes() for each in (whole, folder)]
-        assert weights[0] == weights[1]
-        assert without_times(metrics(whole)) == without_times(metrics(folder))
-        for table in ("train", "eval"):
-            rows = [(each / "samples" / f"{table}.jsonl").read_text() for each in (whole, folder)]
-            assert rows[0] == rows[1]
+        check_equal(whole, folder)
         check_ledger(folder)
         assert not list(folder.rglob("*.partial"))
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("settings", [()], ids=["inline"])
 def test_killed_ten_times_a_run_ahead_of_its_weights_uses_every_sample_once(
     start: Start, tmp_path: Path, settings: tuple[str, ...]
@@ -121,6 +135,31 @@ def test_killed_ten_times_a_run_ahead_of_its_weights_uses_every_sample_once(
         assert list(range(1, STEPS + 1)) == lines
 
 
+@pytest.mark.timeout(300)
+def test_killed_supervised_training_is_bitwise_the_uninterrupted_one(start: Start, tmp_path: Path) -> None:
+    settings = ("data.runs_per_prompt=1", "evaluation.every=0")
+    assert DONE == start(tmp_path / "whole", *settings, file="warmup.yaml")
+    for folder in kill_again_and_again(start, tmp_path / "killed", settings, seed=6, kills=3, file="warmup.yaml"):
+        check_equal(tmp_path / "whole", folder)
+
+
+@pytest.mark.timeout(300)
+def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_and_the_same_command_goes_on(
+    start: Start, tmp_path: Path
+) -> None:
+    """The system refuses to let the engine's file grow; what was saved before is whole."""
+    assert DONE == start(tmp_path / "whole")
+    assert DONE == start(tmp_path / "full", "schedule.steps=2")
+    answer = start(tmp_path / "full", room=1_000_000)
+    assert 1 == answer["code"]
+    assert "[run.checkpoint-write]" in answer["error"]
+    assert "MB of the disk are free" in answer["error"]
+    assert "it goes on after step 2" in answer["error"]
+    assert ["step_00000002"] == [path.name for path in (tmp_path / "full" / "checkpoints").iterdir()]
+    assert DONE == start(tmp_path / "full")
+    check_equal(tmp_path / "whole", tmp_path / "full")
+
+
 def check_ledger(folder: Path) -> None:
     """Replay the ledger: what is committed stays; in the end every place of every batch was used once, by its step."""
     entries = list(read_ledger(folder / "ledger.jsonl"))
@@ -129,7 +168,8 @@ def check_ledger(folder: Path) -> None:
         trained = effective_acks(entries[:end]).get("trainer", {})
         assert committed.items() <= trained.items(), f"line {end} takes back what is committed"
         if entry["event"] == "ack" and entry["consumer"] == "trainer":
-            assert not committed.keys() & set(entry["keys"]), f"line {end} uses again what is committed"
+            before = effective_acks(entries[: end - 1]).get("trainer", {})
+            assert not before.keys() & set(entry["keys"]), f"line {end} uses again what was used"
         if entry["event"] == "commit":
             committed = {key: step for key, step in trained.items() if step is not None and step <= entry["step"]}
     places = Counter((step, *place(key)) for key, step in committed.items())

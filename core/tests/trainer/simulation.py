@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -25,9 +28,12 @@ from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import (
+    Checkpointer,
+    CheckpointStore,
     Critic,
     Experts,
     Explorer,
+    Ledger,
     PlacementLease,
     Progress,
     RewardPipeline,
@@ -35,6 +41,18 @@ from jackfield.trainer import (
     Stages,
     Trainer,
 )
+
+
+class Inline(ThreadPoolExecutor):
+    """Does at once what threads would do: a virtual clock does not wait for threads."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
 
 
 class FakeTokenizer:
@@ -90,7 +108,12 @@ class FakeActor:
         return {"policy/loss": 0.5, "grad_norm": 1.0, **({"policy/kl": 0.3} if "kl" in loss.options else {})}
 
     async def save(self, folder: str, format: str) -> None:
-        raise AssertionError("not asked for")
+        await self.clock.sleep(self.seconds)
+        Path(folder).mkdir()
+        (Path(folder) / "model").write_text("weights")
+
+    async def load(self, folder: str) -> None:
+        assert "weights" == (Path(folder) / "model").read_text()
 
 
 class FakeCritic:
@@ -205,19 +228,31 @@ class Simulation:
     clock: VirtualClock = attrs.field(factory=VirtualClock)
     seeds: list[int] = attrs.field(factory=list)
     temperatures: list[float | None] = attrs.field(factory=list)
+    folder: Path | None = None  #: of checkpoints and ledger; a run goes on from what is there
+    checkpoint_every: int = 0
+    kill_at: float | None = None  #: the moment in which everything ends
 
     def run(self) -> Simulation:
         """Run to the end on virtual time."""
-        self.clock.run(asyncio.wait_for(self._run(), 1e6))
+        with suppress(TimeoutError) if self.kill_at is not None else nullcontext():
+            self.clock.run(asyncio.wait_for(self._run(), self.kill_at or 1e6))
         return self
 
     async def _run(self) -> None:
         clock = self.clock
+        asyncio.get_running_loop().set_default_executor(Inline())
         self.recorder = Recorder(clock)
         hooks = hook_manager([self.recorder], []).hook
         stages, version, steps_done = Stages(clock, hooks), Progress(clock), Progress(clock)
         backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
-        self.queue = queue = TransferQueue(backend, clock, max_refills=self.max_refills)
+        store = ledger = newest = None
+        if self.folder is not None:
+            store = CheckpointStore(self.folder / "checkpoints")
+            store.clean()
+            newest = store.newest()
+            ledger = Ledger(self.folder / "ledger.jsonl", resume=newest is not None)
+        record = None if ledger is None else ledger.write
+        self.queue = queue = TransferQueue(backend, clock, max_refills=self.max_refills, on_ledger=record)
         await queue.start()
         rows = Rows(backend)
         agents = Workers([AgentWorker(rows, FakeTokenizer(), clock, lambda: FakeAgent(self))])
@@ -231,6 +266,17 @@ class Simulation:
         critic = None
         if self.critic_warmup is not None:
             critic = Critic(engine=self.critic, loss_options={"clip": 0.1}, warmup_steps=self.critic_warmup)
+        checkpointer = None
+        if store is not None and ledger is not None:
+            checkpointer = Checkpointer(
+                store=store,
+                engines={"actor": self.actor},
+                queue=queue,
+                ledger=ledger,
+                description={},
+                stages=stages,
+                hooks=hooks,
+            )
         lease = PlacementLease(clock, 1000)
         apart = PlacementLease(clock, 1000)
         trainer = Trainer(
@@ -247,9 +293,9 @@ class Simulation:
             mini_batches=self.mini_batches,
             epochs=1,
             weights=self.synchronizer,
-            checkpoints=None,
-            checkpoint_every=0,
-            checkpoint_at_end=False,
+            checkpoints=checkpointer,
+            checkpoint_every=self.checkpoint_every,
+            checkpoint_at_end=checkpointer is not None,
             evaluator=None,
             evaluate_every=0,
             explores=True,
@@ -294,14 +340,19 @@ class Simulation:
             experts=Experts(rows=self.experts, task_for=_expert) if self.experts else None,
         )
         try:
+            restored = None if newest is None or checkpointer is None else await checkpointer.load(newest)
+            self.first_step = 0 if newest is None else newest.step
+            await trainer.begin(self.first_step, restored)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(explorer.run()), tasks.create_task(rewards.run())]
-                await trainer.run()
+                await trainer.run(self.first_step)
                 for task in background:
                     task.cancel()
             self.rows_left = queue.stats()["rows"]
         finally:
             await queue.close()
+            if ledger is not None:
+                ledger.close()
 
 
 def _task(slot: GroupSlot) -> Task:

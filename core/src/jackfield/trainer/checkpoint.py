@@ -6,6 +6,7 @@ import asyncio
 import base64
 import platform
 import random
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ class Checkpointer:
             "a checkpoint could not be written",
             code="run.checkpoint-write",
             where=f"{self.store.folder}, step {steps}",
-            found=error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}",
+            found=f"{_cause(error)} ({shutil.disk_usage(self.store.folder).free >> 20} MB of the disk are free)",
             fix=f"look at the disk's room and permissions, then give the same command: {again}",
         )
 
@@ -106,6 +107,13 @@ class Checkpointer:
         load_random_state(state["random"])
         trainer: dict[str, Any] = state["trainer"]
         return trainer
+
+
+def _cause(error: Exception) -> str:
+    """One line; what an error of ours found says more than what it was about."""
+    if not isinstance(error, JackfieldError):
+        return f"{type(error).__name__}: {error}"
+    return error.message if error.found is None else f"{error.message}: {error.found}"
 
 
 def random_state() -> dict[str, Any]:

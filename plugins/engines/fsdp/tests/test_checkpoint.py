@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +50,18 @@ def test_published_tensors_are_copies(kit: ModuleType, build: Build, rows: Rows)
     kit.train(engine, kit.make_batch(rows), kit.PolicyLoss(rows))
     assert equal(kept, before)
     assert not equal(kept, kit.weights(engine))
+
+
+def test_a_file_that_cannot_grow_is_an_error_that_names_folder_and_rank(build: Build, tmp_path: Path) -> None:
+    """The system's limit stands for a full disk."""
+    engine, limits = build(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(EngineError) as caught:
+            engine.save_checkpoint(SaveCheckpointRequest(folder=str(tmp_path / "native")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ("engine.failed", f"{tmp_path / 'native'}, rank 0") == (caught.value.code, caught.value.where)
 
 
 @pytest.mark.parametrize("kind", ["model", "critic", "adapter", "fresh"])

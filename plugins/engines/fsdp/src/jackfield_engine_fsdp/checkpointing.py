@@ -57,9 +57,22 @@ def make_folder(folder: str, ranks: Ranks) -> Path:
 def save(
     folder: Path, model: TokenModel, optimization: Optimization | None, streams: RandomStreams, ranks: Ranks
 ) -> None:
-    """Write a native checkpoint into an empty folder. A collective operation."""
+    """Write a native checkpoint into an empty folder. A collective operation.
+
+    Raises:
+        EngineError: ``engine.failed``, on every rank, when a rank could not write.
+    """
     state = _tensors(model, optimization)
-    save_tensors(state, checkpoint_id=folder / "tensors")
+    try:
+        save_tensors(state, checkpoint_id=folder / "tensors")
+    except CheckpointException as caught:  # no Exception: nobody else would take it for a failure
+        rank, (cause, _) = next(iter(caught.failures.items()))
+        raise EngineError(
+            "the checkpoint could not be written",
+            where=f"{folder}, rank {rank}",
+            found=f"{type(cause).__name__}: {cause}",
+            fix="look at the disk's room and permissions",
+        ) from caught
     _write_json(folder / f"random_{ranks.rank}.json", streams.state())
     ranks.barrier()  # engine.json is there only when all the rest is
     if ranks.rank == 0:

@@ -1,0 +1,96 @@
+"""Killed at any moment and started again, under every schedule: each sample is used once, by its step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jackfield.trainer import Schedule, effective_acks, read_ledger
+
+from .simulation import Simulation
+
+STEPS, GROUPS, RUNS = 8, 3, 2
+pytestmark = pytest.mark.timeout(180)
+
+
+def simulate(folder: Path, k: int, o: int, kill_at: float | None, **settings: object) -> Simulation:
+    schedule = Schedule(steps=STEPS, sync_interval=k, sync_offset=o)
+    simulation = Simulation(  # type: ignore[arg-type]
+        schedule, groups=GROUPS, runs=RUNS, folder=folder, checkpoint_every=2, kill_at=kill_at, **settings
+    )
+    return simulation.run()
+
+
+def trained(folder: Path) -> list[tuple[int | None, int, int, int]]:
+    """Step, ticket, slot and run of every sample that was used, and was not taken back; none is used again before."""
+    entries, used = list(read_ledger(folder / "ledger.jsonl")), []
+    for index, entry in enumerate(entries):
+        if entry["event"] == "ack" and entry["consumer"] == "trainer":
+            assert not set(entry["keys"]) & effective_acks(entries[:index]).get("trainer", {}).keys()
+    for key, step in effective_acks(entries)["trainer"].items():
+        _, ticket, slot, _, run, _ = key.split("/")
+        used.append((step, int(ticket), int(slot), int(run.partition("r")[0])))
+    return used
+
+
+@pytest.mark.parametrize(("k", "o", "shared"), list(itertools.product((1, 2), (0, 1, 2), (False, True))))
+def test_every_sample_is_used_once_by_its_own_step(tmp_path: Path, k: int, o: int, shared: bool) -> None:
+    """Rewards come late, one task never gets any: its group is replaced also when its ticket was restored."""
+    draw = random.Random(f"{k} {o} {shared}")
+    settings = {"shared": shared, "reward_seconds": 4.0, "answer": _answer}
+    resumed = Counter[bool]()
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for _ in range(draw.randint(1, 3)):
+            resumed[simulate(folder, k, o, draw.uniform(5, 150), **settings).first_step > 0] += 1
+        run = simulate(folder, k, o, None, **settings)
+        resumed[run.first_step > 0] += 1
+        expected = [(step, step, slot, run) for step in range(STEPS) for slot in range(GROUPS) for run in range(RUNS)]
+        assert expected == sorted(trained(folder))
+        assert 0 == run.rows_left
+    assert resumed[True] > 1, "some starts went on from a checkpoint"
+
+
+def test_without_an_offset_a_resumed_run_makes_the_same_requests(tmp_path: Path) -> None:
+    whole = simulate(tmp_path, 1, 0, None)
+    for number, kill_at in enumerate((30.0, 77.0, 100.0)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        simulate(folder, 1, 0, kill_at)
+        again = simulate(folder, 1, 0, None)
+        assert whole.seeds[again.first_step * GROUPS * RUNS :] == again.seeds
+
+
+def test_restored_tickets_that_are_complete_and_rewarded_hold_nobody_up(tmp_path: Path) -> None:
+    """Far ahead, the next tickets are all made when the checkpoint is cut; the run then lasts beyond every deadline."""
+    settings = {"generate_seconds": 0.5, "update_seconds": 150.0}
+    simulate(tmp_path, 1, 2, 720.0, **settings)
+    again = simulate(tmp_path, 1, 2, None, **settings)
+    assert 2 == again.first_step
+    assert STEPS == len({step for step, *_ in trained(tmp_path)})
+    assert STEPS - 2 - 2 == len(again.seeds) // (GROUPS * RUNS), "two tickets came with the checkpoint"
+
+
+def test_a_restored_ticket_that_loses_a_group_is_completed(tmp_path: Path) -> None:
+    """Rewards were pending at the checkpoint, and one of them fails afterwards."""
+    settings = {
+        "generate_seconds": 0.5,
+        "update_seconds": 20.0,
+        "reward_seconds": 30.0,
+        "answer": lambda task, seed: "x" if task.endswith("-0-0") else "ab"[seed % 2],
+    }
+    for kill_at in (140.0, 200.0, 260.0):
+        folder = tmp_path / f"{kill_at}"
+        folder.mkdir()
+        simulate(folder, 1, 2, kill_at, **settings)
+        assert simulate(folder, 1, 2, None, **settings).first_step > 0
+        assert STEPS * GROUPS * RUNS == len(trained(folder))
+
+
+def _answer(task: str, seed: int) -> str:
+    return "x" if task in ("task-3-1-0", "task-6-0-0") else "ab"[seed % 2]
