@@ -18,8 +18,7 @@ SECONDS = 20.0  #: the deadline; errors after a kill have to come long before
 @pytest.fixture(scope="module")
 def ends() -> Iterator[Team]:
     """Processes that the tests share. Buckets of 64 KB: the embedding is larger, the model has several."""
-    backend = "nccl" if os.environ.get("JACKFIELD_NCCL") else "gloo"
-    with team("nccl", bucket_bytes=1 << 16, backend=backend) as made:
+    with team("nccl", cuda="JACKFIELD_NCCL" in os.environ, bucket_bytes=1 << 16) as made:
         yield made
 
 

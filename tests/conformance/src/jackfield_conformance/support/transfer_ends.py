@@ -154,6 +154,7 @@ class Team:
     plugin: str
     settings: Mapping[str, Any]
     _nursery: _Nursery
+    cuda: bool = False
     ranks: list[End] = attrs.field(factory=list)
     workers: list[End] = attrs.field(factory=list)
 
@@ -170,6 +171,8 @@ class Team:
         for side, ends in (("trainer", self.ranks), ("rollout", self.workers)):
             for rank, end in enumerate(ends):
                 place = {"side": side, "rank": rank, "world_size": len(ends), "deadline_seconds": seconds}
+                if self.cuda:  # a GPU for the trainer, one for each worker
+                    place["device"] = "cuda:0" if side == "trainer" else f"cuda:{rank + 1}"
                 end.order("make", plugin=self.plugin, settings=dict(self.settings), context=place)
         for end in (*self.ranks, *self.workers):
             assert end.answer() == {"made": True}
@@ -213,10 +216,10 @@ class Team:
 
 
 @contextlib.contextmanager
-def team(plugin: str, **settings: Any) -> Iterator[Team]:
+def team(plugin: str, cuda: bool = False, **settings: Any) -> Iterator[Team]:
     """A team without processes yet; at the end they are gone."""
     nursery = _Nursery.start()
-    made = Team(plugin, settings, nursery)
+    made = Team(plugin, settings, nursery, cuda)
     try:
         yield made
     finally:
