@@ -49,7 +49,7 @@ class MicroBatch:
     """What one forward pass needs, on the engine's device."""
 
     rows: torch.Tensor  #: int64 ``[b]``, on the CPU: which rows of the batch these are
-    input_ids: torch.Tensor  #: int64 ``[b, S]``, ``prompt | response | 0``
+    input_ids: torch.Tensor  #: int64 ``[b, S]``, ``prompt | response but its last token | 0``
     positions: torch.Tensor  #: int64 ``[N]``: indices into ``[b * S]`` of the predictions of response tokens
     labels: torch.Tensor  #: int64 ``[N]``: the response tokens, row after row
     cells: torch.Tensor  #: int64 ``[N]``: indices into ``[b * T]`` of the response tokens
@@ -120,16 +120,20 @@ class RowBatch:
         return plan(self.prompts.lengths + self.responses.lengths, max_tokens)
 
     def micro_batch(self, rows: torch.Tensor) -> MicroBatch:
-        """Cut the given rows out, on the engine's device."""
+        """Cut the given rows out, on the engine's device.
+
+        The last token of a response is a label only: nothing is predicted from it.
+        """
         prompt, response = self.prompts.lengths[rows].unsqueeze(1), self.responses.lengths[rows].unsqueeze(1)
-        size = max(1, int((prompt + response).max()))
+        size = max(1, int((prompt + response).max()) - 1)
         length = max(1, int(response.max()))  # at least 1: a loss may take the largest of its tokens
         places, steps = torch.arange(size), torch.arange(length)
         in_response = steps < response
         columns = {name: column.padded(rows, length) for name, column in self._response_columns.items()}
         input_ids = self.prompts.padded(rows, size)
         labels = columns["response_ids"][in_response]
-        input_ids[(places >= prompt) & (places < prompt + response)] = labels
+        continued = columns["response_ids"][steps < response - 1]
+        input_ids[(places >= prompt) & (places < prompt + response - 1)] = continued
         positions = torch.arange(len(rows)).unsqueeze(1) * size + prompt - 1 + steps
         columns |= {name: column[rows] for name, column in self._row_columns.items()}
         return MicroBatch(

@@ -25,7 +25,7 @@ from jackfield.abc.engine import (
     SaveCheckpointResult,
 )
 from jackfield.errors import EngineError
-from jackfield_engine_fsdp import checkpointing, export, loading, passes
+from jackfield_engine_fsdp import checkpointing, export, loading, norms, passes
 from jackfield_engine_fsdp.batching import RowBatch
 from jackfield_engine_fsdp.config import Config
 from jackfield_engine_fsdp.model import TokenModel, shard
@@ -106,6 +106,8 @@ class FSDPEngine(BaseEngine):
     def _build(self) -> TokenModel:
         spec, seed = self.context.model, self.context.seed
         causal_lm = loading.load_causal_lm(spec, self.config.attention, seed)
+        if self.context.device == "cpu" and self.config.mixed_precision == "none":
+            norms.speed_up(causal_lm)
         language_model = causal_lm if spec.lora is None else loading.add_lora(causal_lm, spec.lora, seed)
         head = None
         if spec.value_head:

@@ -1,0 +1,72 @@
+"""The faster root-mean-square norm computes what the library's does, and replaces nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from jackfield_engine_fsdp.norms import speed_up
+
+
+def norm(kind: type[nn.Module], size: int = 24) -> nn.Module:
+    made = kind(size, eps=1e-6)
+    with torch.no_grad():
+        made.weight.copy_(torch.linspace(0.2, 2.0, size))
+    return made
+
+
+def test_values_and_gradients_equal_the_library_in_float64() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 5, 2, 24, generator=generator)
+    upstream = torch.randn(3, 5, 2, 24, generator=generator)
+    fast, exact = norm(Qwen3RMSNorm), norm(Qwen3RMSNorm).double()
+    assert speed_up(nn.Sequential(fast)) == 1
+    inputs = [x.clone().requires_grad_(), x.double().requires_grad_()]
+
+    weight = exact.weight  # the library's forward computes in float32, so the reference is written out
+    mean = inputs[1].pow(2).mean(-1, keepdim=True)
+    expected = weight * inputs[1] * torch.rsqrt(mean + 1e-6)
+    expected.backward(upstream.double())
+    found = fast(inputs[0])
+    found.backward(upstream)
+
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(inputs[0].grad.double(), inputs[1].grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fast.weight.grad.double(), weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_the_trial_leaves_the_weight_as_it_was() -> None:
+    made = norm(Qwen3RMSNorm)
+    before = made.weight.detach().clone()
+    speed_up(nn.Sequential(made))
+    assert torch.equal(before, made.weight)
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    made = norm(Qwen3RMSNorm)
+    speed_up(nn.Sequential(made))
+    made.weight.requires_grad_(False)
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    made(x).sum().backward()
+    assert made.weight.grad is None
+    assert x.grad is not None
+
+
+def test_norms_of_other_kinds_stay() -> None:
+    class CentredRMSNorm(nn.Module):
+        """Looks like the library's and computes something else."""
+
+        def __init__(self, size: int, eps: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(size))
+            self.variance_epsilon = eps
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x - x.mean(-1, keepdim=True)
+            return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    others = [norm(GemmaRMSNorm), norm(CentredRMSNorm), norm(Qwen3RMSNorm).bfloat16(), nn.LayerNorm(24)]
+    assert speed_up(nn.Sequential(*others)) == 0
+    assert all("forward" not in vars(other) for other in others)
