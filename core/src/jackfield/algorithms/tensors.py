@@ -24,6 +24,9 @@ __all__ = [
 ]
 
 
+_BLOCK = 1 << 17  # numbers that are converted to float64 at once
+
+
 class Groups:
     """Rows by an integer id; sums over groups without a loop."""
 
@@ -79,8 +82,15 @@ def row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def row_sums(values: torch.Tensor) -> torch.Tensor:
-    """``[B]``: the sum of each row, in float64: equal rewards differ from their mean by far less than any eps."""
-    return values.sum(-1, dtype=values.new_empty(0).double().dtype)
+    """``[B]``: the sum of each row, in float64: equal rewards differ from their mean by far less than any eps.
+
+    In blocks that fit a cache: a sum in another dtype converts all that it is given first.
+    """
+    sums = values.new_empty(len(values)).double()
+    rows = max(1, _BLOCK // max(values.shape[-1], 1))
+    for start in range(0, len(values), rows):
+        sums[start : start + rows] = values[start : start + rows].sum(-1, dtype=sums.dtype)
+    return sums
 
 
 def masked_mean_std(values: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
