@@ -25,9 +25,21 @@ def traced(folder: Path) -> set[tuple[str, int]]:
     return {(event["name"], event["args"]["step"]) for event in events if event["ph"] == "X"}
 
 
-def test_a_longer_schedule_goes_on_as_if_it_had_been_one_run(small_run: Run) -> None:
-    """Weights and metrics, evaluations included, are those of a run that was never interrupted."""
-    settings = (*GRADED, "evaluation.every=2", "evaluation.tasks=4", "algorithm.mini_batches=2")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ("algorithm.mini_batches=2",),
+        ("algorithm.name=ppo", "algorithm.kl={coefficient: 0.1, target: 0.01, horizon: 50}"),
+    ],
+    ids=["grpo", "ppo"],
+)
+def test_a_longer_schedule_goes_on_as_if_it_had_been_one_run(small_run: Run, algorithm: tuple[str, ...]) -> None:
+    """Weights and metrics, evaluations included, are those of a run that was never interrupted.
+
+    The second one has a critic, and a KL controller with a state.
+    """
+    settings = (*GRADED, "evaluation.every=2", "evaluation.tasks=4", *algorithm)
     whole, whole_lines = small_run("whole", *settings, "schedule.steps=4")
     small_run("parts", *settings, "schedule.steps=2")
     parts, lines = small_run("parts", *settings, "schedule.steps=4")
