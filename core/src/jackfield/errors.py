@@ -136,6 +136,7 @@ CODES: dict[str, str] = {
     "run.not-finite": "A loss or gradient norm became NaN or infinite.",
     "run.failed": "A part of the run failed.",
     "worker.start": "A worker process cannot start, or cannot load the user's code.",
+    "runtime.cluster": "A Ray cluster cannot be started or joined, or has no room for a worker.",
     "worker.died": "A worker died, or lost what it had made.",
     "deadline": "Something that was waited for did not come in time.",
     "lint": "An internal rule of the project is broken.",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 import attrs
 
@@ -47,6 +48,7 @@ class Crew:
     rewards: Workers[RewardWorker] | None
     estimator: AdvantageWorker
     shares_devices: bool  #: whether engine and replicas take turns
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a worker that has state dies
 
 
 async def inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack) -> Crew:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
@@ -51,7 +51,7 @@ class Assembly:
     trainer: Trainer
     actor: EngineGroup
     checkpointer: Checkpointer
-    background: tuple[Any, ...]  #: each has ``run()``: explorer and reward pipeline, or the offline producer
+    background: tuple[Callable[[], Coroutine[Any, Any, None]], ...]  #: explorer and rewards, or the offline producer
 
 
 class Parts:
@@ -101,7 +101,8 @@ class Parts:
         trainer = await self._trainer(stack, actor, critic, checkpointer)
         trainer.register()
         task_for = self._task_order(self.tasks.train)
-        background = (self._explorer(task_for), self._rewards()) if self.explores else (self._producer(task_for),)
+        loops = (self._explorer(task_for), self._rewards()) if self.explores else (self._producer(task_for),)
+        background = tuple(loop.run for loop in loops) + (() if crew.watch is None else (crew.watch,))
         return Assembly(trainer=trainer, actor=actor, checkpointer=checkpointer, background=background)
 
     def _checkpointer(self, actor: EngineGroup, critic: Critic | None, ledger: Ledger) -> Checkpointer:
@@ -126,7 +127,11 @@ class Parts:
             plan=recipe.plan,
         )
         make = WorkerFactory(config=config, registry=self.registry, clock=self.clock)
-        return await inline_crew(make, needs, stack)
+        if config.runtime.name == "inline":
+            return await inline_crew(make, needs, stack)
+        from jackfield.compose.ray_crew import ray_crew
+
+        return await ray_crew(make, needs, stack)
 
     async def _trainer(
         self, stack: AsyncExitStack, actor: EngineGroup, critic: Critic | None, checkpointer: Checkpointer
@@ -221,6 +226,7 @@ class Parts:
             task_for=task_for,
             agents=self.crew.agents,
             groups=self.config.data.prompts_per_step,
+            clock=self.clock,
             batch_seconds=self.config.deadlines.batch,
         )
 

@@ -23,7 +23,7 @@ from jackfield.compose.recipe import Recipe, make_recipe
 from jackfield.compose.resume import StartingPoint, check_data, folder_lock, mark_finished, starting_point
 from jackfield.compose.selection import check_plugins, import_plugins, manifests
 from jackfield.config import RunConfig, as_plain, show
-from jackfield.errors import ConfigError, JackfieldError, RunError
+from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.observe import listeners
 from jackfield.plugins import HookManager, Registry, discover, hook_manager
 from jackfield.plugins.hooks import RunEnded, RunStarted
@@ -82,7 +82,25 @@ async def run_async(
         if start.checkpoint is not None:
             check_data(start.checkpoint, prepared.tasks.digests)
         (folder / "config.yaml").write_text(show(config), encoding="utf-8")
+        for _ in range(config.runtime.ray.recoveries):
+            try:
+                return await _run(config, prepared, registry, clock, start)
+            except WorkerLost as error:
+                start = _recovery(config, folder, error)
         return await _run(config, prepared, registry, clock, start)
+
+
+def _recovery(config: RunConfig, folder: Path, error: WorkerLost) -> StartingPoint:
+    """Where a run goes on, in this process, after the death of a worker that had state.
+
+    Raises:
+        WorkerLost: there is no checkpoint.
+    """
+    start = starting_point(attrs.evolve(config, checkpoint=attrs.evolve(config.checkpoint, resume=True)), folder)
+    if start.checkpoint is None:
+        raise error
+    logging.getLogger("jackfield").warning("%s; the run goes on after step %d", error.message, start.step)
+    return start
 
 
 async def _run(
@@ -120,14 +138,17 @@ async def _run(
 def _prepare(config: RunConfig, registry: Registry, hooks: Sequence[object]) -> _Prepared:
     """Everything that can be refused while the run's folder is as it was; what loads torch comes last."""
     check_plugins(config, registry)
-    import_plugins(config, registry, heavy=False)
+    here = config.runtime.name == "inline"  # else what runs in other processes is looked at there
+    if here:
+        import_plugins(config, registry, heavy=False)
     manager = hook_manager(hooks, manifests(config, registry))
     manager.hook.register_parts(register=register_part)
     recipe = make_recipe(config, registry.find("rollout", config.rollout.name))
     tasks, model = read_tasks(config, recipe), read_model(config)
     _quiet_libraries()
-    check_tokens(config, tasks, model)
-    import_plugins(config, registry, heavy=True)
+    if here:
+        check_tokens(config, tasks, model)
+        import_plugins(config, registry, heavy=True)
     return _Prepared(manager, recipe, tasks)
 
 
@@ -150,7 +171,7 @@ async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
         if start.checkpoint is not None:
             restored = await run.checkpointer.load(start.checkpoint)
         await run.trainer.begin(start.step, restored)
-        background = [tasks.create_task(part.run()) for part in run.background]
+        background = [tasks.create_task(part()) for part in run.background]
         steps = await run.trainer.run(start.step)
         await export_model(run.actor, folder / "model")
         mark_finished(folder, steps)
@@ -161,6 +182,9 @@ async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
 @contextmanager
 def _one_compute_thread(config: RunConfig) -> Iterator[None]:
     """Engine and replicas share one device: their work goes through one thread, so that it never competes for cores."""
+    if config.runtime.name != "inline":
+        yield
+        return
     import torch
 
     before = torch.get_num_threads()
@@ -184,6 +208,8 @@ def _quiet_libraries() -> None:
 
 def _first(error: BaseException) -> BaseException:
     """The error to show: task groups wrap what their tasks raised."""
+    if isinstance(error, BaseExceptionGroup) and (lost := error.subgroup(WorkerLost)) is not None:
+        error = lost  # what else failed missed that worker
     while isinstance(error, BaseExceptionGroup):
         ours = [inner for inner in error.exceptions if isinstance(inner, JackfieldError | BaseExceptionGroup)]
         error = (ours or list(error.exceptions))[0]

@@ -32,7 +32,8 @@ def check_plugins(config: RunConfig, registry: Registry) -> None:
             manifest = registry.find(kind, name)
         except PluginNotFound as error:
             raise _with_failures(error, registry, kind, name) from None
-        _check_interpreter(manifest)
+        if config.runtime.name == "inline":
+            _check_interpreter(manifest)
     validate_plugins(config, registry)
     if config.model.lora is not None:
         require_capability(registry.find("engine", config.engine.name), "lora", "model.lora is set")

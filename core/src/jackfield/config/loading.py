@@ -60,7 +60,26 @@ def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
     for name in plugin_sections():
         if name in merged:
             merged[name] = _nest(merged[name], name)
-    return structure(RunConfig, merged)
+    return _resolved(structure(RunConfig, merged))
+
+
+#: What ``checkpoint_engine: auto`` stands for, by runtime: ``in_process`` reaches no other process.
+_CHECKPOINT_ENGINES = {"inline": "in_process", "ray": "nccl"}
+
+
+def _resolved(config: RunConfig) -> RunConfig:
+    """Every default that depends on the runtime."""
+    chosen, runtime = config.checkpoint_engine, config.runtime.name
+    if chosen.name == "auto":
+        chosen = attrs.evolve(chosen, name=_CHECKPOINT_ENGINES[runtime])
+    if (chosen.name, runtime) == ("in_process", "ray"):
+        raise ConfigError(
+            "the checkpoint engine 'in_process' cannot reach workers in other processes",
+            where="checkpoint_engine.name",
+            expected="auto, nccl, or another engine that crosses processes",
+            found="in_process with runtime.name: ray",
+        )
+    return attrs.evolve(config, checkpoint_engine=chosen)
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:

@@ -27,6 +27,7 @@ __all__ = [
     "KLConfig",
     "PartConfig",
     "PluginSection",
+    "RayConfig",
     "RunConfig",
     "RuntimeConfig",
     "ScheduleConfig",
@@ -182,10 +183,43 @@ class EvaluationConfig:
 
 
 @attrs.frozen(kw_only=True)
+class RayConfig:
+    """The cluster and the workers in it."""
+
+    address: str | None = option(None, help="of a cluster to join (HOST:PORT); null: start one on this machine")
+    num_cpus: int | None = option(
+        None,
+        help="CPUs of a cluster that is started; null: the machine's, or what the run needs",
+        validator=optional(gt(0)),
+    )
+    object_store_bytes: int | None = option(
+        None, help="shared memory of a cluster that is started; null: as Ray decides", validator=optional(gt(0))
+    )
+    engine_ranks: int = option(1, help="ranks of the engine", validator=gt(0))
+    agent_workers: int = option(1, help="processes that run agent loops", validator=gt(0))
+    reward_workers: int = option(1, help="processes that run reward agents", validator=gt(0))
+    placement: Literal["shared", "separate"] = option(
+        "shared", help="shared: engine and replicas take turns on the same places; separate: each has its own"
+    )
+    cpus_per_place: float = option(1.0, help="CPUs of the place of a rank or replica", validator=ge(0.0))
+    gpus_per_place: float = option(0.0, help="GPUs of the place of a rank or replica", validator=ge(0.0))
+    recoveries: int = option(
+        3,
+        help="times that a run goes on from its newest checkpoint after a rank, a replica or the storage worker died",
+        validator=ge(0),
+    )
+    interpreters: Mapping[str, str] = option(
+        factory=dict, help="interpreters for workers by kind (engine, rollout, agent, reward); else as manifests say"
+    )
+
+
+@attrs.frozen(kw_only=True)
 class RuntimeConfig:
     """Where workers live."""
 
-    name: Literal["inline"] = option("inline", help="inline: everything in this process")
+    name: Literal["inline", "ray"] = option(
+        "inline", help="inline: everything in this process; ray: each worker in a process of a Ray cluster"
+    )
     device: str = option("cpu", help="torch device of engine and rollout server")
     threads: int | None = option(None, help="torch threads; null: as torch decides")
     rollout_replicas: int = option(1, help="rollout servers", validator=gt(0))
@@ -196,6 +230,7 @@ class RuntimeConfig:
     )
     micro_batch_tokens: int = option(16384, help="padded tokens of one training pass, at most", validator=gt(0))
     offload: bool = option(False, help="at every hand-over the idle side gives its device memory back")
+    ray: RayConfig = option(factory=RayConfig, help="the cluster; read with name: ray only")
 
 
 @attrs.frozen(kw_only=True)
@@ -245,6 +280,7 @@ class RunConfig:
         factory=partial(PluginSection, name="memory"), help="the transfer_queue plugin, and its own settings"
     )
     checkpoint_engine: PluginSection = option(
-        factory=partial(PluginSection, name="in_process"), help="the checkpoint_engine plugin, and its own settings"
+        factory=partial(PluginSection, name="auto"),
+        help="the checkpoint_engine plugin, and its own settings; auto: in_process, and nccl with runtime.name: ray",
     )
     observe: ObserveConfig = option(factory=ObserveConfig, help="what the run writes and shows")

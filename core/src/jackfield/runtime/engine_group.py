@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from jackfield.abc.engine import EngineLayout, LossSpec
 from jackfield.clock import Clock
-from jackfield.errors import EngineError
+from jackfield.errors import DeadlineExceeded, EngineError, WorkerLost
 from jackfield.queue import BatchMeta, TransferQueue, Written
 from jackfield.runtime.engine_rank import EngineRank
 
 __all__ = ["EngineGroup", "combined", "shares"]
 
 T = TypeVar("T")
+
+_CAUSE_SECONDS = 2.0  #: for the rank that caused a failure to be known
 
 
 class EngineGroup:
@@ -130,10 +133,20 @@ class EngineGroup:
         """Have every rank do its part; the first failure ends the wait for the others."""
         tasks = [asyncio.ensure_future(self._one(what, call, index)) for index in range(len(self._ranks))]
         try:
-            return list(await asyncio.gather(*tasks))
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.exception() is not None for task in done):
+                raise await self._cause(tasks)
+            return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _cause(self, tasks: Sequence[asyncio.Task[Any]]) -> BaseException:
+        """Why it went wrong. When a rank dies, the others may notice first, by what they miss."""
+        with suppress(DeadlineExceeded):
+            await self._clock.wait_for(asyncio.wait(tasks), _CAUSE_SECONDS, "the other ranks")
+        errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+        return next((error for error in errors if isinstance(error, WorkerLost)), errors[0])
 
     async def _one(self, what: str, call: Callable[[EngineRank, int], Awaitable[T]], index: int) -> T:
         name = f"the {self._role} engine, rank {index}, {what}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
 from jackfield.clock import Clock
-from jackfield.errors import JackfieldError, RolloutError
+from jackfield.errors import JackfieldError, RolloutError, WorkerLost
 
 __all__ = ["ReplicaRouter"]
 
@@ -43,7 +43,7 @@ class ReplicaRouter:
 
     async def _require_alive(self, index: int, error: Exception) -> None:
         """Tell a request that failed from a replica that died."""
-        if isinstance(error, JackfieldError) and error.code in _REFUSALS:
+        if isinstance(error, WorkerLost) or (isinstance(error, JackfieldError) and error.code in _REFUSALS):
             return
         try:
             name = f"replica {index} to tell its health"

@@ -133,15 +133,15 @@ def random_state() -> dict[str, Any]:
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:
-    """Go on where :func:`random_state` was taken."""
+    """Go on where :func:`random_state` was taken; what this process has not loaded, it does not draw from."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    if "numpy" in state:
+    if "numpy" in state and "numpy" in sys.modules:
         import numpy as np
 
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    if "torch" in state:
+    if "torch" in state and "torch" in sys.modules:
         import torch
 
         torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))

@@ -120,7 +120,8 @@ class Evaluator:
         key, error = outcome.scored.key, outcome.scored.error
         record = SampleRecord(key=key, prompt="", response="", reward=None, response_ids=(), response_mask=())
         if outcome.tags is not None:
-            (record,) = await self.agents.of(key).records(EVAL, [key], [{}], with_reward=False)
+            reading = lambda: self.agents.of(key).records(EVAL, [key], [{}], with_reward=False)  # noqa: E731
+            (record,) = await resubmitted(reading)
         tags = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
         tags = tags if error is None else {**tags, "error": error}
         return attrs.evolve(record, key=f"{EVAL}/{outcome.task.id}", reward=outcome.scored.score, tags=tags)

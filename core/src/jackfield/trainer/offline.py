@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import attrs
 
+from jackfield.clock import Clock
 from jackfield.data.tasks import Task
 from jackfield.queue import GroupSlot, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker, RunOrder
 from jackfield.runtime.samples import TRAIN
-from jackfield.runtime.workers import Workers
+from jackfield.runtime.workers import Workers, resubmitted
 from jackfield.trainer.schedule import Progress, Schedule
 
 __all__ = ["OfflineProducer"]
@@ -31,6 +32,7 @@ class OfflineProducer:
     task_for: Callable[[GroupSlot], Task]
     agents: Workers[AgentWorker]
     groups: int
+    clock: Clock
     batch_seconds: float
 
     async def run(self) -> None:
@@ -44,7 +46,11 @@ class OfflineProducer:
             async for slot in self.queue.slots(ticket, self.batch_seconds):
                 task = self.task_for(slot)
                 group = self.queue.open_group(slot, task_id=task.id, runs=1)
-                worker, order = self.agents.of(group), RunOrder(id=f"{group}/0", task=task)
-                product = await worker.answer(order)
-                async with self.queue.ending_run(group, 0, product.written, product.tags) as keys:
-                    await worker.store(order.id, TRAIN, keys)
+                await resubmitted(lambda task=task, group=group: self._make(task, group))  # type: ignore[misc]
+
+    async def _make(self, task: Task, group: str) -> None:
+        worker, order = self.agents.of(group), RunOrder(id=f"{group}/0", task=task)
+        who = f"the agent worker of sample {order.id}, task {task.id}"
+        product = await self.clock.wait_for(worker.answer(order), self.batch_seconds, who)
+        async with self.queue.ending_run(group, 0, product.written, product.tags) as keys:
+            await self.clock.wait_for(worker.store(order.id, TRAIN, keys), self.batch_seconds, who)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 import attrs
 
@@ -155,7 +156,8 @@ class RewardPipeline:
             group = future.result().batch.group_ids[future.result().index]
             if self._is_gone(group):
                 self._leases.pop(key, None)  # unless its own task was faster
-                await self.workers.of(group).forget([key])
+                with suppress(WorkerLost):  # it has forgotten
+                    await self.workers.of(group).forget([key])
 
     def _is_gone(self, group: str) -> bool:
         try:

@@ -11,11 +11,11 @@ from jackfield.abc.engine import LossSpec
 from jackfield.algorithms import VALUE_LOSS, AdaptiveKLController, Algorithm, FixedKLController
 from jackfield.clock import Clock
 from jackfield.errors import RunError
-from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
+from jackfield.plugins.hooks import SampleRecord, SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.samples import TRAIN, global_counts, is_expert, mini_batches, trained
-from jackfield.runtime.workers import Workers
+from jackfield.runtime.workers import Workers, resubmitted
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.placement import PlacementLease
@@ -276,11 +276,13 @@ class Trainer:
             self.hooks.samples_failed(event=SamplesFailed(step=step + 1, reasons=failed))
         if self.recorded:
             shown = batch.select(range(min(self.recorded, len(batch))))
-            reader = self.agents.of(shown.keys[0])
-            reading = reader.records(TRAIN, shown.keys, shown.tags, with_reward=self.explores)
-            who = f"an agent worker to read {len(shown)} samples, {shown.keys[0]} first"
-            samples = await self.clock.wait_for(reading, self.batch_seconds, who)
+            samples = await resubmitted(lambda: self._read(shown))
             self.hooks.samples_recorded(event=SamplesRecorded(step=step + 1, partition=TRAIN, samples=samples))
+
+    async def _read(self, shown: BatchMeta) -> tuple[SampleRecord, ...]:
+        reading = self.agents.of(shown.keys[0]).records(TRAIN, shown.keys, shown.tags, with_reward=self.explores)
+        who = f"an agent worker to read {len(shown)} samples, {shown.keys[0]} first"
+        return await self.clock.wait_for(reading, self.batch_seconds, who)
 
 
 def _oldest_version(batch: BatchMeta) -> int:

@@ -1,0 +1,241 @@
+"""What the control loop costs: milliseconds of a step in which agents, rewards, engine and weights take no time.
+
+    python benchmarks/control_loop.py [--runtime inline ray] [--samples 256 1024] [--steps N] [--quick] [--json]
+
+Everything else is real: tickets, groups, leases, placement, the queue with its values, workers and their messages;
+with ``ray``, agent worker, reward worker, engine rank and storage are actors of a cluster on this machine. A sample
+has 15 prompt and 32 response tokens. ``--quick`` takes few steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import attrs
+
+from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
+from jackfield.abc.engine import EngineLayout, LossSpec
+from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
+from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
+from jackfield.algorithms import algorithm
+from jackfield.clock import Clock
+from jackfield.data.tasks import Task
+from jackfield.errors import JackfieldError
+from jackfield.plugins import hook_manager
+from jackfield.queue import BatchMeta, GroupSlot, Rows, TransferQueue
+from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
+from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.ray import Cluster, ClusterOptions, RemoteBackend, Storage, Stub
+from jackfield.runtime.reward_worker import RewardWorker
+from jackfield.runtime.workers import Workers
+from jackfield.trainer import Explorer, PlacementLease, Progress, RewardPipeline, Schedule, Stages, Trainer
+
+RUNS = 8
+PROMPT = tuple(range(15))
+RESPONSE = tuple(range(32))
+SECONDS = 300.0
+
+
+class Tokenizer:
+    """Knows no text."""
+
+    end_token_ids = (0,)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        return PROMPT
+
+    def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        return ()
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+class Agent(AgentLoopBase):
+    """Answers at once."""
+
+    async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
+        length = len(RESPONSE)
+        sequence = AgentSequence(
+            prompt_ids=PROMPT,
+            response_ids=RESPONSE,
+            response_mask=(1,) * length,
+            response_logprobs=(-1.0,) * length,
+            weight_versions=(self.config,) * length,
+        )
+        return AgentLoopOutput(sequences=(sequence,))
+
+
+class Reward(RewardAgent):
+    """Scores at once."""
+
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        return ScoreResult(score=1.0)
+
+
+class Rank:
+    """An engine that computes nothing."""
+
+    async def initialize(self) -> EngineLayout:
+        return EngineLayout()
+
+    async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
+        return {"policy/loss": 0.0, "grad_norm": 0.0, "lr": 0.0}
+
+
+class Estimator:
+    """Advantages that nobody needs."""
+
+    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> dict[str, float]:
+        return {}
+
+
+class Weights:
+    """Replicas that have every version."""
+
+    async def sync(self, version: int) -> Any:
+        return attrs.make_class("Report", {"receipts": attrs.field(default=()), "seconds": attrs.field(default=0.0)})()
+
+
+@attrs.frozen
+class Crew:
+    """Workers, here or in actors."""
+
+    backend: TransferQueueBackend
+    agents: Workers[AgentWorker]
+    rewards: Workers[RewardWorker]
+    rank: Any
+
+
+def make_agents(backend: TransferQueueBackend) -> AgentWorker:
+    return AgentWorker(Rows(backend), Tokenizer(), Clock(), lambda: Agent(10**9, None))  # type: ignore[arg-type]
+
+
+def make_rewards(backend: TransferQueueBackend) -> RewardWorker:
+    reward = Reward(None, RewardContext())
+    return RewardWorker(Rows(backend), reward, Tokenizer(), Clock(), score_seconds=SECONDS)
+
+
+def make_storage() -> Storage:
+    import torch  # noqa: F401, now rather than at the first row
+
+    backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
+    return Storage(backend, AdvantageWorker(Rows(backend), AdvantagePlan()))
+
+
+async def inline_crew() -> Crew:
+    backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
+    return Crew(backend, Workers([make_agents(backend)]), Workers([make_rewards(backend)]), Rank())
+
+
+async def ray_crew(stack: AsyncExitStack) -> Crew:
+    from functools import partial
+
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    cluster = Cluster(Clock(), SECONDS)
+    await cluster.open(ClusterOptions(num_cpus=2, object_store_bytes=500_000_000), needed_cpus=1)
+    stack.push_async_callback(cluster.close)
+    storage = await cluster.start("storage", make_storage)
+    backend = RemoteBackend(Stub(storage, "storage", SECONDS))
+    makes = {"agents": partial(make_agents, backend), "rewards": partial(make_rewards, backend), "rank": Rank}
+    handles = {name: await cluster.start(name, make) for name, make in makes.items()}
+    for handle in (storage, *handles.values()):
+        await cluster.place(handle)
+        await cluster.made(handle)
+    agents, rewards, rank = (Stub(handle, name, SECONDS) for name, handle in handles.items())
+    return Crew(backend, Workers([agents]), Workers([rewards]), rank)  # type: ignore[list-item]
+
+
+async def measure(crew: Crew, samples: int, steps: int) -> list[float]:
+    """Seconds of each step."""
+    clock = Clock()
+    hooks = hook_manager([], []).hook
+    stages, version, steps_done = Stages(clock, hooks), Progress(clock), Progress(clock)
+    queue = TransferQueue(crew.backend, clock)
+    await queue.start()
+    actor = EngineGroup("actor", [crew.rank], queue, clock, seconds=SECONDS)
+    await actor.initialize()
+    lease = PlacementLease(clock, SECONDS)
+    schedule = Schedule(steps=steps)
+    trainer = Trainer(
+        queue=queue, schedule=schedule, algorithm=algorithm("grpo"), loss_options={}, actor=actor,
+        estimator=Estimator(), reference=None, recompute_old_log_probs=False, mini_batches=1, epochs=1,
+        weights=Weights(), checkpoints=None, checkpoint_every=0, checkpoint_at_end=False, evaluator=None,
+        evaluate_every=0, explores=True, placement=lease, version=version, steps_done=steps_done, clock=clock,
+        stages=stages, hooks=hooks, agents=crew.agents, batch_seconds=SECONDS, recorded=0,
+    )  # fmt: skip
+    trainer.register()
+    rewards = RewardPipeline(
+        queue=queue, workers=crew.rewards, clock=clock, stages=stages, score_seconds=SECONDS, idle_seconds=SECONDS
+    )
+    rewards.register()
+    explorer = Explorer(
+        name="explorer-0", queue=queue, schedule=schedule, version=version, placement=lease, clock=clock,
+        stages=stages, task_for=task_for, agents=crew.agents, sampling={}, groups=samples // RUNS, runs=RUNS, seed=0,
+        run_seconds=SECONDS, batch_seconds=SECONDS,
+    )  # fmt: skip
+    ends = [clock.time()]
+
+    async def note() -> None:
+        for done in range(1, steps + 1):
+            await steps_done.until(lambda value, wanted=done: value >= wanted, SECONDS, "a step")  # type: ignore[misc]
+            ends.append(clock.time())
+
+    async with asyncio.TaskGroup() as tasks:
+        background = [tasks.create_task(part()) for part in (explorer.run, rewards.run)]
+        noting = tasks.create_task(note())
+        await trainer.run()
+        await noting
+        for task in background:
+            task.cancel()
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def task_for(slot: GroupSlot) -> Task:
+    return Task(id=f"{slot.ticket}-{slot.index}", messages=({"role": "user", "content": "q"},))
+
+
+async def run(runtime: str, samples: int, steps: int) -> float:
+    """The median milliseconds of a step, the first one left out."""
+    async with AsyncExitStack() as stack:
+        crew = await (inline_crew() if runtime == "inline" else ray_crew(stack))
+        return 1000 * statistics.median((await measure(crew, samples, steps + 1))[1:])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runtime", nargs="+", default=["inline", "ray"], choices=["inline", "ray"])
+    parser.add_argument("--samples", nargs="+", type=int, default=[256, 1024])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="three steps")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    arguments = parser.parse_args()
+    steps = 3 if arguments.quick else arguments.steps
+    found: dict[str, dict[str, float]] = {}
+    for runtime in arguments.runtime:
+        for samples in arguments.samples:
+            try:
+                milliseconds = asyncio.run(run(runtime, samples, steps))
+            except JackfieldError as error:
+                sys.exit(str(error))
+            found.setdefault(runtime, {})[str(samples)] = round(milliseconds, 2)
+            print(f"{runtime:6}  {samples:5} samples  {milliseconds:8.1f} ms per step", flush=True)
+    if arguments.json:
+        print(json.dumps({"overhead_ms_per_step": found, "steps": steps}))
+
+
+if __name__ == "__main__":
+    main()

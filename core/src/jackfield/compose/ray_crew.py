@@ -1,0 +1,290 @@
+"""The workers of one run in a Ray cluster: each made in an actor of its own, from the run's configuration.
+
+This module's functions that begin with ``make`` run in actors; nothing of the controller's process is sent there but
+the configuration and stand-ins for other workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from jackfield.abc.rollout import BaseRolloutServer
+from jackfield.algorithms import register_part
+from jackfield.clock import Clock
+from jackfield.compose.crew import CRITIC_COLUMNS, Crew, Needs
+from jackfield.compose.inputs import check_tokens, read_model, read_tasks
+from jackfield.compose.recipe import make_recipe
+from jackfield.compose.workers import WorkerFactory
+from jackfield.config import RunConfig, plugin_sections
+from jackfield.plugins import Registry, hook_manager, installed
+from jackfield.queue import Rows
+from jackfield.runtime.advantages import AdvantageWorker
+from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.runtime.engine_rank import EngineRank
+from jackfield.runtime.ray import Cluster, ClusterOptions, Place, RemoteBackend, RemoteRank, RemoteServer, Storage, Stub
+from jackfield.runtime.ray.cluster import check_interpreter
+from jackfield.runtime.ray.host import interface_of
+from jackfield.runtime.reward_worker import RewardWorker
+from jackfield.runtime.workers import Workers
+
+__all__ = ["ray_crew"]
+
+_ROLES = 4  #: actor, reference, critic and replica fit into one place
+_RESTARTS = 100  #: of a worker without state, in one run
+
+
+async def ray_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack) -> Crew:
+    """Start or join the cluster, and start every worker in it; ``stack`` ends them and leaves.
+
+    Raises:
+        JackfieldError: the first thing that is missing, or does not answer in time.
+    """
+    config, clock = make.config, make.clock
+    interpreters = _interpreters(config, make.registry)
+    cluster = Cluster(clock, config.deadlines.start)
+    chosen = config.runtime.ray
+    options = ClusterOptions(
+        address=chosen.address, num_cpus=chosen.num_cpus, object_store_bytes=chosen.object_store_bytes
+    )
+    pools = {"train": chosen.engine_ranks, "rollout": config.runtime.rollout_replicas if needs.replicas else 0}
+    if chosen.placement == "shared":
+        pools = {"shared": max(pools.values())}
+    await cluster.open(options, sum(pools.values()) * chosen.cpus_per_place)
+    stack.push_async_callback(cluster.close)
+    crew = _RayCrew(config, needs, cluster, interpreters)
+    return await crew.start({name: count for name, count in pools.items() if count})
+
+
+class _RayCrew:
+    """Starts workers pool by pool."""
+
+    def __init__(self, config: RunConfig, needs: Needs, cluster: Cluster, interpreters: dict[str, str]) -> None:
+        self._config = config
+        self._needs = needs
+        self._cluster = cluster
+        self._interpreters = interpreters
+        self._names: dict[str, Any] = {}
+        self._deadlines = config.deadlines
+
+    async def start(self, pools: dict[str, int]) -> Crew:
+        """Everything, side by side: processes need seconds to import what they work with."""
+        config, needs, cluster = self._config, self._needs, self._cluster
+        groups = {name: await cluster.places(count, self._resources(1), name) for name, count in pools.items()}
+        storage = await self._actor("the queue's storage worker", partial(make_storage, config, needs))
+        stub = Stub(storage, "the queue's storage worker", self._deadlines.batch)
+        backend = RemoteBackend(stub)
+        roles = ["actor", *(["reference"] if needs.reference else []), *(["critic"] if needs.critic else [])]
+        ranks = {role: await self._ranks(role, groups, backend) for role in roles}
+        replicas = config.runtime.rollout_replicas if needs.replicas else 0
+        servers = [await self._replica(number, groups) for number in range(replicas)]
+        counts = {"agent": config.runtime.ray.agent_workers, "reward": config.runtime.ray.reward_workers}
+        agents = [
+            await self._actor(
+                f"agent worker {number}",
+                partial(make_agent_worker, config, backend, [stand_in for _, stand_in in servers], number),
+                kind="agent",
+                restarts=_RESTARTS,
+            )
+            for number in range(counts["agent"])
+        ]
+        rewards = [
+            await self._actor(
+                f"reward worker {number}",
+                partial(make_reward_worker, config, backend),
+                kind="reward",
+                restarts=_RESTARTS,
+            )
+            for number in range(counts["reward"] if needs.replicas else 0)
+        ]
+        places = await self._settle(ranks, [handle for handle, _ in servers])
+        self._note(places)
+        await asyncio.gather(*(cluster.made(handle) for handle in self._names.values()))
+        stateful = [storage, *(handle for made in ranks.values() for handle, _ in made), *(h for h, _ in servers)]
+        return Crew(
+            backend=backend,
+            actor=[cast(EngineRank, stand_in) for _, stand_in in ranks["actor"]],
+            reference=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("reference", ())],
+            critic=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("critic", ())],
+            servers=[stand_in for _, stand_in in servers],
+            agents=Workers([cast(AgentWorker, self._stub(handle)) for handle in agents]),
+            rewards=Workers([cast(RewardWorker, self._stub(handle)) for handle in rewards]) if rewards else None,
+            estimator=cast(
+                AdvantageWorker, Stub(storage, "the advantage worker", self._deadlines.engine, "estimator.")
+            ),
+            shares_devices=config.runtime.ray.placement == "shared",
+            watch=partial(cluster.watch, stateful),
+        )
+
+    async def _ranks(self, role: str, groups: dict[str, Any], backend: RemoteBackend) -> list[tuple[Any, RemoteRank]]:
+        """Actors of one engine group."""
+        size, made = self._config.runtime.ray.engine_ranks, []
+        for rank in range(size):
+            name = f"the {role} engine, rank {rank}"
+            make = partial(make_engine_rank, self._config, self._needs, backend, role, rank, size)
+            group = groups.get("train") or groups["shared"]
+            handle = await self._actor(name, make, kind="engine", group=group, bundle=rank, one_thread=True)
+            made.append((handle, RemoteRank(handle, name, self._deadlines.engine)))
+        return made
+
+    async def _replica(self, number: int, groups: dict[str, Any]) -> tuple[Any, BaseRolloutServer]:
+        name = f"rollout replica {number}"
+        group = groups.get("rollout") or groups["shared"]
+        make = partial(make_replica, self._config, number)
+        handle = await self._actor(name, make, kind="rollout", group=group, bundle=number, one_thread=True)
+        longest = max(self._deadlines.generate, self._deadlines.start, self._deadlines.sync)
+        return handle, cast(BaseRolloutServer, RemoteServer(handle, name, longest))
+
+    async def _actor(
+        self,
+        name: str,
+        make: Callable[..., Any],
+        *,
+        kind: str | None = None,
+        group: Any = None,
+        bundle: int = 0,
+        restarts: int = 0,
+        one_thread: bool = False,
+    ) -> Any:
+        handle = await self._cluster.start(
+            name,
+            make,
+            group=group,
+            bundle=bundle,
+            resources=self._resources(_ROLES) if group is not None else None,
+            python=None if kind is None else self._interpreters.get(kind),
+            restarts=restarts,
+            one_thread=one_thread,
+        )
+        self._names[name] = handle
+        return handle
+
+    def _resources(self, parts: int) -> dict[str, float]:
+        """A place's resources, or a part of them; Ray counts in ten-thousandths."""
+        chosen = self._config.runtime.ray
+        amounts = {"CPU": chosen.cpus_per_place, "GPU": chosen.gpus_per_place}
+        shares = {name: int(10_000 * amount / parts) / 10_000 for name, amount in amounts.items()}
+        return {name: share for name, share in shares.items() if share} or {"CPU": 0.001 / parts}
+
+    def _stub(self, handle: Any) -> Stub:
+        name = next(name for name, each in self._names.items() if each is handle)
+        longest = max(self._deadlines.generate, self._deadlines.reward) + self._deadlines.batch
+        return Stub(handle, name, longest, restarts=True)
+
+    async def _settle(self, ranks: dict[str, list[tuple[Any, RemoteRank]]], servers: Sequence[Any]) -> dict[str, Place]:
+        """Find out where everybody lives, and tell ranks and replicas what they need of it."""
+        found = await asyncio.gather(*(self._cluster.place(handle) for handle in self._names.values()))
+        places = dict(zip(self._names, found, strict=True))
+        of = {id(handle): places[name] for name, handle in self._names.items()}
+        for made in ranks.values():
+            first = of[id(made[0][0])]
+            address = f"[{first.address}]" if ":" in first.address else first.address
+            meeting = f"tcp://{address}:{first.port}" if len(made) > 1 else None
+            local: dict[str, int] = {}
+            for handle, _ in made:
+                host = of[id(handle)].address
+                number = local[host] = local.get(host, -1) + 1
+                await handle.settle.remote(init_method=meeting, host=host, local_rank=number)
+        for handle in servers:
+            await handle.settle.remote(host=of[id(handle)].address)
+        return places
+
+    def _note(self, places: dict[str, Place]) -> None:
+        """Who lives where, for people."""
+        lines = {name: {"pid": place.pid, "node": place.address} for name, place in places.items()}
+        text = json.dumps(lines, indent=1)
+        (Path(self._config.folder) / "workers.json").write_text(text, encoding="utf-8")
+
+
+def _interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
+    """Kinds of workers that have an interpreter of their own, each looked at before anything starts."""
+    chosen = dict(config.runtime.ray.interpreters)
+    for section, kind in plugin_sections().items():
+        python = registry.find(kind, getattr(config, section).name).env.python
+        if python is not None:
+            chosen.setdefault(kind, python)
+    for kind, python in chosen.items():
+        check_interpreter(python, f"the {kind} worker", min(config.deadlines.start, 60.0))
+    return chosen
+
+
+# ---- in actors ------------------------------------------------------------------------------------------------------
+
+
+def _factory(config: RunConfig) -> WorkerFactory:
+    registry = installed()
+    manifests = [registry.find(kind, getattr(config, section).name) for section, kind in plugin_sections().items()]
+    hook_manager([], manifests).hook.register_parts(register=register_part)
+    return WorkerFactory(config=config, registry=registry, clock=Clock())
+
+
+def _use_threads(config: RunConfig) -> None:
+    import torch
+
+    if config.runtime.threads is not None:
+        torch.set_num_threads(config.runtime.threads)
+
+
+def make_storage(config: RunConfig, needs: Needs) -> Storage:
+    """The queue's backend, and the estimator beside it."""
+    _use_threads(config)  # and import torch now, rather than at the first row
+    backend = _factory(config).backend()
+    return Storage(backend, AdvantageWorker(Rows(backend), needs.plan))
+
+
+def make_engine_rank(
+    config: RunConfig,
+    needs: Needs,
+    backend: RemoteBackend,
+    role: str,
+    rank: int,
+    size: int,
+    *,
+    init_method: str | None,
+    host: str,
+    local_rank: int,
+) -> EngineRank:
+    """A rank of actor, reference or critic."""
+    _use_threads(config)
+    if interface := interface_of(host):  # gloo would take the address of the machine's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    columns = {"actor": needs.loss_columns, "critic": CRITIC_COLUMNS}.get(role, ())
+    return _factory(config).engine_rank(
+        Rows(backend),
+        role,
+        loss_columns=columns,
+        renamed=needs.renamed if role == "actor" else None,
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        init_method=init_method,
+        host=host,
+    )
+
+
+def make_replica(config: RunConfig, number: int, *, host: str) -> BaseRolloutServer:
+    """A replica; not started."""
+    _use_threads(config)
+    return _factory(config).rollout_server(number, host=host)
+
+
+def make_agent_worker(
+    config: RunConfig, backend: RemoteBackend, servers: Sequence[BaseRolloutServer], number: int
+) -> AgentWorker:
+    """A worker that runs agents on the replicas; the first one looks whether data, tokenizer and model fit."""
+    factory = _factory(config)
+    if number == 0:
+        recipe = make_recipe(config, factory.registry.find("rollout", config.rollout.name))
+        check_tokens(config, read_tasks(config, recipe), read_model(config))
+    return factory.agent_worker(Rows(backend), servers, run_id=f"{config.name}-{number}")
+
+
+async def make_reward_worker(config: RunConfig, backend: RemoteBackend) -> RewardWorker:
+    """A worker with a started reward agent."""
+    return await _factory(config).reward_worker(Rows(backend))

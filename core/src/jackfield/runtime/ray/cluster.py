@@ -1,0 +1,291 @@
+"""A Ray cluster: one that this process starts and ends, or one that it joins; and the actors in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, PluginError, RunError, WorkerLost
+from jackfield.plugins.interpreters import preflight
+from jackfield.runtime.ray.host import Host, Place
+from jackfield.runtime.ray.stub import answer
+
+__all__ = ["Cluster", "ClusterOptions", "check_interpreter"]
+
+_CONCURRENT_CALLS = 10_000
+_END_SECONDS = 15.0
+_REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
+_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by a public address
+_TOKEN = "RAY_AUTH_TOKEN"
+
+
+@attrs.frozen(kw_only=True)
+class ClusterOptions:
+    """Which cluster."""
+
+    address: str | None = None  #: of one to join; None: start one on this machine
+    num_cpus: int | None = None  #: of one that is started; None: what the machine has, or the run needs
+    object_store_bytes: int | None = None  #: shared memory of one that is started; None: Ray's default
+
+
+@attrs.define(eq=False)
+class _Actor:
+    name: str
+    handle: Any
+
+
+class Cluster:
+    """Started by :meth:`open`; everything that it has started ends with :meth:`close`."""
+
+    def __init__(self, clock: Clock, start_seconds: float) -> None:
+        """
+        Args:
+            clock: through which every wait goes.
+            start_seconds: for a worker, or a group of places, to be there.
+        """
+        self._clock = clock
+        self._start_seconds = start_seconds
+        self._actors: list[_Actor] = []
+        self._groups: list[Any] = []
+
+    async def open(self, options: ClusterOptions, needed_cpus: float) -> None:
+        """Start or join a cluster.
+
+        Raises:
+            RunError: ``runtime.cluster``.
+        """
+        _use_token(joins=options.address is not None)
+        ray = _ray()
+        if ray.is_initialized():
+            raise RunError(
+                "this process is in a Ray cluster already",
+                code="runtime.cluster",
+                fix="do the run in a process of its own, or call ray.shutdown() first",
+            )
+        own: dict[str, Any] = {}
+        if options.address is None:
+            own = {
+                "num_cpus": options.num_cpus or max(os.cpu_count() or 1, round(needed_cpus + 0.5)),
+                "object_store_memory": options.object_store_bytes,
+                "include_dashboard": False,
+                "_node_ip_address": _LOOPBACK,
+            }
+
+        try:
+            if options.address is not None:
+                await self._clock.wait_for(_reach(options.address), _REACH_SECONDS, f"the cluster {options.address}")
+            # in this thread: what Ray starts would end with another one, and Ray has deadlines of its own here
+            ray.init(address=options.address or "local", log_to_driver=False, configure_logging=False, **own)
+        except Exception as error:  # whatever Ray raises
+            raise RunError(
+                f"the Ray cluster at {options.address} cannot be joined" if options.address else "Ray cannot start",
+                code="runtime.cluster",
+                where=options.address,
+                expected=f"a cluster of Ray {version('ray')} and Python {platform.python_version()}, and its token",
+                found=f"{type(error).__name__}: {error}",
+                fix="look whether it runs (`ray status`), and set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token",
+            ) from error
+
+    async def places(self, count: int, resources: Mapping[str, float], what: str) -> Any:
+        """A placement group of ``count`` bundles, each with ``resources``.
+
+        Raises:
+            RunError: ``runtime.cluster`` when the cluster cannot give them in time.
+        """
+        ray = _ray()
+        from ray.util.placement_group import placement_group
+
+        group = placement_group([dict(resources) for _ in range(count)], strategy="PACK")
+        self._groups.append(group)
+        who = f"{count} places of {dict(resources)} for {what}"
+        try:
+            await self._clock.wait_for(_awaited(group.ready()), self._start_seconds, who)
+        except DeadlineExceeded as error:
+            raise RunError(
+                f"the cluster has no room for {what}",
+                code="runtime.cluster",
+                expected=who,
+                found=f"free of {ray.cluster_resources()}: {ray.available_resources()}",
+                fix="raise runtime.ray.num_cpus, join a larger cluster, or ask for fewer or smaller workers",
+            ) from error
+        return group
+
+    async def start(
+        self,
+        name: str,
+        make: Callable[..., Any],
+        *,
+        group: Any = None,
+        bundle: int = 0,
+        resources: Mapping[str, float] | None = None,
+        python: str | None = None,
+        restarts: int = 0,
+        one_thread: bool = False,
+    ) -> Any:
+        """Start an actor that holds one worker; its handle.
+
+        Args:
+            name: of the worker.
+            make: see :class:`~jackfield.runtime.ray.host.Host`.
+            group: of places; None: anywhere.
+            bundle: in the group.
+            resources: that it takes of the bundle.
+            python: an interpreter of its own, looked at beforehand with :func:`check_interpreter`.
+            restarts: how often Ray starts it again when its process dies.
+            one_thread: see :class:`~jackfield.runtime.ray.host.Host`.
+        """
+        ray = _ray()
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        taken = dict(resources or {})
+        options: dict[str, Any] = {
+            "num_cpus": taken.pop("CPU", 0),
+            "num_gpus": taken.pop("GPU", 0),
+            "max_restarts": restarts,
+            "max_concurrency": _CONCURRENT_CALLS,
+            "scheduling_strategy": "SPREAD",
+        }
+        if group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
+        if python is not None:
+            options["runtime_env"] = {"py_executable": python}
+        handle = ray.remote(Host).options(**options).remote(make, os.getcwd(), one_thread)
+        self._actors.append(_Actor(name, handle))
+        return handle
+
+    async def place(self, handle: Any) -> Place:
+        """Where an actor lives; and the handshake with it.
+
+        Raises:
+            RunError: ``runtime.cluster`` when it does not start, or has another version of Jackfield or Ray.
+        """
+        name = self._name(handle)
+        found: Place = await answer(handle.place.remote(), name, f"{name} to start", self._start_seconds, self._clock)
+        ours = {"jackfield": version("jackfield"), "ray": version("ray")}
+        theirs = {package: found.versions[package] for package in ours}
+        if theirs != ours:
+            raise RunError(
+                f"{name} has other versions than the controller",
+                code="runtime.cluster",
+                where=f"node {found.address}",
+                expected=ours,
+                found=theirs,
+                fix="install the same versions on every node",
+            )
+        return found
+
+    async def made(self, handle: Any) -> None:
+        """Wait until an actor has made its worker.
+
+        Raises:
+            JackfieldError: why it cannot.
+        """
+        name = self._name(handle)
+        await answer(handle.ready.remote(), name, f"{name} to be ready", self._start_seconds, self._clock)
+
+    async def watch(self, handles: Sequence[Any]) -> None:
+        """Return never, or raise as soon as one of the actors dies.
+
+        Raises:
+            WorkerLost: naming it.
+        """
+        lives = [self._watch(handle) for handle in handles]
+        await asyncio.gather(*lives)
+
+    async def _watch(self, handle: Any) -> None:
+        name = self._name(handle)
+        await answer(handle.live.remote(), name, f"{name} to live", _FOREVER, self._clock)
+
+    async def close(self) -> None:
+        """End all actors, give their places back, and leave the cluster; end it, if it was started here."""
+        ray = _ray()
+        from ray.util.placement_group import remove_placement_group
+
+        with suppress(DeadlineExceeded):
+            ends = [self._end(actor) for actor in reversed(self._actors)]
+            await self._clock.wait_for(asyncio.gather(*ends), 2 * _END_SECONDS, "the workers to end")
+        for actor in self._actors:
+            ray.kill(actor.handle, no_restart=True)
+        for group in self._groups:
+            remove_placement_group(group)
+        self._actors, self._groups = [], []
+        ray.shutdown()
+
+    async def _end(self, actor: _Actor) -> None:
+        with suppress(WorkerLost, DeadlineExceeded, RunError):
+            reference = actor.handle.end.remote()
+            await answer(reference, actor.name, f"{actor.name} to end", _END_SECONDS, self._clock)
+
+    def _name(self, handle: Any) -> str:
+        return next(actor.name for actor in self._actors if actor.handle is handle)
+
+
+_FOREVER = 10 * 365 * 24 * 3600.0
+
+
+def check_interpreter(python: str, what: str, seconds: float = 30.0) -> None:
+    """Refuse an interpreter in which Ray could not start an actor: Ray itself would wait for ever.
+
+    Raises:
+        PluginError: ``plugin.interpreter`` or ``plugin.requirement``, naming what was to run there.
+    """
+    report = preflight(python, seconds)
+    if report.problem is not None:
+        raise report.problem
+    ours = {"ray": version("ray"), "python": ".".join(platform.python_version_tuple()[:2])}
+    theirs = {"ray": report.versions["ray"], "python": ".".join((report.python or "").split(".")[:2])}
+    if ours != theirs:
+        raise PluginError(
+            f"{what} cannot run in the interpreter {report.path}",
+            code="plugin.interpreter",
+            where=report.path,
+            expected=f"Ray {ours['ray']} on Python {ours['python']}, as in the cluster",
+            found=f"Ray {theirs['ray']} on Python {theirs['python']}",
+            fix=f"{report.path} -m pip install ray=={ours['ray']}",
+        )
+
+
+def _use_token(*, joins: bool) -> None:
+    """Have a token in this process's environment, for good: Ray reads it once.
+
+    For a cluster that is started it is a new one, which Ray would otherwise write into the home folder. For one that
+    is joined it is whatever is there; Ray, given an address, would not show it.
+    """
+    there = any(name in os.environ for name in (_TOKEN, "RAY_AUTH_TOKEN_PATH"))
+    if joins:
+        if there or (Path.home() / ".ray" / "auth_token").is_file():
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+    elif not there:
+        os.environ[_TOKEN] = secrets.token_hex(32)
+
+
+async def _reach(address: str) -> None:
+    """Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    writer.close()
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise PluginError(
+            "the Ray runtime needs Ray", where="runtime.name", fix="pip install 'jackfield[ray]'", found=error
+        ) from error
+    return ray
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference

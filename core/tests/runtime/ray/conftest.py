@@ -1,0 +1,82 @@
+"""One small cluster for the tests of a module; its token is in the process's environment, not in anybody's home."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray import cloudpickle
+
+from jackfield.clock import Clock
+from jackfield.runtime.ray import Cluster, ClusterOptions, Stub
+
+from . import workers
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that this one has started, and theirs."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found: set[int] = set()
+    new = [pid]
+    while new:
+        new = [child for parent in new for child in children.get(parent, ()) if child not in found]
+        found.update(new)
+    return found
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Those that exist, zombies left out."""
+    found = set()
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            found.add(pid)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """An open cluster of two CPUs; after the module, nothing of it is left."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("home")
+        patch.setenv("HOME", str(home))
+        cloudpickle.register_pickle_by_value(workers)  # actors cannot import what pytest has imported
+        before = descendants(os.getpid())
+        made = Cluster(Clock(), start_seconds=120.0)
+        asyncio.run(made.open(ClusterOptions(num_cpus=2, object_store_bytes=100_000_000), needed_cpus=1))
+        try:
+            yield made
+        finally:
+            ours = descendants(os.getpid()) - before
+            assert ours, "a cluster has processes"
+            asyncio.run(made.close())
+            assert set() == alive(ours), "a process of the cluster is left"
+            assert [] == list(home.rglob("*token*")), "a token was written to the home folder"
+
+
+@pytest.fixture
+def hosted(cluster: Cluster) -> Callable[..., Any]:
+    """``await hosted(name, make, **options)``: a worker in an actor; its stub and its actor."""
+
+    async def start(name: str, make: Callable[..., Any], *, seconds: float = 60.0, **options: Any) -> Any:
+        handle = await cluster.start(name, make, **options)
+        await cluster.place(handle)
+        return Stub(handle, name, seconds, restarts=bool(options.get("restarts"))), handle
+
+    return start

@@ -1,0 +1,147 @@
+"""A worker in an actor: its methods, its errors, its end, and its death by ``kill -9``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from jackfield.errors import DeadlineExceeded, EngineError, RunError, WorkerLost
+from jackfield.runtime.ray import Cluster
+from jackfield.runtime.workers import resubmitted
+
+from .workers import make_counter, make_failure, make_memory
+
+pytestmark = pytest.mark.timeout(180)
+
+Hosted = Callable[..., Any]
+
+
+def test_a_stub_is_the_worker_from_afar(hosted: Hosted) -> None:
+    """Methods, parts and attributes answer; errors arrive as they were raised; what is cancelled here ends there."""
+
+    async def main() -> None:
+        counter, handle = await hosted("a counter", make_counter)
+        assert 3 == await counter.add(3)
+        assert 7 == await counter.add(2, twice=True)
+        assert 7 == await counter.count()
+        assert os.getpid() != await counter.pid()
+        with pytest.raises(EngineError) as refused:
+            await counter.refuse()
+        expected = {"code": "engine.state", "message": "no", "where": "here"}
+        assert {**expected, "expected": "yes", "found": "no", "fix": "say yes"} == refused.value.as_dict()
+        with pytest.raises(RunError, match="a counter raised ZeroDivisionError: by nought"):
+            await counter.stumble()
+        hanging = asyncio.ensure_future(counter.hang())
+        await counter.add(0)  # calls of one caller begin in order: it hangs by now
+        hanging.cancel()
+        assert await counter.hung()
+        impatient = type(counter)(handle, "a counter", 0.05)
+        with pytest.raises(DeadlineExceeded, match=r"0\.05 s for a counter to hang"):
+            await impatient.hang()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_cannot_be_made_says_why(cluster: Cluster) -> None:
+    async def main() -> None:
+        handle = await cluster.start("a failure", make_failure)
+        with pytest.raises(EngineError, match="cannot be made"):
+            await cluster.made(handle)
+
+    asyncio.run(main())
+
+
+def test_a_dead_worker_is_named_at_once(cluster: Cluster, hosted: Hosted) -> None:
+    """Whoever waits for it learns it, and so does whoever watches."""
+
+    async def main() -> None:
+        counter, handle = await hosted("the actor engine, rank 1", make_counter)
+        other, other_handle = await hosted("the actor engine, rank 0", make_counter)
+        watching = asyncio.ensure_future(cluster.watch([handle, other_handle]))
+        hanging = asyncio.ensure_future(counter.hang())
+        os.kill(await counter.pid(), signal.SIGKILL)
+        for waiting in (hanging, watching):
+            with pytest.raises(WorkerLost) as lost:
+                await waiting
+            assert ("worker.died", "the actor engine, rank 1") == (lost.value.code, lost.value.where)
+        with pytest.raises(WorkerLost):
+            await counter.add(1)
+        assert 1 == await other.add(1)
+
+    asyncio.run(main())
+
+
+def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(hosted: Hosted) -> None:
+    async def main() -> None:
+        counter, _ = await hosted("reward worker 0", partial(make_counter, 10), restarts=5)
+        first = await counter.pid()
+        assert 11 == await counter.add(1)
+        os.kill(first, signal.SIGKILL)
+        given_up: list[WorkerLost] = []
+        result = await resubmitted(lambda: counter.add(1), given_up.append)
+        assert (11, []) == (result, given_up), "made anew, and asked again"
+        assert first != await counter.pid()
+
+    asyncio.run(main())
+
+
+def test_what_the_cluster_has_no_room_for_is_refused(cluster: Cluster) -> None:
+    async def main() -> None:
+        cluster._start_seconds, before = 0.5, cluster._start_seconds
+        try:
+            with pytest.raises(RunError) as refused:
+                await cluster.places(3, {"CPU": 1.0}, "the engine")
+        finally:
+            cluster._start_seconds = before
+        assert "runtime.cluster" == refused.value.code
+        assert "3 places of {'CPU': 1.0} for the engine" in str(refused.value)
+        taken = await cluster.places(2, {"CPU": 0.5}, "the engine")
+        handle = await cluster.start("a worker", make_counter, group=taken, bundle=1, resources={"CPU": 0.25})
+        await cluster.place(handle)
+
+    asyncio.run(main())
+
+
+def test_values_cross_bit_by_bit(hosted: Hosted) -> None:
+    """Any dtype and shape, by raw buffers; what comes back may be changed."""
+    torch = pytest.importorskip("torch")
+    from jackfield.queue import Rows, column_from_rows, dense_column, json_column
+    from jackfield.runtime.ray import RemoteBackend
+
+    columns = {
+        "half": dense_column(torch.randn(3, 2).to(torch.bfloat16)),
+        "mask": column_from_rows(
+            [torch.ones(2, dtype=torch.bool), torch.zeros(0, dtype=torch.bool), torch.ones(1) > 0]
+        ),
+        "large": column_from_rows([torch.arange(100_000), torch.arange(3), torch.arange(0)]),
+        "none": dense_column(torch.empty(3, 0)),
+        "complex": dense_column(torch.randn(3, dtype=torch.complex64)),
+        "task": json_column([{"a": 1}, None, "ü"]),
+    }
+
+    async def main() -> None:
+        stub, _ = await hosted("the storage worker", make_memory)
+        backend = RemoteBackend(stub)
+        await backend.start()
+        rows = Rows(backend)
+        await rows.put("train", ["a", "b", "c"], columns)
+        found = await rows.get("train", ["a", "b", "c"], tuple(columns))
+        for name, column in columns.items():
+            assert column.values.dtype == found[name].values.dtype
+            assert torch.equal(column.values, found[name].values), name
+            assert column.encoding == found[name].encoding
+            assert (column.offsets is None) == (found[name].offsets is None)
+            if column.offsets is not None:
+                assert torch.equal(column.offsets, found[name].offsets)
+        found["large"].values.add_(1)
+        assert 3 == (await backend.stats()).rows
+
+    asyncio.run(main())

@@ -1,0 +1,60 @@
+"""What Ray would wait for without end is refused before it is asked: an interpreter that is missing, or another Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from jackfield.clock import Clock
+from jackfield.errors import PluginError, RunError
+from jackfield.runtime.ray import Cluster, ClusterOptions
+from jackfield.runtime.ray.cluster import check_interpreter
+
+
+def interpreter(folder: Path, ray: str | None, python: str | None = None) -> str:
+    """A program that answers like an interpreter that has another Ray."""
+    versions = {"jackfield": "0.1.0", "torch": None, "ray": ray}
+    answer = json.dumps({"python": python or sys.version.split()[0], "versions": versions})
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_this_interpreter_will_do() -> None:
+    check_interpreter(sys.executable, "the engine worker")
+
+
+@pytest.mark.parametrize(
+    ("ray", "python", "found"),
+    [("2.40.0", None, "Ray 2.40.0"), (None, None, "Ray None"), ("2.60.0", "3.12.1", "Python 3.12")],
+)
+def test_another_ray_or_python_is_refused(tmp_path: Path, ray: str | None, python: str | None, found: str) -> None:
+    with pytest.raises(PluginError) as refused:
+        check_interpreter(interpreter(tmp_path, ray, python), "the rollout worker")
+    assert "plugin.interpreter" == refused.value.code
+    assert "the rollout worker cannot run in the interpreter" in refused.value.message
+    assert found in str(refused.value.found)
+
+
+def test_a_missing_interpreter_is_refused() -> None:
+    with pytest.raises(PluginError) as refused:
+        check_interpreter("/nowhere/bin/python", "the engine worker")
+    assert "plugin.interpreter" == refused.value.code
+
+
+def test_a_cluster_that_is_not_there_is_named() -> None:
+    """Ray would try for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    with pytest.raises(RunError) as refused:
+        asyncio.run(Cluster(Clock(), 30.0).open(ClusterOptions(address=address), needed_cpus=1))
+    assert ("runtime.cluster", address) == (refused.value.code, refused.value.where)

@@ -1,0 +1,63 @@
+"""Workers that cost nothing: what hosts, stubs and clusters are tested with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from jackfield.abc.transfer_queue import TransferQueueContext
+from jackfield.errors import EngineError
+from jackfield.queue import Rows
+from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
+from jackfield.runtime.ray import Storage
+
+
+class Counter:
+    """Counts, fails, waits; ``part`` is a part of it."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+        self.cancelled = False
+        self.part = self if start == 0 else Counter(0)
+
+    def add(self, number: int, *, twice: bool = False) -> int:
+        self.count += 2 * number if twice else number
+        return self.count
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def refuse(self) -> None:
+        raise EngineError("no", code="engine.state", where="here", expected="yes", found="no", fix="say yes")
+
+    async def stumble(self) -> None:
+        raise ZeroDivisionError("by nought")
+
+    async def hang(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+    async def hung(self) -> bool:
+        while not self.cancelled:
+            await asyncio.sleep(0)
+        return self.cancelled
+
+    async def close(self) -> None:
+        self.count = -1
+
+
+async def make_counter(start: int = 0) -> Counter:
+    return Counter(start)
+
+
+def make_failure() -> Counter:
+    raise EngineError("cannot be made", where="the worker")
+
+
+def make_memory() -> Storage:
+    backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
+    return Storage(backend, AdvantageWorker(Rows(backend), AdvantagePlan()))
