@@ -82,6 +82,7 @@ def child(command: dict[str, Any], answers: int) -> None:
     """Do the run, unless it is killed; tell how it ended."""
     known = set(sys.modules)
     if command["room"] is not None:
+        sys.dont_write_bytecode = True  # a cache that is cut off would stay so
         resource.setrlimit(resource.RLIMIT_FSIZE, (command["room"], command["room"]))
     if command["kill"] is not None:
         folder = load_config(command["config"], command["overrides"]).folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -144,10 +145,12 @@ def full_disk() -> Callable[[int], AbstractContextManager[None]]:
     @contextmanager
     def limit(size: int) -> Iterator[None]:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a cache that is cut off would stay so
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
         try:
             yield
         finally:
+            sys.dont_write_bytecode = writes
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limit

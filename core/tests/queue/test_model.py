@@ -80,6 +80,12 @@ class Model:
     next_ticket: int = 0
     committed: int | None = None
     consumed: set[str] = attrs.field(factory=set)
+    again: set[int] = attrs.field(factory=set)  # tickets that are to be handed out since the last crash
+
+    def final(self, number: int) -> bool:
+        """Whether a ticket has nothing left that could be dropped."""
+        groups = [slot.group for slot in self.tickets[number]]
+        return all(group is not None and group.published and (group.held or group.consumed) for group in groups)
 
     def groups(self) -> list[MGroup]:
         return [slot.group for slots in self.tickets.values() for slot in slots if slot.group is not None]
@@ -160,8 +166,10 @@ class QueueMachine(RuleBasedStateMachine):
     # -- producers
 
     def offered(self) -> list[int]:
-        """Tickets with slots that nobody has been given."""
-        return [number for number, slots in self.model.tickets.items() if any(not slot.handed for slot in slots)]
+        """Tickets with slots that nobody has been given, and those whose explorer crashed before they were final."""
+        model = self.model
+        vacant = {number for number, slots in model.tickets.items() if any(not slot.handed for slot in slots)}
+        return sorted(vacant | {number for number in model.again & set(model.tickets) if not model.final(number)})
 
     @action(
         3,
@@ -180,6 +188,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert (self.model.next_ticket, groups) == (ticket.number, ticket.groups)
             self.model.tickets[ticket.number] = [MSlot() for _ in range(groups)]
             self.model.next_ticket += 1
+        # those before it are final: nobody has to look after them any more
+        self.model.again = {number for number in self.model.again if offered and number > ticket.number}
         slots = self.model.tickets[ticket.number]
         given = self.do(self.pull(ticket))
         expected = [(index, slot.attempt, slot.claim) for index, slot in enumerate(slots) if not slot.handed]
@@ -494,6 +504,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.do(self.queue.restore(self.saved[0].name))
         self.model = copy.deepcopy(self.saved[1])
         self.batches.clear()
+        self.model.again = {number for number in self.model.tickets if not self.model.final(number)}
         rows = self.model.rows().items()
         self.restored = {name: {key for key, row in rows if name in row.ack} for name in NEEDS}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -52,8 +53,11 @@ def test_published_tensors_are_copies(kit: ModuleType, build: Build, rows: Rows)
     assert not equal(kept, kit.weights(engine))
 
 
-def test_a_file_that_cannot_grow_is_an_error_that_names_folder_and_rank(build: Build, tmp_path: Path) -> None:
+def test_a_file_that_cannot_grow_is_an_error_that_names_folder_and_rank(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The system's limit stands for a full disk."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a cache that is cut off would stay so
     engine, limits = build(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:

@@ -73,6 +73,7 @@ __all__ = [
 PAGE = "docs/plugins/rollout.md#"
 
 VOCABULARY = 64
+ENGINE_TOLERANCE = 1e-4  #: of log-probabilities, in float32, where the manifest says they are the engine's
 END = 1  #: the model's own end token
 LIMIT = 512  #: of the model: prompt and response
 PATIENCE_SECONDS = 10.0  #: for what must happen at once
@@ -227,8 +228,9 @@ def _argmax_path(prompt: tuple[int, ...], count: int) -> list[int]:
 
 
 def tolerance(subject: Subject) -> float:
-    """How far log-probabilities may be off: fixture key ``logprob_tolerance``."""
-    return float(subject.fixture.get("logprob_tolerance", 1e-4))
+    """How far log-probabilities may be off: fixture key ``logprob_tolerance``, no more than a declaration allows."""
+    allowed = float(subject.fixture.get("logprob_tolerance", ENGINE_TOLERANCE))
+    return min(allowed, ENGINE_TOLERANCE) if subject.capabilities.get("engine_log_probs") == "full" else allowed
 
 
 def log_probs_of(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

@@ -254,6 +254,7 @@ class _Process:
                 await self.engine.finalize()
                 return {"finalized": True}
             case "limit":
+                sys.dont_write_bytecode = True  # a cache that is cut off would stay so
                 resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_bytes"], resource.RLIM_INFINITY))
                 return {"limited": True}
             case "held":

@@ -26,6 +26,7 @@ CAPABILITIES = {
     "seeds": Capability(what="draws the same tokens for the same seed"),
     "logprobs_raw": Capability(what="returns log-probabilities at temperature 1, without filters"),
     "weights_full": Capability(what="loads all weights"),
+    "engine_log_probs": Capability(what="returns the engine's log-probabilities, in float32 within 1e-4"),
     "sliding_window": Capability(what="serves models with sliding-window attention beyond the window"),
     "cpu": Capability(what="runs on a CPU"),
     "cuda": Capability(what="runs on an NVIDIA GPU"),
