@@ -114,6 +114,8 @@ class NCCLCheckpointEngine(CheckpointEngine):
         if workers:
             meeting.tell({"form": True})
             await self._form(meeting, self._backend(), 0, workers + 1, self.context.host)
+            # a member that left, after a transfer of nothing, say, would break off those that are still connecting
+            await meeting.until(lambda peer: "formed" in peer.said, "join the broadcast group")
 
     async def _enter(self, request: ConnectRequest) -> None:
         place = request.arguments
@@ -131,6 +133,7 @@ class NCCLCheckpointEngine(CheckpointEngine):
         await meeting.enter(place["host"], place["port"], place["secret"], place["worker"], request.version)
         await meeting.until(lambda peer: "form" in peer.said, "meet all inference workers")
         await self._form(meeting, place["backend"], place["worker"] + 1, place["workers"] + 1, meeting.local_host)
+        meeting.tell({"formed": True})
 
     def _make_store(self, meeting: Meeting) -> MeetingStore:
         loop = asyncio.get_running_loop()
