@@ -56,6 +56,7 @@ class NCCLCheckpointEngine(CheckpointEngine):
         self._slots: list[torch.Tensor] = []  #: uint8; kept from one transfer to the next
         self._arriving: deque[_Arriving] = deque()
         self._whole = False  #: everything was sent, or taken
+        self._closing: asyncio.Future[None] | None = None
 
     # -- before the transfer
 
@@ -218,14 +219,30 @@ class NCCLCheckpointEngine(CheckpointEngine):
         meeting.tell({"done": True})
 
     async def finalize(self) -> None:
-        """Leave meeting and group; whoever still needs this end is told so."""
+        """Leave meeting and group; whoever still needs this end is told so. Whoever asks again waits for the same."""
+        if self._meeting is not None or self._group is not None or self._store is not None:
+            self._closing = asyncio.ensure_future(self._close(self._closing))
+        closing = self._closing
+        if closing is None:
+            return
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            if not closing.done():
+                await closing  # a caller that is cancelled must not leave it half done
+            raise
+        self._closing = None
+
+    async def _close(self, before: asyncio.Future[None] | None) -> None:
         meeting, self._meeting = self._meeting, None
         group, self._group = self._group, None
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        store, self._store = self._store, None
+        self._arriving.clear()
+        if before is not None:
+            await before
+        if store is not None:
+            store.close()
         if meeting is not None:
             await meeting.close(None if self._whole else "left before everything was taken")
         if group is not None:
             await group.close()
-        self._arriving.clear()
