@@ -98,8 +98,7 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
     tox = [str(SCRIPTS / "tox"), "run-parallel", "--parallel", str(WORKERS), "--parallel-no-spinner"]
     tox += ["-e", ",".join(name for name, package in packages.items() if package.tests.is_dir())]
     pytest = [PYTHON, "-m", "pytest", "--continue-on-collection-errors"]
-    # A file's fixtures are made once. Files come in the order of `testpaths`: the long ones first.
-    pytest += ["--numprocesses", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder"]
+    pytest += ["--numprocesses", str(WORKERS), "--dist", "loadfile"]  # a file's fixtures are made once
     checks = [
         Stage("lint", "ruff: rules", _command([*ruff, "check", "."], 120)),
         Stage("format", "ruff: layout", _command([*ruff, "format", "--check", "."], 120)),
