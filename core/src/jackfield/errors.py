@@ -19,6 +19,7 @@
     ├── QueueError              the TransferQueue refused a request
     │   ├── LeaseError            a lease is unknown, expired or of an old epoch
     │   └── QueueFull             backpressure lasted beyond its deadline
+    ├── WireError               a message between processes was refused
     ├── WeightsError            a weight synchronisation was lost, stale or corrupt
     ├── ScheduleError           a schedule's staleness bound would be broken
     ├── RunError                a run cannot start, go on or be resumed
@@ -57,6 +58,7 @@ __all__ = [
     "ScheduleError",
     "StructureError",
     "WeightsError",
+    "WireError",
     "WorkerLost",
 ]
 
@@ -121,6 +123,10 @@ CODES: dict[str, str] = {
     "queue.full": "The queue stayed full until the deadline.",
     "queue.unreachable": "The server or file behind a queue backend does not answer, or broke off.",
     "queue.store": "What is behind a queue backend cannot be used: login, format, damage, or its own settings.",
+    "wire.malformed": "A message from another process is not one of the protocol.",
+    "wire.version": "A message from another process is of another version of the wire format.",
+    "wire.size": "A message between processes is above the limits.",
+    "wire.authentication": "A message came from somebody who does not know the secret.",
     "weights.digest": "A replica loaded other bytes than the engine sent.",
     "weights.missing": "A tensor that was sent did not arrive, or arrived twice.",
     "weights.version": "A weight version went backwards or does not match.",
@@ -297,6 +303,12 @@ class QueueFull(QueueError):
     """Backpressure lasted beyond its deadline."""
 
     default_code = "queue.full"
+
+
+class WireError(JackfieldError):
+    """A message between processes was refused."""
+
+    default_code = "wire.malformed"
 
 
 class WeightsError(JackfieldError):

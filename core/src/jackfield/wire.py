@@ -1,0 +1,205 @@
+"""Messages between processes: a typed header in msgpack, and raw buffers beside it that nobody copies.
+
+A message is a list of frames, as ZeroMQ sends them. The first is the *head*::
+
+    b"JKF" | version, 1 byte | keyed BLAKE2b over the rest, 16 bytes | msgpack [kind, fields, sizes of the buffers]
+
+The other frames are buffers: bytes that the fields speak of. Nothing in a message is executed or looked up by name,
+there is no pickle, and msgpack's extension types are refused. Whoever reads says beforehand which kinds of message it
+takes and of which types their fields are; everything else is refused with a :class:`~jackfield.errors.WireError`, and
+counted.
+
+The key makes sure that the head was written by somebody who was told the secret. It does not hide anything, and covers
+of the buffers only their number and sizes: beyond one host, an encrypted channel has to carry the frames.
+"""
+
+from __future__ import annotations
+
+import hmac
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+import attrs
+import msgpack
+
+from jackfield.errors import WireError
+
+__all__ = ["VERSION", "Buffer", "Limits", "Message", "Schema", "Wire"]
+
+VERSION = 1
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+#: Of a field: ``str``, ``int``, ``bytes``, ``bool`` or ``float``; ``[schema]`` is a list of any length, ``(a, b, …)``
+#: a list of just these, ``{schema}`` a map from text.
+Schema: TypeAlias = "type | list[Any] | tuple[Any, ...] | set[Any]"
+
+_MAGIC = b"JKF"
+_MAC_BYTES = 16
+_PREFIX_BYTES = len(_MAGIC) + 1 + _MAC_BYTES
+_SCALARS = (str, int, bytes, bool, float)
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """What a message may take; both ends have the same."""
+
+    head_bytes: int = 1 << 26
+    buffers: int = 1 << 16  #: how many
+    total_bytes: int = 1 << 36  #: of all buffers together
+
+
+@attrs.frozen(eq=False)
+class Message:
+    """One message that was checked."""
+
+    kind: str
+    fields: Mapping[str, Any]  #: just those of its kind
+    buffers: Sequence[Buffer] = ()  #: where they lay in the frames
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+
+class Wire:
+    """Writes and reads the messages of one protocol."""
+
+    def __init__(
+        self, messages: Mapping[str, Mapping[str, Schema]], secret: bytes, limits: Limits | None = None
+    ) -> None:
+        """
+        Args:
+            messages: fields of each kind of message that is read, with their types.
+            secret: up to 64 bytes, known to both ends.
+            limits: of each message.
+        """
+        self._checks = {
+            kind: {name: _check(schema) for name, schema in fields.items()} for kind, fields in messages.items()
+        }
+        self._secret = secret
+        self._limits = limits or Limits()
+        self.refused: Counter[str] = Counter()  #: by code of error
+
+    def encode(self, kind: str, fields: Mapping[str, Any], buffers: Sequence[Buffer] = ()) -> list[Buffer]:
+        """The frames of a message; buffers stay where they are.
+
+        Raises:
+            WireError: ``wire.size`` for a message above the limits.
+        """
+        sizes = [buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers]
+        body: bytes = msgpack.packb([kind, fields, sizes])
+        self._check_sizes(len(body), sizes)
+        return [b"".join((_MAGIC, bytes((VERSION,)), self._mac(body), body)), *buffers]
+
+    def decode(self, frames: Sequence[Buffer]) -> Message:
+        """The message of these frames, whose buffers are not copied.
+
+        Raises:
+            WireError: ``wire.malformed``, ``wire.version``, ``wire.size`` or ``wire.authentication``; counted in
+                :attr:`refused`. No other error, whatever the frames.
+        """
+        try:
+            return self._decode(frames)
+        except WireError as error:
+            self.refused[error.code] += 1
+            raise
+
+    def _decode(self, frames: Sequence[Buffer]) -> Message:
+        if not frames:
+            raise WireError("a message without frames", expected="a head")
+        head, buffers = memoryview(frames[0]), frames[1:]
+        if len(head) < _PREFIX_BYTES or head[: len(_MAGIC)] != _MAGIC:
+            raise WireError("a message that is not one of ours", expected=_MAGIC, found=bytes(head[: len(_MAGIC)]))
+        if head[len(_MAGIC)] != VERSION:
+            raise WireError(
+                "a message of another version",
+                code="wire.version",
+                expected=VERSION,
+                found=head[len(_MAGIC)],
+                fix="use the same version of jackfield on both sides",
+            )
+        body = head[_PREFIX_BYTES:]
+        sizes = [memoryview(buffer).nbytes for buffer in buffers]
+        self._check_sizes(len(body), sizes)
+        if not hmac.compare_digest(bytes(head[len(_MAGIC) + 1 : _PREFIX_BYTES]), self._mac(body)):
+            raise WireError("a message by somebody who does not know the secret", code="wire.authentication")
+        kind, fields, announced = _unpacked(body)
+        if announced != sizes:
+            raise WireError(
+                "buffers are missing or of other sizes", expected=reprlib.repr(announced), found=reprlib.repr(sizes)
+            )
+        self._check_fields(kind, fields)
+        return Message(kind, fields, buffers)
+
+    def _mac(self, body: Buffer) -> bytes:
+        return blake2b(body, digest_size=_MAC_BYTES, key=self._secret).digest()
+
+    def _check_sizes(self, head: int, sizes: Sequence[int]) -> None:
+        limits = self._limits
+        if head > limits.head_bytes or len(sizes) > limits.buffers or sum(sizes) > limits.total_bytes:
+            raise WireError(
+                "a message is too large",
+                code="wire.size",
+                expected=f"{limits.head_bytes} bytes of head, {limits.buffers} buffers, {limits.total_bytes} bytes",
+                found=f"{head} bytes of head, {len(sizes)} buffers, {sum(sizes)} bytes",
+            )
+
+    def _check_fields(self, kind: Any, fields: Any) -> None:
+        checks = self._checks.get(kind) if isinstance(kind, str) else None
+        if checks is None:
+            raise WireError(
+                f"a message of a kind that is not known: {reprlib.repr(kind)}", expected=", ".join(self._checks)
+            )
+        if not isinstance(fields, dict) or fields.keys() != checks.keys():
+            raise WireError(
+                f"a message {kind!r} with other fields", expected=sorted(checks), found=reprlib.repr(fields)
+            )
+        for name, check in checks.items():
+            if not check(fields[name]):
+                raise WireError(
+                    f"a message {kind!r} whose field is of another type", where=name, found=reprlib.repr(fields[name])
+                )
+
+
+def _unpacked(body: memoryview) -> tuple[Any, Any, Any]:
+    try:
+        # msgpack bounds every length by the bytes that are there
+        found = msgpack.unpackb(body, ext_hook=_refuse_extension, strict_map_key=True)
+        if type(found) is not list:
+            raise TypeError("not a list")
+        kind, fields, sizes = found
+    except Exception as error:  # msgpack raises many sorts, and what it read comes from outside
+        raise WireError(f"a head that cannot be read: {type(error).__name__}") from error
+    return kind, fields, sizes
+
+
+def _refuse_extension(code: int, _: bytes) -> Any:
+    raise ValueError(f"extension type {code}")
+
+
+def _check(schema: Schema) -> Callable[[Any], bool]:
+    """Whether a value is of a type. Types are compared exactly: True is no int."""
+    if isinstance(schema, list):
+        (inner,) = schema
+        if inner in _SCALARS:
+            return lambda value: type(value) is list and all(type(item) is inner for item in value)
+        check = _check(inner)
+        return lambda value: type(value) is list and all(map(check, value))
+    if isinstance(schema, tuple):
+        checks = [_check(item) for item in schema]
+        return lambda value: (
+            type(value) is list
+            and len(value) == len(checks)
+            and all(check(item) for check, item in zip(checks, value, strict=True))
+        )
+    if isinstance(schema, set):
+        (inner,) = schema
+        check = _check(inner)
+        return lambda value: (
+            type(value) is dict and all(type(name) is str and check(item) for name, item in value.items())
+        )
+    assert schema in _SCALARS, f"{schema!r} is no type of a field"
+    return lambda value: type(value) is schema
