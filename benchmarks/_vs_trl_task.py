@@ -70,8 +70,8 @@ def make_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def make_model(folder: Path, seed: int) -> int:
-    """A Qwen3 of 1.77 million parameters, initialised at random."""
+def make_model(folder: Path, seed: int, positions: int = 128) -> int:
+    """A Qwen3 of 1.77 million parameters for so many positions, initialised at random."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -84,7 +84,7 @@ def make_model(folder: Path, seed: int) -> int:
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None,
