@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import VirtualClock, _VirtualTimeLoop
 from jackfield.errors import DeadlineExceeded, LeaseError, QueueError
-from jackfield.queue import BatchMeta, GroupSlot, TransferQueue, dense_column
+from jackfield.queue import BatchMeta, Claim, GroupSlot, TransferQueue, dense_column
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 
 torch = pytest.importorskip("torch")
@@ -95,6 +95,12 @@ class Model:
 
     def ready(self, consumer: str) -> set[str]:
         return {key for key, row in self.rows().items() if row.free_for(consumer)}
+
+
+def claim(batch: BatchMeta) -> Claim:
+    """The one that all rows of a batch are held under."""
+    (found,) = set(batch.claims)
+    return found
 
 
 def run_of(key: str) -> int:
@@ -378,7 +384,7 @@ class QueueMachine(RuleBasedStateMachine):
     def leased(self, batch: BatchMeta, whole: bool) -> None:
         rows = self.model.rows()
         for key in batch.keys:
-            rows[key].lease[batch.consumer] = batch.epoch, whole
+            rows[key].lease[claim(batch).consumer] = claim(batch).epoch, whole
         if len(batch):
             values = self.do(self.queue.get(batch, ("x",)))["x"].values.tolist()
             assert [rows[key].value for key in batch.keys] == values
@@ -387,7 +393,8 @@ class QueueMachine(RuleBasedStateMachine):
     def holds(self, batch: BatchMeta) -> bool:
         rows = self.model.rows()
         living = [rows[key] for key in batch.keys if key in rows]
-        return all(row.lease.get(batch.consumer, (0, 0))[0] == batch.epoch for row in living)
+        held = claim(batch)
+        return all(row.lease.get(held.consumer, (0, 0))[0] == held.epoch for row in living)
 
     @action(3, when=lambda self: self.batches, step=STEPS)
     def ack(self, data: st.DataObject, step: int | None) -> None:
@@ -403,8 +410,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert [key for key in batch.keys if key in rows] == list(keys)
         final = step is None or (self.model.committed is not None and step <= self.model.committed)
         for key in keys:
-            del rows[key].lease[batch.consumer]
-            rows[key].ack[batch.consumer] = step, final
+            del rows[key].lease[claim(batch).consumer]
+            rows[key].ack[claim(batch).consumer] = step, final
         self.consume()
 
     @action(1, when=lambda self: self.batches)
@@ -415,7 +422,8 @@ class QueueMachine(RuleBasedStateMachine):
                 self.queue.release(batch)
             return
         self.queue.release(batch)
-        self.give_back(batch.consumer, lambda row: row.lease.get(batch.consumer, (0, 0))[0] == batch.epoch)
+        held = claim(batch)
+        self.give_back(held.consumer, lambda row: row.lease.get(held.consumer, (0, 0))[0] == held.epoch)
 
     def give_back(self, consumer: str, chosen: Any) -> None:
         for group in self.model.groups():

@@ -12,7 +12,7 @@ import torch
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.algorithms import Shaping, advantages, importance_weights
 from jackfield.errors import ConfigError
-from jackfield.queue import BatchMeta, Rows, column_from_rows, rows_of
+from jackfield.queue import BatchMeta, Claim, Rows, column_from_rows, rows_of
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
 
@@ -39,12 +39,10 @@ class Batch:
             for row, size in enumerate(sizes)
         ]
         self.meta = BatchMeta(
-            partition="train",
-            consumer="trainer",
             keys=tuple(f"train/0/0/0/{row}/0" for row in range(len(sizes))),
             tags=tuple(each),
             group_ids=tuple(groups),
-            epoch=1,
+            claims=(Claim("train", "trainer", 1),) * len(sizes),
         )
 
     def estimate(self, plan: AdvantagePlan, coefficient: float = 0.0) -> tuple[dict[str, float], dict[str, list[Any]]]:

@@ -11,7 +11,7 @@ import pytest
 from jackfield.abc.engine import EngineLayout, LossSpec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError
-from jackfield.queue import BatchMeta, Written
+from jackfield.queue import BatchMeta, Claim, Written
 from jackfield.runtime.engine_group import EngineGroup, combined, shares
 
 
@@ -49,12 +49,10 @@ class FakeQueue:
 
 def batch(lengths: list[int]) -> BatchMeta:
     return BatchMeta(
-        partition="train",
-        consumer="trainer",
         keys=tuple(f"train/0/{index}/0/0/0" for index in range(len(lengths))),
         tags=tuple({"prompt_tokens": 1, "response_tokens": length} for length in lengths),
         group_ids=("g",) * len(lengths),
-        epoch=1,
+        claims=(Claim("train", "trainer", 1),) * len(lengths),
     )
 
 

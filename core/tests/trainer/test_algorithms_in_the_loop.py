@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from jackfield.algorithms import AdaptiveKLController, FixedKLController
-from jackfield.queue import BatchMeta
+from jackfield.queue import BatchMeta, Claim
 from jackfield.runtime.samples import global_counts, mini_batches
 from jackfield.trainer import Schedule
 
@@ -115,12 +115,10 @@ def test_a_controller_steers_the_coefficient_of_the_kl_in_the_loss() -> None:
 def rows(groups: str, experts: str = "") -> BatchMeta:
     names = groups + experts.upper()
     return BatchMeta(
-        partition="train",
-        consumer="trainer",
         keys=tuple(f"{name}{index}" for index, name in enumerate(names)),
         tags=tuple({"model_tokens": 2, "expert": name.isupper()} for name in names),
         group_ids=tuple(names),
-        epoch=1,
+        claims=(Claim("train", "trainer", 1),) * len(names),
     )
 
 

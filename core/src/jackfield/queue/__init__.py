@@ -14,17 +14,31 @@ from jackfield.queue.columns import (
     take,
     to_nested,
 )
-from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket
+from jackfield.queue.meta import BatchMeta, Claim, GroupSlot, GroupView, Ticket
+from jackfield.queue.reuse import Reuse
 from jackfield.queue.rows import Rows, Written
-from jackfield.queue.samplers import SAMPLERS, ReadyRows, Sampler, Sequential, make_sampler, register_sampler
+from jackfield.queue.samplers import (
+    SAMPLERS,
+    Priority,
+    Random,
+    Ready,
+    Sampler,
+    Sequential,
+    make_sampler,
+    register_sampler,
+)
 from jackfield.queue.transfer_queue import TransferQueue
 
 __all__ = [
     "SAMPLERS",
     "BatchMeta",
+    "Claim",
     "GroupSlot",
     "GroupView",
-    "ReadyRows",
+    "Priority",
+    "Random",
+    "Ready",
+    "Reuse",
     "Rows",
     "Sampler",
     "Sequential",

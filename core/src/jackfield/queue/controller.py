@@ -14,6 +14,8 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket
+from jackfield.queue.reuse import Reuse
+from jackfield.queue.samplers import Sampler
 from jackfield.queue.state import Consumer, Group, Partition, Row, Slot, State, TicketState
 from jackfield.queue.waiting import wait
 
@@ -39,18 +41,29 @@ class Controller:
 
     # -- consumers --------------------------------------------------------------------------------------------------
 
-    def register_consumer(self, name: str, partition: str, columns: Sequence[str], lease_seconds: float) -> None:
+    def register_consumer(
+        self,
+        name: str,
+        partition: str,
+        columns: Sequence[str],
+        lease_seconds: float,
+        sampler: Sampler | None = None,
+        reuse: Reuse | None = None,
+    ) -> None:
         """See :meth:`jackfield.queue.TransferQueue.register_consumer`."""
-        known = self.state.consumers.get(name)
+        consumer = self.state.consumers.get(name)
         wanted = (partition, frozenset(columns))
-        if known is None:
-            self.leases.register(name, self.state.partition(partition), tuple(columns), lease_seconds)
-        elif (found := (known.partition.name, frozenset(known.columns))) != wanted:
+        if consumer is None:
+            consumer = self.leases.register(name, self.state.partition(partition), tuple(columns), lease_seconds)
+        elif (found := (consumer.partition.name, frozenset(consumer.columns))) != wanted:
             raise QueueError(
                 f"consumer {name!r} is registered already, for something else", where=name, expected=wanted, found=found
             )
-        else:
-            known.lease_seconds = lease_seconds
+        consumer.lease_seconds = lease_seconds
+        if sampler is not None:
+            consumer.sampler = sampler
+        if reuse is not None:
+            consumer.reuse = reuse
 
     # -- tickets ----------------------------------------------------------------------------------------------------
 
@@ -430,7 +443,7 @@ class Controller:
         self.leases.require_open()
         if len(set(keys)) != len(keys):
             raise QueueError("a row is named twice", expected="distinct keys", found=list(keys)[:4])
-        if batch is not None and batch.epoch:
+        if batch is not None and all(claim.epoch for claim in batch.claims):
             self.leases.held_rows(batch)
             overwrite = True
         rows = [self.state.row(key) for key in keys]

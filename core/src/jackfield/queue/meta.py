@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import attrs
 
 from jackfield.errors import QueueError
 
-__all__ = ["BatchMeta", "GroupSlot", "GroupView", "Ticket"]
+__all__ = ["BatchMeta", "Claim", "GroupSlot", "GroupView", "Ticket", "partition_of"]
+
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -59,38 +61,53 @@ class GroupView:
     tags: Mapping[str, Any]
 
 
-@attrs.frozen(kw_only=True)
-class BatchMeta:
-    """Rows that a consumer holds under one lease."""
+@attrs.frozen
+class Claim:
+    """Under what a row is held."""
 
     partition: str
     consumer: str
+    epoch: int  #: of the lease; 0: nobody leased it
+
+
+@attrs.frozen(kw_only=True)
+class BatchMeta:
+    """Rows that are worked on together; each is held under a lease of its own or of many rows."""
+
     keys: tuple[str, ...]
     tags: tuple[Mapping[str, Any], ...]  #: of each row
     group_ids: tuple[str, ...]  #: of each row
-    epoch: int  #: of the lease
+    claims: tuple[Claim, ...]  #: of each row
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def select(self, indexes: Iterable[int]) -> BatchMeta:
-        """The rows at ``indexes``, in that order, under the same lease."""
+        """The rows at ``indexes``, in that order, under the same leases."""
         chosen = list(indexes)
-        return attrs.evolve(
-            self,
+        return BatchMeta(
             keys=tuple(self.keys[index] for index in chosen),
             tags=tuple(self.tags[index] for index in chosen),
             group_ids=tuple(self.group_ids[index] for index in chosen),
+            claims=tuple(self.claims[index] for index in chosen),
         )
 
     def joined(self, other: BatchMeta) -> BatchMeta:
-        """These rows, then those of another part of the same batch."""
-        return attrs.evolve(
-            self,
+        """These rows, then those of ``other``."""
+        return BatchMeta(
             keys=self.keys + other.keys,
             tags=self.tags + other.tags,
             group_ids=self.group_ids + other.group_ids,
+            claims=self.claims + other.claims,
         )
+
+    def by_claim(self) -> dict[Claim, BatchMeta]:
+        """The rows of each lease, in order."""
+        return {claim: self.select(indexes) for claim, indexes in _places(self.claims).items()}
+
+    def by_partition(self) -> dict[str, list[int]]:
+        """The places of each partition's rows, in order."""
+        return _places(claim.partition for claim in self.claims)
 
     def split(self, parts: int) -> tuple[BatchMeta, ...]:
         """``parts`` consecutive parts; their sizes differ by one row at most, the larger ones first.
@@ -108,9 +125,7 @@ class BatchMeta:
         Raises:
             QueueError: ``queue.invalid`` with fewer groups than parts, or fewer than one part.
         """
-        rows: dict[str, list[int]] = {}
-        for index, group in enumerate(self.group_ids):
-            rows.setdefault(group, []).append(index)
+        rows = _places(self.group_ids)
         if not 1 <= parts <= max(len(rows), 1):
             raise QueueError("groups cannot be split so", expected=f"1 to {len(rows)} parts", found=parts)
         groups = list(rows.values())
@@ -118,6 +133,18 @@ class BatchMeta:
             self.select(index for group in groups[start:end] for index in group)
             for start, end in pairwise(_bounds(len(groups), parts))
         )
+
+
+def partition_of(key: str) -> str:
+    """A row's keys are ``partition/ticket/slot/attempt/run/sequence``."""
+    return key.rsplit("/", 5)[0]
+
+
+def _places(names: Iterable[T]) -> dict[T, list[int]]:
+    places: dict[T, list[int]] = {}
+    for index, name in enumerate(names):
+        places.setdefault(name, []).append(index)
+    return places
 
 
 def _bounds(size: int, parts: int) -> list[int]:

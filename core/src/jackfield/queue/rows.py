@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from jackfield.abc.transfer_queue import Column, GetRequest, PutRequest, TransferQueueBackend
-from jackfield.queue.columns import check_column
+from jackfield.queue.columns import check_column, concatenate, take
+from jackfield.queue.meta import BatchMeta
 
-__all__ = ["Rows", "Written", "check_columns"]
+__all__ = ["Rows", "Written", "check_columns", "in_order"]
 
 
 @attrs.frozen(kw_only=True)
@@ -35,6 +36,28 @@ class Rows:
         request = GetRequest(partition=partition, keys=tuple(keys), columns=tuple(names))
         return dict((await self._backend.get(request)).columns)
 
+    async def read(self, batch: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
+        """Read columns of a batch, in its order, whatever partitions its rows are of.
+
+        Raises:
+            QueueError: ``queue.unknown-row``, ``queue.column``.
+        """
+        places = batch.by_partition()
+        parts = [
+            await self.get(partition, [batch.keys[index] for index in rows], names)
+            for partition, rows in places.items()
+        ]
+        return in_order(list(places.values()), parts)
+
+    async def write(self, batch: BatchMeta, columns: Mapping[str, Column]) -> Written:
+        """Write columns of a batch; see :meth:`put`."""
+        sizes = check_columns(columns, len(batch))
+        for partition, rows in batch.by_partition().items():
+            keys = [batch.keys[index] for index in rows]
+            some = columns if len(rows) == len(batch) else {name: take(each, rows) for name, each in columns.items()}
+            await self._backend.put(PutRequest(partition=partition, keys=tuple(keys), columns=some))
+        return Written(columns=tuple(columns), sizes=sizes)
+
     async def put(self, partition: str, keys: Sequence[str], columns: Mapping[str, Column]) -> Written:
         """Write columns, one row for each key; the controller then hears of it (:meth:`TransferQueue.announce`).
 
@@ -45,6 +68,15 @@ class Rows:
         if keys:
             await self._backend.put(PutRequest(partition=partition, keys=tuple(keys), columns=columns))
         return Written(columns=tuple(columns), sizes=sizes)
+
+
+def in_order(places: Sequence[Sequence[int]], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Columns that were read in parts, as one: row ``i`` of part ``p`` comes to place ``places[p][i]``."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    inverse = {place: index for index, place in enumerate(place for rows in places for place in rows)}
+    order = [inverse[place] for place in range(len(inverse))]
+    return {name: take(concatenate([part[name] for part in parts]), order) for name in parts[0]}
 
 
 def check_columns(columns: Mapping[str, Column], rows: int) -> tuple[int, ...]:

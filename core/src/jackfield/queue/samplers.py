@@ -1,52 +1,148 @@
-"""Samplers: which of the ready rows a consumer gets."""
+"""Samplers: which of the rows, or whole groups, that are ready a consumer gets.
+
+What a sampler draws depends on its settings, its seed and how often it has been asked; the queue's checkpoint keeps the
+last, so that a run that goes on draws what it would have drawn.
+"""
 
 from __future__ import annotations
 
+import heapq
+import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+import attrs
+from attrs.validators import ge
 
 from jackfield.errors import QueueError
+from jackfield.structuring import option, structure
 
-__all__ = ["SAMPLERS", "ReadyRows", "Sampler", "Sequential", "make_sampler", "register_sampler"]
+__all__ = [
+    "SAMPLERS",
+    "Priority",
+    "Random",
+    "Ready",
+    "Sampler",
+    "Sequential",
+    "make_sampler",
+    "register_sampler",
+]
 
 
-class ReadyRows(Protocol):
-    """What a sampler sees: the rows that one consumer could have now, in the order in which they became ready."""
+class Ready(Protocol):
+    """What a sampler sees: the rows, or the groups, that one consumer could have now.
+
+    Rows come in the order in which they became ready, groups in the order of ticket and slot.
+    """
+
+    @property
+    def step(self) -> int | None:
+        """The trainer's step that asks; None: nobody said."""
+        ...
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[str]:
-        """Keys."""
+        """Keys of rows, or ids of groups."""
         ...
 
-    def tags(self, key: str) -> Mapping[str, Any]:
-        """The tags of a row."""
+    def tags(self, name: str) -> Mapping[str, Any]:
+        """The tags of a row; of a group those of its first row, with the oldest and newest weight version of all."""
         ...
 
-
-class Sampler(Protocol):
-    """Chooses rows. It may keep state from call to call, and may choose none: then the consumer waits for more."""
-
-    def sample(self, ready: ReadyRows, max_rows: int | None) -> Sequence[str]:
-        """Distinct keys out of ``ready``, ``max_rows`` at most (None: any number)."""
+    def uses(self, name: str) -> int:
+        """How often the consumer has used it."""
         ...
 
 
-class Sequential:
+class Sampler(ABC):
+    """Chooses rows or groups. It may choose none: then the consumer waits for more."""
+
+    @abstractmethod
+    def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
+        """Distinct names out of ``ready``, best first, ``count`` at most (None: any number)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be known to go on, as plain JSON values."""
+        return {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        return
+
+
+@attrs.define(kw_only=True)
+class Sequential(Sampler):
     """First ready, first served."""
 
-    def sample(self, ready: ReadyRows, max_rows: int | None) -> Sequence[str]:
-        """The first ``max_rows`` rows."""
-        return list(islice(ready, max_rows))
+    def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
+        """The first ``count``."""
+        return list(islice(ready, count))
 
 
-#: Samplers by the name that configurations use.
-SAMPLERS: dict[str, Callable[..., Sampler]] = {"sequential": Sequential}
+@attrs.define(kw_only=True)
+class _Drawing(Sampler):
+    """Draws at random: each call has a generator of its own, made from the seed and the number of the call."""
+
+    seed: int = option(0, help="of what is drawn")
+    _calls: int = attrs.field(default=0, init=False)
+
+    def _generator(self) -> random.Random:
+        self._calls += 1
+        return random.Random(f"{self.seed}/{self._calls}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """How often it was asked."""
+        return {"calls": self._calls}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._calls = int(saved["calls"])
+
+
+@attrs.define(kw_only=True)
+class Random(_Drawing):
+    """Any of them, each with the same probability, none twice in one call."""
+
+    def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
+        """``count`` of them in random order, which does not depend on the order in which they became ready."""
+        names = sorted(ready)
+        return self._generator().sample(names, len(names) if count is None else min(count, len(names)))
+
+
+@attrs.define(kw_only=True)
+class Priority(_Drawing):
+    """Highest priority first: a tag, less a decay for each use; ties go to the one that was ready first."""
+
+    tag: str = option(
+        "weight_version_min", help="the number that counts: of the oldest weights that made a token, or a tag of yours"
+    )
+    decay: float = option(2.0, help="taken off for each use before", validator=ge(0.0))
+    sigma: float = option(0.0, help="standard deviation of Gaussian noise on each priority", validator=ge(0.0))
+
+    def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
+        """The ``count`` with the highest priorities, highest first; without the tag, the number is 0."""
+        noise = self._generator()
+        ranked = []
+        for place, name in enumerate(ready):
+            priority = float(ready.tags(name).get(self.tag, 0.0)) - self.decay * ready.uses(name)
+            ranked.append((-(priority + (noise.gauss(0.0, self.sigma) if self.sigma else 0.0)), place, name))
+        return [name for _, _, name in heapq.nsmallest(len(ranked) if count is None else count, ranked)]
+
+
+#: Samplers by the name that configurations use: attrs classes whose fields are their settings, or functions.
+SAMPLERS: dict[str, Callable[..., Sampler]] = {"priority": Priority, "random": Random, "sequential": Sequential}
 
 
 def register_sampler(name: str, make: Callable[..., Sampler]) -> None:
     """Offer a sampler under ``name``.
+
+    Args:
+        name: of the sampler, in configurations.
+        make: makes one from its options: an attrs class, whose options are then checked against its fields, or any
+            function.
 
     Raises:
         QueueError: ``queue.invalid`` where the name is taken by another one.
@@ -55,12 +151,22 @@ def register_sampler(name: str, make: Callable[..., Sampler]) -> None:
         raise QueueError(f"there is a sampler named {name!r} already", where=name, fix="choose another name")
 
 
-def make_sampler(name: str, **options: Any) -> Sampler:
+def make_sampler(name: str, options: Mapping[str, Any] | None = None, where: str = "") -> Sampler:
     """A sampler by name.
+
+    Args:
+        name: as registered.
+        options: its settings, plain values.
+        where: the path of ``options``, for messages.
 
     Raises:
         QueueError: ``queue.invalid`` for an unknown name.
+        ConfigError: for options that it does not have.
     """
     if name not in SAMPLERS:
-        raise QueueError(f"no sampler is named {name!r}", expected=f"one of {', '.join(sorted(SAMPLERS))}", found=name)
-    return SAMPLERS[name](**options)
+        known = ", ".join(sorted(SAMPLERS))
+        raise QueueError(f"no sampler is named {name!r}", where=where or None, expected=f"one of {known}", found=name)
+    make = SAMPLERS[name]
+    if isinstance(make, type) and attrs.has(make):
+        return cast(Sampler, structure(make, dict(options or {}), where=where))
+    return make(**(options or {}))

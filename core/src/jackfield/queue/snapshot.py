@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
+
 from jackfield.errors import QueueError
 from jackfield.queue.controller import Controller
+from jackfield.queue.reuse import Reuse, Uses
 from jackfield.queue.state import Ack, Consumer, Group, Partition, Row, Slot, TicketState
 
 __all__ = ["FORMAT", "load_state", "state_dict"]
 
 #: The version of the format.
-FORMAT = 1
+FORMAT = 2
 
 
 def state_dict(controller: Controller) -> dict[str, Any]:
@@ -31,6 +34,8 @@ def state_dict(controller: Controller) -> dict[str, Any]:
                 "columns": list(consumer.columns),
                 "epoch": consumer.epoch,
                 "lease_seconds": consumer.lease_seconds,
+                "sampler": consumer.sampler.state_dict(),
+                "reuse": None if consumer.reuse is None else attrs.asdict(consumer.reuse),
             }
             for consumer in state.consumers.values()
         },
@@ -80,6 +85,11 @@ def _save_group(group: Group) -> dict[str, Any]:
         "tags": dict(group.tags),
         "consumed": group.consumed,
         "ended": [[run, reason] for run, reason in sorted(group.ended.items())],
+        "uses": {
+            consumer.name: {"steps": uses.steps, "retired": uses.retired}
+            for consumer in partition.consumers
+            if (uses := consumer.used.get(group)) is not None
+        },
         "held_by": sorted(consumer.name for consumer in group.held_by if not _leased(group, consumer)),
         "rows": [
             {
@@ -102,7 +112,8 @@ def _save_group(group: Group) -> dict[str, Any]:
 
 
 def _leased(group: Group, consumer: Consumer) -> bool:
-    return any(row in consumer.leased for row in group.rows)
+    """Whether the group is in use for the first time."""
+    return any(row in consumer.leased and row not in consumer.acked for row in group.rows)
 
 
 def load_state(controller: Controller, saved: Mapping[str, Any]) -> None:
@@ -116,18 +127,25 @@ def load_state(controller: Controller, saved: Mapping[str, Any]) -> None:
     if saved.get("format") != FORMAT:
         raise QueueError("the queue's state has another format", expected=FORMAT, found=saved.get("format"))
     state = controller.state
-    registered = [(c.name, c.partition.name, c.columns, c.lease_seconds) for c in state.consumers.values()]
+    registered = [
+        (c.name, c.partition.name, c.columns, c.lease_seconds, c.sampler, c.reuse) for c in state.consumers.values()
+    ]
     state.partitions.clear()
     state.consumers.clear()
     state.groups.clear()
     state.rows.clear()
     state.row_count = state.byte_count = state.next_serial = 0
     state.committed = saved["committed"]
-    for name, partition, columns, lease_seconds in registered:
-        controller.register_consumer(name, partition, columns, lease_seconds)
+    for arguments in registered:
+        controller.register_consumer(*arguments)
     for name, fields in saved["consumers"].items():
-        if name not in state.consumers:
-            controller.register_consumer(name, fields["partition"], fields["columns"], fields["lease_seconds"])
+        if name in state.consumers:
+            state.consumers[name].sampler.load_state_dict(fields["sampler"])
+        else:
+            reuse = None if fields["reuse"] is None else Reuse(**fields["reuse"])
+            controller.register_consumer(
+                name, fields["partition"], fields["columns"], fields["lease_seconds"], reuse=reuse
+            )
         state.consumers[name].epoch = fields["epoch"]
     for name, fields in saved["partitions"].items():
         _load_partition(controller, state.partition(name), fields)
@@ -178,6 +196,8 @@ def _load_group(controller: Controller, slot: Slot, saved: Mapping[str, Any]) ->
         consumer = state.consumers[name]
         group.held_by.add(consumer)
         ticket.held[consumer] = ticket.held.get(consumer, 0) + 1
+    for name, uses in saved["uses"].items():
+        state.consumers[name].used[group] = Uses(list(uses["steps"]), uses["retired"])
     for fields in saved["rows"]:
         _load_row(controller, group, fields)
     group.state = "published"  # now that all rows are there: no consumer sees a part
@@ -198,8 +218,10 @@ def _load_row(controller: Controller, group: Group, saved: Mapping[str, Any]) ->
     for name, (step, final) in saved["acks"].items():
         consumer = state.consumers[name]
         consumer.acked[row] = Ack(step, final)
+        uses = consumer.used.get(group)
+        for each in [step] if uses is None else uses.noted():
+            if each is not None and (state.committed is None or each > state.committed):
+                consumer.provisional.setdefault(each, {})[row] = None
         if final:
-            row.done |= consumer.bit
-        else:
-            consumer.provisional.setdefault(step, {})[row] = None
+            controller.leases.finish(consumer, row)
     controller.leases.row_changed(row, -1, set())

@@ -11,6 +11,8 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.errors import QueueError
 from jackfield.queue.meta import GroupSlot, GroupView, Ticket
+from jackfield.queue.reuse import Reuse, Uses
+from jackfield.queue.samplers import Sampler, Sequential
 from jackfield.queue.waiting import Line, Signal
 
 __all__ = ["Ack", "Consumer", "Group", "GroupWaiter", "Lease", "Partition", "Row", "Slot", "State", "TicketState"]
@@ -228,6 +230,10 @@ class Consumer:
     acked: dict[Row, Ack] = attrs.field(factory=dict)
     provisional: dict[int, dict[Row, None]] = attrs.field(factory=dict)  #: acks by step
     line: Line = attrs.field(factory=Line)
+    sampler: Sampler = attrs.field(factory=Sequential)
+    reuse: Reuse | None = None  #: None: each group once
+    used: dict[Group, Uses] = attrs.field(factory=dict)  #: by consumers with reuse, until the group is consumed
+    groups: Signal = attrs.field(factory=Signal)  #: a group may be leased
     row_demand: int = 0  #: waiters for any rows
     group_waiters: dict[int, list[GroupWaiter]] = attrs.field(factory=dict)  #: by ticket
 

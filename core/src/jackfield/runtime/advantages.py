@@ -114,7 +114,7 @@ class AdvantageWorker:
         target = trained(batch)
         if self._plan.experts:
             columns = _beside_experts(target, columns)
-        return metrics, await self._rows.put(target.partition, target.keys, columns)
+        return metrics, await self._rows.write(target, columns)
 
     async def prepare(self, batch: BatchMeta) -> Written:
         """Write what the loss has to know of the whole batch (see :func:`jackfield.algorithms.prepare`).
@@ -144,10 +144,10 @@ class AdvantageWorker:
             name: from_nested(from_padded(value, sizes)) if value.dim() == 2 else dense_column(value)
             for name, value in prepared.items()
         }
-        return await self._rows.put(batch.partition, batch.keys, values)
+        return await self._rows.write(batch, values)
 
     async def _get(self, batch: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
-        return await self._rows.get(batch.partition, batch.keys, names)
+        return await self._rows.read(batch, names)
 
     def _column(self, name: str) -> str:
         return self._plan.old_log_probs if name == "old_log_probs" else name

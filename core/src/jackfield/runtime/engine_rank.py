@@ -79,7 +79,7 @@ class EngineRank:
             return None
         result = wanted(output)
         assert result is not None, f"the engine computes {column}"
-        return await self._rows.put(batch.partition, batch.keys, {column: from_nested(result)})
+        return await self._rows.write(batch, {column: from_nested(result)})
 
     async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
         """This rank's part in one optimizer step: ``grad_norm``, ``lr`` and its share of the loss's metrics."""
@@ -131,7 +131,7 @@ class EngineRank:
         from tensordict import TensorDict
 
         stored = {name: self._renamed.get(name, name) for name in names}
-        columns = await self._rows.get(batch.partition, batch.keys, tuple(dict.fromkeys(stored.values())))
+        columns = await self._rows.read(batch, tuple(dict.fromkeys(stored.values())))
         values = {name: _tensor(columns[stored[name]]) for name in names}
         return TensorDict(values, batch_size=[len(batch)])
 

@@ -1,0 +1,178 @@
+"""The consumers' side of the queue: leases, reads, acks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jackfield.abc.transfer_queue import Column
+from jackfield.errors import QueueError
+from jackfield.queue.lifetime import Lifetime
+from jackfield.queue.meta import BatchMeta, Ticket, partition_of
+from jackfield.queue.reuse import Reuse
+from jackfield.queue.rows import Rows
+from jackfield.queue.samplers import Sampler
+
+__all__ = ["Consuming"]
+
+
+class Consuming(Lifetime):
+    """What trainers and other consumers call."""
+
+    def register_consumer(
+        self,
+        name: str,
+        partition: str,
+        columns: Sequence[str],
+        *,
+        lease_seconds: float | None = None,
+        sampler: Sampler | None = None,
+        reuse: Reuse | None = None,
+    ) -> None:
+        """Announce a consumer: rows of ``partition`` that have ``columns`` are ready for it.
+
+        It gets each of them once; or, with ``reuse``, whole groups as often as that says. Rows are deleted when every
+        registered consumer of their partition is finally done with them. Again with the same partition and columns:
+        the other arguments are taken over.
+
+        Args:
+            name: of the consumer.
+            partition: whose rows it takes.
+            columns: that it needs.
+            lease_seconds: how long its leases hold; None: the queue's default.
+            sampler: chooses among what is ready; None: first ready, first served. Its state is in the queue's
+                checkpoints.
+            reuse: of groups that :meth:`sample_groups` gives; None: each once.
+
+        Raises:
+            QueueError: when the name is registered for something else.
+        """
+        seconds = self._lease_seconds if lease_seconds is None else lease_seconds
+        self._controller.register_consumer(name, partition, columns, seconds, sampler, reuse)
+
+    async def lease(
+        self,
+        consumer: str,
+        max_rows: int | None = None,
+        deadline_seconds: float = 600.0,
+        sampler: Sampler | None = None,
+    ) -> BatchMeta:
+        """Ready rows, whether or not their groups have settled; returns as soon as there is one.
+
+        Args:
+            consumer: registered.
+            max_rows: at most; None: all that are ready.
+            deadline_seconds: how long to wait for the first.
+            sampler: chooses, in the place of the consumer's own.
+
+        Raises:
+            DeadlineExceeded: naming the columns that rows lack and the runs that have not ended.
+        """
+        self._check()
+        return await self._leases.lease(consumer, max_rows, deadline_seconds, sampler)
+
+    async def lease_groups(
+        self, consumer: str, ticket: int | Ticket, groups: int | None = None, deadline_seconds: float = 600.0
+    ) -> BatchMeta:
+        """Whole published groups of one ticket, ordered by slot, run and sequence.
+
+        Args:
+            consumer: registered.
+            ticket: number of a ticket, claimed or not yet.
+            groups: None: all that the consumer has not had, as soon as the ticket is complete and all of them are
+                ready; a number: so many (fewer at the end of the ticket, none after it), as soon as they are ready.
+            deadline_seconds: how long to wait.
+
+        Raises:
+            DeadlineExceeded: naming slots without a group, runs that have not ended, columns that rows lack.
+            QueueError: when the ticket has failed, naming the reasons, or has been consumed.
+        """
+        self._check()
+        number = ticket.number if isinstance(ticket, Ticket) else ticket
+        return await self._leases.lease_groups(consumer, number, groups, deadline_seconds)
+
+    async def sample_groups(
+        self, consumer: str, groups: int, step: int, *, fresh: bool = True, deadline_seconds: float = 600.0
+    ) -> BatchMeta:
+        """Whole groups of any tickets, as the consumer's sampler chooses them: its order, each by run and sequence.
+
+        Groups that are too stale at ``step`` are let go; those that rest after a use are not offered.
+
+        Args:
+            consumer: registered, with a sampler and with reuse where groups are used more than once.
+            groups: so many.
+            step: the trainer's step that will use them; cooldown and staleness are counted in steps.
+            fresh: offer groups that the consumer has not used yet, too, and wait until there are enough. Without:
+                those that it has used before, as many as there are, none perhaps, at once.
+            deadline_seconds: how long to wait.
+
+        Raises:
+            DeadlineExceeded: naming runs that have not ended, columns that rows lack, and how many groups are used up.
+        """
+        self._check()
+        if groups < 1:
+            raise QueueError("at least one group is sampled", expected="1 or more", found=groups)
+        return await self._leases.sample_groups(consumer, groups, step, fresh=fresh, deadline_seconds=deadline_seconds)
+
+    async def get(self, target: BatchMeta | Sequence[str], columns: Sequence[str]) -> dict[str, Column]:
+        """Read columns of rows, in order, without leasing.
+
+        Raises:
+            QueueError: ``queue.unknown-row``, ``queue.column``.
+        """
+        self._check()
+        keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
+        if not keys:
+            raise QueueError("no rows are named", expected="one key at least")
+        rows = Rows(self.backend)
+        if isinstance(target, BatchMeta):
+            return await rows.read(target, columns)
+        return await rows.get(partition_of(keys[0]), keys, columns)
+
+    def renew(self, batch: BatchMeta) -> None:
+        """Begin the lease's time anew, for all rows that were leased together.
+
+        Raises:
+            LeaseError: when it does not hold any more.
+        """
+        self._leases.renew(batch)
+
+    def release(self, batch: BatchMeta) -> None:
+        """Give leased rows back; they are ready again for the same consumer.
+
+        Raises:
+            LeaseError: when the lease does not hold any more.
+        """
+        self._leases.release(batch)
+
+    async def ack(self, batch: BatchMeta, step: int | None = None) -> tuple[str, ...]:
+        """Be done with rows, provisionally: final with the commit of ``step``. Returns the keys that were acked.
+
+        Args:
+            batch: leased rows; groups that were leased as a whole are acked as a whole.
+            step: the trainer's step that used the rows; None: final at once.
+
+        Raises:
+            LeaseError: when the lease does not hold any more; then nothing is acked.
+        """
+        self._check()
+        keys, consumed = self._leases.ack(batch, step)
+        self._controller.consume(consumed)
+        return tuple(keys)
+
+    async def commit(self, step: int) -> None:
+        """The trainer's checkpoint that contains all steps up to ``step`` is durable: their acks are final.
+
+        Rows that every consumer has acked finally are deleted; the backend forgets them in the background
+        (:meth:`flush`).
+        """
+        self._check()
+        self._controller.consume(self._leases.commit(step))
+
+    async def rollback(self, step: int) -> tuple[str, ...]:
+        """Take back the acks of all steps after ``step``; returns the keys of the rows that are ready again.
+
+        Raises:
+            QueueError: when later steps are committed already.
+        """
+        self._check()
+        return tuple(self._leases.rollback(step))

@@ -1,0 +1,115 @@
+"""What every part of the queue has: backend, controller, and the housekeeping from start to close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from jackfield.abc.transfer_queue import DeleteRequest, TransferQueueBackend
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, QueueError
+from jackfield.queue.controller import Controller
+from jackfield.queue.state import State
+
+__all__ = ["Lifetime"]
+
+
+class Lifetime:
+    """Starts and closes the queue, deletes what nobody needs and expires leases."""
+
+    def __init__(
+        self,
+        backend: TransferQueueBackend,
+        clock: Clock,
+        max_rows: int | None = None,
+        max_bytes: int | None = None,
+        *,
+        max_refills: int = 8,
+        lease_seconds: float = 3600.0,
+        put_deadline_seconds: float = 3600.0,
+        on_ledger: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            backend: keeps the values.
+            clock: through which every wait goes.
+            max_rows: backpressure: rows in the queue.
+            max_bytes: backpressure: bytes of values in the queue.
+            max_refills: how often one slot of a ticket may be refilled before the ticket fails.
+            lease_seconds: how long a lease holds without :meth:`renew`; a consumer may have its own.
+            put_deadline_seconds: how long :meth:`put_run` waits for room, if it is not told otherwise.
+            on_ledger: called with each entry of the ledger, as a plain dict, when it is made.
+        """
+        self.backend = backend
+        self.clock = clock
+        self._state = State(clock, on_ledger, closed=True)
+        self._controller = Controller(self._state, max_rows=max_rows, max_bytes=max_bytes, max_refills=max_refills)
+        self._leases = self._controller.leases
+        self._lease_seconds = lease_seconds
+        self._put_deadline_seconds = put_deadline_seconds
+        self._tasks: list[asyncio.Task[None]] = []
+        self._deleting = asyncio.Lock()
+        self._failure: Exception | None = None
+
+    async def start(self) -> None:
+        """Start the backend and the housekeeping (deletion, expiry of leases)."""
+        await self.backend.start()
+        self._state.closed = False
+        self._tasks = [asyncio.create_task(self._delete_discarded()), asyncio.create_task(self._expire_leases())]
+
+    async def close(self) -> None:
+        """End every wait with ``queue.closed``, and close the backend. Idempotent."""
+        self._state.closed = True
+        self._leases.wake_all()
+        self._state.room.notify()
+        for partition in self._state.partitions.values():
+            partition.fed.notify()
+            partition.offers.notify()
+            for ticket in partition.tickets.values():
+                ticket.changed.notify()
+        for group in self._state.groups.values():
+            group.settled.notify()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        await self.backend.close()
+
+    def _check(self) -> None:
+        self._leases.require_open()
+        if self._failure is not None:
+            raise QueueError(f"the backend failed to delete rows: {self._failure}") from self._failure
+
+    @property
+    def _shows_tags(self) -> bool:
+        return type(self.backend).put_tags is not TransferQueueBackend.put_tags
+
+    async def _delete_discarded(self) -> None:
+        while True:
+            if not self._state.discarded:
+                await self._state.discards.next()
+            try:
+                await self._delete_now()
+            except Exception as error:
+                self._failure = error  # raised by the next call; nothing is lost but room
+                return
+
+    async def _delete_now(self) -> None:
+        async with self._deleting:
+            discarded, self._state.discarded = self._state.discarded, {}
+            for partition, keys in discarded.items():
+                await self.backend.delete(DeleteRequest(partition=partition, keys=tuple(dict.fromkeys(keys))))
+
+    async def _expire_leases(self) -> None:
+        while True:
+            changed, expires = self._leases.expiry_changed.next(), self._leases.next_expiry()
+            if expires is None:
+                await changed
+            else:
+                with suppress(DeadlineExceeded):
+                    await self.clock.wait_for(changed, max(expires - self.clock.time(), 0.0), "a lease to expire")
+            self._leases.expire()

@@ -1,0 +1,299 @@
+"""The producers' side of the queue: tickets, groups, runs and columns."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from jackfield.abc.transfer_queue import Column, PutRequest, TagsRequest
+from jackfield.errors import QueueError
+from jackfield.queue.columns import take
+from jackfield.queue.lifetime import Lifetime
+from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket, partition_of
+from jackfield.queue.rows import Written, check_columns
+from jackfield.queue.state import Row
+
+__all__ = ["Producing"]
+
+
+class Producing(Lifetime):
+    """What explorers, reward agents and other producers call."""
+
+    # -- tickets and groups -------------------------------------------------------------------------------------------
+
+    def claim_ticket(self, partition: str, explorer: str, groups: int) -> Ticket:
+        """Take the next batch to make.
+
+        Tickets that were given back, with the groups that they had published, come first; they keep their own number
+        of groups. New ones are numbered from 0.
+        """
+        return self._controller.claim_ticket(partition, explorer, groups)
+
+    def vacancies(self, ticket: Ticket) -> int:
+        """How many slots of a ticket nobody fills now. A ticket that is handed out again may have none."""
+        return self._controller.vacancies(ticket)
+
+    def release_tickets(self, explorer: str) -> tuple[Ticket, ...]:
+        """Take the unfinished tickets of a dead explorer back; they are handed out again.
+
+        Their open groups are dropped (without counting as refills) and the same attempts are made again; published
+        groups stay.
+        """
+        return self._controller.release_tickets(explorer)
+
+    async def wait_offer(self, partition: str, deadline_seconds: float) -> int:
+        """Wait until a ticket is to be handed out again; its number. :meth:`claim_ticket` then gets it.
+
+        Raises:
+            DeadlineExceeded: when none was.
+        """
+        return await self._controller.wait_offer(partition, deadline_seconds)
+
+    def slots(
+        self, ticket: Ticket, deadline_seconds: float, *, until: Literal["leased", "published"] = "leased"
+    ) -> AsyncIterator[GroupSlot]:
+        """The slots to fill: at once those that have no group, later one for each group that was dropped.
+
+        Ends when the ticket is finished. ``until="leased"``: when a consumer has leased all its groups as a whole, or
+        all its rows are consumed; only then can no group be dropped any more, for want of a reward, say. An explorer
+        that works ahead iterates over several tickets concurrently. ``until="published"``: when all groups are
+        published; if one is dropped afterwards, the ticket is offered to the next claimant (:meth:`wait_offer`).
+
+        Args:
+            ticket: that the explorer has claimed.
+            deadline_seconds: how long nothing may happen to the ticket.
+            until: see above.
+
+        Raises:
+            DeadlineExceeded: naming the runs, slots or consumers that are waited for.
+            QueueError: when a slot was refilled too often, naming the reasons; or the ticket was taken back.
+        """
+        return self._controller.slots(ticket, deadline_seconds, until)
+
+    def open_group(
+        self,
+        slot: GroupSlot,
+        task_id: str,
+        runs: int,
+        minimum_rows: int | None = None,
+        tags: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Announce the sibling runs of one task; returns the group's id.
+
+        Args:
+            slot: to be filled.
+            task_id: of the task.
+            runs: how many runs will end.
+            minimum_rows: rows that have to survive for the group to be published; None: one of each run.
+            tags: of all its rows.
+
+        Raises:
+            QueueError: when the slot is filled or taken back, or the ticket has failed.
+        """
+        return self._controller.open_group(slot, task_id, runs, minimum_rows, tags or {})
+
+    def drop_group(self, group: str, reason: str) -> None:
+        """Drop a group that no consumer has leased as a whole, and refill its slot. Dropped already: no effect.
+
+        Raises:
+            QueueError: when it is leased, or unknown.
+        """
+        self._controller.drop_group(group, reason)
+
+    def group(self, group: str) -> GroupView:
+        """A group as it is now.
+
+        Raises:
+            QueueError: ``queue.unknown-row`` when it is unknown or its ticket has been consumed.
+        """
+        return self._state.group(group).view()
+
+    async def wait_group_settled(self, group: str, deadline_seconds: float) -> GroupView:
+        """Wait until a group is published or dropped.
+
+        Raises:
+            DeadlineExceeded: naming the runs that go on.
+        """
+        return await self._controller.wait_group_settled(group, deadline_seconds)
+
+    def settled_groups(self, partition: str, deadline_seconds: float | None = None) -> AsyncIterator[GroupView]:
+        """Every group that is published, once: first those that are there, then each as it comes.
+
+        A service iterates without deadline: the iteration ends when the queue closes.
+
+        Raises:
+            DeadlineExceeded: when ``deadline_seconds`` pass between two groups.
+        """
+        return self._controller.settled_groups(partition, deadline_seconds)
+
+    # -- producers ------------------------------------------------------------------------------------------------
+
+    async def put_run(
+        self,
+        group: str,
+        run: int,
+        columns: Mapping[str, Column],
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> tuple[str, ...]:
+        """End a run with its rows; they are sealed and visible. Returns their keys.
+
+        Args:
+            group: that the run belongs to.
+            run: 0 to ``runs - 1``.
+            columns: of one length; empty, or of no rows, for a run without rows.
+            tags: one mapping of plain values for each row.
+            deadline_seconds: how long to wait for room; None: the queue's default.
+
+        Raises:
+            QueueFull: when there was no room in time.
+            QueueError: when the run has ended, or its group was dropped.
+        """
+        rows = len(next(iter(columns.values()))) if columns else 0
+        tags = [{} for _ in range(rows)] if tags is None else tags
+        written = Written(columns=tuple(columns), sizes=check_columns(columns, rows))
+        async with self.ending_run(group, run, written, tags, deadline_seconds=deadline_seconds) as keys:
+            if keys:
+                partition = self._state.group(group).partition.name
+                await self.backend.put(PutRequest(partition=partition, keys=keys, columns=columns))
+        return keys
+
+    @asynccontextmanager
+    async def ending_run(
+        self,
+        group: str,
+        run: int,
+        written: Written,
+        tags: Sequence[Mapping[str, Any]],
+        *,
+        deadline_seconds: float | None = None,
+    ) -> AsyncIterator[tuple[str, ...]]:
+        """End a run with rows whose values somebody else writes: yields their keys, and seals them when left.
+
+        Inside, the values have to get to the backend under these keys. What raises inside leaves the run as it was.
+
+        Args:
+            group: that the run belongs to.
+            run: 0 to ``runs - 1``.
+            written: what will be there.
+            tags: one mapping of plain values for each row.
+            deadline_seconds: how long to wait for room; None: the queue's default.
+
+        Raises:
+            QueueFull: when there was no room in time.
+            QueueError: when the run has ended, or its group was dropped.
+        """
+        self._check()
+        sizes, rows = written.sizes, len(written.sizes)
+        if len(tags) != rows:
+            raise QueueError("there is one mapping of tags for each row", expected=rows, found=len(tags))
+        if rows and self._controller.limited:
+            self._controller.run_keys(group, run, rows)
+            seconds = self._put_deadline_seconds if deadline_seconds is None else deadline_seconds
+            await self._controller.wait_room(group, run, rows, sum(sizes), seconds)
+        keys = self._controller.run_keys(group, run, rows)
+        with self._controller.writing(group, run, keys, sum(sizes)):
+            yield keys
+            if rows and self._shows_tags:
+                partition = self._state.group(group).partition.name
+                await self.backend.put_tags(TagsRequest(partition=partition, keys=keys, tags=tuple(tags)))
+            self._controller.end_run(group, run, keys, written.columns, sizes, tags)
+
+    def fail_run(self, group: str, run: int, reason: str) -> None:
+        """End a run without rows, because it failed.
+
+        Raises:
+            QueueError: when the run has ended, or its group was dropped.
+        """
+        self._controller.fail_run(group, run, reason)
+
+    async def put(
+        self,
+        target: BatchMeta | Sequence[str],
+        columns: Mapping[str, Column],
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> tuple[str, ...]:
+        """Write further columns of rows that are there, by any producer; consumers whose columns are complete wake.
+
+        Rows that failed, expired or were consumed are skipped. Returns the keys of the others.
+
+        Args:
+            target: keys of one partition; or a leased batch, whose lease must still hold.
+            columns: one row for each key.
+            tags: to be added to the rows' tags.
+            overwrite: let columns be replaced that are there; the holder of a lease always may.
+
+        Raises:
+            LeaseError: when the batch's lease does not hold any more.
+            QueueError: ``queue.unknown-row``, or ``queue.column`` for a column that is there.
+        """
+        self._check()
+        keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
+        sizes = check_columns(columns, len(keys))
+        if tags is not None and len(tags) != len(keys):
+            raise QueueError("there is one mapping of tags for each row", expected=len(keys), found=len(tags))
+        batch = target if isinstance(target, BatchMeta) else None
+        found = self._controller.begin_columns(keys, tuple(columns), batch, overwrite)
+        living = [index for index, row in enumerate(found) if row is not None]
+        rows = [row for row in found if row is not None]
+        if len(living) < len(keys):
+            columns = {name: take(column, living) for name, column in columns.items()}
+            tags = None if tags is None else [tags[index] for index in living]
+            sizes = tuple(sizes[index] for index in living)
+        written = False
+        try:
+            if rows and columns:
+                await self._put(rows, columns)
+            written = True
+        finally:
+            kept = self._controller.end_columns(rows, tuple(columns), sizes, tags, written=written)
+        return kept
+
+    async def _put(self, rows: Sequence[Row], columns: Mapping[str, Column]) -> None:
+        """Write columns of rows, partition by partition."""
+        places: dict[str, list[int]] = {}
+        for index, row in enumerate(rows):
+            places.setdefault(row.group.partition.name, []).append(index)
+        for partition, chosen in places.items():
+            keys = tuple(rows[index].key for index in chosen)
+            some = columns if len(places) == 1 else {name: take(column, chosen) for name, column in columns.items()}
+            await self.backend.put(PutRequest(partition=partition, keys=keys, columns=some))
+
+    def announce(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
+        """A worker has written columns of rows that are there; consumers whose columns are complete wake.
+
+        Rows that failed, expired or were consumed meanwhile are skipped, and the backend forgets what was written.
+        Returns the keys of the others.
+
+        Args:
+            target: keys of one partition, whose columns are new; or a leased batch, whose lease must still hold.
+            written: what is there now.
+
+        Raises:
+            LeaseError: when the batch's lease does not hold any more.
+            QueueError: ``queue.unknown-row``, or ``queue.column`` for a column that was there.
+        """
+        self._check()
+        keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
+        if len(written.sizes) != len(keys):
+            raise QueueError("something is written for each row", expected=len(keys), found=len(written.sizes))
+        batch = target if isinstance(target, BatchMeta) else None
+        found = self._controller.begin_columns(keys, written.columns, batch, overwrite=False)
+        for key, row in zip(keys, found, strict=True):
+            if row is None:
+                self._state.discard(partition_of(key), key)
+        rows = [row for row in found if row is not None]
+        sizes = [size for size, row in zip(written.sizes, found, strict=True) if row is not None]
+        return self._controller.end_columns(rows, written.columns, sizes, None, written=True)
+
+    def fail_rows(self, keys: Sequence[str], reason: str) -> None:
+        """Fail rows; the policy of their groups decides again. Rows that are gone already are skipped.
+
+        Raises:
+            QueueError: when a consumer has leased such a group as a whole; then no row is failed.
+        """
+        self._controller.fail_rows(keys, reason)
