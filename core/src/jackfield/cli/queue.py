@@ -1,7 +1,8 @@
-"""``jackfield queue ls|show|stats|export``."""
+"""``jackfield queue ls|show|stats|trace|export|import``."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jackfield.cli import json_option
-from jackfield.errors import QueueError
+from jackfield.errors import QueueError, RunError
 
 if TYPE_CHECKING:
-    from jackfield.queue.browse import SavedRow
+    from jackfield.queue.browse import Ancestor
+    from jackfield.queue.row_files import StoredRow
 
 __all__ = ["queue"]
 
@@ -90,7 +92,7 @@ def stats(folder: Path, as_json: bool) -> None:
     """Count rows and bytes of each partition, and of each column in it."""
     counts: dict[str, dict[str, Any]] = {}
     for row in _rows(folder, None):
-        partition = counts.setdefault(row.partition, {"rows": 0, "bytes": 0, "columns": {}, "acked": defaultdict(int)})
+        partition = counts.setdefault(str(row.partition), {"rows": 0, "bytes": 0, "columns": {}, "acked": defaultdict(int)})
         partition["rows"] += 1
         partition["bytes"] += row.bytes
         for name in row.acked_by:
@@ -112,19 +114,71 @@ def stats(folder: Path, as_json: bool) -> None:
 
 @queue.command()
 @_FOLDER
+@click.argument("key")
+@json_option
+def trace(folder: Path, key: str, as_json: bool) -> None:
+    """Print what the row KEY was made of, as a tree, from the newest checkpoint and the run's ledger."""
+    from jackfield.queue import browse
+
+    ledger, checkpoint = folder / "ledger.jsonl", None
+    try:
+        checkpoint = _queue_folder(folder)
+    except RunError:
+        if not ledger.is_file():
+            raise
+    root = browse.trace(key, checkpoint, ledger)
+    if as_json:
+        click.echo(json.dumps(_tree(root), indent=2, ensure_ascii=False))
+        return
+    for line in _branches(root):
+        click.echo(line)
+
+
+@queue.command()
+@_FOLDER
 @click.argument("out", type=click.Path(path_type=Path))
 @_PARTITION
 def export(folder: Path, out: Path, partition: str | None) -> None:
-    """Write the rows to the JSONL file OUT: tags, and columns as lists of numbers."""
-    count = 0
-    with out.open("w", encoding="utf-8") as file:
-        for row in _rows(folder, partition):
-            file.write(json.dumps(_plain(row), ensure_ascii=False) + "\n")
-            count += 1
+    """Write the rows to OUT, a .jsonl or .parquet file, from which `import` makes the same rows."""
+    from jackfield.queue.row_files import write_rows
+
+    count = write_rows(out, lambda: _rows(folder, partition))
     click.echo(f"{count} rows in {out}")
 
 
-def _plain(row: SavedRow) -> dict[str, Any]:
+@queue.command(name="import")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--partition", default="train", show_default=True, help="Where the rows go.")
+def import_(file: Path, folder: Path, partition: str) -> None:
+    """Put the rows of FILE, .jsonl or .parquet, into the checkpointed queue FOLDER, which is made if it is not there.
+
+    A run's own checkpoints are not changed: FOLDER is a queue that runs take rows from (queue.expert, queue.human).
+    """
+    from jackfield.queue.importing import import_file
+
+    count = asyncio.run(import_file(file, folder, partition))
+    click.echo(f"{count} rows in {folder}")
+
+
+def _tree(row: Ancestor) -> dict[str, Any]:
+    return {
+        "key": row.key,
+        "operation": row.operation,
+        "in_queue": row.in_queue,
+        "parents": [_tree(parent) for parent in row.parents],
+    }
+
+
+def _branches(row: Ancestor, first: str = "", others: str = "") -> Iterator[str]:
+    made = f"  {row.operation}" if row.operation else ""
+    yield f"{first}{row.key}{made}{'' if row.in_queue else '  (not in the queue)'}"
+    for number, parent in enumerate(row.parents, 1):
+        last = number == len(row.parents)
+        yield from _branches(parent, others + ("└─ " if last else "├─ "), others + ("   " if last else "│  "))
+
+
+def _plain(row: StoredRow) -> dict[str, Any]:
     from jackfield.queue.browse import plain_values
 
     return {
@@ -135,11 +189,15 @@ def _plain(row: SavedRow) -> dict[str, Any]:
     }
 
 
-def _rows(folder: Path, partition: str | None) -> Iterator[SavedRow]:
+def _rows(folder: Path, partition: str | None) -> Iterator[StoredRow]:
     from jackfield.queue.browse import saved_rows
 
-    if not (folder / "controller.json").is_file():
-        from jackfield.compose.export import find_checkpoint
+    return (row for row in saved_rows(_queue_folder(folder)) if partition in (None, row.partition))
 
-        folder = find_checkpoint(folder).folder / "queue"
-    return (row for row in saved_rows(folder) if partition in (None, row.partition))
+
+def _queue_folder(folder: Path) -> Path:
+    if (folder / "controller.json").is_file():
+        return folder
+    from jackfield.compose.export import find_checkpoint
+
+    return find_checkpoint(folder).folder / "queue"

@@ -14,6 +14,7 @@ from jackfield.queue.columns import (
     take,
     to_nested,
 )
+from jackfield.queue.lineage import Lineage
 from jackfield.queue.meta import BatchMeta, Claim, GroupSlot, GroupView, Ticket
 from jackfield.queue.reuse import Reuse
 from jackfield.queue.rows import Rows, Written
@@ -35,6 +36,7 @@ __all__ = [
     "Claim",
     "GroupSlot",
     "GroupView",
+    "Lineage",
     "Priority",
     "Random",
     "Ready",

@@ -12,32 +12,15 @@ import attrs
 from jackfield.errors import QueueError
 from jackfield.queue.archive import read_archive
 from jackfield.queue.cells import Cell
+from jackfield.queue.lineage import Lineage
+from jackfield.queue.row_files import StoredRow
 from jackfield.queue.snapshot import FORMAT
 from jackfield.queue.transfer_queue import STATE_FILE, VALUES_FOLDER
 
-__all__ = ["SavedRow", "plain_values", "saved_rows"]
+__all__ = ["Ancestor", "plain_values", "saved_rows", "trace"]
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class SavedRow:
-    """One row of a checkpoint."""
-
-    partition: str
-    key: str
-    ticket: int | None  #: None: nobody knows the row any more, it waited to be deleted
-    group: str | None
-    task: str | None
-    tags: Mapping[str, Any]
-    acked_by: tuple[str, ...]  #: consumers that are done with it
-    cells: Mapping[str, Cell]  #: by column
-
-    @property
-    def bytes(self) -> int:
-        """Of values."""
-        return sum(len(cell.content) for cell in self.cells.values())
-
-
-def saved_rows(folder: Path) -> Iterator[SavedRow]:
+def saved_rows(folder: Path) -> Iterator[StoredRow]:
     """The rows that :meth:`~jackfield.queue.TransferQueue.checkpoint` wrote to ``folder``.
 
     Raises:
@@ -46,7 +29,7 @@ def saved_rows(folder: Path) -> Iterator[SavedRow]:
     known = _known(folder)
     for row in read_archive(folder / VALUES_FOLDER):
         found = known.get((row.partition, row.key), {})
-        yield SavedRow(
+        yield StoredRow(
             partition=row.partition,
             key=row.key,
             ticket=found.get("ticket"),
@@ -68,16 +51,71 @@ def plain_values(cell: Cell) -> Any:
     return (values.double() if values.is_floating_point() else values).tolist()
 
 
-def _known(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """What the controller knew of each row."""
+@attrs.frozen(kw_only=True, eq=False)
+class Ancestor:
+    """A row and what it was made of."""
+
+    key: str
+    operation: str | None  #: that made it; None: it was not made of other rows, or nobody knows
+    parents: tuple[Ancestor, ...]
+    in_queue: bool
+
+
+def trace(key: str, checkpoint: Path | None, ledger: Path | None) -> Ancestor:
+    """The rows that a row was made of, and those that they were made of.
+
+    Args:
+        key: of the row, which need not be in the queue any more.
+        checkpoint: of the queue: rows that were there, and their ancestors.
+        ledger: of the run (``ledger.jsonl``): every derivation there ever was.
+
+    Raises:
+        QueueError: ``queue.unknown-row`` where neither knows the row.
+    """
+    derived: dict[str, Lineage] = {}
+    living: set[str] = set()
+    if ledger is not None and ledger.is_file():
+        with ledger.open(encoding="utf-8") as lines:
+            for line in lines:
+                if '"derive"' in line and (entry := json.loads(line))["event"] == "derive":
+                    derived[entry["key"]] = Lineage(entry["operation"], tuple(entry["parents"]))
+    if checkpoint is not None:
+        state = _state(checkpoint)
+        derived |= {name: Lineage(operation, tuple(parents)) for name, (operation, parents) in state["lineage"].items()}
+        for _, row_key in _known(checkpoint):
+            living.add(row_key)
+    if key not in derived and key not in living and not any(key in made.parents for made in derived.values()):
+        where = ", ".join(str(each) for each in (checkpoint, ledger) if each is not None)
+        raise QueueError(f"nobody knows a row {key!r}", code="queue.unknown-row", where=where)
+    return _ancestor(key, derived, living, frozenset())
+
+
+def _ancestor(key: str, derived: Mapping[str, Lineage], living: set[str], below: frozenset[str]) -> Ancestor:
+    made = derived.get(key)
+    parents = () if made is None or key in below else made.parents  # an imported row may have the key of its own parent
+    return Ancestor(
+        key=key,
+        operation=None if made is None else made.operation,
+        parents=tuple(_ancestor(parent, derived, living, below | {key}) for parent in parents),
+        in_queue=key in living,
+    )
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """What the controller wrote."""
     file = folder / STATE_FILE
     if not file.is_file():
         raise QueueError("the folder holds no checkpoint of a queue", where=str(folder), expected=STATE_FILE)
     state = json.loads(file.read_text(encoding="utf-8"))
     if state.get("format") != FORMAT:
         raise QueueError("the queue's state has another format", expected=FORMAT, found=state.get("format"))
+    return state  # type: ignore[no-any-return]
+
+
+def _known(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """What the controller knew of each row."""
     found = {}
-    for partition, saved in state["partitions"].items():
+    for partition, saved in _state(folder)["partitions"].items():
         for ticket in saved["tickets"]:
             for group in filter(None, (slot["group"] for slot in ticket["slots"])):
                 for row in group["rows"]:

@@ -10,6 +10,7 @@ from jackfield.abc.transfer_queue import Column, PutRequest, TagsRequest
 from jackfield.errors import QueueError
 from jackfield.queue.columns import take
 from jackfield.queue.lifetime import Lifetime
+from jackfield.queue.lineage import Lineage, with_lineage
 from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket, partition_of
 from jackfield.queue.rows import Written, check_columns
 from jackfield.queue.state import Row
@@ -136,6 +137,7 @@ class Producing(Lifetime):
         columns: Mapping[str, Column],
         tags: Sequence[Mapping[str, Any]] | None = None,
         *,
+        lineage: Sequence[Lineage | None] | None = None,
         deadline_seconds: float | None = None,
     ) -> tuple[str, ...]:
         """End a run with its rows; they are sealed and visible. Returns their keys.
@@ -145,6 +147,7 @@ class Producing(Lifetime):
             run: 0 to ``runs - 1``.
             columns: of one length; empty, or of no rows, for a run without rows.
             tags: one mapping of plain values for each row.
+            lineage: for each row what it was made of, None where of no other; None: all of no other.
             deadline_seconds: how long to wait for room; None: the queue's default.
 
         Raises:
@@ -154,7 +157,9 @@ class Producing(Lifetime):
         rows = len(next(iter(columns.values()))) if columns else 0
         tags = [{} for _ in range(rows)] if tags is None else tags
         written = Written(columns=tuple(columns), sizes=check_columns(columns, rows))
-        async with self.ending_run(group, run, written, tags, deadline_seconds=deadline_seconds) as keys:
+        async with self.ending_run(
+            group, run, written, tags, lineage=lineage, deadline_seconds=deadline_seconds
+        ) as keys:
             if keys:
                 partition = self._state.group(group).partition.name
                 await self.backend.put(PutRequest(partition=partition, keys=keys, columns=columns))
@@ -168,6 +173,7 @@ class Producing(Lifetime):
         written: Written,
         tags: Sequence[Mapping[str, Any]],
         *,
+        lineage: Sequence[Lineage | None] | None = None,
         deadline_seconds: float | None = None,
     ) -> AsyncIterator[tuple[str, ...]]:
         """End a run with rows whose values somebody else writes: yields their keys, and seals them when left.
@@ -179,6 +185,7 @@ class Producing(Lifetime):
             run: 0 to ``runs - 1``.
             written: what will be there.
             tags: one mapping of plain values for each row.
+            lineage: for each row what it was made of, None where of no other; None: all of no other.
             deadline_seconds: how long to wait for room; None: the queue's default.
 
         Raises:
@@ -187,8 +194,10 @@ class Producing(Lifetime):
         """
         self._check()
         sizes, rows = written.sizes, len(written.sizes)
-        if len(tags) != rows:
-            raise QueueError("there is one mapping of tags for each row", expected=rows, found=len(tags))
+        if len(tags) != rows or (lineage is not None and len(lineage) != rows):
+            found = f"{len(tags)} tags, {'no' if lineage is None else len(lineage)} lineages"
+            raise QueueError("there is one mapping of tags, and one lineage, for each row", expected=rows, found=found)
+        tags = with_lineage(tags, lineage)
         if rows and self._controller.limited:
             self._controller.run_keys(group, run, rows)
             seconds = self._put_deadline_seconds if deadline_seconds is None else deadline_seconds
@@ -200,6 +209,9 @@ class Producing(Lifetime):
                 partition = self._state.group(group).partition.name
                 await self.backend.put_tags(TagsRequest(partition=partition, keys=keys, tags=tuple(tags)))
             self._controller.end_run(group, run, keys, written.columns, sizes, tags)
+            for key, made in zip(keys, lineage or (), strict=False):
+                if made is not None:
+                    self._state.derive(key, made)
 
     def fail_run(self, group: str, run: int, reason: str) -> None:
         """End a run without rows, because it failed.

@@ -9,6 +9,7 @@ import attrs
 
 from jackfield.errors import QueueError
 from jackfield.queue.controller import Controller
+from jackfield.queue.lineage import Lineage, ancestors
 from jackfield.queue.reuse import Reuse, Uses
 from jackfield.queue.state import Ack, Consumer, Group, Partition, Row, Slot, TicketState
 
@@ -38,6 +39,9 @@ def state_dict(controller: Controller) -> dict[str, Any]:
                 "reuse": None if consumer.reuse is None else attrs.asdict(consumer.reuse),
             }
             for consumer in state.consumers.values()
+        },
+        "lineage": {
+            key: [made.operation, list(made.parents)] for key, made in ancestors(state.rows, state.lineage).items()
         },
         "partitions": {name: _save_partition(partition) for name, partition in state.partitions.items()},
         "discarded": {
@@ -136,6 +140,7 @@ def load_state(controller: Controller, saved: Mapping[str, Any]) -> None:
     state.rows.clear()
     state.row_count = state.byte_count = state.next_serial = 0
     state.committed = saved["committed"]
+    state.lineage = {key: Lineage(operation, tuple(parents)) for key, (operation, parents) in saved["lineage"].items()}
     for arguments in registered:
         controller.register_consumer(*arguments)
     for name, fields in saved["consumers"].items():

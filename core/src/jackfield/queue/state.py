@@ -10,6 +10,7 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import QueueError
+from jackfield.queue.lineage import Lineage, ancestors
 from jackfield.queue.meta import GroupSlot, GroupView, Ticket
 from jackfield.queue.reuse import Reuse, Uses
 from jackfield.queue.samplers import Sampler, Sequential
@@ -293,6 +294,8 @@ class State:
     byte_count: int = 0
     committed: int | None = None  #: the last step whose acks are final
     ledger: list[dict[str, Any]] = attrs.field(factory=list)
+    lineage: dict[str, Lineage] = attrs.field(factory=dict)  #: of rows that were made of others, and of their ancestors
+    lineage_limit: int = 1024  #: entries, before those without a living descendant are forgotten
     failures: dict[str, str] = attrs.field(factory=dict)
     discarded: dict[str, list[str]] = attrs.field(factory=dict)  #: keys by partition that the backend may forget
     discards: Signal = attrs.field(factory=Signal)
@@ -353,6 +356,14 @@ class State:
         self.ledger.append(entry)
         if self.on_ledger is not None:
             self.on_ledger(entry)
+
+    def derive(self, key: str, lineage: Lineage) -> None:
+        """Remember what a row was made of, as long as it or a row made of it lives; the ledger keeps it for ever."""
+        self.lineage[key] = lineage
+        self.record("derive", key=key, operation=lineage.operation, parents=list(lineage.parents))
+        if len(self.lineage) > self.lineage_limit:
+            self.lineage = ancestors([*self.rows, key], self.lineage)
+            self.lineage_limit = max(1024, 2 * len(self.lineage))
 
     def failed(self, subject: str, reason: str) -> None:
         """Remember, for :meth:`TransferQueue.drain_failures`, what will not become training data."""

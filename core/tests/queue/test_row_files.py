@@ -1,0 +1,228 @@
+"""Rows out of a queue into files and back, and what rows were made of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jackfield.cli import main
+from jackfield.errors import QueueError
+from jackfield.queue import Lineage, column_from_rows, dense_column, json_column
+from jackfield.queue.browse import saved_rows
+from jackfield.queue.cells import Cell
+from jackfield.queue.row_files import StoredRow, cell_of, from_plain, read_rows, to_plain, write_rows
+
+torch = pytest.importorskip("torch")
+
+DTYPES = [
+    *("bool", "uint8", "int8", "int16", "uint16", "int32", "int64", "uint64", "float16", "bfloat16"),
+    *("float32", "float64", "complex64", "float8_e4m3fn"),
+]
+SPECIAL = bytes.fromhex("0100c07f000080ff00000080")  # a NaN with a payload, minus infinity, minus zero
+
+
+def call(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(main, ["queue", *map(str, arguments)])
+    assert code == result.exit_code, result.output
+    return result.output
+
+
+def content(rows: Any) -> list[Any]:
+    """What has to come back: bytes, tags, groups."""
+    return [
+        (
+            {name: (cell.header, bytes(cell.content)) for name, cell in row.cells.items()},
+            {name: value for name, value in row.tags.items() if name not in ("operation", "parents")},
+            row.task,
+        )
+        for row in rows
+    ]
+
+
+def rows_of_all_sorts() -> list[StoredRow]:
+    def row(number: int, **cells: Cell) -> StoredRow:
+        return StoredRow(
+            cells=cells, tags={"number": number, "ä": "ö"}, group=f"g{number // 2}", task=f"t{number // 2}"
+        )
+
+    def tensor(dtype: str, *shape: int) -> Any:
+        return torch.arange(torch.Size(shape).numel()).reshape(shape).to(getattr(torch, dtype))
+
+    every = {f"c_{dtype}": Cell.of(tensor(dtype, 3), "jagged") for dtype in DTYPES}
+    every |= {f"d_{dtype}": Cell.of(tensor(dtype), "dense") for dtype in DTYPES}
+    return [
+        row(0, **every, special=Cell("jagged", "float32", (3,), SPECIAL), text=cell_of("text", {"ä": [1, None]})),
+        row(1, special=Cell("jagged", "float32", (0,), b""), wide=Cell.of(tensor("float32", 2, 3), "jagged")),
+        row(2, mixed=Cell.of(tensor("int64", 2), "jagged"), odd=Cell("json", "uint8", (8,), b'{"a": 1}')),
+        row(3, mixed=Cell.of(tensor("float32", 2), "jagged"), wide=Cell.of(tensor("float32", 0, 3), "jagged")),
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_every_row_comes_back_bit_for_bit(tmp_path: Path, suffix: str) -> None:
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    rows = rows_of_all_sorts()
+    file = tmp_path / f"rows.{suffix}"
+    assert 4 == write_rows(file, lambda: rows)
+    assert content(rows) == content(read_rows(file))
+    assert [file] == list(tmp_path.iterdir())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    values=st.lists(st.floats(width=32), max_size=6), json_value=st.dictionaries(st.text(), st.integers() | st.text())
+)
+def test_plain_values_are_exact(values: list[float], json_value: Any) -> None:
+    for cell in (Cell.of(torch.tensor(values, dtype=torch.float32), "jagged"), cell_of("x", {"value": json_value})):
+        text = json.dumps(to_plain(cell), allow_nan=False)
+        assert cell.content == from_plain(json.loads(cell.header), json.loads(text)).content
+
+
+def test_other_peoples_rows_need_columns_only(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        '{"columns": {"prompt_ids": [1, 2], "response_mask": [1, 0], "reward": 1, "note": "x", "w": [[1.5]]}}\n'
+    )
+    (row,) = read_rows(file)
+    assert {
+        "prompt_ids": '["jagged","int64",[2]]',
+        "response_mask": '["jagged","bool",[2]]',
+        "reward": '["dense","float32",[]]',
+        "note": '["json","uint8",[3]]',
+        "w": '["jagged","float32",[1,1]]',
+    } == {name: cell.header for name, cell in row.cells.items()}
+    for bad in ("[]", '{"columns": {"a": [1]}, "types": {"a": ["jagged", "int64", [2]]}}', "{", '{"tags": {}}'):
+        file.write_text(f"{bad}\n")
+        with pytest.raises(QueueError, match=r"(?s)a line is no row of a queue.*rows.jsonl, line 1"):
+            list(read_rows(file))
+
+
+def test_other_peoples_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"columns.prompt_ids": [[1, 2], [3]], "columns.reward": [0.5, None], "group": ["a", "a"]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    first, second = read_rows(tmp_path / "rows.parquet")
+    assert ("a", [1, 2], 0.5) == (first.group, to_plain(first.cells["prompt_ids"]), to_plain(first.cells["reward"]))
+    assert ["prompt_ids"] == list(second.cells)
+    parquet.write_table(pyarrow.table({"prompt_ids": [1]}), tmp_path / "rows.parquet")
+    with pytest.raises(QueueError, match=r"(?s)no columns of rows.*columns\.NAME"):
+        list(read_rows(tmp_path / "rows.parquet"))
+    (tmp_path / "rows.parquet").write_text("PAR1")
+    with pytest.raises(QueueError, match="no Parquet file"):
+        list(read_rows(tmp_path / "rows.parquet"))
+
+
+def test_a_missing_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(QueueError, match=r"pip install 'jackfield\[parquet\]'") as caught:
+        write_rows(tmp_path / "rows.parquet", lambda: ())
+    assert "queue.extra" == caught.value.code
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_path: Path, suffix: str) -> None:
+    """Twice into one folder: groups come back as groups, and each row knows the one that it was made of."""
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    saved, file, made = tmp_path / "saved", tmp_path / f"rows.{suffix}", tmp_path / "made"
+
+    async def fill(bench: Any) -> None:
+        slots = await bench.vacant(bench.claim(groups=2))
+        for number, slot in enumerate(slots):
+            group = bench.queue.open_group(slot, task_id=f"t{number}", runs=2)
+            for index in range(2):
+                columns = {
+                    "ids": column_from_rows([torch.arange(5 * number + index)]),
+                    "values": dense_column(torch.full((1, 2), 0.1, dtype=torch.bfloat16)),
+                    "fields": json_column([{"ä": index}]),
+                }
+                await bench.queue.put_run(group, index, columns, [{"length": index}])
+        await bench.queue.checkpoint(saved)
+
+    run(fill)
+    assert f"4 rows in {file}" in call("export", saved, file)
+    for _ in range(2):
+        assert f"4 rows in {made}" in call("import", file, made, "--partition", "human")
+    before, after = list(saved_rows(saved)), list(saved_rows(made))
+    assert 2 * content(before) == content(after)
+    assert [2] * 4 == [sum(row.group == group for row in after) for group in dict.fromkeys(row.group for row in after)]
+    shown = call("trace", made, "human/1/0/0/1/0")
+    assert "human/1/0/0/1/0  import\n└─ train/0/0/0/1/0  (not in the queue)\n" == shown
+    tree = json.loads(call("trace", made, "human/1/0/0/1/0", "--json"))
+    assert ("import", True, "train/0/0/0/1/0") == (tree["operation"], tree["in_queue"], tree["parents"][0]["key"])
+    assert "nobody knows a row 'nobody'" in call("trace", made, "nobody", code=1)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").touch()
+    assert "something else than a queue" in call("import", file, other, code=1)
+
+
+def test_the_tree_outlives_the_rows(run: Callable[..., None], tmp_path: Path) -> None:
+    """Grandparents are known after their rows were consumed, from a checkpoint alone and from the ledger alone."""
+    saved, folder = tmp_path / "saved", tmp_path / "run"
+    folder.mkdir()
+
+    async def test(bench: Any) -> None:
+        queue = bench.queue
+        queue.register_consumer("trainer", "train", ("ids",))
+
+        async def derive(operation: str, parents: list[str], index: int) -> str:
+            (slot,) = await bench.vacant(bench.claim())
+            group = queue.open_group(slot, "t", runs=1)
+            lineage = [Lineage(operation, tuple(parents))] if parents else None
+            (key,) = await queue.put_run(group, 0, bench.columns(1), lineage=lineage)
+            return str(key)
+
+        first, second = await derive("", [], 0), await derive("", [], 1)
+        repaired = await derive("repair", [first], 2)
+        await queue.ack(await queue.lease("trainer", deadline_seconds=0))
+        await derive("mix", [repaired, second, "else/0/0/0/0/0"], 3)
+        assert 1 == queue.stats()["rows"]
+        batch = await queue.lease("trainer", deadline_seconds=0)
+        assert ("mix", [repaired, second, "else/0/0/0/0/0"]) == (batch.tags[0]["operation"], batch.tags[0]["parents"])
+        await queue.checkpoint(saved)
+        await queue.restore(saved)
+        await queue.checkpoint(saved)
+        (folder / "ledger.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in queue.ledger))
+
+    run(test)
+    lines = [
+        "train/3/0/0/0/0  mix",
+        "├─ train/2/0/0/0/0  repair  (not in the queue)",
+        "│  └─ train/0/0/0/0/0  (not in the queue)",
+        "├─ train/1/0/0/0/0  (not in the queue)",
+        "└─ else/0/0/0/0/0  (not in the queue)",
+    ]
+    assert lines == call("trace", saved, "train/3/0/0/0/0").splitlines()
+    assert [f"{lines[0]}  (not in the queue)", *lines[1:]] == call("trace", folder, "train/3/0/0/0/0").splitlines()
+
+
+def test_lineage_without_living_descendants_is_forgotten(run: Callable[..., None]) -> None:
+    async def test(bench: Any) -> None:
+        queue = bench.queue
+        queue.register_consumer("trainer", "train", ("ids",))
+        queue._state.lineage_limit = 4
+        for _ in range(9):
+            (slot,) = await bench.vacant(bench.claim())
+            group = queue.open_group(slot, "t", runs=1)
+            await queue.put_run(group, 0, bench.columns(1), lineage=[Lineage("copy", ("x",))])
+            await queue.ack(await queue.lease("trainer", deadline_seconds=0))
+            queue._state.lineage_limit = min(queue._state.lineage_limit, 4)
+        assert len(queue._state.lineage) <= 4
+        (slot,) = await bench.vacant(bench.claim())
+        group = queue.open_group(slot, "t", runs=1)
+        with pytest.raises(QueueError, match="one lineage, for each row"):
+            await queue.put_run(group, 0, bench.columns(1), lineage=[])
+
+    run(test)
