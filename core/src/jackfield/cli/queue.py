@@ -92,7 +92,9 @@ def stats(folder: Path, as_json: bool) -> None:
     """Count rows and bytes of each partition, and of each column in it."""
     counts: dict[str, dict[str, Any]] = {}
     for row in _rows(folder, None):
-        partition = counts.setdefault(str(row.partition), {"rows": 0, "bytes": 0, "columns": {}, "acked": defaultdict(int)})
+        partition = counts.setdefault(
+            str(row.partition), {"rows": 0, "bytes": 0, "columns": {}, "acked": defaultdict(int)}
+        )
         partition["rows"] += 1
         partition["bytes"] += row.bytes
         for name in row.acked_by:
