@@ -87,6 +87,8 @@ CODES: dict[str, str] = {
     "plugin.hooks": "The plugin's hook module cannot be registered.",
     "plugin.hook-failed": "A hook implementation raised; all others of that hook were called.",
     "plugin.interpreter": "A configured interpreter is missing, broken or did not answer in time.",
+    "plugin.handshake": "The process where a plugin is to run has another Jackfield, plugin or contract than this one.",
+    "plugin.environment": "An environment for an interpreter of its own cannot be made, or is not described.",
     "plugin.requirement": "A package that this part needs is not installed.",
     "plugin.scaffold": "A new plugin cannot be written: a bad name, or something is there already.",
     "plugin.check": "The conformance checks of a plugin could not be run.",

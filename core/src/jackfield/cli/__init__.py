@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "queue": ("jackfield.cli.queue:queue", "Look at the rows of a checkpointed queue."),
     "config": ("jackfield.cli.config:config", "Look at a run's configuration."),
     "plugins": ("jackfield.cli.plugins:plugins", "Look at the installed plugins."),
+    "env": ("jackfield.cli.env:env", "Make environments for workers with an interpreter of their own."),
     "algorithms": ("jackfield.cli.algorithms:algorithms", "Look at algorithms and their parts."),
 }
 

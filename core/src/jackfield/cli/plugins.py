@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,13 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
     help="Look at this interpreter instead of plugins; repeatable.",
 )
 @click.option(
+    "--config",
+    "file",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Try the plugins of this configuration, each in the interpreter that it has there.",
+)
+@click.option(
     "--deadline",
     type=click.FloatRange(min=0, min_open=True),
     default=30.0,
@@ -79,6 +86,7 @@ def doctor(
     names: tuple[str, ...],
     kind: str | None,
     pythons: tuple[str, ...],
+    file: str | None,
     deadline: float,
     as_json: bool,
 ) -> None:
@@ -87,7 +95,7 @@ def doctor(
     Exit code: 0 fine, 1 problems, 2 could not run.
     """
     try:
-        healthy = _examine(names, kind, pythons, deadline, as_json)
+        healthy = _examine(_reports(names, kind, pythons, file, deadline), as_json)
     except Exception as error:  # the doctor itself failed: told apart from a problem that it found
         fields = (
             error.as_dict() if isinstance(error, JackfieldError) else {"message": f"{type(error).__name__}: {error}"}
@@ -166,12 +174,12 @@ def new(kind: str, name: str) -> None:
     click.echo(f"next: pip install --editable {folder.name} && jackfield plugins check {name} --kind {kind}")
 
 
-def _examine(names: Sequence[str], kind: str | None, pythons: Sequence[str], deadline: float, as_json: bool) -> bool:
+def _examine(found_out: Iterator[InterpreterReport | PluginReport], as_json: bool) -> bool:
     from jackfield.plugins.interpreters import InterpreterReport
 
     interpreters: list[InterpreterReport] = []
     reports: list[PluginReport] = []
-    for report in _reports(names, kind, pythons, deadline):
+    for report in found_out:
         if isinstance(report, InterpreterReport):
             interpreters.append(report)
             lines = _interpreter_lines(report)
@@ -196,7 +204,7 @@ def _examine(names: Sequence[str], kind: str | None, pythons: Sequence[str], dea
 
 
 def _reports(
-    names: Sequence[str], kind: str | None, pythons: Sequence[str], deadline: float
+    names: Sequence[str], kind: str | None, pythons: Sequence[str], file: str | None, deadline: float
 ) -> Iterator[InterpreterReport | PluginReport]:
     from jackfield.plugins import discover
     from jackfield.plugins.doctor import examine
@@ -208,10 +216,18 @@ def _reports(
         return
     registry = discover()
     chosen = [registry.resolve(name, kind) for name in names]
-    records = registry.records(kind)
+    records: Sequence[PluginRecord] = registry.records(kind)
+    own: Mapping[str, str] = {}
+    if file is not None:
+        from jackfield.compose.selection import interpreters, records_of
+        from jackfield.config import load_config
+
+        config = load_config(file)
+        records = [record for record in records_of(config, registry) if kind in (None, record.kind)]
+        own = interpreters(config, registry)
     if names:
         records = tuple(r for r in records if any((r.kind, r.name) == (c.kind, c.name) for c in chosen))
-    yield from examine(records, deadline)
+    yield from examine(records, deadline, own)
 
 
 def _table(records: Sequence[PluginRecord], certified: Sequence[Certification | None]) -> Iterator[str]:

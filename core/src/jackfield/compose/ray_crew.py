@@ -21,6 +21,7 @@ from jackfield.clock import Clock
 from jackfield.compose.crew import CRITIC_COLUMNS, Crew, Needs
 from jackfield.compose.inputs import check_tokens, read_model, read_tasks
 from jackfield.compose.recipe import make_recipe
+from jackfield.compose.selection import interpreters
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, plugin_sections
 from jackfield.plugins import Registry, hook_manager, installed
@@ -204,11 +205,7 @@ class _RayCrew:
 
 def _interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
     """Kinds of workers that have an interpreter of their own, each looked at before anything starts."""
-    chosen = dict(config.runtime.ray.interpreters)
-    for section, kind in plugin_sections().items():
-        python = registry.find(kind, getattr(config, section).name).env.python
-        if python is not None:
-            chosen.setdefault(kind, python)
+    chosen = interpreters(config, registry)
     for kind, python in chosen.items():
         check_interpreter(python, f"the {kind} worker", min(config.deadlines.start, 60.0))
     return chosen

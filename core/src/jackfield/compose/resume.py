@@ -30,6 +30,7 @@ FREE = (
     "deadlines",
     "checkpoint",
     "runtime",
+    "environments",
     "checkpoint_engine",
     "schedule.steps",
     "evaluation.every",

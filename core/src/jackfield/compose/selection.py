@@ -6,17 +6,21 @@ import difflib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from jackfield.config import PluginSection, RunConfig, plugin_sections, validate_plugins
 from jackfield.errors import PluginError, PluginNotFound
-from jackfield.plugins import Manifest, Registry, require_capability
+from jackfield.plugins import Manifest, PluginRecord, Registry, require_capability
 from jackfield.plugins.doctor import PluginReport, examine
+from jackfield.plugins.environments import environment_python
+from jackfield.plugins.handshake import check_interpreter
 from jackfield.plugins.interpreters import resolve_interpreter
 
-__all__ = ["check_plugins", "import_plugins", "manifests"]
+__all__ = ["check_plugins", "environment_folder", "import_plugins", "interpreters", "manifests", "records_of"]
 
 #: Kinds whose plugins import torch: they come last.
 HEAVY = ("engine", "rollout")
+PROCESS_KINDS = ("rollout",)  #: can have a process of their own with the runtime ``inline``
 _PROBE_SECONDS = 30.0
 
 
@@ -29,26 +33,35 @@ def check_plugins(config: RunConfig, registry: Registry) -> None:
     """
     for kind, name in _chosen(config):
         try:
-            manifest = registry.find(kind, name)
+            registry.find(kind, name)
         except PluginNotFound as error:
             raise _with_failures(error, registry, kind, name) from None
-        if config.runtime.name == "inline":
-            _check_interpreter(manifest)
     validate_plugins(config, registry)
+    _check_interpreters(config, registry)
     if config.model.lora is not None:
         require_capability(registry.find("engine", config.engine.name), "lora", "model.lora is set")
         require_capability(registry.find("rollout", config.rollout.name), "weights_adapter", "model.lora is set")
 
 
 def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> None:
-    """Gate 2, for the plugins that import torch or for the others.
+    """Gate 2, for the plugins that import torch or for the others; those that run elsewhere are looked at there.
 
     Raises:
         PluginError: a plugin cannot be imported, or its class does not fit its contract.
     """
+    elsewhere = interpreters(config, registry)
     for kind, name in _chosen(config):
-        if (kind in HEAVY) == heavy:
+        if (kind in HEAVY) == heavy and kind not in elsewhere:
             registry.load(kind, name)
+
+
+def records_of(config: RunConfig, registry: Registry) -> list[PluginRecord]:
+    """The plugins of a run, usable or not.
+
+    Raises:
+        PluginNotFound: one is not installed here.
+    """
+    return [registry.resolve(name, kind) for kind, name in _chosen(config)]
 
 
 def manifests(config: RunConfig, registry: Registry) -> Sequence[Manifest]:
@@ -62,21 +75,65 @@ def _chosen(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield kind, chosen.name
 
 
-def _check_interpreter(manifest: Manifest) -> None:
-    """The runtime ``inline`` has one process, and so one interpreter."""
-    wanted = manifest.env.python
-    if wanted is None:
-        return
-    path = resolve_interpreter(wanted, f"the manifest of the {manifest.label}, [env] python")
-    if path != os.path.abspath(sys.executable):
+def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
+    """The paths of interpreters that kinds of workers have for themselves; nothing is started.
+
+    What the configuration says comes before what a manifest says.
+
+    Raises:
+        PluginError: ``plugin.interpreter``: there is no such program, or not for this kind of worker.
+    """
+    found = {}
+    for kind, name in _chosen(config):
+        wanted, where = config.runtime.interpreters.get(kind), f"runtime.interpreters.{kind}"
+        if wanted in config.environments:
+            wanted = _python_of(config, str(wanted), where)
+        if wanted is None:
+            manifest = registry.find(kind, name)
+            wanted, where = manifest.env.python, f"the manifest of the {manifest.label}, [env] python"
+        if wanted is None:
+            continue
+        path = resolve_interpreter(wanted, where)
+        if path == os.path.abspath(sys.executable):
+            continue
+        if config.runtime.name == "inline" and kind not in PROCESS_KINDS:
+            raise PluginError(
+                f"a worker of the kind '{kind}' cannot have a process of its own with the runtime 'inline'",
+                code="plugin.interpreter",
+                where=where,
+                expected=f"{sys.executable}; or an interpreter for {', '.join(PROCESS_KINDS)}",
+                found=path,
+                fix="use runtime.name: ray, or give the rollout server the interpreter of its own",
+            )
+        found[kind] = path
+    return found
+
+
+def _python_of(config: RunConfig, name: str, where: str) -> str:
+    python = environment_python(environment_folder(config, name))
+    if not Path(python).exists():
         raise PluginError(
-            f"the {manifest.label} asks for an interpreter of its own, and the runtime 'inline' has one for all",
+            f"the environment '{name}' has not been made",
             code="plugin.interpreter",
-            where=f"the manifest of the {manifest.label}, [env] python",
-            expected=sys.executable,
-            found=path,
-            fix=f"run jackfield with {path}, or install the plugin without [env] python in its manifest",
+            where=where,
+            expected=python,
+            found="no such file",
+            fix=f"jackfield env create {name} FILE, with the file of this configuration",
         )
+    return python
+
+
+def environment_folder(config: RunConfig, name: str) -> Path:
+    """Where an environment of the configuration is, or will be."""
+    return Path(config.environments[name].folder or Path("environments", name)).expanduser()
+
+
+def _check_interpreters(config: RunConfig, registry: Registry) -> None:
+    """See in seconds that each is there and has the plugin that is to run in it."""
+    seconds = min(config.deadlines.start, _PROBE_SECONDS)
+    for kind, python in interpreters(config, registry).items():
+        record = registry.resolve(getattr(config, kind).name, kind)
+        check_interpreter(record, python, seconds)
 
 
 def _with_failures(error: PluginNotFound, registry: Registry, kind: str, name: str) -> PluginNotFound:

@@ -16,12 +16,14 @@ from jackfield.abc.rollout import BaseRolloutServer, RolloutContext
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.compose.inputs import read_model
+from jackfield.compose.selection import interpreters
 from jackfield.config import PluginSection, RunConfig
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.plugins import Registry
 from jackfield.queue import Rows
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
+from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.router import ReplicaRouter
 
@@ -102,7 +104,24 @@ class WorkerFactory:
             max_model_len=config.runtime.max_model_len,
             clock=self.clock,
         )
+        python = interpreters(config, self.registry).get("rollout") if config.runtime.name == "inline" else None
+        if python is not None:
+            return self._rollout_process(context, python)
         return cast(BaseRolloutServer, self._plugin("rollout", context))
+
+    def _rollout_process(self, context: RolloutContext, python: str) -> RolloutProcess:
+        """A replica in a process, and an interpreter, of its own."""
+        config = self.config
+        threads = config.runtime.threads
+        return RolloutProcess(
+            config.rollout.settings,
+            context,
+            record=self.registry.resolve(config.rollout.name, "rollout"),
+            python=python,
+            seconds=max(config.deadlines.generate, config.deadlines.start, config.deadlines.sync),
+            log=Path(config.folder) / f"replica-{context.replica}.log",
+            environment={} if threads is None else {"OMP_NUM_THREADS": str(threads)},
+        )
 
     def agent_worker(self, rows: Rows, servers: Sequence[BaseRolloutServer], *, run_id: str) -> AgentWorker:
         """A worker that runs agents on ``servers``; without any, it only makes samples of the data's own answers."""

@@ -63,21 +63,25 @@ def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
     return _resolved(structure(RunConfig, merged))
 
 
-#: What ``checkpoint_engine: auto`` stands for, by runtime: ``in_process`` reaches no other process.
-_CHECKPOINT_ENGINES = {"inline": "in_process", "ray": "nccl"}
+#: What ``checkpoint_engine: auto`` stands for, by who has to be reached: ``in_process`` reaches no other process.
+_CHECKPOINT_ENGINES = {"this process": "in_process", "a process of this machine": "shared", "a cluster": "nccl"}
 
 
 def _resolved(config: RunConfig) -> RunConfig:
     """Every default that depends on the runtime."""
-    chosen, runtime = config.checkpoint_engine, config.runtime.name
+    chosen, runtime = config.checkpoint_engine, config.runtime
+    reached = "a process of this machine" if "rollout" in runtime.interpreters else "this process"
+    if runtime.name == "ray":
+        reached = "a cluster"
     if chosen.name == "auto":
-        chosen = attrs.evolve(chosen, name=_CHECKPOINT_ENGINES[runtime])
-    if (chosen.name, runtime) == ("in_process", "ray"):
+        chosen = attrs.evolve(chosen, name=_CHECKPOINT_ENGINES[reached])
+    if chosen.name == "in_process" and reached != "this process":
+        own = "runtime.name: ray" if runtime.name == "ray" else "runtime.interpreters.rollout"
         raise ConfigError(
             "the checkpoint engine 'in_process' cannot reach workers in other processes",
             where="checkpoint_engine.name",
-            expected="auto, nccl, or another engine that crosses processes",
-            found="in_process with runtime.name: ray",
+            expected=f"auto, {_CHECKPOINT_ENGINES[reached]}, or another engine that crosses processes",
+            found=f"in_process with {own}",
         )
     return attrs.evolve(config, checkpoint_engine=chosen)
 

@@ -22,6 +22,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DeadlineConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "EvaluationSampling",
     "KLConfig",
@@ -32,6 +33,8 @@ __all__ = [
     "RuntimeConfig",
     "ScheduleConfig",
 ]
+
+_WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugin that can have an interpreter of their own
 
 
 @attrs.frozen(kw_only=True)
@@ -208,9 +211,23 @@ class RayConfig:
         help="times that a run goes on from its newest checkpoint after a rank, a replica or the storage worker died",
         validator=ge(0),
     )
-    interpreters: Mapping[str, str] = option(
-        factory=dict, help="interpreters for workers by kind (engine, rollout, agent, reward); else as manifests say"
-    )
+
+
+def _are_kinds(_: Any, attribute: attrs.Attribute[Any], value: Mapping[str, str]) -> None:
+    for kind in value:
+        if kind not in _WORKERS:
+            raise ValueError(f"{kind!r} is not one of {', '.join(_WORKERS)}")
+
+
+@attrs.frozen(kw_only=True)
+class EnvironmentConfig:
+    """What ``jackfield env create NAME FILE`` makes; Jackfield and the plugins that run there come along."""
+
+    folder: str | None = option(None, help="where it is; null: environments/NAME")
+    python: str | None = option(None, help="the interpreter that makes it; null: the one that runs Jackfield")
+    requires: tuple[str, ...] = option((), help="what pip installs there")
+    constraints: str | None = option(None, help="a file of versions that pip keeps to")
+    without: tuple[str, ...] = option((), help="packages that are removed afterwards, where something has brought them")
 
 
 @attrs.frozen(kw_only=True)
@@ -230,6 +247,12 @@ class RuntimeConfig:
     )
     micro_batch_tokens: int = option(16384, help="padded tokens of one training pass, at most", validator=gt(0))
     offload: bool = option(False, help="at every hand-over the idle side gives its device memory back")
+    interpreters: Mapping[str, str] = option(
+        factory=dict,
+        help="interpreters of their own for workers by kind (rollout; with name: ray also engine, agent, reward): a "
+        "name under environments, or a path; else as manifests say",
+        validator=_are_kinds,
+    )
     ray: RayConfig = option(factory=RayConfig, help="the cluster; read with name: ray only")
 
 
@@ -264,6 +287,9 @@ class RunConfig:
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
     runtime: RuntimeConfig = option(factory=RuntimeConfig, help="where workers live")
     deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="longest waits")
+    environments: Mapping[str, EnvironmentConfig] = option(
+        factory=dict, help="by name: what `jackfield env create NAME FILE` makes, for runtime.interpreters"
+    )
     engine: PluginSection = option(
         factory=partial(PluginSection, name="fsdp"), help="the engine plugin, and its own settings"
     )
@@ -281,6 +307,7 @@ class RunConfig:
     )
     checkpoint_engine: PluginSection = option(
         factory=partial(PluginSection, name="auto"),
-        help="the checkpoint_engine plugin, and its own settings; auto: in_process, and nccl with runtime.name: ray",
+        help="the checkpoint_engine plugin, and its own settings; auto: in_process, nccl with runtime.name: ray, "
+        "and shared where the rollout server has an interpreter of its own",
     )
     observe: ObserveConfig = option(factory=ObserveConfig, help="what the run writes and shows")

@@ -1,12 +1,15 @@
 """Tries every plugin where it will run, and says what is wrong and how to fix it.
 
-Each plugin gets an interpreter of its own (``[env].python`` of its manifest, or this one) and a deadline, so that one
+Each plugin gets a process of its own (of a configured interpreter, ``[env].python`` of its manifest, or this one) and a
+deadline, so that one
 that hangs, crashes or ends the process is named and reaches no other.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +17,7 @@ import attrs
 
 from jackfield.errors import CODES, JackfieldError, PluginError, PluginImportError
 from jackfield.plugins.discovery import PluginRecord
+from jackfield.plugins.handshake import check_interpreter
 from jackfield.plugins.interpreters import ChildResult, InterpreterReport, preflight, run_child
 
 __all__ = ["PluginReport", "examine"]
@@ -42,12 +46,15 @@ class PluginReport:
         }
 
 
-def examine(records: Iterable[PluginRecord], deadline: float = 30.0) -> Iterator[InterpreterReport | PluginReport]:
+def examine(
+    records: Iterable[PluginRecord], deadline: float = 30.0, pythons: Mapping[str, str] | None = None
+) -> Iterator[InterpreterReport | PluginReport]:
     """Try plugins, one after the other.
 
     Args:
         records: the plugins; those that are broken already are reported as they are.
         deadline: seconds for each plugin and for each interpreter.
+        pythons: interpreters by kind of plugin, in the place of what manifests say.
 
     Yields:
         A report on each interpreter before the first plugin that needs it, and on each plugin.
@@ -58,7 +65,7 @@ def examine(records: Iterable[PluginRecord], deadline: float = 30.0) -> Iterator
             problems = () if record.error is None else (record.error,)
             yield PluginReport(record=record, python=None, versions={}, seconds=0.0, problems=problems)
             continue
-        python = record.manifest.env.python
+        python = (pythons or {}).get(record.kind, record.manifest.env.python)
         if python not in interpreters:
             interpreters[python] = preflight(python, deadline)
             yield interpreters[python]
@@ -67,8 +74,9 @@ def examine(records: Iterable[PluginRecord], deadline: float = 30.0) -> Iterator
 
 def _try(record: PluginRecord, interpreter: InterpreterReport, deadline: float) -> PluginReport:
     seconds = 0.0
-    if interpreter.problem is not None:
-        problems: tuple[JackfieldError, ...] = (interpreter.problem,)
+    problem = interpreter.problem or _strange(record, interpreter, deadline)
+    if problem is not None:
+        problems: tuple[JackfieldError, ...] = (problem,)
     else:
         result = run_child(interpreter.path, ["-m", "jackfield.plugins.probe", record.kind, record.name], deadline)
         seconds, problems = result.seconds, tuple(_problems(record, interpreter, result))
@@ -79,6 +87,17 @@ def _try(record: PluginRecord, interpreter: InterpreterReport, deadline: float) 
         seconds=seconds,
         problems=problems,
     )
+
+
+def _strange(record: PluginRecord, interpreter: InterpreterReport, deadline: float) -> PluginError | None:
+    """Whether another interpreter has another Jackfield, or another version of the plugin."""
+    if interpreter.path == os.path.abspath(sys.executable):
+        return None
+    try:
+        check_interpreter(record, interpreter.path, deadline)
+    except PluginError as error:
+        return error
+    return None
 
 
 def _problems(record: PluginRecord, interpreter: InterpreterReport, result: ChildResult) -> Iterator[JackfieldError]:

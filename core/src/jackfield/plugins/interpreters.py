@@ -23,7 +23,7 @@ import attrs
 
 from jackfield.errors import PluginError
 
-__all__ = ["ChildResult", "InterpreterReport", "preflight", "resolve_interpreter", "run_child"]
+__all__ = ["ChildResult", "InterpreterReport", "environment_of", "preflight", "resolve_interpreter", "run_child"]
 
 #: Runs on any Python 3, with nothing installed.
 _REPORT = """
@@ -138,7 +138,7 @@ def run_child(python: str, arguments: Sequence[str], deadline: float) -> ChildRe
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            env=_environment(python),
+            env=environment_of(python),
             start_new_session=True,
         )
         returncode: int | None = None
@@ -220,7 +220,7 @@ def _unfit(path: str, answer: Mapping[str, Any]) -> PluginError | None:
     return None
 
 
-def _environment(python: str) -> dict[str, str]:
+def environment_of(python: str) -> dict[str, str]:
     """This process's environment; what steers imports of *this* interpreter is kept from another."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # the working directory is not on sys.path
     if os.path.abspath(python) != os.path.abspath(sys.executable):

@@ -1,0 +1,135 @@
+"""What goes between a run and a process that holds a part of it: frames of a length and JSON, never pickle.
+
+Fields of requests and results that have their defaults are left out, so that a side that does not know a newer field
+is asked for it only when it matters; it then refuses, as it refuses every key that it does not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import json
+import struct
+import typing
+from collections.abc import AsyncIterator, Mapping, Set
+from typing import Any
+
+import attrs
+from cattrs import Converter
+
+from jackfield import errors
+from jackfield.clock import Clock
+from jackfield.errors import JackfieldError, RunError
+
+__all__ = ["decode", "error_fields", "frame", "read", "rebuilt_error", "types_of"]
+
+_LENGTH = struct.Struct(">Q")
+_LARGEST = 1 << 30  #: bytes of a message
+_BYTES = "$bytes"
+
+
+def frame(message: Mapping[str, Any]) -> bytes:
+    """A message as bytes. Values: JSON, attrs instances of these, ``bytes``.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    text = json.dumps(message, default=_plain, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(text)) + text
+
+
+async def read(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """The next message.
+
+    Raises:
+        EOFError: the other side has ended.
+        ValueError: this is not a message.
+    """
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if size > _LARGEST:
+        raise ValueError(f"a message of {size} bytes")
+    message = json.loads(await reader.readexactly(size), object_hook=_object)
+    if not isinstance(message, dict):
+        raise ValueError(f"a message that is {message!r}")
+    return message
+
+
+def decode(cls: Any, value: Any) -> Any:
+    """An instance of an attrs class from what came of one.
+
+    Raises:
+        Exception: cattrs' error, when it does not fit.
+    """
+    return _CONVERTER.structure(value, cls)
+
+
+@functools.cache
+def types_of(contract: type, member: str) -> tuple[Any, Any]:
+    """The types of a method's request and of its result, or of what it streams; None: there is none."""
+    hints = typing.get_type_hints(getattr(contract, member))
+    result = hints["return"]
+    if typing.get_origin(result) is AsyncIterator:
+        (result,) = typing.get_args(result)
+    return hints.get("request"), None if result is type(None) else result
+
+
+def error_fields(error: BaseException) -> dict[str, Any]:
+    """An error, to be told to the other side."""
+    if isinstance(error, JackfieldError):
+        return {"class": type(error).__name__, **error.as_dict()}
+    return {"class": None, "message": f"{type(error).__name__}: {error}"}
+
+
+def rebuilt_error(fields: Mapping[str, Any], where: str) -> JackfieldError:
+    """The error that the other side told of.
+
+    Args:
+        fields: see :func:`error_fields`.
+        where: it happened, for errors that are not Jackfield's.
+    """
+    kind = getattr(errors, str(fields["class"]), None)
+    if kind is None:
+        return RunError(f"{where} raised {fields['message']}", where=where)
+    details = {name: fields.get(name) for name in ("where", "expected", "found", "fix")}
+    code = fields["code"] if fields["code"] in errors.CODES else None
+    error: JackfieldError = kind(fields["message"], code=code, **details)
+    return error
+
+
+def _plain(value: Any) -> Any:
+    if attrs.has(type(value)):
+        return {
+            field.name: inner
+            for field in attrs.fields(type(value))
+            if not (isinstance(inner := getattr(value, field.name), Clock) or _is_default(field, inner))
+        }
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Set):
+        return sorted(value)
+    raise TypeError(f"a {type(value).__name__} cannot go to another process")
+
+
+def _is_default(field: Any, value: Any) -> bool:
+    default = field.default
+    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+        default = default.factory()
+    return type(value) is type(default) and bool(value == default)
+
+
+def _object(value: dict[str, Any]) -> Any:
+    return base64.b64decode(value[_BYTES]) if value.keys() == {_BYTES} else value
+
+
+def _make_converter() -> Converter:
+    converter = Converter(forbid_extra_keys=True)
+    flat = (tuple[int, ...], tuple[float, ...])  # token by token takes too long, and JSON has told them apart
+    converter.register_structure_hook(Clock, lambda *_: Clock())  # it never comes: each side has its own
+    converter.register_structure_hook_func(lambda cls: cls in flat, lambda value, _: tuple(value))
+    return converter
+
+
+_CONVERTER = _make_converter()

@@ -1,0 +1,141 @@
+"""Interpreters of their own in a configuration: which worker gets which, and how their environments are made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import attrs
+import pytest
+
+from jackfield.compose.environments import make_environment
+from jackfield.compose.selection import interpreters
+from jackfield.config import RunConfig, make_config
+from jackfield.errors import ConfigError, JackfieldError, PluginError
+from jackfield.plugins import discover
+from jackfield.plugins.environments import EnvironmentPlan, create_environment, environment_python
+
+#: Plugins of the core alone; there is no rollout server to find, unless it is asked for.
+PLAIN = {"model": {"path": "nowhere"}, "reward": "function", "agent": "none", "engine": "none"}
+
+
+def config(*overrides: str) -> RunConfig:
+    return make_config(PLAIN, overrides)
+
+
+def test_weights_cross_processes_where_the_server_has_its_own() -> None:
+    own = "runtime.interpreters={rollout: /elsewhere/bin/python}"
+    assert "in_process" == config().checkpoint_engine.name
+    assert "shared" == config(own).checkpoint_engine.name
+    assert "nccl" == config(own, "runtime.name=ray").checkpoint_engine.name
+    assert "file" == config(own, "checkpoint_engine=file").checkpoint_engine.name
+    with pytest.raises(ConfigError) as caught:
+        config(own, "checkpoint_engine=in_process")
+    assert "in_process with runtime.interpreters.rollout" == caught.value.found
+
+
+def test_a_kind_that_has_no_worker_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config("runtime.interpreters={tracker: python3}")
+    assert "'tracker' is not one of engine, rollout, agent, reward" in caught.value.message
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> tuple[str, ...]:
+    """Two wheels that hold nothing: ``tiny`` and ``other``."""
+    paths = []
+    for name in ("tiny", "other"):
+        path = tmp_path / f"{name}-1.0-py3-none-any.whl"
+        info = f"{name}-1.0.dist-info"
+        with zipfile.ZipFile(path, "w") as wheel:
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+        paths.append(str(path))
+    return tuple(paths)
+
+
+def found(folder: Path, *names: str) -> dict[str, str | None]:
+    """The versions of distributions in an environment."""
+    script = (
+        "import importlib.metadata as m, json, sys\n"
+        "def look(name):\n    try: return m.version(name)\n    except m.PackageNotFoundError: return None\n"
+        "print(json.dumps({name: look(name) for name in sys.argv[1:]}))"
+    )
+    done = subprocess.run(
+        [environment_python(folder), "-c", script, *names], capture_output=True, text=True, check=True, timeout=50
+    )
+    answer: dict[str, str | None] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.timeout(180)
+def test_an_environment_is_made_once_and_anew_when_its_plan_changes(tmp_path: Path, tiny: tuple[str, ...]) -> None:
+    """What is not wanted is removed, and a step that fails is named and leaves no stamp."""
+    folder = tmp_path / "made"
+    plan = EnvironmentPlan(folder=folder, requires=tiny, without=("other",))
+    assert create_environment(plan, 120.0)
+    assert {"tiny": "1.0", "other": None} == found(folder, "tiny", "other")
+    assert not create_environment(plan, 120.0)
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(PluginError) as caught:
+        create_environment(attrs.evolve(plan, python=str(broken)), 120.0)
+    assert ("plugin.environment", str(folder)) == (caught.value.code, caught.value.where)
+    assert "broken -m venv" in str(caught.value.expected)
+    assert "exit code 3" in str(caught.value.found)
+    assert not (folder / "jackfield-environment.json").exists()
+
+
+def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    with pytest.raises(PluginError) as caught:
+        create_environment(EnvironmentPlan(folder=tmp_path), 10.0)
+    assert "plugin.environment" == caught.value.code
+    assert "years" == (tmp_path / "thesis.tex").read_text()
+
+
+def test_the_deadline_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(PluginError) as caught:
+        create_environment(EnvironmentPlan(folder=tmp_path / "late"), 0.01)
+    assert "no end within the deadline" == caught.value.found
+
+
+def test_an_environment_that_nobody_describes_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_environment(config("environments={one: {}}"), discover(), "two", 1.0)
+    assert ("environments", "one of one") == (caught.value.where, caught.value.expected)
+
+
+def chosen(*overrides: str) -> dict[str, str] | JackfieldError:
+    """What kinds of workers get."""
+    try:
+        return interpreters(config(*overrides), discover())
+    except JackfieldError as error:
+        return error
+
+
+def test_the_engine_stays_in_the_process_of_an_inline_run() -> None:
+    """Only a rollout server speaks its contract over a socket; the refusal says what else can be done."""
+    error = chosen("runtime.interpreters={engine: /bin/sh}")
+    assert isinstance(error, PluginError)
+    assert ("plugin.interpreter", "runtime.interpreters.engine") == (error.code, error.where)
+    assert "runtime.name: ray" in str(error.fix)
+
+
+def test_an_environment_that_is_not_made_says_how(tmp_path: Path) -> None:
+    error = chosen(f"environments={{own: {{folder: {tmp_path}}}}}", "runtime.interpreters={engine: own}")
+    assert isinstance(error, PluginError)
+    assert f"{tmp_path}/bin/python" == error.expected
+    assert "jackfield env create own FILE" in str(error.fix)
+
+
+def test_this_interpreter_is_none_of_its_own() -> None:
+    """A worker that is sent to the interpreter that runs everything stays where it is."""
+    error = chosen(f"runtime.interpreters={{engine: {sys.executable}}}")
+    assert isinstance(error, JackfieldError), "the rest of the configuration names plugins that nobody has"
+    assert "plugin.not-found" == error.code
