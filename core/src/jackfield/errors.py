@@ -126,6 +126,7 @@ CODES: dict[str, str] = {
     "queue.full": "The queue stayed full until the deadline.",
     "queue.unreachable": "The server or file behind a queue backend does not answer, or broke off.",
     "queue.store": "What is behind a queue backend cannot be used: login, format, damage, or its own settings.",
+    "queue.lost": "Rows went with the storage unit that held them, which died.",
     "wire.malformed": "A message from another process is not one of the protocol.",
     "wire.version": "A message from another process is of another version of the wire format.",
     "wire.size": "A message between processes is above the limits.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -106,8 +106,14 @@ def cells_of(column: Column) -> list[Cell]:
     ]
 
 
-def column_of(name: str, cells: Sequence[Cell]) -> Column:
-    """Rows as one column, in memory of its own.
+def column_of(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Tensor | None] | None = None) -> Column:
+    """Rows as one column.
+
+    Args:
+        name: of the column, for errors.
+        cells: of the rows, one at least.
+        memory: asked for uint8 ``[bytes]`` in which the cells' bytes lie already, in order; None from it: they do not.
+            Without it, or then, they are copied into memory of the column's own.
 
     Raises:
         QueueError: ``queue.column`` for rows of different dtypes, encodings or trailing shapes; ``queue.invalid`` for
@@ -133,12 +139,15 @@ def column_of(name: str, cells: Sequence[Cell]) -> Column:
     bounds = [0]
     for cell in cells:
         bounds.append(bounds[-1] + (1 if dense else cell.shape[0]))
-    values = torch.empty((bounds[-1], *trailing), dtype=_dtype(first.dtype))
-    content, start = _bytes(values), 0
-    for cell in cells:
-        end = start + len(cell.content)
-        content[start:end] = cell.content
-        start = end
+    shape, dtype = (bounds[-1], *trailing), _dtype(first.dtype)
+    there = None if memory is None else memory(sum(len(cell.content) for cell in cells))
+    values = torch.empty(shape, dtype=dtype) if there is None else there.view(dtype).reshape(shape)
+    if there is None:
+        content, start = _bytes(values), 0
+        for cell in cells:
+            end = start + len(cell.content)
+            content[start:end] = cell.content
+            start = end
     if dense:
         return Column(values=values)
     return Column(values=values, offsets=torch.tensor(bounds), encoding="json" if first.kind == "json" else "tensor")

@@ -1,0 +1,1 @@
+"""Samples in storage units, and weights between processes, by ZeroMQ."""

@@ -1,0 +1,209 @@
+"""Shared memory in pieces that are used again: first touch of fresh pages costs many times the copy into them.
+
+An arena is a ``memfd``: it has no name that could be left behind when processes are killed. Others open it through
+``/proc/PID/fd``, which the system allows to processes of the same user, and keep it while they need it, also when its
+maker is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import attrs
+
+from jackfield.errors import QueueError
+
+__all__ = ["Arena", "Arenas", "Block", "Held", "Mapping", "place_of_this_process"]
+
+_ALIGNMENT = 64  #: of each block, in bytes: a multiple of every dtype's size
+_ARENA_BYTES = 64 * 2**20  #: larger blocks have an arena of their own
+
+
+def place_of_this_process() -> str:
+    """Processes with the same place may open each other's memory: host, process namespace and user."""
+    if not hasattr(os, "memfd_create"):
+        return ""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()}:{os.stat('/proc/self/ns/pid').st_ino}:{os.getuid()}"
+
+
+class Mapping:
+    """Somebody's arena, to be read: whoever writes there ends with a segmentation fault, and spoils nothing."""
+
+    def __init__(self, block: Sequence[int]) -> None:
+        """
+        Args:
+            block: as a message has it.
+
+        Raises:
+            OSError: it is not there any more, or belongs to another user.
+        """
+        pid, descriptor, size, device, inode, _ = block
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(opened)
+            if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < size:
+                raise FileNotFoundError("another file is there")
+            self._memory = mmap.mmap(opened, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(opened)
+        self.view = memoryview(self._memory)
+
+    @cached_property
+    def address(self) -> int:
+        """Of the first byte."""
+        import numpy as np
+
+        return int(np.frombuffer(self._memory, dtype=np.uint8).ctypes.data)
+
+
+class Held:
+    """Bytes that are shown to torch; once the last tensor is gone that shows them, somebody is told."""
+
+    def __init__(self, memory: Any, address: int, size: int, gone: Callable[[], object]) -> None:
+        """
+        Args:
+            memory: what keeps the bytes there.
+            address: of the first.
+            size: in bytes.
+            gone: called from any thread.
+        """
+        self._memory = memory
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+        weakref.finalize(self, gone).atexit = False
+
+    def tensor(self) -> Any:
+        """uint8 ``[size]``."""
+        import numpy as np
+        import torch
+
+        return torch.from_numpy(np.asarray(self))
+
+
+@attrs.define(eq=False)
+class Arena:
+    """Memory of this process that others read."""
+
+    descriptor: int
+    size: int
+    memory: mmap.mmap
+    address: int
+    identity: tuple[int, int]  #: device and inode
+    free: list[tuple[int, int]]  #: start and size, in order
+
+    @classmethod
+    def make(cls, size: int) -> Arena:
+        """
+        Raises:
+            QueueError: ``queue.full`` where the system has no memory.
+        """
+        descriptor = os.memfd_create("jackfield-samples", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size)
+            memory = mmap.mmap(descriptor, size)
+        except OSError as error:
+            os.close(descriptor)
+            raise QueueError(
+                f"shared memory cannot be had: {error}", code="queue.full", expected=f"{size} bytes"
+            ) from error
+        status = os.fstat(descriptor)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        arena = cls(descriptor, size, memory, address, (status.st_dev, status.st_ino), [(0, size)])
+        weakref.finalize(arena, os.close, descriptor)
+        return arena
+
+    def take(self, size: int) -> int | None:
+        """The start of a free piece, the first that fits."""
+        for index, (start, length) in enumerate(self.free):
+            if length >= size:
+                self.free[index : index + 1] = [(start + size, length - size)] if length > size else []
+                return start
+        return None
+
+    def give(self, start: int, size: int) -> None:
+        """A piece is free again."""
+        insort(self.free, (start, size))
+        merged: list[tuple[int, int]] = []
+        for begin, length in self.free:
+            if merged and sum(merged[-1]) == begin:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((begin, length))
+        self.free = merged
+
+    @property
+    def unused(self) -> bool:
+        return self.free == [(0, self.size)]
+
+
+@attrs.frozen(eq=False)
+class Block:
+    """A piece of an arena."""
+
+    arena: Arena
+    start: int
+    size: int
+
+    @property
+    def address(self) -> int:
+        return self.arena.address + self.start
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """Inode and start, by which others speak of it."""
+        return self.arena.identity[1], self.start
+
+    @property
+    def entry(self) -> list[int]:
+        """As a message has it."""
+        return [os.getpid(), self.arena.descriptor, self.arena.size, *self.arena.identity, self.start]
+
+
+class Arenas:
+    """All arenas of one process. They go with this object, and when nobody reads them any more."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """
+        Args:
+            max_bytes: of all arenas; exceeded only for a single block that is larger.
+        """
+        self._max_bytes = max_bytes
+        self._arenas: list[Arena] = []
+        self._returned: deque[Block] = deque()
+
+    def take(self, size: int) -> Block | None:
+        """A block of so many bytes; None where that has to wait."""
+        while self._returned:
+            block = self._returned.popleft()
+            block.arena.give(block.start, block.size)
+        size = max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT
+        for arena in self._arenas:
+            if (start := arena.take(size)) is not None:
+                return Block(arena, start, size)
+        needed = max(size, min(_ARENA_BYTES, self._max_bytes))
+        if self.bytes + needed > self._max_bytes:
+            self._arenas = [arena for arena in self._arenas if not arena.unused]
+            if self._arenas and self.bytes + needed > self._max_bytes:
+                return None
+        arena = Arena.make(needed)
+        self._arenas.append(arena)
+        start = arena.take(size)
+        assert start is not None
+        return Block(arena, start, size)
+
+    def give(self, block: Block) -> None:
+        """A block is free again; from any thread."""
+        self._returned.append(block)
+
+    @property
+    def bytes(self) -> int:
+        """Of all arenas."""
+        return sum(arena.size for arena in self._arenas)

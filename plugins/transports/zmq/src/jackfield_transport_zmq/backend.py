@@ -1,0 +1,251 @@
+"""The backend: a client of storage units, and, in the process that started the queue, their owner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from jackfield.abc.transfer_queue import (
+    DeleteRequest,
+    DeleteResult,
+    GetRequest,
+    GetResult,
+    PutRequest,
+    PutResult,
+    SnapshotRequest,
+    SnapshotResult,
+    StatsResult,
+    TransferQueueBackend,
+    TransferQueueContext,
+)
+from jackfield.errors import QueueError
+from jackfield_transport_zmq.client import Client, all_of
+from jackfield_transport_zmq.config import QueueConfig
+from jackfield_transport_zmq.directory import FILE, Directory, UnitAddress
+from jackfield_transport_zmq.line import Lost, Stale
+from jackfield_transport_zmq.moments import restored, written
+from jackfield_transport_zmq.processes import UnitProcess, started
+from jackfield_transport_zmq.reading import Reading, lost_rows
+from jackfield_transport_zmq.sockets import is_loopback
+from jackfield_transport_zmq.values import Outgoing, Reader, copied_columns, outgoing
+
+__all__ = ["ZMQBackend"]
+
+T = TypeVar("T")
+
+
+class ZMQBackend(TransferQueueBackend):
+    """Values live in the memory of storage units, or in shared memory that these keep; they go with the units, which go
+    with the process that started them."""
+
+    durable: ClassVar[bool] = False
+
+    def __init__(self, config: QueueConfig, context: TransferQueueContext) -> None:
+        super().__init__(config, context)
+        self._settings = config
+        self._client: Client | None = None
+        self._children: list[UnitProcess] = []  #: of the owner
+        self._growing = asyncio.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._reader = Reader(config.shared_max_bytes)
+
+    # -- life
+
+    async def start(self) -> None:
+        """Start units, or join those of another process."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jackfield-zmq")
+        try:
+            if self._settings.join is not None:
+                directory = Directory.read(Path(self._settings.join))
+            else:
+                directory = await self._started()
+            self._client = Client(directory, self._settings, self._noticed)
+            self._publish()
+        except BaseException:
+            self._thread.shutdown()
+            self._thread = None
+            raise
+
+    @property
+    def _host(self) -> str:
+        return self._settings.host or self.context.host
+
+    async def _started(self) -> Directory:
+        encrypted = self._settings.encrypted
+        if encrypted is None:
+            encrypted = not is_loopback(self._host)
+        directory = Directory.new(self._settings.units, encrypted)
+        numbers = range(self._settings.units)
+        self._children = await self._in_thread(started, numbers, self._host, directory)
+        directory.units = [child.unit for child in self._children if child.unit is not None]
+        return directory
+
+    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
+        assert self._thread is not None
+        return await asyncio.wrap_future(self._thread.submit(function, *arguments))
+
+    def _publish(self) -> None:
+        if self._children and self.context.folder is not None and self._client is not None:
+            self._client.directory.write(Path(self.context.folder))
+
+    def _noticed(self, unit: UnitAddress) -> None:
+        """A unit has died: its owner tells the others."""
+        if self._children and self._client is not None:
+            self._client.tell_all("lose", {"units": [unit.number]})
+            self._publish()
+
+    async def add_unit(self) -> int:
+        """Start one more unit, which takes its share of new rows; its number. Rows that are there stay where they are.
+
+        Raises:
+            QueueError: ``queue.invalid`` in a process that has joined; ``queue.store`` where it does not start.
+        """
+        client = self._open()
+        if not self._children:
+            raise QueueError("only the process that started the units can add one", where=str(self._settings.join))
+        async with self._growing:
+            directory = client.directory
+            number = len(directory.units)
+            (child,) = await self._in_thread(started, [number], self._host, directory)
+            self._children.append(child)
+            entry = (number, child.unit.pid, child.unit.address, child.unit.place)
+            # those that are there hear of it before anybody puts anything into the new one
+            units = [*directory.entries(), entry]
+            await client.ask_all("add", {"units": units})
+            client.added([entry])
+            await client.ask(number, "add", {"units": units})
+            self._publish()
+        return number
+
+    async def close(self) -> None:
+        """Hang up; the owner's units end, and with them their rows."""
+        client, self._client = self._client, None
+        children, self._children = self._children, []
+        if client is not None:
+            client.close("stop" if children else "bye")
+        self._reader.close()
+        if self._thread is not None:
+            for child in children:
+                await self._in_thread(child.end)
+            self._thread.shutdown()
+            self._thread = None
+        if children and self.context.folder is not None:
+            (Path(self.context.folder) / FILE).unlink(missing_ok=True)
+
+    def _open(self) -> Client:
+        if self._client is None:
+            raise QueueError("the zmq backend is closed", code="queue.closed")
+        return self._client
+
+    # -- rows
+
+    async def put(self, request: PutRequest) -> PutResult:
+        """Each row to its unit, all units at once; through shared memory where the put is large and they share a host.
+
+        Raises:
+            QueueError: ``queue.lost`` where a unit dies meanwhile, naming the rows; ``queue.unreachable`` naming a unit
+                that does not answer; ``queue.full`` where shared memory stays full.
+        """
+        client = self._open()
+        made = outgoing(request)
+        size = sum(len(cell.content) for row in made.rows for cell in row)
+        threshold = self._settings.shared_from_bytes
+        if threshold is not None and size >= threshold and client.shares:
+            block = await client.room(size + 64 * len(request.columns))
+            assert self._thread is not None
+            made = await copied_columns(request, made, block, self._thread)
+        try:
+            await self._again(lambda known: self._put(client, request, made, known))
+        finally:
+            if made.block is not None:
+                client.sent(made.block)
+        return PutResult(bytes=size)
+
+    async def _again(self, attempt: Callable[[int], Awaitable[T]]) -> T:
+        """Do something that is planned with so many units, and plan it anew where there turn out to be more."""
+        while True:
+            try:
+                return await attempt(len(self._open().directory.units))
+            except Stale:
+                continue
+
+    @staticmethod
+    async def _put(client: Client, request: PutRequest, made: Outgoing, known: int) -> None:
+        columns = list(request.columns)
+
+        async def put(unit: int, rows: Sequence[int]) -> None:
+            keys = [request.keys[row] for row in rows]
+            values, buffers = made.message(rows)
+            fields = {"units": known, "partition": request.partition, "keys": keys, "columns": columns, **values}
+            try:
+                await client.ask(unit, "put", fields, buffers, made.block)
+            except Lost:
+                raise lost_rows(unit, request.partition, keys) from None
+
+        homes = await client.homes(request.partition, request.keys, known)
+        await all_of(put(unit, rows) for unit, rows in homes.items())
+
+    async def get(self, request: GetRequest) -> GetResult:
+        """Columns in the order of the keys. Large columns whose rows lie together are shown where they lie in shared
+        memory, and must not be written to.
+
+        Raises:
+            QueueError: ``queue.unknown-row``, ``queue.column``; ``queue.lost`` naming rows that went with a unit;
+                ``queue.unreachable`` naming a unit.
+        """
+        reading = Reading(self._open(), self._reader, request)
+        try:
+            await self._again(reading.run)
+            return GetResult(columns=reading.columns())
+        finally:
+            reading.close()
+
+    async def delete(self, request: DeleteRequest) -> DeleteResult:
+        """Forget rows; unknown keys, and rows of units that died, are ignored."""
+        client = self._open()
+        rows = size = 0
+
+        async def delete(unit: int, keys: list[str], known: int) -> None:
+            nonlocal rows, size
+            with suppress(Lost):
+                fields = {"units": known, "partition": request.partition, "keys": keys}
+                reply = await client.ask(unit, "delete", fields)
+                rows, size = rows + reply["rows"], size + reply["bytes"]
+
+        async def everywhere(known: int) -> None:
+            asked: defaultdict[int, list[str]] = defaultdict(list)
+            for key, places in client.places(request.partition, request.keys).items():
+                for unit in places:
+                    asked[unit].append(key)
+            await all_of(delete(unit, keys, known) for unit, keys in asked.items())
+
+        await self._again(everywhere)
+        return DeleteResult(rows=rows, bytes=size)
+
+    async def stats(self) -> StatsResult:
+        """Rows and bytes of all units that live; what each has refused, in ``details``."""
+        client = self._open()
+        replies = await client.ask_all("stats", {})
+        details = {
+            f"unit {unit} {name}": float(count) for unit, reply in replies.items() for name, count in
+            reply["details"].items()
+        }  # fmt: skip
+        own = {"units": float(len(replies)), "lost units": float(len(client.directory.lost))}
+        return StatsResult(
+            rows=sum(reply["rows"] for reply in replies.values()),
+            bytes=sum(reply["bytes"] for reply in replies.values()),
+            details={**own, **details},
+        )
+
+    async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
+        """Write the rows of one moment, in which all units hold puts and deletions back; reading them stops nobody."""
+        return await written(self._open(), self._reader, Path(request.folder), self._in_thread)
+
+    async def restore(self, request: SnapshotRequest) -> SnapshotResult:
+        """Replace everything by a checkpoint: staged in the units first, then put in its place at once."""
+        return await restored(self._open(), Path(request.folder), self._in_thread)

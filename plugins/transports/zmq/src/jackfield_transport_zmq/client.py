@@ -1,0 +1,289 @@
+"""A process's connections to all units of a queue, and its own shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import attrs
+import zmq
+
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
+from jackfield.wire import Buffer, Message, Wire
+from jackfield_transport_zmq.arenas import Arenas, Block
+from jackfield_transport_zmq.config import QueueConfig
+from jackfield_transport_zmq.directory import Directory, UnitAddress
+from jackfield_transport_zmq.line import Line, Lost, Stale
+from jackfield_transport_zmq.protocol import REPLIES
+from jackfield_transport_zmq.values import Lease
+
+__all__ = ["Client", "all_of"]
+
+
+async def _nothing() -> None:
+    return
+
+
+async def all_of(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Await all, also when one fails; then raise the first failure."""
+    first, *others = [*calls] or [_nothing()]
+    if not others:
+        await first
+        return
+    for result in await asyncio.gather(first, *others, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+@attrs.define(eq=False)
+class _Sent:
+    """A block of ours that units may need."""
+
+    block: Block
+    units: set[int] = attrs.field(factory=set)
+    sending: bool = True
+
+
+class Client:
+    """Of one event loop."""
+
+    def __init__(self, directory: Directory, settings: QueueConfig, died: Callable[[UnitAddress], None]) -> None:
+        """
+        Args:
+            directory: of the queue; kept up to date.
+            settings: of the backend.
+            died: told when a unit's death is noticed.
+        """
+        self.directory = directory
+        self._settings = settings
+        self._died = died
+        self._clock = Clock()
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context[Any]()
+        self._wire = Wire(REPLIES, directory.secret)
+        self._arenas = Arenas(settings.shared_max_bytes)
+        self._sent: dict[tuple[int, int], _Sent] = {}
+        self._room: set[asyncio.Future[None]] = set()
+        self._lines: dict[int, Line] = {}
+        for unit in directory.units:
+            if unit.number not in directory.lost:
+                self._connect(unit)
+
+    def _connect(self, unit: UnitAddress) -> None:
+        self._lines[unit.number] = Line(
+            self._context,
+            unit,
+            self._wire,
+            self.directory.keys,
+            self._settings.shared_from_bytes is not None,
+            self._settings.seconds,
+            self._heard,
+            self._lost,
+        )
+
+    @property
+    def shares(self) -> bool:
+        """Whether all units can open our memory."""
+        return all(line.shares for line in self._lines.values())
+
+    # -- units
+
+    def added(self, entries: Iterable[Sequence[Any]]) -> None:
+        """There are more units."""
+        self.directory.add(entries)
+        for unit in self.directory.units:
+            if unit.number not in self._lines and unit.number not in self.directory.lost:
+                self._connect(unit)
+
+    def _lost(self, unit: UnitAddress) -> None:
+        if unit.number in self.directory.lost:
+            return
+        self.directory.lost.add(unit.number)
+        line = self._lines.pop(unit.number, None)
+        if line is not None:
+            line.close(Lost())
+        for sent in list(self._sent.values()):
+            self._freed(unit.number, sent.block.name)
+        self._died(unit)
+
+    def _heard(self, unit: UnitAddress, message: Message) -> None:
+        if message.kind == "freed":
+            for inode, start in message["blocks"]:
+                self._freed(unit.number, (inode, start))
+            return
+        for number in message["lost"]:
+            for other in self.directory.units:
+                if other.number == number:
+                    self._lost(other)
+
+    def places(self, partition: str, keys: Iterable[str]) -> dict[str, list[int]]:
+        """Where each row may be, the unit for new rows first."""
+        places = self.directory.places
+        return {key: places(partition, key) for key in keys}
+
+    def living(self) -> list[int]:
+        """The numbers of the units that live."""
+        return sorted(self._lines)
+
+    def nobody_left(self) -> QueueError:
+        """What is said where no unit is left."""
+        return QueueError(
+            f"all {len(self.directory.units)} storage units of the queue have died",
+            code="queue.unreachable",
+            fix="restart the run: it goes on from its newest checkpoint",
+        )
+
+    async def homes(self, partition: str, keys: Sequence[str], known: int) -> dict[int, list[int]]:
+        """The unit of each row, by unit: where a row is already it stays.
+
+        Args:
+            partition: of the rows.
+            keys: of the rows.
+            known: how many units this is planned with.
+
+        Raises:
+            Stale: there are more units.
+            QueueError: ``queue.unreachable`` where no unit is left.
+        """
+        places = self.places(partition, keys)
+        homes = {key: units[0] for key, units in places.items() if units}
+        if len(homes) < len(places):
+            raise self.nobody_left()
+        asked: defaultdict[int, list[str]] = defaultdict(list)
+        for key, units in places.items():
+            for unit in units[1:]:
+                asked[unit].append(key)
+
+        async def look(unit: int, some: list[str]) -> None:
+            with suppress(Lost):
+                reply = await self.ask(unit, "has", {"units": known, "partition": partition, "keys": some})
+                homes.update((some[number], unit) for number in reply["known"])
+
+        if asked:
+            await all_of(look(unit, some) for unit, some in asked.items())
+        found: defaultdict[int, list[int]] = defaultdict(list)
+        for number, key in enumerate(keys):
+            found[homes[key]].append(number)
+        return found
+
+    # -- requests
+
+    async def ask(
+        self,
+        unit: int,
+        kind: str,
+        fields: Mapping[str, Any],
+        buffers: Sequence[Buffer] = (),
+        block: Block | None = None,
+    ) -> Message:
+        """One request to one unit; ``block`` is what it refers to in our memory.
+
+        Raises:
+            Lost: the unit is dead.
+            Stale: there are more units than the request was planned with; they are known now.
+            QueueError: see :meth:`Line.ask`.
+        """
+        line = self._lines.get(unit)
+        if line is None:
+            raise Lost
+        refused = None
+        if block is not None:
+            sent = self._sent[block.name]
+            sent.units.add(unit)
+            refused = lambda: self._freed(unit, block.name)  # noqa: E731
+        try:
+            return await line.ask(kind, fields, buffers, refused)
+        except Stale as news:
+            self.added(news.units)
+            raise
+
+    async def ask_all(self, kind: str, fields: Mapping[str, Any]) -> dict[int, Message]:
+        """The same request to all units that live, and their answers."""
+        replies: dict[int, Message] = {}
+
+        async def ask(unit: int) -> None:
+            with suppress(Lost):
+                replies[unit] = await self.ask(unit, kind, fields)
+
+        await all_of(ask(unit) for unit in self.living())
+        return replies
+
+    def tell_all(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """The same message to all units that live."""
+        for line in self._lines.values():
+            line.tell(kind, fields)
+
+    def lease(self, unit: int, number: int) -> Lease:
+        """What a unit shows us; given back from any thread."""
+
+        def give_back() -> None:
+            with suppress(RuntimeError):  # the loop has ended, and the units with it
+                self._loop.call_soon_threadsafe(release)
+
+        def release() -> None:
+            line = self._lines.get(unit)
+            if line is not None:
+                line.tell("release", {"leases": [number]})
+
+        return Lease(give_back)
+
+    # -- our shared memory
+
+    async def room(self, size: int) -> Block:
+        """A block of so many bytes, once there is room.
+
+        Raises:
+            QueueFull: there was none until the deadline.
+        """
+        ends = self._clock.time() + self._settings.seconds
+        while (block := self._arenas.take(size)) is None:
+            future = self._loop.create_future()
+            self._room.add(future)
+            try:
+                await self._clock.wait_for(future, max(ends - self._clock.time(), 0.0), "room in shared memory")
+            except DeadlineExceeded:
+                raise QueueFull(
+                    f"{self._settings.shared_max_bytes} bytes of shared memory stayed full for "
+                    f"{self._settings.seconds:g} s",
+                    where="shared_max_bytes",
+                    fix="have rows consumed earlier, or raise shared_max_bytes",
+                ) from None
+            finally:
+                self._room.discard(future)
+        self._sent[block.name] = _Sent(block)
+        return block
+
+    def sent(self, block: Block) -> None:
+        """No more units will be told of a block."""
+        sent = self._sent.get(block.name)
+        if sent is not None:
+            sent.sending = False
+            self._free_unless_needed(sent)
+
+    def _freed(self, unit: int, name: tuple[int, int]) -> None:
+        sent = self._sent.get(name)
+        if sent is not None:
+            sent.units.discard(unit)
+            self._free_unless_needed(sent)
+
+    def _free_unless_needed(self, sent: _Sent) -> None:
+        if sent.sending or sent.units:
+            return
+        del self._sent[sent.block.name]
+        self._arenas.give(sent.block)
+        room, self._room = self._room, set()
+        for future in room:
+            if not future.done():
+                future.set_result(None)
+
+    def close(self, word: str) -> None:
+        """Hang up, with a last word."""
+        self.tell_all(word, {})
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+        self._context.term()

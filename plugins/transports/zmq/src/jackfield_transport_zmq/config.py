@@ -1,0 +1,39 @@
+"""Settings of the plugins; importable without zmq."""
+
+from __future__ import annotations
+
+import attrs
+from attrs.validators import and_, ge, gt, le, optional
+
+from jackfield.structuring import option
+
+__all__ = ["QueueConfig"]
+
+
+@attrs.frozen(kw_only=True)
+class QueueConfig:
+    """How many storage units there are, and how values get there."""
+
+    units: int = option(1, help="Storage units, each a process, at the start.", validator=and_(ge(1), le(256)))
+    join: str | None = option(
+        None, help="The units.json of a queue that another process has started; null: start units of its own."
+    )
+    host: str | None = option(
+        None,
+        help="An address of this host where units listen; null: as the run's other servers do, on loopback by default.",
+    )
+    encrypted: bool | None = option(
+        None, help="TCP with CURVE, for who has the queue's units.json; null: beyond loopback."
+    )
+    shared_from_bytes: int | None = option(
+        1 << 16,
+        help="A put of so many bytes or more goes through shared memory, where producer and unit share a host; "
+        "null: this process uses no shared memory.",
+        validator=optional(ge(1)),
+    )
+    shared_max_bytes: int = option(
+        8 * 2**30,
+        help="Shared memory of one producer at most; beyond it, its puts wait until rows are deleted.",
+        validator=gt(0),
+    )
+    seconds: float = option(30.0, help="Longest time for one request.", validator=gt(0))

@@ -1,0 +1,131 @@
+"""Which units a queue has, how to reach them, and where its rows are."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import xxhash
+
+from jackfield.errors import QueueError
+from jackfield_transport_zmq.sockets import Keys
+
+__all__ = ["FILE", "Directory", "UnitAddress"]
+
+FILE = "units.json"
+_FORMAT = 1
+
+
+@attrs.frozen
+class UnitAddress:
+    """One unit."""
+
+    number: int
+    pid: int
+    address: str
+    place: str  #: where its process runs
+
+    @property
+    def name(self) -> str:
+        """As errors call it."""
+        return f"storage unit {self.number} (process {self.pid}, {self.address})"
+
+
+@attrs.define
+class Directory:
+    """The units of a queue. Units are added, never taken away; who died is remembered as lost."""
+
+    initial: int  #: units at the start
+    secret: bytes
+    keys: Keys | None = None
+    units: list[UnitAddress] = attrs.field(factory=list)
+    lost: set[int] = attrs.field(factory=set)
+
+    @classmethod
+    def new(cls, units: int, encrypted: bool) -> Directory:
+        """Of a queue that is about to start."""
+        return cls(units, secrets.token_bytes(32), Keys.make() if encrypted else None)
+
+    def entries(self) -> list[tuple[int, int, str, str]]:
+        """The units, as a message has them."""
+        return [(unit.number, unit.pid, unit.address, unit.place) for unit in self.units]
+
+    def add(self, entries: Iterable[Sequence[Any]]) -> None:
+        """Units that somebody else tells of."""
+        known = {unit.number for unit in self.units}
+        self.units += [UnitAddress(*entry) for entry in entries if entry[0] not in known]
+        self.units.sort(key=lambda unit: unit.number)
+
+    def places(self, partition: str, key: str) -> list[int]:
+        """The living units that may hold a row, the one for new rows first; none where all are lost.
+
+        A row is put where its name weighs most among the units (rendezvous hashing). So a unit that is added takes its
+        share of new rows from all others, rows that are there stay, and a unit that is lost changes nothing about the
+        rows of the others.
+        """
+        if len(self.units) == 1:
+            return [0] if not self.lost else []
+        return self._winners(partition, key, self.lost)
+
+    def was_at_a_lost_unit(self, partition: str, key: str) -> bool:
+        """Whether a row may have been at a unit that died."""
+        return bool(self.lost) and not self.lost.isdisjoint(self._winners(partition, key, set()))
+
+    def _winners(self, partition: str, key: str, without: set[int]) -> list[int]:
+        name = f"{len(partition)}:{partition}{key}".encode("utf-8", "surrogatepass")
+        weights = [(xxhash.xxh3_64_intdigest(name, seed=unit.number), unit.number) for unit in self.units]
+        winners: list[int] = []
+        for count in range(len(weights), self.initial - 1, -1):
+            left = [weight for weight in weights[:count] if weight[1] not in without]
+            if left and (winner := max(left)[1]) not in winners:
+                winners.append(winner)
+        return winners
+
+    # -- the file
+
+    def write(self, folder: Path) -> None:
+        """Write ``units.json``, for this user's eyes only: who can read it may read and write samples."""
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "format": _FORMAT,
+            "initial": self.initial,
+            "secret": self.secret.hex(),
+            "keys": None if self.keys is None else attrs.asdict(self.keys) | {"server_secret": ""},
+            "units": self.entries(),
+            "lost": sorted(self.lost),
+        }
+        partial = folder / f"{FILE}.{os.getpid()}"
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        partial.replace(folder / FILE)
+
+    @classmethod
+    def read(cls, path: Path) -> Directory:
+        """
+        Raises:
+            QueueError: ``queue.unreachable`` without such a file, ``queue.store`` for one of another format.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise QueueError(
+                f"no queue can be joined: {error}",
+                code="queue.unreachable",
+                where=str(path),
+                fix="name the units.json in the queue folder of a run that is running",
+            ) from error
+        except ValueError as error:
+            raise QueueError("the list of units is damaged", code="queue.store", where=str(path)) from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise QueueError("the list of units is of another format", code="queue.store", where=str(path))
+        made = cls(content["initial"], bytes.fromhex(content["secret"]))
+        made.keys = None if content["keys"] is None else Keys(**content["keys"])
+        made.add(content["units"])
+        made.lost = set(content["lost"])
+        return made

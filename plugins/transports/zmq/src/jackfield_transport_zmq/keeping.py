@@ -1,0 +1,199 @@
+"""What a storage unit keeps: cells, and the shared memory in which producers of its host have put the large ones."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import attrs
+
+from jackfield.wire import Buffer
+from jackfield_transport_zmq.arenas import Mapping
+from jackfield_transport_zmq.protocol import CellEntry, Packer, content_of
+
+__all__ = ["Client", "Kept", "Memory", "Shared"]
+
+_OWN = 1 << 16  #: bytes; smaller values are copied out of their message, which they would keep alive
+
+
+class OpenArena:
+    """A producer's arena, kept open while a block of it is needed."""
+
+    def __init__(self, block: Sequence[int]) -> None:
+        """
+        Raises:
+            OSError: it cannot be opened.
+        """
+        pid, descriptor, self.size, self.device, self.inode, _ = block
+        self.descriptor = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        status = os.fstat(self.descriptor)
+        if (status.st_dev, status.st_ino) != (self.device, self.inode) or status.st_size < self.size:
+            os.close(self.descriptor)
+            raise FileNotFoundError("a producer's shared memory is gone")
+        self.blocks = 0  #: that are needed
+
+    @cached_property
+    def view(self) -> memoryview:
+        """Its bytes, for readers who cannot open it."""
+        return Mapping([os.getpid(), self.descriptor, self.size, self.device, self.inode, 0]).view
+
+    def entry(self, start: int) -> list[int]:
+        """A block of it, for readers who open it here."""
+        return [os.getpid(), self.descriptor, self.size, self.device, self.inode, start]
+
+
+@attrs.define(eq=False)
+class Shared:
+    """A block of shared memory."""
+
+    arena: OpenArena
+    start: int
+    producer: bytes  #: identity
+    uses: int = 0  #: by cells, checkpoints and readers
+
+
+@attrs.frozen(eq=False)
+class Kept:
+    """One cell."""
+
+    kind: str
+    dtype: str
+    shape: list[int]
+    size: int  #: bytes
+    content: Buffer  #: where it is not in shared memory
+    block: Shared | None = None
+    offset: int = 0  #: in the arena
+
+
+@attrs.define(eq=False)
+class Client:
+    """Somebody who puts or reads."""
+
+    process: int | None  #: a descriptor that tells of its end; None where it runs elsewhere
+    leases: dict[int, list[Shared]] = attrs.field(factory=dict)  #: what it reads in shared memory
+
+    @classmethod
+    def watched(cls, pid: int | None) -> Client:
+        """A client in a process of this host, or elsewhere."""
+        try:
+            return cls(None if pid is None else os.pidfd_open(pid))
+        except OSError:
+            return cls(None)
+
+    @property
+    def shares(self) -> bool:
+        """Whether it can open our memory, and we notice its end."""
+        return self.process is not None
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self.process is not None:
+            os.close(self.process)
+
+
+class Memory:
+    """Blocks by name, with who needs them."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[tuple[int, int], OpenArena] = {}
+        self._blocks: dict[tuple[int, int], Shared] = {}
+        self._leases = 0
+        self.freed: defaultdict[bytes, list[tuple[int, int]]] = defaultdict(list)  #: by producer, to be told
+
+    def opened(self, producer: bytes, entries: Sequence[Sequence[int]]) -> list[Shared]:
+        """The blocks of a message, used once by the caller.
+
+        Raises:
+            OSError: the producer's memory is gone.
+        """
+        found: list[Shared] = []
+        try:
+            for entry in entries:
+                inode, start = entry[4], entry[5]
+                block = self._blocks.get((inode, start))
+                if block is None:
+                    arena = self._arenas.get((entry[3], inode))
+                    if arena is None:
+                        arena = self._arenas[entry[3], inode] = OpenArena(entry)
+                    arena.blocks += 1
+                    block = self._blocks[inode, start] = Shared(arena, start, producer)
+                block.uses += 1
+                found.append(block)
+        except OSError:
+            self.drop(found)
+            raise
+        return found
+
+    def kept(self, entry: CellEntry, buffers: Sequence[Buffer], blocks: Sequence[Shared]) -> Kept:
+        """A cell of a message.
+
+        Raises:
+            ValueError: it points beyond its message or its arena.
+        """
+        kind, dtype, shape, source, offset, size = entry
+        if source < 0:
+            block = blocks[-1 - source]
+            if offset < block.start or size < 0 or offset + size > block.arena.size:
+                raise ValueError("a cell lies outside of its block")
+            return Kept(kind, dtype, shape, size, b"", block, offset)
+        content = content_of(entry, buffers)
+        return Kept(kind, dtype, shape, size, bytes(content) if size < _OWN else content)
+
+    def use(self, cells: Iterable[Kept]) -> None:
+        """Somebody needs these cells."""
+        for cell in cells:
+            if cell.block is not None:
+                cell.block.uses += 1
+
+    def let_go(self, cells: Iterable[Kept]) -> int:
+        """Somebody does not need them any more; their bytes."""
+        size = 0
+        for cell in cells:
+            size += cell.size
+            if cell.block is not None:
+                self.drop((cell.block,))
+        return size
+
+    def drop(self, blocks: Iterable[Shared]) -> None:
+        """One use less of each."""
+        for block in blocks:
+            block.uses -= 1
+            if block.uses:
+                continue
+            arena = block.arena
+            del self._blocks[arena.inode, block.start]
+            self.freed[block.producer].append((arena.inode, block.start))
+            arena.blocks -= 1
+            if not arena.blocks:
+                del self._arenas[arena.device, arena.inode]
+                os.close(arena.descriptor)
+
+    def packed(self, cells: Iterable[Kept], client: Client | None) -> tuple[dict[str, Any], list[Buffer]]:
+        """Fields ``cells``, ``blocks`` and ``lease`` of a reply, and its buffers."""
+        packer, entries = Packer(), []
+        blocks: dict[Shared, int] = {}
+        for cell in cells:
+            if cell.block is not None and client is not None and client.shares:
+                source, offset = -1 - blocks.setdefault(cell.block, len(blocks)), cell.offset
+            elif cell.block is not None:  # a copy: the producer may use the block again before this has left
+                source, offset = packer.add(bytes(cell.block.arena.view[cell.offset : cell.offset + cell.size]))
+            else:
+                source, offset = packer.add(cell.content)
+            entries.append([cell.kind, cell.dtype, cell.shape, source, offset, cell.size])
+        lease = 0
+        if blocks and client is not None:
+            self._leases += 1
+            lease, client.leases[self._leases] = self._leases, list(blocks)
+            for block in blocks:
+                block.uses += 1
+        return (
+            {"cells": entries, "blocks": [block.arena.entry(block.start) for block in blocks], "lease": lease},
+            packer.buffers(),
+        )
+
+    def give_back(self, client: Client, lease: int) -> None:
+        """A client has read what it was shown."""
+        self.drop(client.leases.pop(lease, ()))

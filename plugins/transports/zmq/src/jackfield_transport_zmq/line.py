@@ -1,0 +1,186 @@
+"""A client's connection to one unit: requests with deadlines, and what the unit says by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, QueueError, WireError
+from jackfield.wire import Buffer, Message, Wire
+from jackfield_transport_zmq.arenas import place_of_this_process
+from jackfield_transport_zmq.directory import UnitAddress
+from jackfield_transport_zmq.sockets import Keys, connected, readable
+
+__all__ = ["Line", "Lost", "Stale"]
+
+_LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie
+
+
+class Lost(Exception):
+    """The unit died."""
+
+
+class Stale(Exception):
+    """Units were added; the message has them."""
+
+    def __init__(self, units: Sequence[Any]) -> None:
+        super().__init__()
+        self.units = units
+
+
+class Line:
+    """One unit, as a client has it. Of one event loop."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        unit: UnitAddress,
+        wire: Wire,
+        keys: Keys | None,
+        shares: bool,
+        seconds: float,
+        heard: Callable[[UnitAddress, Message], None],
+        lost: Callable[[UnitAddress], None],
+    ) -> None:
+        """
+        Args:
+            context: of the client.
+            unit: the other end.
+            wire: for requests and replies.
+            keys: of the queue, beyond loopback.
+            shares: whether this process uses shared memory.
+            seconds: the deadline of each request.
+            heard: told of every message before whoever has asked.
+            lost: told when the unit's process has ended, where that can be seen.
+        """
+        self.unit = unit
+        place = place_of_this_process()
+        near = bool(place) and place == unit.place
+        self.shares = shares and near  #: whether we open each other's memory
+        self._wire = wire
+        self._seconds = seconds
+        self._heard = heard
+        self._lost = lost
+        self._clock = Clock()
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, tuple[asyncio.Future[Message], Callable[[], object] | None]] = {}
+        self._socket: zmq.Socket[Any] | None = connected(context, unit.address, keys)
+        self._file = int(self._socket.getsockopt(zmq.FD))
+        self._process: int | None = None
+        self._loop.add_reader(self._file, self._read)
+        if near:
+            self._watch()
+        self.tell("hello", {"pid": os.getpid(), "place": place if shares else ""})
+
+    def _watch(self) -> None:
+        try:
+            self._process = os.pidfd_open(self.unit.pid)
+        except ProcessLookupError:
+            self._loop.call_soon(self._died)
+            return
+        self._loop.add_reader(self._process, self._died)
+
+    def _died(self) -> None:
+        if self._socket is not None:
+            self.close(Lost())
+            self._lost(self.unit)
+
+    # -- messages
+
+    def tell(self, kind: str, fields: Mapping[str, Any], buffers: Sequence[Buffer] = ()) -> None:
+        """Say something that is not answered."""
+        if self._socket is None:
+            return
+        frames = self._wire.encode(kind, fields, buffers)
+        self._socket.send_multipart(frames, copy=max(map(len, frames)) < _LARGE)
+        self._read()  # sending may have swallowed the socket's notice that something is there to be read
+
+    async def ask(
+        self,
+        kind: str,
+        fields: Mapping[str, Any],
+        buffers: Sequence[Buffer] = (),
+        refused: Callable[[], object] | None = None,
+    ) -> Message:
+        """Say something and wait for the answer.
+
+        Args:
+            kind: of the request.
+            fields: without ``id``.
+            buffers: of the request; they may not change until the answer is there.
+            refused: called when the unit does not do it, also after the deadline.
+
+        Raises:
+            Lost: the unit died.
+            Stale: it knows of more units than the request.
+            QueueError: ``queue.unreachable`` at the deadline, naming the unit; what the unit answers.
+        """
+        if self._socket is None:
+            if refused is not None:
+                refused()
+            raise Lost
+        number = next(self._numbers)
+        future: asyncio.Future[Message] = self._loop.create_future()
+        self._asked[number] = future, refused
+        self.tell(kind, {"id": number, **fields}, buffers)
+        try:
+            return await self._clock.wait_for(future, self._seconds, f"{self.unit.name} to answer {kind}")
+        except DeadlineExceeded as error:
+            raise QueueError(
+                str(error.message),
+                code="queue.unreachable",
+                where=self.unit.name,
+                fix="look at why it does not answer, or raise the setting seconds",
+            ) from None
+
+    def _read(self) -> None:
+        while self._socket is not None and readable(self._socket):
+            frames = self._socket.recv_multipart(copy=False)
+            with suppress(WireError):  # counted by the wire
+                self._take(self._wire.decode([frame.buffer for frame in frames]))
+
+    def _take(self, message: Message) -> None:
+        self._heard(self.unit, message)
+        if "id" not in message.fields:
+            return
+        future, refused = self._asked.pop(message["id"], (None, None))
+        if message.kind in ("refused", "stale") and refused is not None:
+            refused()
+        if future is None or future.done():
+            if message.fields.get("lease"):  # nobody is there any more to read it
+                self.tell("release", {"leases": [message["lease"]]})
+        elif message.kind == "stale":
+            future.set_exception(Stale(message["units"]))
+        elif message.kind == "refused":
+            future.set_exception(QueueError(message["message"], code="queue.store", where=self.unit.name))
+        else:
+            future.set_result(message)
+
+    # -- the end
+
+    def close(self, reason: Exception | None = None) -> None:
+        """Hang up; whoever waits gets ``reason``."""
+        socket, self._socket = self._socket, None
+        if socket is None:
+            return
+        self._loop.remove_reader(self._file)
+        socket.close()
+        process, self._process = self._process, None
+        if process is not None:
+            self._loop.remove_reader(process)
+            os.close(process)
+        asked, self._asked = self._asked, {}
+        for future, refused in asked.values():
+            if refused is not None:
+                refused()
+            if not future.done():
+                future.set_exception(reason or QueueError("the zmq backend is closed", code="queue.closed"))
+                future.exception()  # whoever waits may have gone

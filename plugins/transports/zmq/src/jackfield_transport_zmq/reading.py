@@ -1,0 +1,124 @@
+"""One get: rows from all units that may have them, until each is found or known not to be there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from jackfield.abc.transfer_queue import Column, GetRequest
+from jackfield.errors import QueueError
+from jackfield_transport_zmq.client import Client, all_of
+from jackfield_transport_zmq.line import Lost
+from jackfield_transport_zmq.values import Lease, Reader, Slot
+
+__all__ = ["Reading", "lost_rows"]
+
+
+class Reading:
+    """What has been found so far."""
+
+    def __init__(self, client: Client, reader: Reader, request: GetRequest) -> None:
+        self._client = client
+        self._reader = reader
+        self._request = request
+        self._keys = list(dict.fromkeys(request.keys))
+        self._found: dict[str, list[Slot]] = {}  #: by key: the columns' cells; none where a column is lacking
+        self._lacking: dict[str, tuple[str, list[str]]] = {}  #: by key: a column, and those that are there
+        self._leases: list[Lease] = []
+
+    async def run(self, known: int) -> None:
+        """Ask the units; may be done again.
+
+        Args:
+            known: how many units this is planned with.
+
+        Raises:
+            Stale: there are more units.
+            QueueError: ``queue.unknown-row``, ``queue.lost``, ``queue.column``.
+        """
+        places = self._client.places(self._request.partition, self._keys)
+        for attempt in range(max(map(len, places.values()), default=0)):
+            asked: defaultdict[int, list[str]] = defaultdict(list)
+            for key in self._keys:
+                if key not in self._found and len(places[key]) > attempt:
+                    asked[places[key][attempt]].append(key)
+            await all_of(self._read(unit, keys, known) for unit, keys in asked.items())
+        unknown = [key for key in self._keys if key not in self._found]
+        if unknown:
+            raise self._unknown(unknown)
+        if self._lacking:
+            raise self._lacks()
+
+    async def _read(self, unit: int, keys: list[str], known: int) -> None:
+        request, columns = self._request, list(self._request.columns)
+        fields = {"units": known, "partition": request.partition, "keys": keys, "columns": columns}
+        try:
+            reply = await self._client.ask(unit, "get", fields)
+        except Lost:
+            return  # its rows will turn out to be lost
+        lease = None
+        if reply["lease"]:
+            lease = self._client.lease(unit, reply["lease"])
+            self._leases.append(lease)
+        unknown = set(reply["unknown"])
+        there = [key for number, key in enumerate(keys) if number not in unknown]
+        for number, name, others in reply["lacking"]:
+            self._lacking.setdefault(keys[number], (name, others))
+        if reply["lacking"]:
+            self._found.update((key, []) for key in there)
+            return
+        slots = self._reader.slots(reply["cells"], reply["blocks"], reply.buffers, lease)
+        for number, key in enumerate(there):
+            self._found[key] = slots[number * len(columns) : (number + 1) * len(columns)]
+
+    def _unknown(self, keys: Sequence[str]) -> QueueError:
+        partition, directory = self._request.partition, self._client.directory
+        lost = [key for key in keys if directory.was_at_a_lost_unit(partition, key)]
+        if lost:
+            return lost_rows(max(directory.lost), partition, lost)
+        message = f"no row {keys[0]!r} is in the queue"
+        return QueueError(message, code="queue.unknown-row", where=f"{partition}: {keys[0]}")
+
+    def _lacks(self) -> QueueError:
+        partition, directory = self._request.partition, self._client.directory
+        lost = [key for key in self._lacking if directory.was_at_a_lost_unit(partition, key)]
+        if lost:  # what was written since is there, and what was there before is not
+            return lost_rows(max(directory.lost), partition, lost)
+        first = next(key for key in self._keys if key in self._lacking)
+        name, others = self._lacking[first]
+        count = sum(name == other for other, _ in self._lacking.values())
+        return QueueError(
+            f"column {name!r} is not there in {count} rows, {first} first",
+            code="queue.column",
+            where=f"{partition}: {first}",
+            expected=f"one of {', '.join(others) or '(none)'}",
+            found=name,
+        )
+
+    def columns(self) -> dict[str, Column]:
+        """The columns, in the order of the keys.
+
+        Raises:
+            QueueError: ``queue.column`` for rows that do not fit together.
+        """
+        rows = [self._found[key] for key in self._request.keys]
+        return {
+            name: self._reader.column(name, [row[number] for row in rows])
+            for number, name in enumerate(self._request.columns)
+        }
+
+    def close(self) -> None:
+        """What is not shown by a column is not needed any more."""
+        for lease in self._leases:
+            lease.done()
+
+
+def lost_rows(unit: int, partition: str, keys: Sequence[str]) -> QueueError:
+    """What is said of rows that went with a unit."""
+    return QueueError(
+        f"storage unit {unit} died, and with it {len(keys)} rows: {', '.join(keys[:8])}{', …' * (len(keys) > 8)}",
+        code="queue.lost",
+        where=f"{partition}: {keys[0]}",
+        found=list(keys),
+        fix="make these rows anew; all others are there",
+    )

@@ -1,0 +1,101 @@
+"""The process of a storage unit: ``python -m jackfield_transport_zmq.serve``, started by who owns the queue.
+
+It is told who it is on standard input, answers with its address on standard output, and ends when it is told to, or
+when the process that started it has ended, however that was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+
+from jackfield.errors import QueueError
+from jackfield.wire import Buffer, Wire
+from jackfield_transport_zmq.arenas import place_of_this_process
+from jackfield_transport_zmq.protocol import REQUESTS
+from jackfield_transport_zmq.sockets import Gate, Keys, listening, readable
+from jackfield_transport_zmq.unit import Unit
+
+__all__ = ["main"]
+
+_LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie
+
+
+def main() -> None:
+    """Be a unit."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the owner decides
+    order: dict[str, Any] = json.loads(sys.stdin.readline())
+    with contextlib.suppress(ProcessLookupError):
+        owner = os.pidfd_open(order["owner"])
+        if os.getppid() == order["owner"]:
+            try:
+                _serve(order, owner)
+            except QueueError as error:
+                print(json.dumps({"error": error.message, "where": error.where, "fix": error.fix}), flush=True)
+
+
+def _serve(order: Mapping[str, Any], owner: int) -> None:
+    context = zmq.Context[Any]()
+    keys = None if order["keys"] is None else Keys(**order["keys"])
+    gate = None if keys is None else Gate(context, keys)
+    router, address = listening(context, order["host"], keys)
+
+    def send(identity: bytes, frames: list[Buffer]) -> None:
+        # a client that has gone is none of our concern: ZeroMQ drops what is for it
+        router.send_multipart([identity, *frames], copy=max(map(len, frames)) < _LARGE)
+
+    place = place_of_this_process()
+    unit = Unit(order["number"], Wire(REQUESTS, bytes.fromhex(order["secret"])), send, place)
+    print(json.dumps({"address": address, "place": place}), flush=True)
+    poller = zmq.Poller()
+    for source in (owner, router, *([gate.socket] if gate else [])):
+        poller.register(source, zmq.POLLIN)
+    watched: dict[int, bytes] = {}
+    while not unit.ended:
+        wait = unit.wait_seconds()
+        for source, _ in poller.poll(None if wait is None else int(wait * 1000) + 1):
+            if source is router:
+                _receive(router, unit)
+            elif gate is not None and source is gate.socket:
+                gate.answer()
+                unit.refused_keys = gate.refused
+            elif source == owner:
+                return
+            else:
+                poller.unregister(source)
+                if unit.clients.get(watched[source]) is not None:
+                    unit.gone(watched[source])
+                del watched[source]
+        unit.tick()
+        _watch(unit, watched, poller)
+
+
+def _receive(router: zmq.Socket[Any], unit: Unit) -> None:
+    """All that has come."""
+    while not unit.ended and readable(router):
+        identity, *frames = router.recv_multipart(copy=False)
+        unit.receive(bytes(identity.buffer), [frame.buffer for frame in frames])
+
+
+def _watch(unit: Unit, watched: dict[int, bytes], poller: zmq.Poller) -> None:
+    """Have the poller tell when the process of a client ends."""
+    now = {client.process: identity for identity, client in unit.clients.items() if client.process is not None}
+    if now == watched:
+        return
+    for descriptor in watched.keys() - now.keys():
+        poller.unregister(descriptor)
+    for descriptor in now.keys() - watched.keys():
+        poller.register(descriptor, zmq.POLLIN)
+    watched.clear()
+    watched.update(now)
+
+
+if __name__ == "__main__":
+    main()

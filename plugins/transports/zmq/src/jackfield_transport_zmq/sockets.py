@@ -1,0 +1,127 @@
+"""Sockets of both ends: where they listen, and who gets in.
+
+Within a host a unit listens at an abstract Unix address, which is no file; elsewhere at a TCP port, where connections
+are encrypted by CURVE and only clients with the queue's key get in. Every message is signed with the queue's secret in
+either case.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import sys
+from typing import Any
+
+import attrs
+import zmq
+from zmq.utils import z85
+
+from jackfield.errors import QueueError
+
+__all__ = ["Gate", "Keys", "connected", "is_loopback", "listening", "readable"]
+
+_HEARTBEAT_MS = 2_000  #: a TCP peer that is gone is noticed after some of these
+
+
+@attrs.frozen
+class Keys:
+    """CURVE keys of a queue, as text: its units are one server, its clients one client."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+    @classmethod
+    def make(cls) -> Keys:
+        """New ones."""
+        return cls(*(key.decode() for _ in range(2) for key in zmq.curve_keypair()))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine gets there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listening(context: zmq.Context[Any], host: str, keys: Keys | None) -> tuple[zmq.Socket[Any], str]:
+    """A unit's socket and its address.
+
+    Args:
+        context: of the process.
+        host: an address of this machine, for TCP.
+        keys: of the queue; None: this host only.
+
+    Raises:
+        QueueError: ``queue.store`` where nobody can listen there.
+    """
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    _tune(socket)
+    if keys is not None:
+        socket.curve_server = True
+        socket.curve_publickey = keys.server_public.encode()
+        socket.curve_secretkey = keys.server_secret.encode()
+        socket.setsockopt(zmq.ZAP_DOMAIN, b"jackfield")
+    try:
+        if keys is None and sys.platform == "linux":
+            address = f"ipc://@jackfield-{secrets.token_hex(12)}"
+            socket.bind(address)
+        else:
+            port = socket.bind_to_random_port(f"tcp://{host}")
+            address = f"tcp://{host}:{port}"
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise QueueError(
+            f"a storage unit cannot listen: {error}", code="queue.store", where=host, fix="name an address of this host"
+        ) from error
+    return socket, address
+
+
+def connected(context: zmq.Context[Any], address: str, keys: Keys | None) -> zmq.Socket[Any]:
+    """A client's socket."""
+    socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, b"c" + secrets.token_bytes(15))
+    _tune(socket)
+    if keys is not None:
+        socket.curve_serverkey = keys.server_public.encode()
+        socket.curve_publickey = keys.client_public.encode()
+        socket.curve_secretkey = keys.client_secret.encode()
+    socket.connect(address)
+    return socket
+
+
+def readable(socket: zmq.Socket[Any]) -> bool:
+    """Whether a message is there."""
+    events: Any = socket.getsockopt(zmq.EVENTS)
+    return bool(events & zmq.POLLIN)
+
+
+def _tune(socket: zmq.Socket[Any]) -> None:
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+
+
+class Gate:
+    """Lets in who has the key of the queue's clients (ZAP, RFC 27), and counts the others."""
+
+    def __init__(self, context: zmq.Context[Any], keys: Keys) -> None:
+        self._key = z85.decode(keys.client_public.encode())
+        self.refused = 0
+        self.socket = context.socket(zmq.REP)
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self) -> None:
+        """One question of libzmq's."""
+        version, number, _, _, _, mechanism, *credentials = self.socket.recv_multipart()
+        known = mechanism == b"CURVE" and credentials == [self._key]
+        self.refused += not known
+        status = [b"200", b"OK", b"client", b""] if known else [b"400", b"refused", b"", b""]
+        self.socket.send_multipart([version, number, *status])

@@ -1,0 +1,141 @@
+"""Whatever comes to a unit: it refuses, counts and goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zmq.utils.monitor import recv_monitor_message
+
+from jackfield.abc.transfer_queue import GetRequest, PutRequest
+from jackfield.queue import dense_column
+from jackfield.wire import Wire
+from jackfield_testing import in_loop
+from jackfield_transport_zmq.arenas import place_of_this_process
+from jackfield_transport_zmq.protocol import REPLIES, REQUESTS
+from jackfield_transport_zmq.unit import Unit
+
+SECRET = b"of these tests"
+
+
+async def works(backend: Any) -> None:
+    column = dense_column(torch.arange(3.0))
+    await backend.put(PutRequest(partition="p", keys=("a", "b", "c"), columns={"x": column}))
+    found = await backend.get(GetRequest(partition="p", keys=("c", "a"), columns=("x",)))
+    assert [2.0, 0.0] == found.columns["x"].values.tolist()
+
+
+@in_loop
+async def test_strangers_without_the_secret_are_refused_and_counted(opened: Any) -> None:
+    """Noise, other protocols, damaged messages, and good ones signed with another secret."""
+    async with opened() as backend:
+        directory = backend._client.directory
+        rng = random.Random(3)
+        valid = Wire(REQUESTS, directory.secret).encode("has", {"id": 1, "units": 1, "partition": "p", "keys": ["a"]})
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.connect(directory.units[0].address)
+            stranger.send_multipart(Wire(REQUESTS, b"a guess").encode("stop", {}))
+            stranger.send_multipart([b"JKF\x09" + bytes(20)])
+            for _ in range(500):
+                stranger.send_multipart([rng.randbytes(rng.randrange(60)) for _ in range(rng.randrange(1, 4))])
+                damaged = bytearray(valid[0])
+                damaged[rng.randrange(20, len(damaged))] ^= rng.randrange(1, 256)
+                stranger.send_multipart([bytes(damaged)])
+            stranger.send_multipart(valid)  # after all of them, and of somebody who knows
+            assert stranger.poll(20_000)
+            reply = Wire(REPLIES, directory.secret).decode(stranger.recv_multipart())
+            assert ("known", []) == (reply.kind, reply["known"])
+        await works(backend)
+        details = (await backend.stats()).details
+        refused = {name.rpartition(".")[2]: count for name, count in details.items() if "refused wire" in name}
+        assert {"malformed": 500.0, "authentication": 501.0, "version": 1.0} == refused
+
+
+@in_loop
+async def test_strangers_without_the_key_do_not_get_in(opened: Any) -> None:
+    """Beyond loopback: neither without encryption nor with a key of their own."""
+    async with opened(encrypted=True) as backend:
+        directory = backend._client.directory
+        with zmq.Context() as context:
+            for encrypted in (True, False):
+                with context.socket(zmq.DEALER) as stranger:
+                    stranger.setsockopt(zmq.LINGER, 0)
+                    if encrypted:
+                        stranger.curve_serverkey = directory.keys.server_public.encode()
+                        stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+                    failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                    failures |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED
+                    monitor = stranger.get_monitor_socket(failures)
+                    stranger.connect(directory.units[0].address)
+                    assert monitor.poll(20_000)
+                    assert recv_monitor_message(monitor)["event"] & failures
+                    stranger.disable_monitor()
+                    monitor.close()
+        await works(backend)
+        assert 1.0 <= (await backend.stats()).details["unit 0 refused connections"]
+
+
+def values(schema: Any) -> st.SearchStrategy[Any]:
+    """Anything of a field's type, much of it plausible."""
+    if isinstance(schema, list):
+        return st.lists(values(schema[0]), max_size=3)
+    if isinstance(schema, tuple):
+        return st.tuples(*map(values, schema)).map(list)
+    if schema is str:
+        return st.sampled_from(["p", "a", "b", "x", "dense", "float32", "m", ""]) | st.text(max_size=3)
+    return st.sampled_from([0, 1, -1, -2, 4, 8, os.getpid(), 2**31, -(2**63), 2**63 - 1])
+
+
+requests = st.sampled_from([kind for kind in REQUESTS if kind != "stop"]).flatmap(
+    lambda kind: st.tuples(
+        st.just(kind), st.fixed_dictionaries({name: values(schema) for name, schema in REQUESTS[kind].items()})
+    )
+)
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(st.lists(st.tuples(requests, st.lists(st.binary(max_size=9), max_size=3)), max_size=12))
+def test_members_that_talk_nonsense_are_answered_and_the_unit_lives(history: Any) -> None:
+    """Well signed, every field of its type, and no sense in it: each request is answered at most once."""
+    sent: list[Any] = []
+    wire = Wire({**REQUESTS, **REPLIES}, SECRET)
+    unit = Unit(0, wire, lambda identity, frames: sent.append((identity, frames)), place_of_this_process())
+    for (kind, fields), buffers in history:
+        unit.receive(b"client", wire.encode(kind, fields, buffers))
+    unit._hold_ends = 0.0
+    unit.tick()
+    replies = [wire.decode(frames) for _, frames in sent]
+    assert all(reply.kind in REPLIES for reply in replies)
+    assert sum(reply.kind != "freed" for reply in replies) <= len(history)
+    assert not wire.refused
+    for identity in list(unit.clients):
+        unit.gone(identity)
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        (["dense", "float32", [2], 0, 4, 8], "outside of its message"),
+        (["dense", "float32", [2], 3, 0, 8], "outside of its message"),
+        (["dense", "float32", [2], 0, -8, 8], "outside of its message"),
+        (["dense", "float32", [2], -1, 0, 8], "index out of range"),
+    ],
+)
+def test_cells_beyond_their_message_are_refused_and_nothing_is_stored(cell: list[Any], message: str) -> None:
+    sent: list[Any] = []
+    wire = Wire({**REQUESTS, **REPLIES}, SECRET)
+    unit = Unit(0, wire, lambda _, frames: sent.append(wire.decode(frames)), "")
+    good = ["dense", "float32", [2], 0, 0, 8]
+    fields = {"id": 1, "units": 0, "partition": "p", "keys": ["a", "b"], "columns": ["x"], "blocks": []}
+    unit.receive(b"client", wire.encode("put", {**fields, "cells": [good, cell]}, [bytes(8)]))
+    assert "refused" == sent[0].kind
+    assert message in sent[0]["message"]
+    unit.receive(b"client", wire.encode("stats", {"id": 2}))
+    assert (0, 0) == (sent[1]["rows"], sent[1]["bytes"])
