@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import rollout_control, rollout_tokens
+from mutants import rollout_address, rollout_control, rollout_tokens
 from mutants.harness import Mutant, Reference
 from mutants.rollout_server import Config, ReferenceServer
 
@@ -11,9 +11,10 @@ __all__ = ["MUTANTS", "REFERENCE"]
 REFERENCE = Reference(
     cls=ReferenceServer,
     config_class=Config,
-    capabilities={"sleep": "full", "stop_strings": "full", "weights_adapter": "full"},
+    capabilities={"sleep": "full", "stop_strings": "full", "weights_adapter": "full", "openai": "full"},
 )
 
 MUTANTS: dict[str, Mutant] = {
-    mutant.cls.__name__: mutant for mutant in (*rollout_tokens.MUTANTS, *rollout_control.MUTANTS)
+    mutant.cls.__name__: mutant
+    for mutant in (*rollout_tokens.MUTANTS, *rollout_control.MUTANTS, *rollout_address.MUTANTS)
 }

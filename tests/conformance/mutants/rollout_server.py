@@ -40,6 +40,8 @@ from jackfield.abc.rollout import (
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
 from jackfield.plugins import load_plugin
+from jackfield.runtime.openai import EndpointConfig
+from jackfield.runtime.openai.endpoint import OpenAIEndpoint
 from jackfield.weights import WeightReceiver, digest
 
 __all__ = ["Config", "Job", "Model", "ReferenceServer"]
@@ -47,7 +49,9 @@ __all__ = ["Config", "Job", "Model", "ReferenceServer"]
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """No settings."""
+    """Whether there is an address beside it."""
+
+    openai: EndpointConfig | None = None
 
 
 _LIBRARY: dict[str, Any] = {}
@@ -120,6 +124,7 @@ class ReferenceServer(BaseRolloutServer):
         self.work = asyncio.Event()
         self.drained = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
+        self.endpoint: OpenAIEndpoint | None = None
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -129,10 +134,21 @@ class ReferenceServer(BaseRolloutServer):
         except OSError as error:
             raise RolloutError(f"there is no model in {self.context.model.path}", code="engine.model") from error
         self.task = asyncio.create_task(self.serve(), name="decode loop")
-        return ServerInfo(replica=self.context.replica)
+        return ServerInfo(replica=self.context.replica, openai_base_url=await self.listen())
+
+    async def listen(self) -> str | None:
+        if self.config.openai is None:
+            return None
+        self.endpoint = OpenAIEndpoint(self, self.config.openai)
+        return await self.endpoint.start()
+
+    async def close_address(self) -> None:
+        if self.endpoint is not None:
+            await self.endpoint.close()
 
     async def stop(self) -> None:
         self.stopped = True
+        await self.close_address()
         for job in list(self.jobs.values()):
             self.fail(job, self.stopped_error())
         self.drained.set()

@@ -7,6 +7,7 @@ from typing import Literal
 import attrs
 from attrs.validators import ge, optional
 
+from jackfield.runtime.openai import EndpointConfig
 from jackfield.structuring import option
 
 __all__ = ["Config"]
@@ -36,4 +37,7 @@ class Config:
         help="decode steps of one visit to the worker thread while nothing else is asked of the server; 1: return"
         " after each",
         validator=ge(1),
+    )
+    openai: EndpointConfig | None = option(
+        None, help="listen at an OpenAI-compatible address (needs jackfield[serve]); null: no address"
     )

@@ -8,7 +8,7 @@ import functools
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.rollout import (
@@ -44,6 +44,9 @@ from jackfield_rollout_transformers.selfcheck import check_decoding, check_reque
 from jackfield_rollout_transformers.sequence import Sequence, StopStrings
 from jackfield_rollout_transformers.validation import check_request
 from jackfield_rollout_transformers.weights import ModelWeights
+
+if TYPE_CHECKING:
+    from jackfield.runtime.openai.endpoint import OpenAIEndpoint
 
 __all__ = ["TransformersServer"]
 
@@ -83,6 +86,7 @@ class TransformersServer(BaseRolloutServer):
         self._loop_task: asyncio.Task[None] | None = None
         self._update_task: asyncio.Task[WeightReceipt] | None = None
         self._executor: ThreadPoolExecutor | None = None
+        self._endpoint: OpenAIEndpoint | None = None
         self._decode_text: Callable[[list[int]], str] | None = None
         self._pieces: dict[int, str] = {}
         self._model: LoadedModel
@@ -113,13 +117,30 @@ class TransformersServer(BaseRolloutServer):
             await self.stop()
             raise
         self._loop_task = asyncio.create_task(self._serve(), name=f"rollout-{self.context.replica}")
-        return ServerInfo(replica=self.context.replica, workers=1)
+        try:
+            url = await self._listen()
+        except BaseException:
+            await self.stop()
+            raise
+        return ServerInfo(replica=self.context.replica, workers=1, openai_base_url=url)
+
+    async def _listen(self) -> str | None:
+        """Open the OpenAI-compatible address, if there is to be one."""
+        config: Config = self.config
+        if config.openai is None:
+            return None
+        from jackfield.runtime.openai.endpoint import OpenAIEndpoint  # a web server, which few replicas need
+
+        self._endpoint = OpenAIEndpoint(self, config.openai)
+        return await self._endpoint.start()
 
     async def stop(self) -> None:
         """End the decode loop and the worker thread; every unfinished request fails with ``rollout.stopped``."""
         self._stopped = True
         self._reject_all(self._refusal)
         self._work.set()
+        if self._endpoint is not None:
+            await self._endpoint.close()
         if self._update_task is not None:
             self._update_task.cancel()
         if self._loop_task is not None:

@@ -1,25 +1,26 @@
 """Checks of rollout servers, on a Qwen3 of 17,600 parameters that the suite makes.
 
 Fixture keys, all optional: ``settings``; ``logprob_tolerance`` (default 1e-4); ``checkpoint_engine`` and
-``checkpoint_engine_config`` (default ``in_process``): what reaches the server's workers from this process.
+``checkpoint_engine_config`` (default ``in_process``): what reaches the server's workers from this process; ``openai``:
+settings with which the server listens at an address (default ``{"openai": {}}``).
 """
 
 from __future__ import annotations
 
 from jackfield_conformance.registry import Capability
-from jackfield_conformance.suites.rollout import control, ending, life, tokens, weights
+from jackfield_conformance.suites.rollout import address, control, ending, life, tokens, weights
 
-__all__ = ["CAPABILITIES", "control", "ending", "life", "tokens", "weights"]
+__all__ = ["CAPABILITIES", "address", "control", "ending", "life", "tokens", "weights"]
 
 #: What a manifest may declare. Those of the first block are checked, when declared; those of the second are every
 #: server's duty, and their checks always run; the last tell where and with what a server works.
 CAPABILITIES = {
     "sleep": Capability(what="gives its memory back and takes it again, at both levels"),
+    "openai": Capability(what="listens at an OpenAI-compatible address"),
     "stop_strings": Capability(what="ends a request where its text comes to hold a string"),
     "weights_adapter": Capability(what="loads LoRA adapters"),
     "weights_delta": Capability(what="loads differences of weights"),
     "multi_modal": Capability(what="takes images and other inputs beside tokens"),
-    "openai": Capability(what="listens at an OpenAI-compatible address"),
     "stream": Capability(what="yields tokens as they come"),
     "abort": Capability(what="ends requests on demand"),
     "pause": Capability(what="stops decoding and goes on"),

@@ -1,0 +1,25 @@
+"""Settings of the endpoint; importable without a web server."""
+
+from __future__ import annotations
+
+import attrs
+from attrs.validators import ge, gt, le
+
+from jackfield.structuring import option
+
+__all__ = ["EndpointConfig"]
+
+
+@attrs.frozen(kw_only=True)
+class EndpointConfig:
+    """An OpenAI-compatible address beside a replica."""
+
+    port: int = option(
+        0, help="of the first replica, the next ones count on; 0: a free one", validator=[ge(0), le(65535)]
+    )
+    api_key: str | None = option(
+        None, help="what clients send as bearer token; needed where it does not listen on loopback"
+    )
+    model_name: str | None = option(None, help="under which clients ask for the model; null: any name will do")
+    request_seconds: float = option(600.0, help="the longest that one request may take", validator=gt(0.0))
+    max_body_bytes: int = option(16 * 2**20, help="a longer request is refused", validator=gt(0))
