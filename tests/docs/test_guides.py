@@ -20,6 +20,7 @@ from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
 from jackfield.compose import run
 from jackfield.compose.recipe import make_recipe
 from jackfield.config import load_config, make_config, validate_plugins
+from jackfield.errors import CODES
 from jackfield.plugins import Registry, hook_manager
 from jackfield.plugins.hooks import StepEnded
 from jackfield.queue import column_from_rows
@@ -199,3 +200,31 @@ def test_the_hook_of_the_documentation_hears_steps(capsys: pytest.CaptureFixture
     manager = hook_manager([load(Path(__file__).with_name("hooks_example.py"))])
     manager.hook.step_ended(event=StepEnded(step=3, metrics={"policy/loss": 99.0}))
     assert "step 3: the loss is 99" in capsys.readouterr().out
+
+
+TROUBLE = (DOCS / "guides" / "when_something_is_wrong.md").read_text(encoding="utf-8")
+
+
+def test_what_is_seen_when_something_is_wrong_is_what_is_said() -> None:
+    """The codes exist, the messages are in the sources word for word, and the settings are there."""
+    sources = [*REPOSITORY.glob("core/src/**/*.py"), *REPOSITORY.glob("plugins/*/*/src/**/*.py")]
+    said = "".join(file.read_text(encoding="utf-8") for file in sources)
+    settings = (DOCS / "reference" / "settings.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z.-]+)` \| (.*) \| (.*) \|$", TROUBLE, re.M)
+    assert len(rows) > 20
+    for code, seen, meaning in rows:
+        assert code in CODES
+        messages = re.findall("“(.*?)”", seen)
+        assert messages, code
+        absent = [part for message in messages for part in message.split("…") if part.strip("' ") not in said]
+        assert [] == absent, code
+        named = re.findall(r"`([a-z]+\.[a-z_.]+)", meaning)
+        assert [] == [name for name in named if f"`{name}`" not in settings and f"`{name}." not in settings], code
+
+
+def test_what_is_wrong_in_the_tests_is_in_the_guide() -> None:
+    tested = re.findall(
+        r"(?:refuses|fails)\(\s*\"([a-z.-]+)\"", (REPOSITORY / "tests" / "e2e" / "test_bad_input.py").read_text()
+    )
+    assert len(tested) > 15
+    assert [] == [code for code in tested if f"| `{code}` |" not in TROUBLE]

@@ -51,7 +51,11 @@ class Killer:
     def _count(self) -> None:
         self.left -= 1
         if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.end()
+
+    def end(self) -> None:
+        """Be gone."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _event(self) -> None:
         if self.place == "anywhere":

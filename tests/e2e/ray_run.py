@@ -1,8 +1,10 @@
-"""A run whose controller cannot import what tensors are made of, and that kills its own workers; for test_ray.py.
+"""A run whose controller cannot import what tensors are made of, and that kills its workers or itself; for test_ray.py.
 
-    python ray_run.py FILE '{"kill": {"1": ["agent worker 0"]}}' [key.path=value ...]
+    python ray_run.py FILE '{"workers": {"step 1": ["agent worker 0"]}, "all": null}' [key.path=value ...]
 
-After step 1 the agent worker is killed. Prints the pids of all workers that were seen.
+After step 1 the agent worker is killed; ``"checkpoint 1"`` is the moment at which the checkpoint after step 1 has been
+saved. ``"all": ["anywhere", 40]`` ends the controller at this moment (see ``killed_runs.py``), and with an even number
+all of its workers just before it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +29,70 @@ class Refuse:
             raise ImportError(f"the controller imports {name}")
 
 
-class Killer:
+class Workers:
+    """The processes of this run's workers; not those of an earlier run in the same folder, whose numbers are free."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "workers.json"
+        self.earlier = self.read()
+
+    def read(self) -> str:
+        return self.file.read_text() if self.file.is_file() else "{}"
+
+    def pids(self) -> dict[str, int]:
+        text = self.read()
+        return {name: worker["pid"] for name, worker in json.loads(text).items() if text != self.earlier}
+
+
+class WorkerKiller:
     """Ends workers by ``kill -9``."""
 
-    def __init__(self, folder: Path, kill: dict[str, list[str]]) -> None:
-        self.folder, self.kill = folder, kill
+    def __init__(self, workers: Workers, kill: dict[str, list[str]]) -> None:
+        self.workers, self.kill = workers, kill
 
     def step_ended(self, event: Any) -> None:
-        workers = json.loads((self.folder / "workers.json").read_text())
-        for name in self.kill.pop(str(event.step), ()):
-            os.kill(workers[name]["pid"], signal.SIGKILL)
+        self._kill(f"step {event.step}")
+
+    def checkpoint_saved(self, event: Any) -> None:
+        self._kill(f"checkpoint {event.step}")
+
+    def _kill(self, moment: str) -> None:
+        for name in self.kill.pop(moment, ()):
+            os.kill(self.workers.pids()[name], signal.SIGKILL)
+
+
+def killers(folder: Path, kill: dict[str, Any]) -> list[object]:
+    """Listeners that do what ``kill`` says."""
+    from killed_runs import Killer
+
+    from jackfield.plugins import hookimpl
+
+    workers = Workers(folder)
+
+    class RunKiller(Killer):
+        """Ends the controller, and every other time the workers, too, which Ray would end a little later."""
+
+        def end(self) -> None:
+            if kill["all"][1] % 2 == 0:
+                for pid in workers.pids().values():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            super().end()
+
+    for name in ("step_ended", "checkpoint_saved"):
+        setattr(WorkerKiller, name, hookimpl(getattr(WorkerKiller, name)))
+    listeners: list[object] = [WorkerKiller(workers, kill["workers"])]
+    return listeners if kill["all"] is None else [*listeners, RunKiller(str(folder), *kill["all"])]
 
 
 def main() -> None:
     sys.meta_path.insert(0, Refuse())  # type: ignore[arg-type]
     from jackfield.compose import run
     from jackfield.config import load_config
-    from jackfield.plugins import hookimpl
 
-    Killer.step_ended = hookimpl(Killer.step_ended)  # type: ignore[method-assign]
     config = load_config(sys.argv[1], sys.argv[3:])
     try:
-        run(config, hooks=[Killer(Path(config.folder), json.loads(sys.argv[2])["kill"])])
+        run(config, hooks=killers(Path(config.folder), json.loads(sys.argv[2])))
     finally:
         assert not [name for name in HEAVY if name in sys.modules]
 

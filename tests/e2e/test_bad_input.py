@@ -12,13 +12,15 @@ import subprocess
 import sys
 import textwrap
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import yaml
+
+from jackfield.trainer import CheckpointStore
 
 from .conftest import metrics
 
@@ -98,8 +100,8 @@ class Workplace:
             (self.site / name).mkdir()
             (self.site / name / "__init__.py").write_text(f"raise AssertionError('{name} was imported')")
 
-    def fails(self, code: str, *overrides: str, seconds: float = 170.0) -> Ended:
-        """Run the command; it has to end with one error of this code, and to leave no process."""
+    def fails(self, code: str, *overrides: str, through: Sequence[str] = (), seconds: float = 170.0) -> Ended:
+        """Run the command, ``through`` another one; it has to end with one error of this code, and leave no process."""
         mark = uuid.uuid4().hex
         environment = {
             **os.environ,
@@ -109,7 +111,7 @@ class Workplace:
         }
         assert JACKFIELD is not None
         done = subprocess.run(
-            [JACKFIELD, "run", str(self.config), *overrides],
+            [*through, JACKFIELD, "run", str(self.config), *overrides],
             cwd=self.folder,
             env=environment,
             capture_output=True,
@@ -423,3 +425,44 @@ def test_rollout_server_that_dies_in_the_middle_of_a_step(place: Workplace) -> N
     assert "the server closed the connection" in ended.stderr
     assert "exit code 9" in ended.stderr
     kept_first_step(ended)
+
+
+# -- a full disk -------------------------------------------------------------------------------------------------------
+
+#: The run's folder is on a disk of its own, which only the command sees; what is on it in the end is copied.
+SMALL_DISK = """
+mount -t tmpfs -o size="$1" tmpfs "$2" && cp -a "$3/." "$2"; disk="$2"; kept="$3"; shift 3
+"$@"; code=$?
+cp -a "$disk/." "$kept"; exit $code
+"""
+
+
+def small_disk(place: Workplace, size: str) -> tuple[tuple[str, ...], Path]:
+    """What a command goes through, and where the contents of the disk are before and after."""
+    kept = place.folder / "kept"
+    for folder in (kept, place.run):
+        folder.mkdir(exist_ok=True)
+    return ("unshare", "--mount", "sh", "-c", SMALL_DISK, "sh", size, str(place.run), str(kept)), kept
+
+
+@pytest.mark.needs("mount")
+def test_no_room_for_the_configuration(quick: Workplace) -> None:
+    """Before the run begins; what an earlier run left is as it was."""
+    through, kept = small_disk(quick, "8k")  # two pages: the file that is there, and the lock
+    (kept / "config.yaml").write_text(EARLIER["config.yaml"])
+    ended = quick.fails("run.storage", "runtime.name=ray", through=through)
+    assert "No space left on device (0 MB of the disk are free)" in ended.stderr
+    assert EARLIER["config.yaml"] == (kept / "config.yaml").read_text()
+    assert {".lock", "config.yaml"} == {file.name for file in kept.iterdir()}
+
+
+@pytest.mark.needs("mount")
+def test_no_room_for_a_checkpoint(place: Workplace) -> None:
+    """Earlier checkpoints are whole. ``test_kill.py`` goes on from there."""
+    through, kept = small_disk(place, "10m")
+    ended = place.fails("run.checkpoint-write", through=through)
+    assert "(0 MB of the disk were free)" in ended.stderr
+    kept_first_step(Ended(ended.stderr, kept))
+    saved = CheckpointStore(kept / "checkpoints", keep=2).newest()
+    assert saved is not None
+    saved.verify()

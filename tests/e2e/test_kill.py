@@ -96,39 +96,34 @@ def kill_again_and_again(
     return [*finished, last]
 
 
-def check_equal(whole: Path, folder: Path) -> None:
-    """Weights, metrics and samples are those of the run that nothing interrupted, bit for bit."""
+def check_equal(whole: Path, folder: Path, *, besides: tuple[str, ...] = ()) -> None:
+    """Weights, metrics (``besides`` some) and samples are those of the run that nothing interrupted, bit for bit."""
     weights = [(each / "model" / "model.safetensors").read_bytes() for each in (whole, folder)]
     assert weights[0] == weights[1]
-    assert without_times(metrics(whole)) == without_times(metrics(folder))
+    assert without_times(metrics(whole), besides) == without_times(metrics(folder), besides)
     for table in (whole / "samples").glob("*.jsonl"):
         assert table.read_text() == (folder / "samples" / table.name).read_text()
 
 
-def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    times = (*TIMES, "paused_seconds")
+def without_times(lines: list[dict[str, Any]], besides: tuple[str, ...]) -> list[dict[str, Any]]:
+    times = (*TIMES, "paused_seconds", *besides)
     return [{key: value for key, value in line.items() if not key.startswith(times)} for line in lines]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("settings", [()], ids=["inline"])
-def test_killed_ten_times_a_synchronous_run_is_bitwise_the_uninterrupted_one(
-    start: Start, tmp_path: Path, settings: tuple[str, ...]
-) -> None:
+def test_killed_ten_times_a_synchronous_run_is_bitwise_the_uninterrupted_one(start: Start, tmp_path: Path) -> None:
+    """``test_ray.py`` does the same in a cluster."""
     whole = tmp_path / "whole"
-    assert DONE == start(whole, *settings)
-    for folder in kill_again_and_again(start, tmp_path / "killed", settings, seed=4, kills=10):
+    assert DONE == start(whole)
+    for folder in kill_again_and_again(start, tmp_path / "killed", (), seed=4, kills=10):
         check_equal(whole, folder)
         check_ledger(folder)
         assert not list(folder.rglob("*.partial"))
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("settings", [()], ids=["inline"])
-def test_killed_ten_times_a_run_ahead_of_its_weights_uses_every_sample_once(
-    start: Start, tmp_path: Path, settings: tuple[str, ...]
-) -> None:
-    settings = ("schedule.sync_offset=1", *settings)
+def test_killed_ten_times_a_run_ahead_of_its_weights_uses_every_sample_once(start: Start, tmp_path: Path) -> None:
+    settings = ("schedule.sync_offset=1",)
     for folder in kill_again_and_again(start, tmp_path, settings, seed=5, kills=10):
         check_ledger(folder)
         lines = [line["step"] for line in metrics(folder) if line["kind"] == "step"]
@@ -153,14 +148,14 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_and_the_same_command_g
     answer = start(tmp_path / "full", room=1_000_000)
     assert 1 == answer["code"]
     assert "[run.checkpoint-write]" in answer["error"]
-    assert "MB of the disk are free" in answer["error"]
+    assert "MB of the disk were free" in answer["error"]
     assert "it goes on after step 2" in answer["error"]
     assert ["step_00000002"] == [path.name for path in (tmp_path / "full" / "checkpoints").iterdir()]
     assert DONE == start(tmp_path / "full")
     check_equal(tmp_path / "whole", tmp_path / "full")
 
 
-def check_ledger(folder: Path) -> None:
+def check_ledger(folder: Path, prompts: int = PROMPTS) -> None:
     """Replay the ledger: what is committed stays; in the end every place of every batch was used once, by its step."""
     entries = list(read_ledger(folder / "ledger.jsonl"))
     committed: Mapping[str, int | None] = {}
@@ -173,7 +168,7 @@ def check_ledger(folder: Path) -> None:
         if entry["event"] == "commit":
             committed = {key: step for key, step in trained.items() if step is not None and step <= entry["step"]}
     places = Counter((step, *place(key)) for key, step in committed.items())
-    expected = {(step, step, slot, run) for step in range(STEPS) for slot in range(PROMPTS) for run in range(RUNS)}
+    expected = {(step, step, slot, run) for step in range(STEPS) for slot in range(prompts) for run in range(RUNS)}
     assert expected == places.keys()
     assert {1} == set(places.values())
 

@@ -6,30 +6,37 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
-import torch
-from safetensors.torch import load_file
 
 pytest.importorskip("ray")
 
 from .conftest import QUICKSTART, Run, metrics
-from .test_modes import GRADED, steps
+from .test_kill import DONE, check_equal, check_ledger, kill_again_and_again
+from .test_modes import GRADED
+from .test_modes import steps as by_step
 
 pytestmark = pytest.mark.timeout(600)
 
 GUIDE = QUICKSTART.parent / "guides" / "ray_runtime.yaml"  #: what the guide shows
 RAY = Path(sys.executable).with_name("ray")
 SCRIPT = Path(__file__).with_name("ray_run.py")
+TWO_NODES = GUIDE.with_name("two_nodes.sh")
 #: What a replica computes depends in its last bits on what else it computes; losses do not, with these settings.
 SAME = ("algorithm.old_log_probs=engine",)
 OURS = ("policy/loss", "policy/ratio", "grad_norm", "lr", "reward/mean", "response_tokens/mean")
+
+#: How often a run is killed as a whole; ten times take too long for CI.
+KILLS = int(os.environ.get("JACKFIELD_RAY_KILLS", "1"))
 
 
 @pytest.fixture(scope="module")
@@ -74,66 +81,171 @@ def cluster(environment: dict[str, str]) -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-RayRun = Callable[..., Any]
+@attrs.frozen
+class Ended:
+    """How a run ended."""
+
+    code: int
+    stderr: str
+    folder: Path
+
+
+RayRun = Callable[..., Ended]
 
 
 @pytest.fixture(scope="module")
-def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Callable[..., Any]:
-    """Do a run in a process of its own; returns how it ended and its folder. No worker is left."""
+def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> RayRun:
+    """Do a run in a process of its own, in the folder of its name. It ends well, unless it kills itself; then no worker
+    is left.
+    """
+    runs = tmp_path_factory.mktemp("runs")
+    workers: dict[str, set[int]] = defaultdict(set)
 
-    def do(name: str, *overrides: str, kill: dict[str, list[str]] | None = None) -> Any:
-        folder = tmp_path_factory.mktemp("runs") / name
+    def do(
+        name: str, *overrides: str, kill: dict[str, list[str]] | None = None, moment: tuple[str, int] | None = None
+    ) -> Ended:
+        folder = runs / name
         small = [
             f"name={name}", f"folder={folder}", f"model.path={made / 'model'}", f"data.train={made / 'problems'}.jsonl",
             "data.prompts_per_step=4", "data.runs_per_prompt=4", "sampling.max_new_tokens=6", "schedule.steps=4",
             "evaluation.every=0", "observe.progress=false", "observe.curve=false", "observe.tensorboard=false",
             f"runtime={GUIDE.read_text()}", "runtime.ray.object_store_bytes=200000000", *SAME, *GRADED,
         ]  # fmt: skip
-        command = [sys.executable, str(SCRIPT), str(QUICKSTART / "grpo.yaml"), json.dumps({"kill": kill or {}})]
-        ended = subprocess.run(
-            [*command, *small, *overrides], env=environment, capture_output=True, text=True, timeout=500, check=False
-        )
-        assert 0 == ended.returncode, ended.stderr[-3000:]
-        workers = json.loads((folder / "workers.json").read_text())
-        left = [name for name, worker in workers.items() if Path(f"/proc/{worker['pid']}").exists()]
-        assert [] == left, "workers outlive their run"
-        return ended, folder
+        kills = json.dumps({"workers": kill or {}, "all": moment})
+        command = [sys.executable, str(SCRIPT), str(QUICKSTART / "grpo.yaml"), kills, *small, *overrides]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+        if (folder / "workers.json").is_file():
+            noted = json.loads((folder / "workers.json").read_text())
+            workers[name].update(worker["pid"] for worker in noted.values())
+        if moment is None or ended.returncode != -signal.SIGKILL:
+            assert 0 == ended.returncode, ended.stderr[-3000:]
+            assert [] == [pid for pid in workers[name] if lives(pid)], "workers outlive their run"
+        return Ended(ended.returncode, ended.stderr, folder)
 
     return do
 
 
+def lives(pid: int) -> bool:
+    """Whether a worker with this number lives; somebody else may have it by now."""
+    try:
+        return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 @pytest.fixture(scope="module")
 def joined(ray_run: RayRun, cluster: str) -> Path:
-    """The folder of a run in a cluster that is there, with two ranks and two replicas.
+    """The folder of a run in a cluster that is there: two ranks and two replicas take turns, with all hand-overs.
 
     Workers without state are killed on the way.
     """
-    kill = {"1": ["agent worker 0"], "2": ["reward worker 0"]}
-    folder: Path = ray_run("joined", f"runtime.ray.address={cluster}", kill=kill)[1]
-    return folder
+    kill = {"step 1": ["agent worker 0"], "step 2": ["reward worker 0"]}
+    return ray_run("joined", f"runtime.ray.address={cluster}", "runtime.offload=true", kill=kill).folder
 
 
 def test_a_run_in_a_cluster_is_the_inline_run(small_run: Run, joined: Path) -> None:
     """The controller cannot import torch or numpy: no tensor passes it. Deaths of stateless workers do not show."""
     _, expected = small_run("inline", *GRADED, *SAME, "schedule.steps=4")
-    lines = metrics(joined)
-    assert 4 == len(steps(lines))
-    for ours, theirs in zip(steps(lines), steps(expected), strict=True):
-        for name in OURS:
-            assert theirs[name] == pytest.approx(ours[name], abs=1e-5), (ours["step"], name)
+    check_close(expected, joined, steps=4)
     workers = json.loads((joined / "workers.json").read_text())
     names = {"the actor engine, rank 1", "rollout replica 1", "agent worker 0", "reward worker 0"}
     assert names <= set(workers)
 
 
-def test_a_rank_that_dies_is_named_and_the_run_ends_as_if_it_had_not(ray_run: RayRun, joined: Path) -> None:
-    """The run goes on from its newest checkpoint, in a cluster of its own; weights are the same, bit for bit."""
-    kill = {"3": ["the actor engine, rank 1"]}
-    ended, folder = ray_run("recovered", "checkpoint.every=1", "runtime.rollout_replicas=1", kill=kill)
-    assert "the actor engine, rank 1 died; the run goes on after step" in ended.stderr
-    names = ("policy/loss", "grad_norm", "lr", "reward/mean")
-    values = [[[line[name] for name in names] for line in steps(metrics(each))] for each in (joined, folder)]
-    assert values[0] == values[1]
-    weights = [load_file(each / "model" / "model.safetensors") for each in (joined, folder)]
-    assert set(weights[0]) == set(weights[1])
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+def check_close(expected: list[dict[str, Any]], folder: Path, *, steps: int) -> None:
+    """Losses and what else is trained on are those of the inline run."""
+    lines = by_step(metrics(folder))
+    assert steps == len(lines)
+    for ours, theirs in zip(lines, by_step(expected)[:steps], strict=True):
+        for name in OURS:
+            assert theirs[name] == pytest.approx(ours[name], abs=1e-5), (ours["step"], name)
+
+
+def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run: RayRun, joined: Path) -> None:
+    """The run goes on from its newest checkpoint, in a cluster of its own; weights are the same, bit for bit.
+
+    Here ranks and replica have places of their own.
+    """
+    kill = {
+        "checkpoint 1": ["rollout replica 0"],
+        "checkpoint 2": ["the queue's storage worker"],
+        "checkpoint 3": ["the actor engine, rank 1"],
+    }
+    settings = ("runtime.ray.placement=separate", "runtime.rollout_replicas=1", "checkpoint.every=1")
+    ended = ray_run("recovered", *settings, kill=kill)
+    for step, (name,) in enumerate(kill.values(), start=1):
+        assert f"{name} died; the run goes on after step {step}" in ended.stderr
+    check_equal(joined, ended.folder, besides=("replicas",))
+
+
+@pytest.mark.timeout(600 + 120 * KILLS)
+def test_a_run_that_is_killed_at_random_moments_is_bitwise_the_uninterrupted_one(
+    ray_run: RayRun, cluster: str, joined: Path
+) -> None:
+    """The same command, in a cluster that stays. Ranks and replica take turns, without further hand-overs.
+
+    ``JACKFIELD_RAY_KILLS=10 pytest -rP`` kills ten times and shows where.
+    """
+
+    def start(folder: Path, *settings: str, kill: tuple[str, int] | None = None, file: str = "") -> dict[str, Any]:
+        ended = ray_run(str(folder), *settings, moment=kill)
+        saved = sorted(path.name for path in ended.folder.glob("checkpoints/step_*"))
+        print(f"killed at {kill}" if ended.code else "finished", "with", saved or "no checkpoint")
+        return {"killed": True} if ended.code else DONE
+
+    settings = (f"runtime.ray.address={cluster}", "runtime.rollout_replicas=1", "checkpoint.every=1")
+    for finished in kill_again_and_again(start, Path("killed"), settings, seed=4, kills=KILLS):
+        folder = joined.parent / finished
+        check_equal(joined, folder, besides=("replicas",))
+        check_ledger(folder, prompts=4)
+        assert not list(folder.rglob("*.partial"))
+
+
+@pytest.mark.needs("network namespaces")
+def test_four_ranks_on_two_nodes_are_the_inline_run(
+    small_run: Run, made: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """The guide's script, and the real command. Gradients cross from node to node, and so do weights; nobody enters
+    without the token, and nothing is left.
+    """
+    settings = [
+        "name=nodes", f"folder={tmp_path / 'nodes'}", f"model.path={made / 'model'}",
+        f"data.train={made / 'problems'}.jsonl", "data.prompts_per_step=4", "data.runs_per_prompt=4",
+        "sampling.max_new_tokens=6", "schedule.steps=2", "evaluation.every=0", "checkpoint.at_end=false",
+        "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", "runtime.ray.engine_ranks=4",
+        "runtime.ray.placement=separate", *SAME, *GRADED,
+    ]  # fmt: skip
+    run = ["jackfield", "run", str(QUICKSTART / "grpo.yaml"), "--address", "10.213.7.1:6379"]
+    stranger = 'RAY_AUTH_TOKEN=0123456789abcdef "$@"; test $? = 1 && exec "$@"'
+    command = ["sh", str(TWO_NODES), "sh", "-c", stranger, "sh", *run, *settings]
+    path = os.pathsep.join([str(RAY.parent), environment["PATH"]])
+    # 5 places on 2 + 3 CPUs: the ranks are on both nodes, and the replica is not where the first rank is
+    environment = {**environment, "PATH": path, "FIRST_CPUS": "2", "SECOND_CPUS": "3"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as script:
+        try:
+            _, stderr = script.communicate(timeout=500)
+        finally:
+            left = end_namespaces(f"jackfield-{script.pid}-")
+    assert 0 == script.returncode, stderr[-3000:]
+    assert "[runtime.cluster] the Ray cluster at 10.213.7.1:6379 cannot be joined" in stderr
+    assert [] == left
+    _, expected = small_run("inline", *GRADED, *SAME, "schedule.steps=2")
+    check_close(expected, tmp_path / "nodes", steps=2)
+    workers = json.loads((tmp_path / "nodes" / "workers.json").read_text())
+    ranks = [workers[f"the actor engine, rank {rank}"]["node"] for rank in range(4)]
+    assert {"10.213.7.1", "10.213.7.2"} == set(ranks)
+    assert ranks[0] != workers["rollout replica 0"]["node"]
+
+
+def end_namespaces(prefix: str) -> list[str]:
+    """Network namespaces that were left, which are gone then, with what runs there."""
+
+    def ip(*arguments: str) -> list[str]:
+        return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True).stdout.split()
+
+    left = [name for name in ip("netns", "list") if name.startswith(prefix)]
+    for name in left:
+        for pid in ip("netns", "pids", name):
+            os.kill(int(pid), signal.SIGKILL)
+        ip("netns", "delete", name)
+    return left

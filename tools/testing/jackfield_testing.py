@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Coroutine, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +39,13 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def _may(*command: str) -> bool:
+    """Whether a command is there, and this user may do it."""
+    if shutil.which(command[0]) is None:
+        return False
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 #: Tools that CI has installed by the time the tests run. Python packages are named ``module:NAME``.
 TOOLS: dict[str, Callable[[], bool]] = {
     "cc": lambda: shutil.which("cc") is not None,
@@ -48,8 +56,12 @@ TOOLS: dict[str, Callable[[], bool]] = {
     "redis": lambda: redis_program() is not None,
 }
 
-#: What no machine of CI has.
-HARDWARE: dict[str, Callable[[], bool]] = {"cuda": _cuda}
+#: What a machine of CI may lack: hardware, and the rights of an administrator.
+HARDWARE: dict[str, Callable[[], bool]] = {
+    "cuda": _cuda,
+    "mount": lambda: _may("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"),
+    "network namespaces": lambda: _may("sh", "-c", "ip netns add probe-$$ && ip netns delete probe-$$"),
+}
 
 _ALLOWED = pytest.StashKey[str]()
 

@@ -141,6 +141,7 @@ CODES: dict[str, str] = {
     "run.folder-in-use": "Another run is using this folder.",
     "run.changed": "The folder holds a run with other settings or other data.",
     "run.no-checkpoint": "A folder holds no checkpoint.",
+    "run.storage": "The run's folder cannot be written or read: no room, no permission, a damaged disk.",
     "run.checkpoint-write": "A checkpoint could not be written; the earlier ones are as before.",
     "run.checkpoint-damaged": "A file of a checkpoint is missing or is not what was written.",
     "run.not-finite": "A loss or gradient norm became NaN or infinite.",

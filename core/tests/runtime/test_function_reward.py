@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
-from jackfield.errors import ConfigError, RunError
+from jackfield.errors import ConfigError, PluginError, RunError
 from jackfield.runtime.function_reward import FunctionReward, FunctionRewardConfig
 from jackfield.structuring import structure, unstructure
 
@@ -127,6 +127,14 @@ def test_a_wrong_path_shows_at_the_start_of_a_run(file: Path) -> None:
         await agent.close()
 
     asyncio.run(main())
+
+
+def test_a_missing_interpreter_is_refused_before_anything_starts(file: Path) -> None:
+    config = FunctionRewardConfig(path=f"{file}:echo", python="/nowhere/bin/python")
+    with pytest.raises(PluginError) as caught:
+        FunctionReward(config, RewardContext())
+    found = (caught.value.code, caught.value.where, caught.value.found)
+    assert ("plugin.interpreter", "reward.python", "no such file") == found
 
 
 def test_settings_are_structured_and_checked() -> None:

@@ -30,8 +30,12 @@ class Judge(RewardAgent):
     def __init__(self) -> None:
         super().__init__(None, RewardContext())
         self.seen: list[float | None] = []
+        self.asked: list[tuple[str, int]] = []
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        self.asked.append((request.idempotency_key, request.attempt))
+        if request.solution_str == "again" and request.attempt == 1:
+            raise ConnectionResetError("try again")
         if "x" in request.solution_str:
             raise ValueError("an x")
         length = float(len(request.solution_str))
@@ -68,6 +72,15 @@ def test_a_failed_score_fails_its_row_and_no_other() -> None:
     assert [1.0, None, 3.0] == [one.score for one in scored]
     assert "an x" in scored[1].error
     assert {"reward": [[1.0], [3.0]]} == columns
+
+
+def test_a_sample_is_tried_again_under_its_own_key() -> None:
+    """An agent that calls a service can have it answer once."""
+    judge, scored, columns = reward(["again", "x", "a"], attempts=2)
+    again, never, once = (f"train/0/0/0/{run}/0" for run in range(3))
+    assert sorted([(again, 1), (again, 2), (never, 1), (never, 2), (once, 1)]) == sorted(judge.asked)
+    assert [5.0, None, 1.0] == [one.score for one in scored]
+    assert {"reward": [[5.0], [1.0]]} == columns
 
 
 def test_a_failed_score_becomes_the_mean_of_its_group_where_asked() -> None:

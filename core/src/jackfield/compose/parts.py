@@ -95,10 +95,13 @@ class Parts:
         actor = await self._engine_group(stack, "actor", crew.actor)
         replicas = await self._replicas(stack)
         self.weights: WeightSynchronizer | SharedDevice | None = self._weights(replicas) if replicas else None
-        self._placements(actor, replicas)
+        reference = await self._reference(stack, actor)
         critic = await self._critic(stack)
+        own_reference = reference if crew.reference else None  # else it is the actor without its adapter
+        models = (actor, own_reference, None if critic is None else critic.engine)
+        self._placements([model for model in models if model is not None], replicas)
         checkpointer = self._checkpointer(actor, critic, ledger)
-        trainer = await self._trainer(stack, actor, critic, checkpointer)
+        trainer = self._trainer(actor, reference, critic, checkpointer)
         trainer.register()
         task_for = self._task_order(self.tasks.train)
         loops = (self._explorer(task_for), self._rewards()) if self.explores else (self._producer(task_for),)
@@ -133,8 +136,8 @@ class Parts:
 
         return await ray_crew(make, needs, stack)
 
-    async def _trainer(
-        self, stack: AsyncExitStack, actor: EngineGroup, critic: Critic | None, checkpointer: Checkpointer
+    def _trainer(
+        self, actor: EngineGroup, reference: EngineGroup | None, critic: Critic | None, checkpointer: Checkpointer
     ) -> Trainer:
         config, crew, recipe = self.config, self.crew, self.recipe
         seconds = config.deadlines.engine
@@ -145,7 +148,7 @@ class Parts:
             loss_options=recipe.loss_options,
             actor=actor,
             estimator=AdvantageEstimation(crew.estimator, self.queue, self.clock, seconds=seconds),
-            reference=await self._reference(stack, actor),
+            reference=reference,
             recompute_old_log_probs=recipe.recompute_old_log_probs,
             critic=critic,
             kl=_kl_controller(config.algorithm.kl),
@@ -293,15 +296,15 @@ class Parts:
             replicas.append(Replica(server, info))
         return replicas
 
-    def _placements(self, actor: EngineGroup, replicas: Sequence[Replica]) -> None:
-        """Leases on the devices of trainer and explorer: one and the same where engine and replicas share them."""
+    def _placements(self, engines: Sequence[EngineGroup], replicas: Sequence[Replica]) -> None:
+        """Leases on the devices of trainer and explorer: one and the same where engines and replicas share them."""
         config, seconds = self.config, self.config.deadlines.batch
         if not self.crew.shares_devices:
             self.train_placement, self.rollout_placement = (PlacementLease(self.clock, seconds) for _ in range(2))
             return
         enter, leave = {}, {}
         if config.runtime.offload and isinstance(self.weights, WeightSynchronizer):
-            self.weights = shared = SharedDevice(actor, replicas, config.runtime.device, self.weights)
+            self.weights = shared = SharedDevice(engines, replicas, config.runtime.device, self.weights)
             enter = {"rollout": shared.enter_rollout, "train": shared.enter_train}
             leave = {"rollout": shared.leave_rollout, "train": shared.leave_train}
         self.train_placement = PlacementLease(self.clock, seconds, enter=enter, leave=leave)

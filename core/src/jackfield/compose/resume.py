@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,22 @@ from jackfield.config import RunConfig, as_plain
 from jackfield.errors import RunError
 from jackfield.trainer import Checkpoint, CheckpointStore
 
-__all__ = ["StartingPoint", "check_data", "folder_lock", "mark_finished", "starting_point"]
+__all__ = [
+    "DISK_ERRORS",
+    "StartingPoint",
+    "check_data",
+    "folder_lock",
+    "mark_finished",
+    "replace_text",
+    "starting_point",
+    "storage_error",
+    "storage_errors",
+]
 
 _LOCK, _FINISHED = ".lock", "finished.json"
+
+#: What a disk answers, rather than a connection or a program.
+DISK_ERRORS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EROFS})
 
 #: What may change between two starts of one run: nothing of it decides what is learnt. The data's paths may change
 #: because its contents are compared.
@@ -52,6 +67,35 @@ class StartingPoint:
     def step(self) -> int:
         """Completed steps."""
         return 0 if self.checkpoint is None else self.checkpoint.step
+
+
+def storage_error(folder: Path, error: OSError) -> RunError:
+    """What a failure of the disk comes to: ``run.storage``."""
+    room = ""
+    with suppress(OSError):
+        room = f" ({shutil.disk_usage(folder).free >> 20} MB of the disk are free)"
+    return RunError(
+        "the run's folder cannot be written",
+        code="run.storage",
+        where=str(folder),
+        expected="room on the disk, and permission to write",
+        found=f"{error}{room}",
+        fix="look at the disk's room and permissions, then give the same command: it goes on from the newest "
+        "checkpoint; or choose another folder",
+    )
+
+
+@contextmanager
+def storage_errors(folder: Path) -> Iterator[None]:
+    """Whatever the system refuses here is about the folder.
+
+    Raises:
+        RunError: ``run.storage``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(folder, error) from error
 
 
 @contextmanager
@@ -103,9 +147,17 @@ def starting_point(config: RunConfig, folder: Path) -> StartingPoint:
 
 def mark_finished(folder: Path, steps: int) -> None:
     """The model of the last step is in its place."""
-    partial = folder / f"{_FINISHED}.partial"
-    partial.write_text(json.dumps({"steps": steps}), encoding="utf-8")
-    partial.replace(folder / _FINISHED)
+    replace_text(folder / _FINISHED, json.dumps({"steps": steps}))
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file in one move; where that fails, it is as before."""
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def check_data(checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:

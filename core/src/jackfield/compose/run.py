@@ -20,7 +20,17 @@ from jackfield.compose.export import export_model
 from jackfield.compose.inputs import Tasks, check_tokens, read_model, read_tasks
 from jackfield.compose.parts import Parts
 from jackfield.compose.recipe import Recipe, make_recipe
-from jackfield.compose.resume import StartingPoint, check_data, folder_lock, mark_finished, starting_point
+from jackfield.compose.resume import (
+    DISK_ERRORS,
+    StartingPoint,
+    check_data,
+    folder_lock,
+    mark_finished,
+    replace_text,
+    starting_point,
+    storage_error,
+    storage_errors,
+)
 from jackfield.compose.selection import check_plugins, import_plugins, manifests
 from jackfield.config import RunConfig, as_plain, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
@@ -75,13 +85,13 @@ async def run_async(
     folder = Path(config.folder)
     prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks])
     _make_folder(folder)
-    with folder_lock(folder):
+    with storage_errors(folder), folder_lock(folder):
         start = starting_point(config, folder)
         if start.finished:
             return RunResult(folder=folder, model=folder / "model", steps=start.step, finished_before=True)
         if start.checkpoint is not None:
             check_data(start.checkpoint, prepared.tasks.digests)
-        (folder / "config.yaml").write_text(show(config), encoding="utf-8")
+        replace_text(folder / "config.yaml", show(config))
         for _ in range(config.runtime.ray.recoveries):
             try:
                 return await _run(config, prepared, registry, clock, start)
@@ -122,7 +132,7 @@ async def _run(
         with _one_compute_thread(config):
             await _train(parts, folder, start)
     except BaseException as error:
-        failure = _first(error)
+        failure = _first(error, folder)
         text = "".join(traceback.format_exception(error))
         with suppress(OSError):  # a full disk must not hide what failed
             (folder / "error.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -206,7 +216,7 @@ def _quiet_libraries() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
-def _first(error: BaseException) -> BaseException:
+def _first(error: BaseException, folder: Path) -> BaseException:
     """The error to show: task groups wrap what their tasks raised."""
     if isinstance(error, BaseExceptionGroup) and (lost := error.subgroup(WorkerLost)) is not None:
         error = lost  # what else failed missed that worker
@@ -214,7 +224,11 @@ def _first(error: BaseException) -> BaseException:
         ours = [inner for inner in error.exceptions if isinstance(inner, JackfieldError | BaseExceptionGroup)]
         error = (ours or list(error.exceptions))[0]
     if isinstance(error, Exception) and not isinstance(error, JackfieldError):
-        wrapped = RunError(f"{type(error).__name__}: {error}", fix="the traceback is in error.txt in the run's folder")
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            wrapped = storage_error(folder, error)
+        else:
+            text = f"{type(error).__name__}: {error}"
+            wrapped = RunError(text, fix="the traceback is in error.txt in the run's folder")
         wrapped.__cause__ = error
         return wrapped
     return error

@@ -1,7 +1,8 @@
-"""One device for the engine and the replicas: who gives memory back at which hand-over."""
+"""One device for the engines and the replicas: who gives memory back at which hand-over."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from jackfield.abc.rollout import SleepRequest, WakeUpRequest
@@ -15,33 +16,43 @@ class SharedDevice:
     """The hand-overs of a placement lease, and a synchronisation that wakes sleeping replicas first."""
 
     def __init__(
-        self, actor: EngineGroup, replicas: Sequence[Replica], device: str, synchronizer: WeightSynchronizer
+        self, engines: Sequence[EngineGroup], replicas: Sequence[Replica], device: str, synchronizer: WeightSynchronizer
     ) -> None:
-        self._actor = actor
+        """
+        Args:
+            engines: of every model that the trainer works with on the device.
+            replicas: that work there in turns with them.
+            device: where engines work.
+            synchronizer: of the replicas.
+        """
+        self._engines = engines
         self._replicas = replicas
         self._device = device
         self._synchronizer = synchronizer
 
     async def enter_train(self) -> None:
-        """The engine comes to the device."""
-        await self._actor.to(self._device)
+        """The engines come to the device."""
+        await self._move(self._device)
 
     async def leave_train(self) -> None:
-        """The engine leaves the device."""
-        await self._actor.to("cpu")
+        """The engines leave the device."""
+        await self._move("cpu")
 
     async def enter_rollout(self) -> None:
         """The replicas take weights and KV cache."""
-        for replica in self._replicas:
-            await replica.server.wake_up(WakeUpRequest())
+        await self._wake_up(WakeUpRequest())
 
     async def leave_rollout(self) -> None:
         """The replicas give weights and KV cache back."""
-        for replica in self._replicas:
-            await replica.server.sleep(SleepRequest(level=1))
+        await asyncio.gather(*(replica.server.sleep(SleepRequest(level=1)) for replica in self._replicas))
 
     async def sync(self, version: int) -> SyncReport:
-        """Synchronise while the engine holds the device: the replicas take room for the weights alone."""
-        for replica in self._replicas:
-            await replica.server.wake_up(WakeUpRequest(tags=("weights",)))
+        """Synchronise while the engines hold the device: the replicas take room for the weights alone."""
+        await self._wake_up(WakeUpRequest(tags=("weights",)))
         return await self._synchronizer.sync(version)
+
+    async def _move(self, device: str) -> None:
+        await asyncio.gather(*(engine.to(device) for engine in self._engines))
+
+    async def _wake_up(self, request: WakeUpRequest) -> None:
+        await asyncio.gather(*(replica.server.wake_up(request) for replica in self._replicas))

@@ -53,8 +53,9 @@ class Checkpointer:
             try:
                 saved = await self._write(steps, trainer)
             except (JackfieldError, OSError) as error:
+                free = shutil.disk_usage(self.store.folder.parent).free  # before the half that was written goes
                 await asyncio.to_thread(self.store.discard, steps)
-                raise self._failure(steps, error) from error
+                raise self._failure(steps, error, free) from error
             await self.queue.commit(steps - 1)
             await asyncio.to_thread(self.store.prune)
         self.hooks.checkpoint_saved(event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
@@ -77,14 +78,15 @@ class Checkpointer:
         await asyncio.to_thread(self.ledger.sync)
         return await asyncio.to_thread(self.store.commit, steps, state)
 
-    def _failure(self, steps: int, error: Exception) -> RunError:
+    def _failure(self, steps: int, error: Exception, free: int) -> RunError:
         newest = self.store.newest()
         again = "it begins anew" if newest is None else f"it goes on after step {newest.step}"
         return RunError(
             "a checkpoint could not be written",
             code="run.checkpoint-write",
             where=f"{self.store.folder}, step {steps}",
-            found=f"{_cause(error)} ({shutil.disk_usage(self.store.folder).free >> 20} MB of the disk are free)",
+            expected="room on the disk, and permission to write",
+            found=f"{_cause(error)} ({free >> 20} MB of the disk were free)",
             fix=f"look at the disk's room and permissions, then give the same command: {again}",
         )
 

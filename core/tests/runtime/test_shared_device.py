@@ -1,0 +1,72 @@
+"""Hand-overs of a device: every model of the trainer moves, and every replica sleeps and wakes up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from jackfield.abc.rollout import SleepRequest, WakeUpRequest
+from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.shared_device import SharedDevice
+from jackfield.weights import Replica, WeightSynchronizer
+
+
+class Model:
+    """Of the trainer."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    async def to(self, device: str) -> None:
+        self.log.append(f"{self.name} to {device}")
+
+
+class Server:
+    """A replica, and its place in a list of replicas."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.server = name, log, self
+
+    async def sleep(self, request: SleepRequest) -> None:
+        self.log.append(f"{self.name} sleeps on level {request.level}")
+
+    async def wake_up(self, request: WakeUpRequest) -> None:
+        self.log.append(f"{self.name} wakes up {request.tags}")
+
+
+class Synchronizer:
+    """Of weights."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    async def sync(self, version: int) -> Any:
+        self.log.append(f"version {version}")
+
+
+def test_everybody_takes_part_in_a_hand_over() -> None:
+    log: list[str] = []
+    engines = [Model(name, log) for name in ("actor", "reference", "critic")]
+    replicas = [Server("first", log), Server("second", log)]
+    device = SharedDevice(
+        cast(list[EngineGroup], engines),
+        cast(list[Replica], replicas),
+        "cuda",
+        cast(WeightSynchronizer, Synchronizer(log)),
+    )
+
+    async def main() -> None:
+        await device.leave_rollout()
+        await device.enter_train()
+        await device.sync(3)
+        await device.leave_train()
+        await device.enter_rollout()
+
+    asyncio.run(main())
+    assert [
+        *("first sleeps on level 1", "second sleeps on level 1"),
+        *("actor to cuda", "reference to cuda", "critic to cuda"),
+        *("first wakes up ('weights',)", "second wakes up ('weights',)", "version 3"),
+        *("actor to cpu", "reference to cpu", "critic to cpu"),
+        *("first wakes up ()", "second wakes up ()"),
+    ] == log
