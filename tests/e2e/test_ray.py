@@ -194,7 +194,7 @@ def test_a_run_that_is_killed_at_random_moments_is_bitwise_the_uninterrupted_one
         return {"killed": True} if ended.code else DONE
 
     settings = (f"runtime.ray.address={cluster}", "runtime.rollout_replicas=1", "checkpoint.every=1")
-    for finished in kill_again_and_again(start, Path("killed"), settings, seed=4, kills=KILLS):
+    for finished in kill_again_and_again(start, Path("killed"), settings, seed=193, kills=KILLS):
         folder = joined.parent / finished
         check_equal(joined, folder, besides=("replicas",))
         check_ledger(folder, prompts=4)

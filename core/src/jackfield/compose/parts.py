@@ -76,6 +76,7 @@ class Parts:
         self.store = store
         self.stages = Stages(clock, hooks)
         self.version, self.steps_done = Progress(clock), Progress(clock)
+        self.engines: list[EngineGroup] = []  # every model that is loaded beside the replicas
         self.explores = config.mode == "both"
         self.generates = self.explores or bool(config.evaluation.every)
         self.schedule = Schedule(
@@ -97,9 +98,7 @@ class Parts:
         self.weights: WeightSynchronizer | SharedDevice | None = self._weights(replicas) if replicas else None
         reference = await self._reference(stack, actor)
         critic = await self._critic(stack)
-        own_reference = reference if crew.reference else None  # else it is the actor without its adapter
-        models = (actor, own_reference, None if critic is None else critic.engine)
-        self._placements([model for model in models if model is not None], replicas)
+        self._placements(replicas)
         checkpointer = self._checkpointer(actor, critic, ledger)
         trainer = self._trainer(actor, reference, critic, checkpointer)
         trainer.register()
@@ -266,6 +265,7 @@ class Parts:
         group = EngineGroup(role, ranks, self.queue, self.clock, seconds=self.config.deadlines.engine)
         stack.push_async_callback(group.close)
         await group.initialize()
+        self.engines.append(group)
         return group
 
     async def _reference(self, stack: AsyncExitStack, actor: EngineGroup) -> EngineGroup | None:
@@ -296,7 +296,7 @@ class Parts:
             replicas.append(Replica(server, info))
         return replicas
 
-    def _placements(self, engines: Sequence[EngineGroup], replicas: Sequence[Replica]) -> None:
+    def _placements(self, replicas: Sequence[Replica]) -> None:
         """Leases on the devices of trainer and explorer: one and the same where engines and replicas share them."""
         config, seconds = self.config, self.config.deadlines.batch
         if not self.crew.shares_devices:
@@ -304,7 +304,7 @@ class Parts:
             return
         enter, leave = {}, {}
         if config.runtime.offload and isinstance(self.weights, WeightSynchronizer):
-            self.weights = shared = SharedDevice(engines, replicas, config.runtime.device, self.weights)
+            self.weights = shared = SharedDevice(self.engines, replicas, config.runtime.device, self.weights)
             enter = {"rollout": shared.enter_rollout, "train": shared.enter_train}
             leave = {"rollout": shared.leave_rollout, "train": shared.leave_train}
         self.train_placement = PlacementLease(self.clock, seconds, enter=enter, leave=leave)
