@@ -97,7 +97,9 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
         "build/docs",
     ]
     tox = [str(SCRIPTS / "tox"), "run-parallel", "--parallel", str(WORKERS), "--parallel-no-spinner"]
-    tox += ["-e", ",".join(name for name, package in packages.items() if package.tests.is_dir())]
+    tested = [name for name, package in packages.items() if package.tests.is_dir()]
+    tested.sort(key=lambda name: _bytes(packages[name]), reverse=True)  # the long ones first
+    tox += ["-e", ",".join(tested)]
     pytest = [PYTHON, "-m", "pytest", "--continue-on-collection-errors"]
     pytest += ["--numprocesses", str(WORKERS), "--dist", "loadfile"]  # a file's fixtures are made once
     checks = [
@@ -120,6 +122,11 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
         Stage("tox", "each package's tests against its wheel, alone", _command(tox, 1800)),
         Stage("session", "one pytest session over all wheels", _command(pytest, 1800)),
     ]
+
+
+def _bytes(package: Package) -> int:
+    """How much there is of a package's tests."""
+    return sum(file.stat().st_size for file in package.tests.rglob("*.py"))
 
 
 def run(chosen: Sequence[Stage]) -> list[Result]:
