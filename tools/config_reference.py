@@ -19,6 +19,7 @@ import yaml
 
 from jackfield.config import PluginSection, RunConfig
 from jackfield.plugins import discover
+from jackfield.queue import SAMPLERS
 from jackfield.structuring import unstructure
 from packages import ROOT
 
@@ -33,6 +34,12 @@ INTRODUCTION = """\
 
 Every setting of a run's configuration file, with its default. `jackfield config explain FILE` prints the same for a
 file, the settings of its plugins included. [](../guides/configuration.md) explains how files and overrides work.
+"""
+
+SAMPLERS_TITLE = """\
+## Samplers
+
+What `queue.replay.sampler`, `queue.expert.sampler` and `queue.human.sampler` may name.
 """
 
 BUILT_IN = """\
@@ -60,6 +67,10 @@ def reference() -> str:
     lines = [INTRODUCTION, *_section("Top level", RunConfig, "", nested=False)]
     for name, cls in _sections(RunConfig):
         lines += _section(f"`{name}`", cls, name)
+    lines.append(SAMPLERS_TITLE)
+    for name, sampler in sorted(SAMPLERS.items()):
+        if isinstance(sampler, type):
+            lines += _section(f"`sampler: {{name: {name}}}`", sampler, "options", level=3)
     lines.append(BUILT_IN)
     registry = discover()
     for record in registry.records():
@@ -90,7 +101,7 @@ def _section(title: str, cls: type, path: str, *, nested: bool = True, level: in
 
 def _rows(cls: type, path: str, given: object, nested: bool) -> Iterator[str]:
     """One line per setting; ``given`` is what stands in the section's place where a file does not have it."""
-    for field in attrs.fields(cls):
+    for field in filter(lambda each: each.init, attrs.fields(cls)):
         name = f"{path}.{field.name}".lstrip(".")
         inner = _inner(cls, field.name)
         text = field.metadata.get("help") or _summary(inner)

@@ -158,10 +158,20 @@ def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_p
     assert 2 * content(before) == content(after)
     assert [2] * 4 == [sum(row.group == group for row in after) for group in dict.fromkeys(row.group for row in after)]
     shown = call("trace", made, "human/1/0/0/1/0")
-    assert "human/1/0/0/1/0  import\n└─ train/0/0/0/1/0  (not in the queue)\n" == shown
+    assert f"human/1/0/0/1/0  import\n└─ {file}:train/0/0/0/1/0  (not in the queue)\n" == shown
     tree = json.loads(call("trace", made, "human/1/0/0/1/0", "--json"))
-    assert ("import", True, "train/0/0/0/1/0") == (tree["operation"], tree["in_queue"], tree["parents"][0]["key"])
+    assert ("import", True, f"{file}:train/0/0/0/1/0") == (
+        tree["operation"],
+        tree["in_queue"],
+        tree["parents"][0]["key"],
+    )
     assert "nobody knows a row 'nobody'" in call("trace", made, "nobody", code=1)
+    call("export", made, file)
+    call("import", file, tmp_path / "again")
+    lines = call("trace", tmp_path / "again", "train/0/0/0/1/0").splitlines()
+    assert ["train/0/0/0/1/0  import", f"└─ {file}:human/0/0/0/1/0  import", f"   └─ {file}:train/0/0/0/1/0"] == [
+        line.removesuffix("  (not in the queue)") for line in lines
+    ]
     other = tmp_path / "other"
     other.mkdir()
     (other / "file").touch()

@@ -1,6 +1,6 @@
 """Samplers, reuse and staleness; with the cases that Trinity-RFT and verl's TransferQueue document and test.
 
-Where ours differs on purpose, docs/plugins/transfer_queue.md says how.
+Where ours differs on purpose, docs/guides/replay_and_mixing.md says how.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from jackfield.algorithms import AdaptiveKLController, FixedKLController
 from jackfield.clock import Clock
 from jackfield.compose.crew import Crew, Needs, inline_crew
 from jackfield.compose.inputs import Tasks
+from jackfield.compose.mixing import make_sources
 from jackfield.compose.recipe import Recipe
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import KLConfig, RunConfig, as_plain
@@ -154,6 +155,7 @@ class Parts:
             kl_in_reward=recipe.plan.kl is not None,
             prepares=recipe.prepares,
             whole_groups=recipe.whole_groups,
+            sources=make_sources(config.queue),
             mini_batches=config.algorithm.mini_batches,
             epochs=config.algorithm.epochs,
             weights=self.weights,
@@ -255,8 +257,16 @@ class Parts:
             ledger.write(entry)
             queue.ledger.clear()  # it is in the file
 
-        max_refills = self.config.schedule.max_refills
-        queue = TransferQueue(self.crew.backend, self.clock, max_refills=max_refills, on_ledger=write)
+        config = self.config
+        queue = TransferQueue(
+            self.crew.backend,
+            self.clock,
+            config.queue.max_rows,
+            config.queue.max_bytes,
+            max_refills=config.schedule.max_refills,
+            put_deadline_seconds=config.deadlines.batch,
+            on_ledger=write,
+        )
         stack.push_async_callback(queue.close)
         await queue.start()
         return queue

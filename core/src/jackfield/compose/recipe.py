@@ -63,7 +63,8 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
     loss = part("loss", chosen.loss)
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
     wanted = {*chosen.needs, *(estimator.needs if estimator else ())}
-    experts = config.data.experts_per_step if "expert_mask" in loss.needs else 0
+    experts = config.data.experts_per_step if "expert_mask" in loss.needs and config.data.expert else 0
+    mixes = experts > 0 or ("expert_mask" in loss.needs and config.queue.expert is not None)
     corrects = estimator is not None and _corrects(config, loss, rollout)
     old: Literal["rollout", "engine"] = "engine" if corrects else "rollout"
     if settings.old_log_probs != "auto":
@@ -76,7 +77,7 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
         or "ref_log_probs" in loss.needs
         or chosen.loss_options.get("reference") == "ref"
     )
-    supplied = _supplied(config, estimator is not None, reference, experts > 0)
+    supplied = _supplied(config, estimator is not None, reference, mixes)
     prepared = _prepared(loss, supplied)
     recipe = Recipe(
         algorithm=chosen,
@@ -92,7 +93,7 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
             shaping=settings.shaping,
             kl=settings.kl.name if kl_in_reward else None,
             correction=_correction_options(config, old) if corrects else None,
-            experts=experts > 0,
+            experts=mixes,
             reference=reference,
             rewards="rewards" in loss.needs,
         ),
@@ -277,12 +278,13 @@ def _check_supply(
             expected="parts whose inputs a run has; `jackfield algorithms show NAME` tells them",
             fix="choose another estimator or loss",
         )
-    if "expert_mask" in loss.needs and (not config.data.expert or not recipe.experts):
+    if "expert_mask" in loss.needs and not recipe.plan.experts:
         raise ConfigError(
             f"loss {loss.name} learns from an expert's answers, too, and there are none",
             code="config.missing-key",
             where="data.expert",
-            fix="name a JSONL file of tasks with answers as data.expert, and set data.experts_per_step",
+            fix="name a JSONL file of tasks with answers as data.expert, and set data.experts_per_step; or rows as "
+            "queue.expert",
         )
     if estimator is not None and "reward_dimensions" in estimator.needs and not recipe.reward_dimensions:
         raise ConfigError(
@@ -305,6 +307,7 @@ def _check_effect(config: RunConfig, recipe: Recipe) -> None:
     settings = config.algorithm
     idle = {
         "critic": (config.critic != CriticConfig() and not recipe.critic, "an estimator with a critic (gae)"),
+        "queue.expert": (config.queue.expert is not None and not recipe.plan.experts, "a loss with an expert (mix)"),
         "data.expert": (config.data.expert is not None and not recipe.experts, "a loss with an expert (mix)"),
         "algorithm.reward_dimensions": (
             bool(recipe.reward_dimensions)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -18,6 +19,7 @@ from jackfield.algorithms import register_part
 from jackfield.clock import Clock
 from jackfield.compose.export import export_model
 from jackfield.compose.inputs import Tasks, check_tokens, read_model, read_tasks
+from jackfield.compose.mixing import check_rows, make_sources, put_mixed_rows
 from jackfield.compose.parts import Parts
 from jackfield.compose.recipe import Recipe, make_recipe
 from jackfield.compose.resume import (
@@ -37,6 +39,7 @@ from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.observe import listeners
 from jackfield.plugins import HookManager, Registry, discover, hook_manager
 from jackfield.plugins.hooks import RunEnded, RunStarted
+from jackfield.queue import register_sampler
 from jackfield.trainer import Ledger
 
 __all__ = ["RunResult", "run", "run_async"]
@@ -152,14 +155,24 @@ def _prepare(config: RunConfig, registry: Registry, hooks: Sequence[object]) -> 
     if here:
         import_plugins(config, registry, heavy=False)
     manager = hook_manager(hooks, manifests(config, registry))
-    manager.hook.register_parts(register=register_part)
+    manager.hook.register_parts(register=_register)
+    make_sources(config.queue)  # refuses what there is not
     recipe = make_recipe(config, registry.find("rollout", config.rollout.name))
     tasks, model = read_tasks(config, recipe), read_model(config)
     _quiet_libraries()
     if here:
         check_tokens(config, tasks, model)
         import_plugins(config, registry, heavy=True)
+    check_rows(config.queue)
     return _Prepared(manager, recipe, tasks)
+
+
+def _register(kind: str, name: str, part: Any) -> None:
+    """Small parts of plugins: samplers are the queue's, all others the algorithms'."""
+    if kind == "sampler":
+        register_sampler(name, part)
+    else:
+        register_part(kind, name, part)
 
 
 def _make_folder(folder: Path) -> None:
@@ -178,7 +191,9 @@ async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
         stack.callback(ledger.close)
         run = await parts.build(stack, ledger)
         restored = None
-        if start.checkpoint is not None:
+        if start.checkpoint is None:
+            await put_mixed_rows(parts.config.queue, parts.queue)
+        else:
             restored = await run.checkpointer.load(start.checkpoint)
         await run.trainer.begin(start.step, restored)
         background = [tasks.create_task(part()) for part in run.background]

@@ -14,6 +14,7 @@ from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms import Correction, Shaping
 from jackfield.data.tasks import TaskFormat
 from jackfield.observe import ObserveConfig
+from jackfield.queue import Reuse
 from jackfield.structuring import option
 
 __all__ = [
@@ -26,11 +27,15 @@ __all__ = [
     "EvaluationConfig",
     "EvaluationSampling",
     "KLConfig",
+    "MixConfig",
     "PartConfig",
     "PluginSection",
+    "QueueConfig",
     "RayConfig",
+    "ReplayConfig",
     "RunConfig",
     "RuntimeConfig",
+    "SamplerConfig",
     "ScheduleConfig",
 ]
 
@@ -166,6 +171,58 @@ class CheckpointConfig:
 
 
 @attrs.frozen(kw_only=True)
+class SamplerConfig:
+    """Which of the groups that may be used are taken."""
+
+    name: str = option("sequential", help="sequential, random, priority, or one that a plugin offers")
+    options: Mapping[str, Any] = option(factory=dict, help="the sampler's own settings")
+
+
+@attrs.frozen(kw_only=True)
+class ReplayConfig(Reuse):
+    """Groups that were trained on before, once more beside the new ones of each batch."""
+
+    ratio: float = option(help="such groups for each new one, as far as there are any", validator=gt(0.0))
+    capacity: int | None = option(
+        256, help="used groups that are kept, the sampler's first choices; null: all", validator=optional(gt(0))
+    )
+    sampler: SamplerConfig = option(
+        factory=partial(SamplerConfig, name="priority"), help="which of them are trained on again"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class MixConfig(Reuse):
+    """Groups of another partition beside the new ones of each batch."""
+
+    ratio: float = option(help="such groups for each new one", validator=gt(0.0))
+    rows: str = option(
+        help="what is put into the partition before the first step: a .jsonl or .parquet file of rows, or a queue's "
+        "folder (`jackfield queue import`)"
+    )
+    sampler: SamplerConfig = option(factory=SamplerConfig, help="which of them are trained on")
+
+
+@attrs.frozen(kw_only=True)
+class QueueConfig:
+    """How far producers may run ahead, and what a batch has beside the groups of its step."""
+
+    max_rows: int | None = option(
+        None, help="rows in the queue before producers wait; null: no limit", validator=optional(gt(0))
+    )
+    max_bytes: int | None = option(
+        None, help="bytes of values in the queue before producers wait; null: no limit", validator=optional(gt(0))
+    )
+    replay: ReplayConfig | None = option(None, help="train again on groups that were trained on before; null: never")
+    expert: MixConfig | None = option(
+        None, help="rows that an expert wrote, for a loss with an expert (mix, mix_chord); null: none"
+    )
+    human: MixConfig | None = option(
+        None, help="rows with rewards from elsewhere, treated like the policy's own; null: none"
+    )
+
+
+@attrs.frozen(kw_only=True)
 class EvaluationSampling(SamplingParams):
     """How evaluation answers are drawn: greedy unless told otherwise."""
 
@@ -283,6 +340,7 @@ class RunConfig:
     optimizer: OptimizerSpec = option(factory=OptimizerSpec, help="AdamW and its learning-rate schedule")
     critic: CriticConfig = option(factory=CriticConfig, help="value model")
     schedule: ScheduleConfig = option(factory=ScheduleConfig, help="steps and synchronisation")
+    queue: QueueConfig = option(factory=QueueConfig, help="limits, replay and mixing")
     evaluation: EvaluationConfig = option(factory=EvaluationConfig, help="held-out tasks")
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
     runtime: RuntimeConfig = option(factory=RuntimeConfig, help="where workers live")

@@ -24,16 +24,19 @@ async def put_rows(
     queue: TransferQueue,
     partition: str,
     rows: Iterable[StoredRow],
+    origin: str,
     complete: Callable[[StoredRow], StoredRow] = lambda row: row,
 ) -> int:
     """Put rows as one ticket of published groups; returns their number.
 
-    Rows of one group become one group again, each as a run of its own. A row that had a key has it as its parent.
+    Rows of one group become one group again, each as a run of its own. Its parent is ``ORIGIN:KEY``, or
+    ``ORIGIN`` where it had no key, and what that was made of is remembered.
 
     Args:
         queue: started.
         partition: where they go.
         rows: in order.
+        origin: where they are from, a file or a folder.
         complete: adds to each row what is missing.
 
     Raises:
@@ -53,8 +56,11 @@ async def put_rows(
         task = members[0].task
         group = queue.open_group(slot, task_id=task if task is not None else f"row-{slot.index}", runs=len(members))
         for run, row in enumerate(map(complete, members)):
-            lineage = None if row.key is None else Lineage(_WHO, (row.key,))
-            await queue.put_run(group, run, _columns(row), [row.tags], lineage=[lineage], deadline_seconds=_SECONDS)
+            parent = origin if row.key is None else f"{origin}:{row.key}"
+            columns, lineage = _columns(row), Lineage(_WHO, (parent,))
+            await queue.put_run(group, run, columns, [row.tags], lineage=[lineage], deadline_seconds=_SECONDS)
+            if "operation" in row.tags and "parents" in row.tags:
+                queue.remember_lineage(parent, Lineage(row.tags["operation"], tuple(row.tags["parents"])))
     return sum(map(len, groups.values()))
 
 
@@ -76,7 +82,7 @@ async def import_file(file: Path, folder: Path, partition: str) -> int:
             await queue.restore(folder)
         elif folder.is_dir() and any(folder.iterdir()):
             raise QueueError("the folder holds something else than a queue", where=str(folder), expected=STATE_FILE)
-        count = await put_rows(queue, partition, read_rows(file))
+        count = await put_rows(queue, partition, read_rows(file), str(file))
         await queue.checkpoint(folder)
     finally:
         await queue.close()

@@ -213,6 +213,10 @@ class Producing(Lifetime):
                 if made is not None:
                     self._state.derive(key, made)
 
+    def remember_lineage(self, name: str, lineage: Lineage) -> None:
+        """Say what a row of another queue was made of, which is a parent of rows here."""
+        self._state.derive(name, lineage)
+
     def fail_run(self, group: str, run: int, reason: str) -> None:
         """End a run without rows, because it failed.
 

@@ -45,7 +45,7 @@ class TransferQueue(Producing, Consuming):
 
     @property
     def ledger(self) -> list[dict[str, Any]]:
-        """Every ack, commit, rollback, expiry, drop and release, as plain dicts, in order.
+        """Every ack, commit, rollback, expiry, retirement, derivation, drop and release, as plain dicts, in order.
 
         Whoever keeps them in a file through ``on_ledger`` may clear the list.
         """

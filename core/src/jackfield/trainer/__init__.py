@@ -7,6 +7,7 @@ from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore, open
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.explorer import Experts, Explorer
 from jackfield.trainer.ledger import Ledger, effective_acks, read_ledger
+from jackfield.trainer.mixing import Source
 from jackfield.trainer.offline import OfflineProducer
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.reward_pipeline import RewardPipeline
@@ -30,6 +31,7 @@ __all__ = [
     "Progress",
     "RewardPipeline",
     "Schedule",
+    "Source",
     "Stages",
     "Trainer",
     "WeightPublisher",

@@ -18,6 +18,7 @@ from jackfield.runtime.samples import TRAIN, global_counts, is_expert, mini_batc
 from jackfield.runtime.workers import Workers, resubmitted
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.evaluation import Evaluator
+from jackfield.trainer.mixing import Source
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
@@ -108,6 +109,7 @@ class Trainer:
     kl_in_reward: bool = False
     prepares: bool = False  #: the loss has to know its whole batch before each optimizer step
     whole_groups: bool = False  #: mini-batches do not split groups
+    sources: tuple[Source, ...] = ()  #: of what a batch has beside its ticket's groups
     recorded: int = 4  #: samples of a step that are shown in the table
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
@@ -116,6 +118,8 @@ class Trainer:
         columns = ("prompt_ids", "response_ids", "response_mask")
         needed = ("rollout_log_probs", "reward") if self.explores else ()
         self.queue.register_consumer(CONSUMER, partition=TRAIN, columns=(*columns, *needed))
+        for source in self.sources:
+            source.register(self.queue, CONSUMER, (*columns, *needed))
 
     async def begin(self, first_step: int = 0, restored: Mapping[str, Any] | None = None) -> None:
         """Before anybody explores: evaluate the initial model, or bring restored weights to the replicas.
@@ -153,8 +157,14 @@ class Trainer:
     async def _next_batch(self, step: int) -> BatchMeta:
         async with self.stages.measure("wait", "trainer", step):
             batch = await self.queue.lease_groups(CONSUMER, ticket=step, deadline_seconds=self.batch_seconds)
+            own = len(set(batch.group_ids))
+            further = [
+                await source.sample(self.queue, CONSUMER, step, own, self.batch_seconds) for source in self.sources
+            ]
         if self.explores:
             self.schedule.check(step, _oldest_version(batch))
+        for more in filter(None, further):
+            batch = batch.joined(more)
         return batch
 
     async def _estimate(self, batch: BatchMeta, step: int) -> dict[str, float]:
@@ -270,14 +280,26 @@ class Trainer:
                 "staleness/max": float(step - _oldest_version(batch)),
                 "groups/refills": float(sum(attempts.values())),
             }
+        if self.sources:
+            metrics |= self._shares(batch, step)
         self.hooks.step_ended(event=StepEnded(step=step + 1, metrics=metrics))
         failed = self.queue.drain_failures()
         if failed:
             self.hooks.samples_failed(event=SamplesFailed(step=step + 1, reasons=failed))
         if self.recorded:
-            shown = batch.select(range(min(self.recorded, len(batch))))
+            shown = batch.select(batch.by_partition()[TRAIN][: self.recorded])
             samples = await resubmitted(lambda: self._read(shown))
             self.hooks.samples_recorded(event=SamplesRecorded(step=step + 1, partition=TRAIN, samples=samples))
+
+    @staticmethod
+    def _shares(batch: BatchMeta, step: int) -> dict[str, float]:
+        """How many samples are not of this step's ticket, by where they are from."""
+        counts: dict[str, float] = {}
+        for claim, tags in zip(batch.claims, batch.tags, strict=True):
+            if claim.partition != TRAIN or tags["ticket"] != step:
+                name = f"samples/{'replayed' if claim.partition == TRAIN else claim.partition}"
+                counts[name] = counts.get(name, 0.0) + 1.0
+        return counts
 
     async def _read(self, shown: BatchMeta) -> tuple[SampleRecord, ...]:
         reading = self.agents.of(shown.keys[0]).records(TRAIN, shown.keys, shown.tags, with_reward=self.explores)
@@ -286,8 +308,8 @@ class Trainer:
 
 
 def _oldest_version(batch: BatchMeta) -> int:
-    """Of the weights that made any token of the batch; an expert's rows have none."""
-    return min(int(tags["weight_version_min"]) for tags in batch.tags if not is_expert(tags))
+    """Of the weights that made any token of the batch; rows that this run did not generate have none."""
+    return min(int(tags["weight_version_min"]) for tags in batch.tags if "weight_version_min" in tags)
 
 
 def _require_finite(update: Mapping[str, float], names: Sequence[str], step: int) -> None:

@@ -1,0 +1,104 @@
+"""Replay and mixing as the configuration has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import attrs
+
+from jackfield.config import MixConfig, QueueConfig, ReplayConfig
+from jackfield.errors import ConfigError
+from jackfield.queue import Reuse, TransferQueue, make_sampler
+from jackfield.queue.row_files import StoredRow, cell_of, read_rows
+from jackfield.runtime.samples import TRAIN
+from jackfield.trainer import Source
+
+__all__ = ["check_rows", "make_sources", "put_mixed_rows"]
+
+
+def make_sources(settings: QueueConfig) -> tuple[Source, ...]:
+    """What each batch has beside its ticket's groups; the samplers are new.
+
+    Raises:
+        QueueError: an unknown sampler.
+        ConfigError: options that a sampler does not have.
+    """
+    return tuple(_source(name, partition, each) for name, partition, each in _configured(settings))
+
+
+def check_rows(settings: QueueConfig) -> None:
+    """Look at the first row of each file that is mixed in.
+
+    Raises:
+        ConfigError: there is no row, or it lacks what every row needs.
+        QueueError: it is no file of rows.
+    """
+    for name, _, mixed in _mixed(settings):
+        (first, *_) = [*islice(_read(mixed), 1), None]
+        if first is None or not {"prompt_ids", "response_ids"} <= first.cells.keys():
+            raise ConfigError(
+                "there are no samples in it",
+                where=f"queue.{name}.rows",
+                expected="rows with the columns prompt_ids and response_ids at least",
+                found=mixed.rows if first is None else ", ".join(sorted(first.cells)) or "no columns",
+            )
+
+
+async def put_mixed_rows(settings: QueueConfig, queue: TransferQueue) -> None:
+    """Fill the partitions that are mixed in: once, before the first step of a new run."""
+    from jackfield.queue.importing import put_rows
+
+    for _, partition, mixed in _mixed(settings):
+        complete = partial(_completed, expert=partition == "expert")
+        await put_rows(queue, partition, _read(mixed), mixed.rows, complete)
+
+
+def _configured(settings: QueueConfig) -> Iterator[tuple[str, str, ReplayConfig | MixConfig]]:
+    if settings.replay is not None:
+        yield "replay", TRAIN, settings.replay
+    yield from _mixed(settings)
+
+
+def _mixed(settings: QueueConfig) -> Iterator[tuple[str, str, MixConfig]]:
+    for name in ("expert", "human"):
+        mixed: MixConfig | None = getattr(settings, name)
+        if mixed is not None:
+            yield name, name, mixed
+
+
+def _source(name: str, partition: str, settings: ReplayConfig | MixConfig) -> Source:
+    sampler = make_sampler(settings.sampler.name, settings.sampler.options, f"queue.{name}.sampler.options")
+    limits = {field.name: getattr(settings, field.name) for field in attrs.fields(Reuse)}
+    return Source(partition=partition, ratio=settings.ratio, sampler=sampler, reuse=Reuse(**limits))
+
+
+def _read(mixed: MixConfig) -> Iterator[StoredRow]:
+    path = Path(mixed.rows)
+    if path.is_dir():
+        from jackfield.queue.browse import saved_rows
+
+        return saved_rows(path)
+    return read_rows(path)
+
+
+def _completed(row: StoredRow, *, expert: bool) -> StoredRow:
+    """Tags that a run counts by, and of an expert's row the columns that an expert does not write.
+
+    Versions of other runs' weights say nothing here.
+    """
+    length = row.cells["response_ids"].shape[0]
+    cells = dict(row.cells)
+    cells.setdefault("response_mask", cell_of("response_mask", [True] * length))
+    if expert:
+        cells.setdefault("rollout_log_probs", cell_of("rollout_log_probs", [0.0] * length))
+        cells.setdefault("reward", cell_of("reward", 0.0))
+    counts = {
+        "prompt_tokens": row.cells["prompt_ids"].shape[0],
+        "response_tokens": length,
+        "model_tokens": sum(bytes(cells["response_mask"].content)),
+    }
+    kept = {name: value for name, value in row.tags.items() if not name.startswith("weight_version_")}
+    return attrs.evolve(row, cells=cells, tags={**kept, **counts, **({"expert": True} if expert else {})})
