@@ -30,6 +30,7 @@ from jackfield.queue import (
 )
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.samplers import SAMPLERS
+from jackfield.trainer import effective_acks
 
 torch = pytest.importorskip("torch")
 
@@ -55,6 +56,12 @@ async def use(bench: Any, groups: int, step: int, **options: Any) -> list[int]:
     batch = await bench.queue.sample_groups("trainer", groups, step, deadline_seconds=0, **options)
     await bench.queue.ack(batch, step=step)
     return versions(batch)
+
+
+def effective(ledger: Sequence[dict[str, Any]]) -> dict[int, int | None]:
+    """What the ledger says: version to the last step that used it."""
+    uses = effective_acks(ledger)["trainer"]
+    return {int(key.split("/")[2]) + 1: step for key, step in uses.items()}
 
 
 def register(bench: Any, sampler: Sampler | None = None, reuse: Reuse | None = None) -> None:
@@ -287,6 +294,7 @@ def test_a_rollback_takes_uses_back(run: Run) -> None:
         assert [2] == await use(bench, 1, 1)
         assert [1] == await use(bench, 1, 2)
         assert 4 == len(await bench.queue.rollback(0))
+        assert effective(bench.queue.ledger) == {2: 0}
         assert [2] == await use(bench, 1, 1, fresh=False)
         assert [1] == await use(bench, 1, 2)
         await bench.queue.commit(2)

@@ -86,12 +86,13 @@ class Leases(Sampling):
         returned: list[str] = []
         for consumer in state.consumers.values():
             later = sorted(other for other in consumer.provisional if other > step)
-            rows = list(dict.fromkeys(row for other in later for row in consumer.provisional.pop(other)))
-            if rows:
+            noted = [(other, row) for other in later for row in consumer.provisional.pop(other)]
+            if noted:
+                acked = [row.key for other, row in noted if _acked_at(consumer, row, other)]
+                rows = list(dict.fromkeys(row for _, row in noted))
                 self._take_back(consumer, rows, step)
-                keys = [row.key for row in rows]
-                state.record("rollback", consumer=consumer.name, step=step, keys=keys)
-                returned += keys
+                state.record("rollback", consumer=consumer.name, step=step, keys=acked)
+                returned += [row.key for row in rows]
         if not returned:
             state.record("rollback", consumer=None, step=step, keys=[])
         return returned
@@ -114,3 +115,9 @@ class Leases(Sampling):
                 consumer.acked[row] = Ack(last, last is None or (committed is not None and last <= committed))
         self._return(consumer, [row for row in rows if row not in consumer.leased], whole=True)
         consumer.ready = dict.fromkeys(sorted(consumer.ready, key=lambda row: row.serial))
+
+
+def _acked_at(consumer: Consumer, row: Row, step: int) -> bool:
+    """Whether a step used the row; else it let it go."""
+    uses = consumer.used.get(row.group)
+    return uses is None or step in uses.steps

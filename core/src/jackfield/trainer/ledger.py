@@ -1,4 +1,4 @@
-"""The ledger of a run: every ack, commit, rollback, expiry, drop and release of the queue, one JSON object per line.
+"""The ledger of a run: what the queue did with rows, acks and commits first of all, one JSON object per line.
 
 A line is in the file when the queue's call returns, so the ledger of a killed run is complete up to the kill. A run
 that resumes takes nothing out: it appends a rollback that names what the restored checkpoint does not contain.
@@ -49,8 +49,9 @@ class Ledger:
             position: of the ledger when the checkpoint was cut.
             step: the last one that the checkpoint contains.
         """
-        for consumer, acks in effective_acks(read_ledger(self._path, position)).items():
-            self.write({"event": "rollback", "consumer": consumer, "step": step, "keys": list(acks)})
+        for consumer, uses in _uses(read_ledger(self._path, position)).items():
+            keys = [key for key, steps in uses.items() for _ in steps]
+            self.write({"event": "rollback", "consumer": consumer, "step": step, "keys": keys})
 
     def sync(self) -> None:
         """Return when everything written is on the disk."""
@@ -70,12 +71,22 @@ def read_ledger(path: Path, position: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def effective_acks(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int | None]]:
-    """The acks that no rollback has taken back: consumer to row key to the step that used the row."""
-    acks: dict[str, dict[str, int | None]] = {}
+    """The acks that no rollback has taken back: consumer to row key to the step that used the row, the last time."""
+    return {consumer: {key: steps[-1] for key, steps in rows.items()} for consumer, rows in _uses(entries).items()}
+
+
+def _uses(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int | None]]]:
+    """The steps that used a row, by consumer and key; a rollback names a row as often as it takes a use of it back."""
+    uses: dict[str, dict[str, list[int | None]]] = {}
     for entry in entries:
         if entry["event"] == "ack":
-            acks.setdefault(entry["consumer"], {}).update(dict.fromkeys(entry["keys"], entry["step"]))
+            rows = uses.setdefault(entry["consumer"], {})
+            for key in entry["keys"]:
+                rows.setdefault(key, []).append(entry["step"])
         elif entry["event"] == "rollback":
             for key in entry["keys"]:
-                acks[entry["consumer"]].pop(key, None)
-    return {consumer: rows for consumer, rows in acks.items() if rows}
+                rows = uses.get(entry["consumer"], {})
+                if rows.get(key):
+                    rows[key].pop()
+    used = {name: {key: steps for key, steps in rows.items() if steps} for name, rows in uses.items()}
+    return {consumer: rows for consumer, rows in used.items() if rows}
