@@ -32,6 +32,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError
 from jackfield.queue import column_from_rows, concatenate, dense_column, json_column, take
+from jackfield.queue.archive import write_archive
 
 __all__ = ["check_against_model"]
 
@@ -44,7 +45,7 @@ Row = dict[str, Column]
 def check_against_model(
     make: Callable[[TransferQueueContext], TransferQueueBackend], examples: int = 10, steps: int = 20
 ) -> None:
-    """Put, put of some columns, get, delete, tags, checkpoint, restore, and, where it is durable, opening again."""
+    """Put, put of some columns, get, delete, tags, checkpoint, restore, clear; where it is durable, opening again."""
     options = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -172,6 +173,14 @@ class _Machine(RuleBasedStateMachine):
         number = number if number in self.saved else 1 - number
         self.do(self.store.restore(SnapshotRequest(folder=str(self.folder / str(number)))))
         self.rows = {place: dict(row) for place, row in self.saved[number].items()}
+
+    @rule()
+    def clear(self) -> None:
+        """What a run does that begins anew: the checkpoint of nothing, in the format that all backends share."""
+        write_archive(self.folder / "empty", ())
+        restored = self.do(self.store.restore(SnapshotRequest(folder=str(self.folder / "empty"))))
+        assert (0, 0) == (restored.rows, restored.bytes)
+        self.rows = {}
 
     @precondition(lambda self: self.backend is not None and self.backend.durable)
     @rule()

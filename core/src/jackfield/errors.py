@@ -122,6 +122,7 @@ CODES: dict[str, str] = {
     "queue.closed": "The queue is closed.",
     "queue.column": "A column is not there, or was written twice.",
     "queue.lease-epoch": "A lease is expired, released or of an older epoch.",
+    "queue.not-empty": "A queue backend holds rows of an earlier run and cannot forget them.",
     "queue.extra": "What reads or writes such files is not installed.",
     "queue.full": "The queue stayed full until the deadline.",
     "queue.unreachable": "The server or file behind a queue backend does not answer, or broke off.",

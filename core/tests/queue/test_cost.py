@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.queue import dense_column
+from jackfield.queue import Sequential, dense_column
 
 torch = pytest.importorskip("torch")
 
@@ -78,6 +78,49 @@ def test_a_row_wakes_one_of_a_thousand_waiting_consumers(run: Run) -> None:
         await asyncio.gather(*waiting, return_exceptions=True)
         await bench.put(group, 1)
         assert 1 == len(await bench.queue.lease("a", deadline_seconds=0))
+
+    run(test)
+
+
+def test_ten_thousand_waiting_consumers_wake_one_by_one(run: Run) -> None:
+    """Rows, groups of tickets, samples of groups: what comes wakes whom it is for, counted by how often they look."""
+
+    class Looks(Sequential):
+        count = 0
+
+        def sample(self, ready: Any, count: int | None) -> Any:
+            Looks.count += 1
+            return super().sample(ready, count)
+
+    async def test(bench: Any) -> None:
+        queue = bench.queue
+        for name in ("rows", "groups", "samples"):
+            queue.register_consumer(name, partition="train", columns=("ids",), sampler=Looks())
+        tickets = [bench.claim() for _ in range(8)]
+        waits = {
+            "rows": [queue.lease("rows", 1, deadline_seconds=9) for _ in range(10_000)],
+            "groups": [queue.lease_groups("groups", number, deadline_seconds=9) for number in range(10_000)],
+            "samples": [queue.sample_groups("samples", 1, 0, deadline_seconds=9) for _ in range(10_000)],
+        }
+        tasks = {name: [asyncio.ensure_future(wait) for wait in some] for name, some in waits.items()}
+        await asyncio.sleep(0)
+        Looks.count = 0
+        with Calls() as calls:
+            for ticket in tickets:
+                await bench.publish(ticket, runs=1)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert [8] * 3 == [sum(task.done() for task in some) for some in tasks.values()]
+        assert list(range(8)) == [number for number, task in enumerate(tasks["groups"]) if task.done()]
+        assert Looks.count <= 2 * 16, "as many as there is something for, and one look more each"
+        assert calls.count < 8 * 1500
+        for some in tasks.values():
+            for task in some:
+                task.cancel()
+            await asyncio.gather(*some, return_exceptions=True)
+        await bench.publish(bench.claim(), runs=1)
+        assert 1 == len(await queue.lease("rows", deadline_seconds=0)), "who leaves takes nothing along"
+        assert 1 == len(await queue.sample_groups("samples", 1, 0, deadline_seconds=0))
 
     run(test)
 

@@ -516,6 +516,16 @@ class QueueMachine(RuleBasedStateMachine):
         rows = self.model.rows().items()
         self.restored = {name: {key for key, row in rows if name in row.ack} for name in NEEDS}
 
+    @action(1, when=lambda self: self.model.consumed)
+    def clear(self) -> None:
+        """Begin anew; an earlier checkpoint can still be restored."""
+        folder = tempfile.TemporaryDirectory()
+        self.folders.append(folder)
+        self.do(self.queue.clear(f"{folder.name}/empty"))
+        self.model = Model()
+        self.batches.clear()
+        self.restored = {name: set() for name in NEEDS}
+
     # -- what always holds
 
     @invariant()
@@ -564,6 +574,8 @@ class QueueMachine(RuleBasedStateMachine):
             elif entry["event"] == "rollback" and entry["consumer"]:
                 assert acked[entry["consumer"]] >= keys
                 acked[entry["consumer"]] -= keys
+            elif entry["event"] == "clear":
+                acked = {name: set() for name in NEEDS}
 
 
 # Without Phase.shrink a failure is told at once, not after minutes; add it to get the shortest history.

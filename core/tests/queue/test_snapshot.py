@@ -152,3 +152,35 @@ def test_state_is_plain_json_and_comes_back_equal(run: Run, tmp_path: Path) -> N
             await bench.queue.restore(tmp_path)
 
     run(test)
+
+
+def test_a_cleared_queue_is_a_new_one(run: Run, tmp_path: Path) -> None:
+    """What its backend held before is gone, keys begin anew, leases of before are refused."""
+
+    async def test(bench: Any) -> None:
+        bench.queue.register_consumer("a", partition="train", columns=("ids",))
+        await bench.publish(bench.claim(), runs=2)
+        batch = await bench.queue.lease("a", 1, deadline_seconds=0)
+        await bench.queue.clear(tmp_path / "empty")
+        assert not (tmp_path / "empty").exists()
+        assert 0 == (await bench.queue.backend.stats()).rows == bench.queue.stats()["rows"]
+        assert 0 == bench.claim().number
+        with pytest.raises(QueueError):
+            await bench.queue.ack(batch)
+        assert ["clear"] == [entry["event"] for entry in bench.queue.ledger][-1:]
+
+    run(test)
+
+
+def test_a_backend_that_cannot_forget_is_refused_by_name(run: Run, tmp_path: Path) -> None:
+    async def test(bench: Any) -> None:
+        async def restore(request: Any) -> None:
+            raise QueueError("another format")
+
+        await bench.publish(bench.claim(), runs=2)
+        bench.queue.backend.restore = restore
+        with pytest.raises(QueueError, match=r"(?s)holds rows of an earlier run.*2 rows, 48 bytes") as caught:
+            await bench.queue.clear(tmp_path / "empty")
+        assert "queue.not-empty" == caught.value.code
+
+    run(test)

@@ -192,6 +192,7 @@ async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
         run = await parts.build(stack, ledger)
         restored = None
         if start.checkpoint is None:
+            await parts.queue.clear(folder / "queue" / "empty")
             await put_mixed_rows(parts.config.queue, parts.queue)
         else:
             restored = await run.checkpointer.load(start.checkpoint)

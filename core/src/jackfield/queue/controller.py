@@ -523,7 +523,9 @@ class Controller:
         partition = ticket.partition
         if any(ticket.number in consumer.group_waiters for consumer in partition.consumers):
             return True
-        starving = any(consumer.row_demand and not consumer.ready for consumer in partition.consumers)
+        starving = any(
+            consumer.sample_demand or (consumer.row_demand and not consumer.ready) for consumer in partition.consumers
+        )
         return starving and ticket is self._oldest_unfinished(partition)
 
     @staticmethod

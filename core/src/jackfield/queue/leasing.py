@@ -106,7 +106,7 @@ class Leasing:
         if whole and group.available.get(consumer, 0) == len(group.rows):
             group.slot.ticket.ready.setdefault(consumer, {})[group.slot.index] = group
             self._wake_group_waiters(consumer, group.slot.ticket.number)
-            consumer.groups.notify()
+            consumer.groups.news()
 
     def _wake_group_waiters(self, consumer: Consumer, number: int) -> None:
         for waiter in consumer.group_waiters.get(number, ()):
@@ -123,7 +123,7 @@ class Leasing:
         """Let everybody look again (the queue closes)."""
         for consumer in self._state.consumers.values():
             consumer.line.wake_all()
-            consumer.groups.notify()
+            consumer.groups.wake_all()
             for waiters in consumer.group_waiters.values():
                 for waiter in waiters:
                     waiter.signal.notify()
@@ -328,7 +328,7 @@ class Leasing:
         for row in rows:
             self._offer(consumer, row)
         consumer.line.news()
-        consumer.groups.notify()
+        consumer.groups.news()
 
     def _forget_if_empty(self, lease: Lease) -> None:
         if not lease.rows:

@@ -35,9 +35,23 @@ class Sampling(Leasing):
                     batch = self._grant_whole(consumer, [ready.groups[name] for name in chosen])
                     for ticket in {ready.groups[name].slot.ticket: None for name in chosen}:
                         ticket.changed.notify()
+                    if len(ready) > groups:
+                        consumer.groups.pass_on()
                     return batch
-            future, found = consumer.groups.next(), len(ready)
-            await wait(state.clock, future, until, lambda: missing_sample(state, consumer, groups, found))  # noqa: B023
+            consumer.groups.pass_on()  # somebody else may need fewer
+            await self._wait_for_sample(consumer, groups, len(ready), until)
+
+    async def _wait_for_sample(self, consumer: Consumer, groups: int, ready: int, until: float) -> None:
+        state, future = self._state, consumer.groups.join()
+        consumer.sample_demand += 1
+        state.room.notify()  # a producer that is held back may be the one that is waited for
+        try:
+            await wait(state.clock, future, until, lambda: missing_sample(state, consumer, groups, ready))
+        except BaseException:
+            consumer.groups.leave(future)
+            raise
+        finally:
+            consumer.sample_demand -= 1
 
     @staticmethod
     def _usable(consumer: Consumer, step: int, fresh: bool) -> list[Group]:

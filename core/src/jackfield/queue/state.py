@@ -234,8 +234,9 @@ class Consumer:
     sampler: Sampler = attrs.field(factory=Sequential)
     reuse: Reuse | None = None  #: None: each group once
     used: dict[Group, Uses] = attrs.field(factory=dict)  #: by consumers with reuse, until the group is consumed
-    groups: Signal = attrs.field(factory=Signal)  #: a group may be leased
+    groups: Line = attrs.field(factory=Line)  #: waiters for groups of any tickets
     row_demand: int = 0  #: waiters for any rows
+    sample_demand: int = 0  #: waiters for groups of any tickets
     group_waiters: dict[int, list[GroupWaiter]] = attrs.field(factory=dict)  #: by ticket
 
 

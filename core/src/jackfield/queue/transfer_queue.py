@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jackfield.abc.transfer_queue import SnapshotRequest
 from jackfield.errors import QueueError
+from jackfield.queue.archive import write_archive
 from jackfield.queue.consuming import Consuming
 from jackfield.queue.producing import Producing
-from jackfield.queue.snapshot import load_state, state_dict
+from jackfield.queue.snapshot import FORMAT, load_state, state_dict
 
 __all__ = ["STATE_FILE", "VALUES_FOLDER", "TransferQueue"]
 
@@ -99,6 +101,39 @@ class TransferQueue(Producing, Consuming):
             file.flush()
             os.fsync(file.fileno())
         partial.replace(folder / STATE_FILE)
+
+    async def clear(self, folder: str | Path) -> None:
+        """Forget everything; of a durable backend also what it kept of an earlier run.
+
+        Args:
+            folder: for an empty checkpoint, which the backend reads; whoever holds the backend reaches it. It is
+                removed afterwards.
+
+        Raises:
+            QueueError: ``queue.not-empty`` when the backend cannot read the checkpoint: it has a format of its own.
+        """
+        self._check()
+        async with self._deleting:
+            self._state.discarded.clear()
+            if (found := await self.backend.stats()).rows:
+                write_archive(Path(folder), ())
+                try:
+                    await self.backend.restore(SnapshotRequest(folder=str(folder)))
+                except QueueError as error:
+                    raise QueueError(
+                        "the queue's backend holds rows of an earlier run, and cannot forget them",
+                        code="queue.not-empty",
+                        expected="no rows where a run begins anew",
+                        found=f"{found.rows} rows, {found.bytes} bytes",
+                        fix="remove them with the store's own tools, or give this run another folder",
+                    ) from error
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+            if found.rows or any(partition.next_ticket for partition in self._state.partitions.values()):
+                self._state.record("clear", rows=found.rows)
+            consumers = self.state_dict()["consumers"]
+            empty = {"consumers": consumers, "partitions": {}, "discarded": {}, "lineage": {}, "committed": None}
+            self.load_state_dict({**empty, "format": FORMAT})
 
     async def restore(self, folder: str | Path) -> None:
         """Replace everything by what :meth:`checkpoint` wrote.

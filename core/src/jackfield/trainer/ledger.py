@@ -83,6 +83,8 @@ def _uses(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int 
             rows = uses.setdefault(entry["consumer"], {})
             for key in entry["keys"]:
                 rows.setdefault(key, []).append(entry["step"])
+        elif entry["event"] == "clear":
+            uses.clear()
         elif entry["event"] == "rollback":
             for key in entry["keys"]:
                 rows = uses.get(entry["consumer"], {})
