@@ -207,11 +207,16 @@ def task_for(slot: GroupSlot) -> Task:
     return Task(id=f"{slot.ticket}-{slot.index}", messages=({"role": "user", "content": "q"},))
 
 
-async def run(runtime: str, samples: int, steps: int) -> float:
-    """The median milliseconds of a step, the first one left out."""
+async def run(runtime: str, sizes: Sequence[int], steps: int) -> dict[str, float]:
+    """By the number of samples: the median milliseconds of a step, the first one left out."""
+    found = {}
     async with AsyncExitStack() as stack:
         crew = await (inline_crew() if runtime == "inline" else ray_crew(stack))
-        return 1000 * statistics.median((await measure(crew, samples, steps + 1))[1:])
+        for samples in sizes:
+            milliseconds = 1000 * statistics.median((await measure(crew, samples, steps + 1))[1:])
+            print(f"{runtime:6}  {samples:5} samples  {milliseconds:8.1f} ms per step", flush=True)
+            found[str(samples)] = round(milliseconds, 2)
+    return found
 
 
 def main() -> None:
@@ -226,13 +231,10 @@ def main() -> None:
     steps = 3 if arguments.quick else arguments.steps
     found: dict[str, dict[str, float]] = {}
     for runtime in arguments.runtime:
-        for samples in arguments.samples:
-            try:
-                milliseconds = asyncio.run(run(runtime, samples, steps))
-            except JackfieldError as error:
-                sys.exit(str(error))
-            found.setdefault(runtime, {})[str(samples)] = round(milliseconds, 2)
-            print(f"{runtime:6}  {samples:5} samples  {milliseconds:8.1f} ms per step", flush=True)
+        try:
+            found[runtime] = asyncio.run(run(runtime, arguments.samples, steps))
+        except JackfieldError as error:
+            sys.exit(str(error))
     if arguments.json:
         print(json.dumps({"overhead_ms_per_step": found, "steps": steps}))
 
