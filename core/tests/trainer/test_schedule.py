@@ -9,7 +9,8 @@ import pytest
 
 from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, ScheduleError
-from jackfield.trainer import Progress, Schedule
+from jackfield.queue import Reuse, Sequential
+from jackfield.trainer import Progress, Schedule, Source
 
 
 @pytest.mark.parametrize(("k", "o"), list(itertools.product((1, 2, 3, 5), (0, 1, 2))))
@@ -70,3 +71,9 @@ def test_what_happens_every_so_many_steps_waits_for_the_next_synchronisation(
 ) -> None:
     schedule = Schedule(steps=6, sync_interval=k)
     assert expected == [done for done in range(7) if schedule.is_due(every, done)]
+
+
+@pytest.mark.parametrize(("ratio", "own", "expected"), [(0.5, 2, [1] * 8), (0.25, 2, [0, 1] * 4), (1.5, 1, [1, 2] * 4)])
+def test_a_ratio_holds_over_the_steps(ratio: float, own: int, expected: list[int]) -> None:
+    source = Source(partition="expert", ratio=ratio, sampler=Sequential(), reuse=Reuse())
+    assert expected == [source.groups(step, own) for step in range(8)]

@@ -30,6 +30,7 @@ class Controller:
     ) -> None:
         self.state = state
         self.leases = Leases(state)
+        self.leases.consume = self.consume
         self.max_rows = max_rows
         self.max_bytes = max_bytes
         self.max_refills = max_refills

@@ -49,14 +49,6 @@ class Leases(Sampling):
             for group in {row.group: None for row in rows}:
                 consumer.used.setdefault(group, Uses()).steps.append(step)
 
-    def finish(self, consumer: Consumer, row: Row) -> bool:
-        """An ack of a row is final: whether nobody needs the row any more."""
-        uses = consumer.used.get(row.group)
-        if uses is not None and (uses.may_be_used_again(consumer.reuse) or not uses.is_final(self._state.committed)):
-            return False
-        row.done |= consumer.bit
-        return all(row.done & other.bit for other in row.group.partition.consumers)
-
     def commit(self, step: int) -> list[Row]:
         """Make the acks of all steps up to ``step`` final; returns the rows that nobody needs any more."""
         state = self._state

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jackfield.queue.leasing import Leasing
 from jackfield.queue.meta import BatchMeta
 from jackfield.queue.missing import missing_sample
 from jackfield.queue.reuse import Uses
-from jackfield.queue.state import Ack, Consumer, Group
+from jackfield.queue.state import Ack, Consumer, Group, Row
 from jackfield.queue.waiting import wait
 
 __all__ = ["Sampling"]
@@ -17,6 +17,9 @@ __all__ = ["Sampling"]
 
 class Sampling(Leasing):
     """Which groups a consumer may use, and when it is done with them."""
+
+    #: Forgets rows that nobody needs any more; the controller's.
+    consume: Callable[[Sequence[Row]], None]
 
     async def sample_groups(
         self, name: str, groups: int, step: int, *, fresh: bool, deadline_seconds: float
@@ -86,7 +89,8 @@ class Sampling(Leasing):
 
     def _retire(self, consumer: Consumer, groups: Iterable[Group], step: int) -> None:
         """Be done with groups though the limits leave further uses; like an ack, final with the commit of ``step``."""
-        keys = []
+        committed = self._state.committed
+        final, keys, consumed = committed is not None and step <= committed, list[str](), list[Row]()
         for group in groups:
             uses = consumer.used.setdefault(group, Uses())
             if not uses.may_be_used_again(consumer.reuse) or any(row in consumer.leased for row in group.rows):
@@ -98,11 +102,23 @@ class Sampling(Leasing):
             for row in group.rows:
                 if row in consumer.ready:
                     self._withdraw(consumer, row)
-                consumer.acked[row] = Ack(step, False)
-                consumer.provisional.setdefault(step, {})[row] = None
+                consumer.acked[row] = Ack(step, final)
+                if not final:
+                    consumer.provisional.setdefault(step, {})[row] = None
+                elif self.finish(consumer, row):
+                    consumed.append(row)
             keys += [row.key for row in group.rows]
         if keys:
             self._state.record("retire", consumer=consumer.name, step=step, keys=keys)
+        self.consume(consumed)
+
+    def finish(self, consumer: Consumer, row: Row) -> bool:
+        """An ack of a row is final: whether nobody needs the row any more."""
+        uses = consumer.used.get(row.group)
+        if uses is not None and (uses.may_be_used_again(consumer.reuse) or not uses.is_final(self._state.committed)):
+            return False
+        row.done |= consumer.bit
+        return all(row.done & other.bit for other in row.group.partition.consumers)
 
     def _trim(self, consumer: Consumer, step: int) -> None:
         """Keep as many used groups as the consumer may, those that its sampler chooses first."""
