@@ -1,4 +1,4 @@
-"""A run whose rollout server has an interpreter of its own: the same losses, and a replica that dies is named."""
+"""A run whose rollout server has an interpreter of its own: the same losses, also where the replica dies."""
 
 from __future__ import annotations
 
@@ -39,10 +39,30 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bin" / "python")
 
 
-def test_a_server_elsewhere_changes_no_loss(small_run: Run, python: str) -> None:
-    """Weights reach it by ``shared``, which the configuration chooses by itself; its output is in the run's folder."""
+class Killer:
+    """Kills the replica's process after each step."""
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self.killed: list[int] = []
+
+    @hookimpl
+    def step_ended(self, event: Any) -> None:
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        (replica,) = [int(pid) for pid in children if self._python in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(replica, signal.SIGKILL)
+        self.killed.append(replica)
+
+
+def test_a_server_elsewhere_that_is_killed_after_every_step_changes_no_loss(small_run: Run, python: str) -> None:
+    """Another one takes its place, with the weights of the step, and generates what it would have.
+
+    Weights reach it by ``shared``, which the configuration chooses by itself; its output is in the run's folder.
+    """
     _, here = small_run("here", *SAME)
-    result, there = small_run("there", *SAME, f"runtime.interpreters={{rollout: {python}}}")
+    killer = Killer(python)
+    result, there = small_run("there", *SAME, f"runtime.interpreters={{rollout: {python}}}", hooks=[killer])
+    assert 3 == len(set(killer.killed))
     for one, other in zip(steps(here), steps(there), strict=True):
         assert [pytest.approx(one[name], abs=1e-5) for name in OURS] == [other[name] for name in OURS]
     assert (result.folder / "replica-0.log").is_file()
@@ -50,24 +70,13 @@ def test_a_server_elsewhere_changes_no_loss(small_run: Run, python: str) -> None
     assert "shared" == config["checkpoint_engine"]["name"]
 
 
-class Killer:
-    """Kills the replica's process after a step."""
-
-    def __init__(self, python: str) -> None:
-        self._python = python
-
-    @hookimpl
-    def step_ended(self, event: Any) -> None:
-        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        (replica,) = [int(pid) for pid in children if self._python in Path(f"/proc/{pid}/cmdline").read_text()]
-        os.kill(replica, signal.SIGKILL)
-
-
-def test_a_replica_that_is_killed_is_named(small_run: Run, python: str) -> None:
+def test_a_replica_that_is_killed_once_too_often_is_named(small_run: Run, python: str) -> None:
+    settings = (f"runtime.interpreters={{rollout: {python}}}", "runtime.replica_restarts=1")
     with pytest.raises(RolloutError) as caught:
-        small_run("killed", f"runtime.interpreters={{rollout: {python}}}", hooks=[Killer(python)])
+        small_run("killed", *settings, hooks=[Killer(python)])
     assert "rollout.stopped" == caught.value.code
-    assert "SIGKILL" in str(caught.value.found)
+    assert "rollout replica 0 died again after 1 restarts" in str(caught.value)
+    assert "SIGKILL" in str(caught.value)
 
 
 def test_doctor_looks_at_the_interpreters_of_a_configuration(python: str, tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, cast
 
 import attrs
 
+from jackfield.abc.rollout import BaseRolloutServer, ServerInfo
 from jackfield.algorithms import AdaptiveKLController, FixedKLController
 from jackfield.clock import Clock
 from jackfield.compose.crew import Crew, Needs, inline_crew
@@ -22,6 +24,7 @@ from jackfield.queue import GroupSlot, TransferQueue
 from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.engine_rank import EngineRank
+from jackfield.runtime.revival import LastingServer, LastingWeights
 from jackfield.runtime.shared_device import SharedDevice
 from jackfield.structuring import unstructure
 from jackfield.trainer import (
@@ -96,12 +99,19 @@ class Parts:
         self.queue = await self._queue(stack, ledger)
         actor = await self._engine_group(stack, "actor", crew.actor)
         replicas = await self._replicas(stack)
-        self.weights: WeightSynchronizer | SharedDevice | None = self._weights(replicas) if replicas else None
+        synchronizer = self._weights(replicas) if replicas else None
+        self.weights: WeightSynchronizer | SharedDevice | LastingWeights | None = synchronizer
         reference = await self._reference(stack, actor)
         critic = await self._critic(stack)
         self._placements(replicas)
+        lasting = [each.server for each in replicas if isinstance(each.server, LastingServer)]
+        if lasting and self.weights is not None:
+            self.weights = LastingWeights(self.weights, lasting)
         checkpointer = self._checkpointer(actor, critic, ledger)
         trainer = self._trainer(actor, reference, critic, checkpointer)
+        for server in lasting:
+            assert synchronizer is not None
+            server.catch_up = partial(_catch_up, synchronizer, trainer)
         trainer.register()
         task_for = self._task_order(self.tasks.train)
         loops = (self._explorer(task_for), self._rewards()) if self.explores else (self._producer(task_for),)
@@ -351,3 +361,14 @@ def _kl_controller(kl: KLConfig) -> FixedKLController | AdaptiveKLController:
     if kl.target is None:
         return FixedKLController(coefficient=kl.coefficient)
     return AdaptiveKLController(coefficient=kl.coefficient, target=kl.target, horizon=kl.horizon)
+
+
+async def _catch_up(
+    synchronizer: WeightSynchronizer, trainer: Trainer, server: BaseRolloutServer, info: ServerInfo
+) -> None:
+    """Bring the engine's weights to a replica that was made anew.
+
+    Whoever asks for it generates, or hands the devices over: the engine does not train meanwhile.
+    """
+    if trainer.updated:  # else they are those of the model's folder, which it has loaded
+        await synchronizer.catch_up(Replica(server, info), trainer.updated)

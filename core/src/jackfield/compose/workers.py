@@ -24,6 +24,7 @@ from jackfield.queue import Rows
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.process import RolloutProcess
+from jackfield.runtime.revival import LastingServer
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.router import ReplicaRouter
 
@@ -106,7 +107,11 @@ class WorkerFactory:
         )
         python = interpreters(config, self.registry).get("rollout") if config.runtime.name == "inline" else None
         if python is not None:
-            return self._rollout_process(context, python)
+            return LastingServer(
+                lambda: self._rollout_process(context, python),
+                restarts=config.runtime.replica_restarts,
+                start_seconds=config.deadlines.start,
+            )
         return cast(BaseRolloutServer, self._plugin("rollout", context))
 
     def _rollout_process(self, context: RolloutContext, python: str) -> RolloutProcess:

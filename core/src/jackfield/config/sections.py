@@ -297,6 +297,11 @@ class RuntimeConfig:
     device: str = option("cpu", help="torch device of engine and rollout server")
     threads: int | None = option(None, help="torch threads; null: as torch decides")
     rollout_replicas: int = option(1, help="rollout servers", validator=gt(0))
+    replica_restarts: int = option(
+        3,
+        help="how often a rollout server with a process of its own is started again when it dies (name: inline)",
+        validator=ge(0),
+    )
     max_model_len: int | None = option(
         None,
         help="prompt and response tokens together that a rollout server makes room for; null: the model's own limit",

@@ -111,6 +111,7 @@ class Trainer:
     whole_groups: bool = False  #: mini-batches do not split groups
     sources: tuple[Source, ...] = ()  #: of what a batch has beside its ticket's groups
     recorded: int = 4  #: samples of a step that are shown in the table
+    updated: int = attrs.field(default=0, init=False)  #: steps that are in the engine's weights
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
     def register(self) -> None:
@@ -128,7 +129,7 @@ class Trainer:
             first_step: that will be done.
             restored: the trainer's own state of a checkpoint (the KL controller's coefficient); None: a new run.
         """
-        self._published = first_step
+        self._published = self.updated = first_step
         if restored is None:
             await self._evaluate_if_due(0)
         else:
@@ -146,6 +147,7 @@ class Trainer:
             async with self.placement.hold("train"):
                 metrics = await self._estimate(batch, step)
                 metrics |= await self._update(batch, step)
+                self.updated = step + 1
                 await self._sync_if_due(step)
             await self.queue.ack(batch, step=step)
             await self._record(batch, step, metrics, start)

@@ -141,6 +141,24 @@ class WeightSynchronizer:
             bytes=self._senders[0].sent_bytes,
         )
 
+    async def catch_up(self, replica: Replica, version: int) -> SyncReport:
+        """Bring the engine's weights to one replica that was made anew.
+
+        Args:
+            replica: started.
+            version: of the weights that the engine has now; it must not train meanwhile.
+        """
+        alone = WeightSynchronizer(
+            self._senders,
+            [replica],
+            self._name,
+            self._engine_class,
+            self._clock,
+            settings=self._settings,
+            deadline_seconds=self._deadline_seconds,
+        )
+        return await alone.sync(version)
+
     async def _transfer(self, version: int) -> tuple[dict[str, str], list[WeightReceipt]]:
         """What was sent, by name, and each replica's receipt."""
         peft_configs = [await _result(sender.open()) for sender in self._senders]
