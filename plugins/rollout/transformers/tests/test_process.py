@@ -14,6 +14,7 @@ from jackfield.abc.rollout import RolloutContext, ServerInfo
 from jackfield.plugins import installed
 from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.process.connection import HostProcess
+from jackfield.structuring import unstructure
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
 from jackfield_conformance.subject import Subject
 from jackfield_rollout_transformers.config import Config
@@ -30,7 +31,7 @@ class Reused(RolloutProcess):
     idle: ClassVar[list[HostProcess]] = []
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
-        super().__init__({}, context, record=RECORD, python=sys.executable, seconds=25.0)
+        super().__init__(unstructure(config), context, record=RECORD, python=sys.executable, seconds=25.0)
 
     async def start(self) -> ServerInfo:
         if self.idle:
@@ -47,7 +48,7 @@ class Fresh(RolloutProcess):
     """Starts a process, and ends it: for the check of what is left behind."""
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
-        super().__init__({}, context, record=RECORD, python=sys.executable, seconds=25.0)
+        super().__init__(unstructure(config), context, record=RECORD, python=sys.executable, seconds=25.0)
 
 
 @pytest.fixture(scope="module")
