@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Coroutine, Iterator
 from importlib.util import find_spec
@@ -115,6 +116,15 @@ def redis_server() -> Iterator[RedisServer]:
     with contextlib.closing(server):
         server.start()
         yield server
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """Where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from jackfield_conformance.support.transfer_ends import End, Team, team
+from jackfield_conformance.support.transfer_ends import Team, team
+from jackfield_transfers import (
+    check_a_slow_worker_is_named,
+    check_transfers,
+    go_on_with_another_sender,
+    go_on_without_the_worker,
+    kill_a_worker,
+    kill_the_sender,
+)
 
 pytestmark = pytest.mark.timeout(180)
-
-SECONDS = 20.0  #: the deadline; errors after a kill have to come long before
 
 
 @pytest.fixture(scope="module")
@@ -22,73 +27,27 @@ def ends() -> Iterator[Team]:
         yield made
 
 
-def promptly(end: End) -> dict[str, str]:
-    """An error that has to come long before the deadline."""
-    start = time.monotonic()
-    answer = end.answer()
-    assert time.monotonic() - start < SECONDS / 2
-    return answer
-
-
 def test_two_ranks_and_two_workers(ends: Team) -> None:
-    """Full weights and an adapter alone, again and again, bit for bit; the processes hold no more than before."""
-    ends.gather(ranks=2, workers=2)
-    ends.transfer(1)
-    before = [end.ask("held") for end in (*ends.ranks, *ends.workers)]
-    ends.transfer(2, "adapter")
-    ends.transfer(3)
-    after = [end.ask("held") for end in (*ends.ranks, *ends.workers)]
-    assert before == after
+    after = check_transfers(ends)
     assert [True, False, False, False] == [held["mapped"] > 0 for held in after]  # the sender keeps its segments
 
 
 def test_a_killed_worker_is_named_and_the_others_go_on(ends: Team) -> None:
-    ends.gather(ranks=2, workers=3, seconds=SECONDS)
     names = os.listdir("/dev/shm")
-    ends.begin(4, worker_1=7)
-    assert {"holding": 7} == ends.workers[1].answer()
-    ends.workers[1].kill()
-    sender = promptly(ends.ranks[0])
-    assert "weights.transfer" == sender["code"]
-    assert "worker 1 died" in sender["text"]
-    for end in (ends.workers[0], ends.workers[2]):
-        answer = promptly(end)
-        assert "weights.transfer" == answer["code"]
-        assert "worker 1 died" in answer["text"]
-    assert "digests" in ends.ranks[1].answer()  # it only exhausts
-    ends.finalize()
+    kill_a_worker(ends)
     living = (*ends.ranks, ends.workers[0], ends.workers[2])
     assert [0, 0, 0, 0] == [end.ask("held")["mapped"] for end in living]  # what broke off is not kept
     assert names == os.listdir("/dev/shm")
-    ends.workers[1:] = ends.workers[2:]
-    ends.gather(ranks=2, workers=2)
-    ends.transfer(5)
+    go_on_without_the_worker(ends)
 
 
 def test_a_killed_sender_is_named(ends: Team) -> None:
-    ends.gather(ranks=1, workers=2, seconds=SECONDS)
     names = os.listdir("/dev/shm")
-    ends.begin(6, rank_0=20)
-    assert {"holding": 20} == ends.ranks[0].answer()
-    ends.ranks[0].kill()
-    for end in ends.workers:
-        answer = promptly(end)
-        assert "weights.transfer" == answer["code"]
-        assert "the sender died" in answer["text"]
-        assert 0 == end.ask("held")["mapped"]  # nobody holds the memory of the dead any more
+    kill_the_sender(ends)
+    assert [0, 0] == [end.ask("held")["mapped"] for end in ends.workers]  # nobody holds the memory of the dead any more
     assert names == os.listdir("/dev/shm")
-    ends.gather(ranks=1, workers=2)
-    ends.transfer(7)
+    go_on_with_another_sender(ends)
 
 
 def test_a_worker_slower_than_the_deadline_is_named(ends: Team) -> None:
-    ends.gather(ranks=1, workers=2, seconds=1.5)
-    ends.begin(8, worker_0=3)
-    assert {"holding": 3} == ends.workers[0].answer()
-    sender = ends.ranks[0].answer()
-    assert "DeadlineExceeded" == sender["error"]
-    assert "worker 0" in sender["text"]
-    assert "worker 1" not in sender["text"]
-    assert ends.workers[1].answer()["error"] in {"WeightsError", "DeadlineExceeded"}
-    ends.finalize()
-    ends.workers[0].kill()
+    check_a_slow_worker_is_named(ends)

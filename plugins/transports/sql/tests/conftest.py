@@ -39,14 +39,3 @@ def opened(tmp_path: Path) -> Open:
             await backend.close()
 
     return make
-
-
-@pytest.fixture
-def unused_port() -> int:
-    """Where nobody listens."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

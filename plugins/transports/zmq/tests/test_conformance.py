@@ -18,6 +18,12 @@ def test_the_queue_is_certified() -> None:
     assert "full" == certify("transfer_queue:zmq").level
 
 
+@pytest.mark.timeout(180)
+def test_the_engine_is_certified() -> None:
+    """Every check of the base tier, and of what the manifest declares, passes."""
+    assert "full" == certify("checkpoint_engine:zmq").level
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "settings",

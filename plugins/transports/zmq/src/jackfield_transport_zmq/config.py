@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
 from attrs.validators import and_, ge, gt, le, optional
 
 from jackfield.structuring import option
 
-__all__ = ["QueueConfig"]
+__all__ = ["EngineConfig", "QueueConfig"]
 
 
 @attrs.frozen(kw_only=True)
@@ -37,3 +39,24 @@ class QueueConfig:
         validator=gt(0),
     )
     seconds: float = option(30.0, help="Longest time for one request.", validator=gt(0))
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig:
+    """How weights go from the trainer to inference workers."""
+
+    bucket_bytes: int = option(
+        4 * 2**20,
+        help="Size of a message: small tensors share one, larger ones go in pieces of it.",
+        validator=gt(0),
+    )
+    transport: Literal["auto", "ipc", "tcp"] = option(
+        "auto", help="ipc: within this host only; tcp; auto: ipc where the sender listens on loopback, else tcp."
+    )
+    encrypted: bool | None = option(None, help="TCP with CURVE; null: beyond loopback.")
+    port: int = option(
+        0, help="Where the sender listens for workers; 0: any port that is free.", validator=and_(ge(0), le(65535))
+    )
+    data_port: int = option(
+        0, help="Where tensors leave, with tcp; 0: any port that is free.", validator=and_(ge(0), le(65535))
+    )

@@ -95,7 +95,7 @@ class Directory:
             "format": _FORMAT,
             "initial": self.initial,
             "secret": self.secret.hex(),
-            "keys": None if self.keys is None else attrs.asdict(self.keys) | {"server_secret": ""},
+            "keys": None if self.keys is None else self.keys.of_clients(),
             "units": self.entries(),
             "lost": sorted(self.lost),
         }

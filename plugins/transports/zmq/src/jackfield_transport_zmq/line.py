@@ -16,7 +16,7 @@ from jackfield.errors import DeadlineExceeded, QueueError, WireError
 from jackfield.wire import Buffer, Message, Wire
 from jackfield_transport_zmq.arenas import place_of_this_process
 from jackfield_transport_zmq.directory import UnitAddress
-from jackfield_transport_zmq.sockets import Keys, connected, readable
+from jackfield_transport_zmq.sockets import Keys, dealer, readable
 
 __all__ = ["Line", "Lost", "Stale"]
 
@@ -72,7 +72,8 @@ class Line:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[asyncio.Future[Message], Callable[[], object] | None]] = {}
-        self._socket: zmq.Socket[Any] | None = connected(context, unit.address, keys)
+        self._socket: zmq.Socket[Any] | None = dealer(context, keys)
+        self._socket.connect(unit.address)
         self._file = int(self._socket.getsockopt(zmq.FD))
         self._process: int | None = None
         self._loop.add_reader(self._file, self._read)

@@ -45,7 +45,15 @@ def _serve(order: Mapping[str, Any], owner: int) -> None:
     context = zmq.Context[Any]()
     keys = None if order["keys"] is None else Keys(**order["keys"])
     gate = None if keys is None else Gate(context, keys)
-    router, address = listening(context, order["host"], keys)
+    try:
+        router, address = listening(context, order["host"], keys, tcp=keys is not None)
+    except zmq.ZMQError as error:
+        raise QueueError(
+            f"a storage unit cannot listen: {error}",
+            code="queue.store",
+            where=order["host"],
+            fix="name an address of this host",
+        ) from error
 
     def send(identity: bytes, frames: list[Buffer]) -> None:
         # a client that has gone is none of our concern: ZeroMQ drops what is for it

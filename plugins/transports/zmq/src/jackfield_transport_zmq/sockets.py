@@ -16,9 +16,7 @@ import attrs
 import zmq
 from zmq.utils import z85
 
-from jackfield.errors import QueueError
-
-__all__ = ["Gate", "Keys", "connected", "is_loopback", "listening", "readable"]
+__all__ = ["Gate", "Keys", "dealer", "is_loopback", "listening", "readable"]
 
 _HEARTBEAT_MS = 2_000  #: a TCP peer that is gone is noticed after some of these
 
@@ -37,6 +35,10 @@ class Keys:
         """New ones."""
         return cls(*(key.decode() for _ in range(2) for key in zmq.curve_keypair()))
 
+    def of_clients(self) -> dict[str, str]:
+        """What clients may know."""
+        return attrs.asdict(self) | {"server_secret": ""}
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine gets there."""
@@ -48,16 +50,20 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def listening(context: zmq.Context[Any], host: str, keys: Keys | None) -> tuple[zmq.Socket[Any], str]:
-    """A unit's socket and its address.
+def listening(
+    context: zmq.Context[Any], host: str, keys: Keys | None, tcp: bool, port: int = 0
+) -> tuple[zmq.Socket[Any], str]:
+    """A server's socket and its address.
 
     Args:
         context: of the process.
         host: an address of this machine, for TCP.
-        keys: of the queue; None: this host only.
+        keys: for CURVE.
+        tcp: whether others than this host's processes are to come.
+        port: for TCP; 0: any that is free.
 
     Raises:
-        QueueError: ``queue.store`` where nobody can listen there.
+        zmq.ZMQError: nobody can listen there.
     """
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -68,30 +74,31 @@ def listening(context: zmq.Context[Any], host: str, keys: Keys | None) -> tuple[
         socket.curve_secretkey = keys.server_secret.encode()
         socket.setsockopt(zmq.ZAP_DOMAIN, b"jackfield")
     try:
-        if keys is None and sys.platform == "linux":
+        if not tcp and sys.platform == "linux":
             address = f"ipc://@jackfield-{secrets.token_hex(12)}"
             socket.bind(address)
         else:
-            port = socket.bind_to_random_port(f"tcp://{host}")
-            address = f"tcp://{host}:{port}"
-    except zmq.ZMQError as error:
+            socket.setsockopt(zmq.IPV6, ":" in host)
+            place = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+            socket.bind(f"{place}:{port or '*'}")
+            endpoint: Any = socket.getsockopt(zmq.LAST_ENDPOINT)
+            address = f"{place}:{endpoint.decode().rpartition(':')[2].rstrip(chr(0))}"
+    except zmq.ZMQError:
         socket.close(0)
-        raise QueueError(
-            f"a storage unit cannot listen: {error}", code="queue.store", where=host, fix="name an address of this host"
-        ) from error
+        raise
     return socket, address
 
 
-def connected(context: zmq.Context[Any], address: str, keys: Keys | None) -> zmq.Socket[Any]:
-    """A client's socket."""
+def dealer(context: zmq.Context[Any], keys: Keys | None) -> zmq.Socket[Any]:
+    """A client's socket, which is not connected yet."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.IDENTITY, b"c" + secrets.token_bytes(15))
     _tune(socket)
     if keys is not None:
         socket.curve_serverkey = keys.server_public.encode()
         socket.curve_publickey = keys.client_public.encode()
         socket.curve_secretkey = keys.client_secret.encode()
-    socket.connect(address)
     return socket
 
 
@@ -105,7 +112,6 @@ def _tune(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
 
 

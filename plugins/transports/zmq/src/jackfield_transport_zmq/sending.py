@@ -1,0 +1,331 @@
+"""Both halves of a weight transfer: tensors into numbered messages, and messages into tensors.
+
+A message is a *chunk*: a bucket of small tensors, or a piece of a large one. A worker says which chunk it wants next
+when it connects, and again when its connection was lost and is there again; so nothing is sent twice that it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+import zmq
+
+from jackfield.errors import WireError
+from jackfield.weights.buckets import Entry, aligned, entry_of, put, raw
+from jackfield.weights.meeting import Meeting
+from jackfield.wire import Buffer, Message, Schema, Wire
+from jackfield_transport_zmq.sockets import Gate, Keys, dealer, listening, readable
+
+__all__ = ["MESSAGES", "Arrived", "Receiving", "Sending"]
+
+_WINDOW = 8  #: chunks that a worker takes ahead of what it has read
+_SLOTS = 4  #: buckets that are filled or on their way
+
+MESSAGES: dict[str, dict[str, Schema]] = {
+    "want": {"worker": int, "chunk": int},
+    # start and size: of the bytes in the message, among those of the tensors; tensors: none but in the first piece
+    "chunk": {"number": int, "start": int, "size": int, "tensors": [(str, str, [int], int)]},
+}
+
+
+class _Attached:
+    """A socket whose messages are taken on the event loop."""
+
+    def __init__(self, socket: zmq.Socket[Any], take: Any) -> None:
+        self.socket = socket
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._file = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._file, self.read)
+        self.read()
+
+    def read(self) -> None:
+        """All that has come; due after each sending, too, which may swallow the notice of it."""
+        while not self.socket.closed and readable(self.socket):
+            self._take(self.socket)
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._loop.remove_reader(self._file)
+        self.socket.close(0)
+
+
+# -- the sender --------------------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class _Worker:
+    """What the sender knows of a worker's connection."""
+
+    identity: bytes
+    chunk: int  #: that it gets next
+
+
+class Sending:
+    """The sender's socket, and the chunks that somebody has not got yet."""
+
+    def __init__(self, host: str, keys: Keys | None, tcp: bool, port: int, secret: str, bucket_bytes: int) -> None:
+        """
+        Args:
+            host: where it listens.
+            keys: for CURVE.
+            tcp: rather than within this host.
+            port: for TCP.
+            secret: that workers share.
+            bucket_bytes: of a chunk.
+
+        Raises:
+            zmq.ZMQError: nobody can listen there.
+        """
+        self._context = zmq.Context[Any]()
+        try:
+            self._gate = None if keys is None else Gate(self._context, keys)
+            self._router, self.address = listening(self._context, host, keys, tcp, port)
+        except zmq.ZMQError:
+            self._context.destroy(0)
+            raise
+        self._wire = Wire(MESSAGES, bytes.fromhex(secret))
+        self._bucket_bytes = bucket_bytes
+        self._attached: list[_Attached] = []
+        self._meeting: Meeting | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._chunks: deque[list[Buffer]] = deque()  #: frames of those that somebody has not got
+        self._first = 0  #: number of the first of them
+        self._slots: list[torch.Tensor] = []
+        self._entries: list[Entry] = []
+        self._used = 0
+        self._slot_free_at = [0] * _SLOTS  #: once everybody has all chunks before this one
+        self._filled = 0
+
+    def begin(self, meeting: Meeting, slots: list[torch.Tensor]) -> None:
+        """Take what workers want.
+
+        Args:
+            meeting: with every worker.
+            slots: buffers, kept by the caller.
+        """
+        self._meeting, self._slots = meeting, slots
+        self._attached.append(_Attached(self._router, self._wanted))
+        if self._gate is not None:
+            gate = self._gate
+            self._attached.append(_Attached(gate.socket, lambda _: gate.answer()))
+
+    @property
+    def made(self) -> int:
+        """Chunks so far."""
+        return self._first + len(self._chunks)
+
+    def _wanted(self, router: zmq.Socket[Any]) -> None:
+        identity, *frames = router.recv_multipart()
+        with suppress(WireError):
+            message = self._wire.decode(frames)
+            if message.kind == "want" and self._first <= message["chunk"] <= self.made:
+                self._workers[message["worker"]] = _Worker(identity, message["chunk"])
+                self.pump()
+
+    def pump(self) -> None:
+        """Send each worker what it has room for."""
+        if self._meeting is None:
+            return
+        for number, worker in self._workers.items():
+            peer = self._meeting.peers.get(number)
+            room = peer.said.get("room", 0) if peer is not None else 0
+            while worker.chunk < min(room, self.made):
+                frames = self._chunks[worker.chunk - self._first]
+                self._router.send_multipart([worker.identity, *frames], copy=False)
+                worker.chunk += 1
+        for attached in self._attached:
+            attached.read()
+
+    def heard(self) -> None:
+        """A worker has said what it has got, and what it has room for."""
+        if self._meeting is None:
+            return
+        got = min((peer.said.get("got", 0) for peer in self._meeting.peers.values()), default=self.made)
+        while self._chunks and self._first < got:
+            self._chunks.popleft()
+            self._first += 1
+        self.pump()
+
+    async def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a small tensor into a bucket; send a large one from where it lies, and wait until it has arrived."""
+        assert self._meeting is not None
+        if not self._meeting.peers:
+            return
+        if tensor.nbytes >= self._bucket_bytes:
+            self._flush()
+            content = raw(tensor.detach().cpu()).numpy().data
+            self._launch(content, [entry_of(name, tensor)])
+            await self._arrived(self.made)
+            return
+        if self._used + tensor.nbytes > self._bucket_bytes:
+            self._flush()
+        slot = self._filled % _SLOTS
+        if not self._entries:
+            await self._arrived(self._slot_free_at[slot])
+            while len(self._slots) <= slot:
+                self._slots.append(torch.empty(self._bucket_bytes, dtype=torch.uint8))
+        entry = entry_of(name, tensor, self._used)
+        put(self._slots[slot], entry, tensor)
+        self._entries.append(entry)
+        self._used = aligned(self._used + tensor.nbytes)
+
+    async def end(self) -> None:
+        """Send what is left, and wait until every chunk has arrived."""
+        self._flush()
+        await self._arrived(self.made)
+
+    def _flush(self) -> None:
+        entries, size = self._entries, min(self._used, self._bucket_bytes)
+        self._entries, self._used = [], 0
+        if entries:
+            slot = self._filled % _SLOTS
+            self._launch(self._slots[slot].numpy().data[:size], entries)
+            self._slot_free_at[slot] = self.made
+            self._filled += 1
+
+    def _launch(self, content: memoryview, entries: Sequence[Entry]) -> None:
+        for start in range(0, max(len(content), 1), self._bucket_bytes):
+            fields = {
+                "number": self.made,
+                "start": start,
+                "size": len(content),
+                "tensors": entries if start == 0 else [],
+            }
+            self._chunks.append(self._wire.encode("chunk", fields, [content[start : start + self._bucket_bytes]]))
+        self.pump()
+
+    async def _arrived(self, count: int) -> None:
+        """Wait until everybody has so many chunks."""
+        assert self._meeting is not None
+        await asyncio.sleep(0)  # to hear of workers that broke off
+        await self._meeting.until(lambda peer: peer.said.get("got", 0) >= count, f"take chunk {count - 1}")
+
+    def close(self) -> None:
+        """Hang up."""
+        for attached in self._attached:
+            attached.close()
+        self._attached.clear()
+        self._chunks.clear()
+        self._context.destroy(0)
+
+
+# -- a worker ----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class Arrived:
+    """Tensors that have come together."""
+
+    content: torch.Tensor  #: uint8 ``[bytes]``
+    entries: Sequence[Entry]
+    pooled: torch.Tensor | None = None  #: a buffer to be given back
+
+
+class Receiving:
+    """A worker's socket, and what has come."""
+
+    def __init__(self, place: Mapping[str, Any], meeting: Meeting, pool: list[torch.Tensor]) -> None:
+        """
+        Args:
+            place: the worker's share of the topology.
+            meeting: with the sender.
+            pool: free buffers for tensors that come in pieces, kept by the caller.
+        """
+        self._meeting = meeting
+        self._worker = place["worker"]
+        self._wire = Wire(MESSAGES, bytes.fromhex(place["secret"]))
+        self._pool = pool
+        self.arrived: deque[Arrived] = deque()
+        self.chunks = 0  #: that have come
+        self._room = _WINDOW  #: chunks that may come
+        self._pieces: list[Entry] = []  #: of the large tensor that is coming,
+        self._buffer = torch.empty(0, dtype=torch.uint8)  #: and where to
+        self._changed: asyncio.Future[None] | None = None
+        keys = None if place["keys"] is None else Keys(**place["keys"])
+        self._context = zmq.Context[Any]()
+        socket = dealer(self._context, keys)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._attached = _Attached(socket, self._take)
+        self._monitor = _Attached(monitor, self._connected)
+        socket.connect(place["data"])  # after the monitor, which is to see it
+
+    def _connected(self, monitor: zmq.Socket[Any]) -> None:
+        """For the first time, or after the connection broke: say what is missing."""
+        monitor.recv_multipart()
+        socket = self._attached.socket
+        socket.send_multipart(self._wire.encode("want", {"worker": self._worker, "chunk": self.chunks}))
+        self._attached.read()
+
+    def _take(self, socket: zmq.Socket[Any]) -> None:
+        frames = socket.recv_multipart(copy=False)
+        with suppress(WireError):
+            message = self._wire.decode([frame.buffer for frame in frames])
+            if message.kind == "chunk" and message["number"] == self.chunks and len(message.buffers) == 1:
+                self._put(message)
+                self.chunks += 1
+                self._meeting.tell({"got": self.chunks, "room": self._room})
+                self.changed()
+
+    def _put(self, message: Message) -> None:
+        content = torch.from_numpy(np.frombuffer(message.buffers[0], dtype=np.uint8))
+        start, size = message["start"], message["size"]
+        if size == len(content) and content.data_ptr() % 8 == 0:
+            self.arrived.append(Arrived(content, message["tensors"]))
+            return
+        if start == 0:
+            self._pieces = message["tensors"]
+            self._buffer = self._free(size)
+        self._buffer[start : start + len(content)] = content
+        if start + len(content) == size:
+            self.arrived.append(Arrived(self._buffer[:size], self._pieces, self._buffer))
+        else:
+            self._room += 1  # this message is not needed any more
+
+    def _free(self, size: int) -> torch.Tensor:
+        """A buffer that nobody reads; touching fresh memory is slow, so they are kept."""
+        fitting = [number for number, buffer in enumerate(self._pool) if buffer.numel() >= size]
+        if fitting:
+            return self._pool.pop(min(fitting, key=lambda number: self._pool[number].numel()))
+        if self._pool:
+            self._pool.pop()
+        return torch.empty(size, dtype=torch.uint8)
+
+    def read(self, arrived: Arrived) -> None:
+        """Tensors that have come were read; there is room for more."""
+        if arrived.pooled is not None:
+            self._pool.append(arrived.pooled)
+        self._room += 1
+        self._meeting.tell({"room": self._room})
+
+    def changed(self) -> None:
+        """Something has come, by this way or by the meeting."""
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def begin(self) -> None:
+        """Have the sender send."""
+        self._meeting.tell({"room": self._room})
+
+    async def more(self) -> None:
+        """Wait for something to come.
+
+        Raises:
+            WeightsError: the sender broke off.
+            DeadlineExceeded: naming the sender.
+        """
+        self._changed = asyncio.get_running_loop().create_future()
+        await self._meeting.wait_for(self._changed, f"the sender to send chunk {self.chunks}")
+
+    def close(self) -> None:
+        """Hang up."""
+        self._monitor.close()
+        self._attached.close()
+        self._context.destroy(0)
