@@ -45,7 +45,7 @@ Row = dict[str, Column]
 def check_against_model(
     make: Callable[[TransferQueueContext], TransferQueueBackend], examples: int = 10, steps: int = 20
 ) -> None:
-    """Put, put of some columns, get, delete, tags, checkpoint, restore, clear; where it is durable, opening again."""
+    """Put (of some columns), get, delete, tags, checkpoint, restore, clear; where it is durable, restart and crash."""
     options = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -89,6 +89,7 @@ class _Machine(RuleBasedStateMachine):
         self.rows: dict[tuple[str, str], Row] = {}
         self.saved: dict[int, dict[tuple[str, str], Row]] = {}
         self.backend: TransferQueueBackend | None = None
+        self.lost: list[TransferQueueBackend] = []  # crashed
 
     def do(self, action: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(action)
@@ -104,8 +105,8 @@ class _Machine(RuleBasedStateMachine):
         self.do(self.backend.start())
 
     def teardown(self) -> None:
-        if self.backend is not None:
-            self.do(self.backend.close())
+        for backend in [*self.lost, *filter(None, [self.backend])]:
+            self.do(backend.close())
         self.runner.close()
         self.temporary.cleanup()
 
@@ -117,6 +118,9 @@ class _Machine(RuleBasedStateMachine):
         seed=st.integers(0, 99),
     )
     def put(self, partition: str, keys: list[str], names: list[str], sort: str, seed: int) -> None:
+        self.put_columns(partition, keys, names, sort, seed)
+
+    def put_columns(self, partition: str, keys: list[str], names: list[str], sort: str, seed: int) -> None:
         columns = {name: _column(sort, len(keys), seed + place) for place, name in enumerate(names)}
         stored = self.do(self.store.put(PutRequest(partition=partition, keys=tuple(keys), columns=columns)))
         assert sum(column.values.nbytes for column in columns.values()) == stored.bytes
@@ -187,6 +191,22 @@ class _Machine(RuleBasedStateMachine):
     def open_again(self) -> None:
         self.do(self.store.close())
         self.open()
+
+    @precondition(lambda self: self.backend is not None and self.backend.durable)
+    @rule()
+    def crash(self) -> None:
+        """Nobody closes it: another one is opened in the same folder, and this one is not asked again."""
+        self.lost.append(self.store)
+        self.open()
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), name=NAMES, seed=st.integers(0, 99))
+    def put_a_column(self, data: st.DataObject, name: list[str], seed: int) -> None:
+        """Further columns of some rows that are there, as a reward worker or an engine rank writes them."""
+        partition = data.draw(st.sampled_from(sorted({partition for partition, _ in self.rows})))
+        there = sorted(key for place, key in self.rows if place == partition)
+        keys = data.draw(st.lists(st.sampled_from(there), unique=True, min_size=1))
+        self.put_columns(partition, keys, name, "dense", seed)
 
     @invariant()
     def counts(self) -> None:

@@ -408,6 +408,7 @@ def test_closing_ends_every_wait(run: Run) -> None:
                 bench.queue.lease("a"),
                 bench.queue.lease_groups("a", 0),
                 bench.queue.lease_groups("a", 5),
+                bench.queue.sample_groups("a", 1, 0),
                 bench.queue.wait_group_settled(group, 60),
                 bench.queue.wait_offer("train", 60),
                 anext(bench.queue.slots(ticket, 60)),

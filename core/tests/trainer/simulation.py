@@ -21,11 +21,12 @@ from jackfield.clock import Clock, VirtualClock
 from jackfield.data.tasks import Task
 from jackfield.plugins import hook_manager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
-from jackfield.queue import BatchMeta, GroupSlot, Rows, TransferQueue, column_from_rows
+from jackfield.queue import BatchMeta, GroupSlot, Random, Reuse, Rows, TransferQueue, column_from_rows
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantageEstimation, AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker
+from jackfield.runtime.samples import TRAIN
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import (
     Checkpointer,
@@ -38,6 +39,7 @@ from jackfield.trainer import (
     Progress,
     RewardPipeline,
     Schedule,
+    Source,
     Stages,
     Trainer,
 )
@@ -219,6 +221,7 @@ class Simulation:
     equal_groups_replaced: int = 0
     greedy_baseline: bool = False
     experts: int = 0
+    replay: Reuse | None = None  #: half a group for each new one, drawn at random
     advantages: str = "grpo"
     critic_warmup: int | None = None  #: None: no critic
     loss_options: Mapping[str, Any] = attrs.field(factory=dict)
@@ -307,6 +310,7 @@ class Simulation:
             hooks=hooks,
             agents=agents,
             batch_seconds=500.0,
+            sources=() if self.replay is None else (_replay(self.replay),),
         )
         trainer.register()
         rewards = RewardPipeline(
@@ -353,6 +357,10 @@ class Simulation:
             await queue.close()
             if ledger is not None:
                 ledger.close()
+
+
+def _replay(reuse: Reuse) -> Source:
+    return Source(partition=TRAIN, ratio=0.5, sampler=Random(seed=5), reuse=reuse)
 
 
 def _task(slot: GroupSlot) -> Task:

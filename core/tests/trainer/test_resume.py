@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jackfield.queue import Reuse
 from jackfield.trainer import Schedule, effective_acks, read_ledger
 
 from .simulation import Simulation
@@ -54,6 +55,33 @@ def test_every_sample_is_used_once_by_its_own_step(tmp_path: Path, k: int, o: in
         assert expected == sorted(trained(folder))
         assert 0 == run.rows_left
     assert resumed[True] > 1, "some starts went on from a checkpoint"
+
+
+@pytest.mark.parametrize("o", [0, 2])
+def test_what_is_replayed_does_not_depend_on_kills(tmp_path: Path, o: int) -> None:
+    """The last use of every sample, and the batch of every step, are those of the run that nothing interrupted."""
+    draw = random.Random(o)
+    reuse = Reuse(max_uses=3, cooldown=1, max_staleness=5, capacity=4)
+    folders = [tmp_path / str(number) for number in range(4)]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        for _ in range(number):
+            simulate(folder, 1, o, draw.uniform(30, 150), replay=reuse)
+        assert simulate(folder, 1, o, None, replay=reuse).first_step > 0 or not number
+    whole, *killed = [sorted(trained_last(folder)) for folder in folders]
+    assert any(step > ticket for step, ticket, *_ in whole)
+    for each in killed:
+        assert whole == each
+
+
+def trained_last(folder: Path) -> list[tuple[int, int, int, int]]:
+    """Step, ticket, slot and run of the last use of every sample that was not taken back."""
+    used = []
+    for key, step in effective_acks(read_ledger(folder / "ledger.jsonl"))["trainer"].items():
+        _, ticket, slot, _, run, _ = key.split("/")
+        assert step is not None
+        used.append((step, int(ticket), int(slot), int(run.partition("r")[0])))
+    return used
 
 
 def test_without_an_offset_a_resumed_run_makes_the_same_requests(tmp_path: Path) -> None:
