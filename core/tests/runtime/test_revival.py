@@ -291,6 +291,26 @@ def test_the_router_prefers_replicas_that_serve() -> None:
     assert 1 == len(world.made[1].calls)
 
 
+def test_a_run_leaves_a_replica_that_is_made_anew() -> None:
+    world, other = World(), World()
+    other.clock = other.made[0].world.clock = world.clock
+
+    async def life() -> None:
+        router = ReplicaRouter([world.server, other.server], world.clock)
+        generate = router.of_one_run()
+        await generate(request(name="first"))
+        world.made[0].die()
+        lost = asyncio.create_task(router.generate(request(name="lost")))
+        await world.clock.sleep(1.0)
+        await generate(request(name="second"))
+        await lost
+        await generate(request(name="third"))
+
+    world.run(life())
+    assert ["first"] == [call.request_id for call in world.made[0].calls if call.request_id != "lost"]
+    assert ["second", "third"] == [call.request_id for call in other.made[0].calls]
+
+
 class Weights:
     """A synchronisation in which a replica dies, or that fails by itself."""
 

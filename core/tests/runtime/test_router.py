@@ -50,6 +50,21 @@ def test_requests_go_to_the_least_loaded_replica() -> None:
     assert [3, 3] == [replica.served for replica in replicas]
 
 
+def test_turns_of_one_run_go_where_its_first_went() -> None:
+    clock = VirtualClock()
+    replicas = [FakeReplica(clock), FakeReplica(clock)]
+
+    async def turns() -> None:
+        router = ReplicaRouter(replicas, clock)  # type: ignore[arg-type]
+        first, second = router.of_one_run(), router.of_one_run()
+        await asyncio.gather(first(REQUEST), second(REQUEST))
+        for _ in range(3):
+            await second(REQUEST)
+
+    clock.run(turns())
+    assert [1, 4] == [replica.served for replica in replicas]
+
+
 @pytest.mark.parametrize(
     ("health", "state"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -132,17 +132,21 @@ class WorkerFactory:
         """A worker that runs agents on ``servers``; without any, it only makes samples of the data's own answers."""
         config, tokenizer = self.config, self._tokenizer()
         max_prompt_tokens = read_model(config).max_prompt_tokens
-        make_agent: Callable[[], AgentLoopBase] | None = None
-        if servers:
-            loaded = self.registry.load("agent", config.agent.name)
+        if not servers:
+            return AgentWorker(rows, tokenizer, self.clock, None, max_prompt_tokens=max_prompt_tokens)
+        loaded = self.registry.load("agent", config.agent.name)
+        router = ReplicaRouter(servers, self.clock)
+
+        def make_agent() -> AgentLoopBase:
             context = AgentContext(
-                generate=ReplicaRouter(servers, self.clock).generate,
+                generate=router.of_one_run(),
                 tokenizer=tokenizer,
                 clock=self.clock,
                 run_id=run_id,
                 max_prompt_tokens=max_prompt_tokens,
             )
-            make_agent = lambda: cast(AgentLoopBase, loaded.build(config.agent.settings, context, "agent"))  # noqa: E731
+            return cast(AgentLoopBase, loaded.build(config.agent.settings, context, "agent"))
+
         return AgentWorker(rows, tokenizer, self.clock, make_agent, max_prompt_tokens=max_prompt_tokens)
 
     async def reward_worker(self, rows: Rows) -> RewardWorker:

@@ -30,13 +30,17 @@ from jackfield.abc.rollout import (
     WakeUpResult,
     WeightReceipt,
 )
-from jackfield.errors import JackfieldError, RolloutError
-from jackfield.runtime.router import state_of
+from jackfield.clock import Clock
+from jackfield.errors import JackfieldError, RolloutError, WorkerLost
 from jackfield.weights import SyncReport
 
-__all__ = ["LastingServer", "LastingWeights"]
+__all__ = ["LastingServer", "LastingWeights", "state_of"]
 
 T = TypeVar("T")
+
+#: Refusals of one request by a replica that is well.
+_REFUSALS = ("rollout.request", "rollout.stale", "plugin.capability")
+_HEALTH_SECONDS = 10.0
 
 CatchUp = Callable[[BaseRolloutServer, ServerInfo], Awaitable[object]]
 
@@ -251,6 +255,24 @@ class LastingWeights:
                 revived = [await server.revive_if_dead(error) for server in self._servers]
                 if not any(revived):
                     raise
+
+
+async def state_of(replica: BaseRolloutServer, clock: Clock, name: str, error: Exception | None = None) -> str | None:
+    """How a replica is that does not serve any more; None: it is well.
+
+    Args:
+        replica: whose.
+        clock: through which its answer is waited for.
+        name: of the replica.
+        error: of a request that it has failed; one that it has refused says that it is well.
+    """
+    if isinstance(error, WorkerLost) or (isinstance(error, JackfieldError) and error.code in _REFUSALS):
+        return None
+    try:
+        report = await clock.wait_for(replica.health(), _HEALTH_SECONDS, f"{name} to tell its health")
+    except Exception as silence:
+        return f"{type(silence).__name__}: {silence}"
+    return None if report.healthy else report.detail or "not healthy"
 
 
 def _behind(request: GenerateRequest, seen: Sequence[int]) -> GenerateRequest:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
 from jackfield.clock import Clock
-from jackfield.errors import JackfieldError, RolloutError, WorkerLost
+from jackfield.errors import JackfieldError, RolloutError
+from jackfield.runtime.revival import LastingServer, state_of
 
-__all__ = ["ReplicaRouter", "state_of"]
-
-
-#: Refusals of one request by a replica that is well.
-_REFUSALS = ("rollout.request", "rollout.stale", "plugin.capability")
-_HEALTH_SECONDS = 10.0
+__all__ = ["ReplicaRouter"]
 
 
 class ReplicaRouter:
-    """Sends each request to the replica with the fewest running requests."""
+    """Sends requests to the replica with the fewest running ones; later turns of one run go where its first went."""
 
     def __init__(self, replicas: Sequence[BaseRolloutServer], clock: Clock) -> None:
         self._replicas = list(replicas)
         self._clock = clock
         self._running = [0] * len(self._replicas)
+
+    def of_one_run(self) -> Callable[[GenerateRequest], Awaitable[GenerateResult]]:
+        """What generates for one agent run: its first replica has what was said before in its cache.
+
+        It leaves a replica that is being made anew for another one.
+        """
+        chosen: int | None = None
+
+        async def generate(request: GenerateRequest) -> GenerateResult:
+            nonlocal chosen
+            if chosen is None or not self._is_available(chosen):
+                chosen = self._least_loaded()
+            return await self._generate(chosen, request)
+
+        return generate
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate on the least loaded replica; one that is being made anew only where there is no other.
@@ -31,7 +42,9 @@ class ReplicaRouter:
             RolloutError: ``rollout.stopped``, naming the replica, when it failed and is not healthy any more.
             Exception: what a healthy replica raised.
         """
-        index = min(range(len(self._replicas)), key=self._load)
+        return await self._generate(self._least_loaded(), request)
+
+    async def _generate(self, index: int, request: GenerateRequest) -> GenerateResult:
         self._running[index] += 1
         try:
             return await self._replicas[index].generate(request)
@@ -41,8 +54,12 @@ class ReplicaRouter:
         finally:
             self._running[index] -= 1
 
-    def _load(self, index: int) -> tuple[bool, int]:
-        return not getattr(self._replicas[index], "available", True), self._running[index]
+    def _least_loaded(self) -> int:
+        return min(range(len(self._replicas)), key=lambda index: (not self._is_available(index), self._running[index]))
+
+    def _is_available(self, index: int) -> bool:
+        replica = self._replicas[index]
+        return replica.available if isinstance(replica, LastingServer) else True
 
     async def _require_alive(self, index: int, error: Exception) -> None:
         """Tell a request that failed from a replica that died."""
@@ -56,24 +73,6 @@ class ReplicaRouter:
                 found=f"{_one_line(error)}; its health: {state}",
                 fix="look at what the server printed; the traceback is in error.txt in the run's folder",
             ) from error
-
-
-async def state_of(replica: BaseRolloutServer, clock: Clock, name: str, error: Exception | None = None) -> str | None:
-    """How a replica is that does not serve any more; None: it is well.
-
-    Args:
-        replica: whose.
-        clock: through which its answer is waited for.
-        name: of the replica.
-        error: of a request that it has failed; one that it has refused says that it is well.
-    """
-    if isinstance(error, WorkerLost) or (isinstance(error, JackfieldError) and error.code in _REFUSALS):
-        return None
-    try:
-        report = await clock.wait_for(replica.health(), _HEALTH_SECONDS, f"{name} to tell its health")
-    except Exception as silence:
-        return f"{type(silence).__name__}: {silence}"
-    return None if report.healthy else report.detail or "not healthy"
 
 
 def _one_line(error: Exception) -> str:
