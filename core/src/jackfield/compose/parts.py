@@ -267,16 +267,8 @@ class Parts:
             ledger.write(entry)
             queue.ledger.clear()  # it is in the file
 
-        config = self.config
-        queue = TransferQueue(
-            self.crew.backend,
-            self.clock,
-            config.queue.max_rows,
-            config.queue.max_bytes,
-            max_refills=config.schedule.max_refills,
-            put_deadline_seconds=config.deadlines.batch,
-            on_ledger=write,
-        )
+        max_refills = self.config.schedule.max_refills
+        queue = TransferQueue(self.crew.backend, self.clock, max_refills=max_refills, on_ledger=write)
         stack.push_async_callback(queue.close)
         await queue.start()
         return queue

@@ -205,14 +205,8 @@ class MixConfig(Reuse):
 
 @attrs.frozen(kw_only=True)
 class QueueConfig:
-    """How far producers may run ahead, and what a batch has beside the groups of its step."""
+    """What a batch has beside the groups of its step."""
 
-    max_rows: int | None = option(
-        None, help="rows in the queue before producers wait; null: no limit", validator=optional(gt(0))
-    )
-    max_bytes: int | None = option(
-        None, help="bytes of values in the queue before producers wait; null: no limit", validator=optional(gt(0))
-    )
     replay: ReplayConfig | None = option(None, help="train again on groups that were trained on before; null: never")
     expert: MixConfig | None = option(
         None, help="rows that an expert wrote, for a loss with an expert (mix, mix_chord); null: none"
@@ -345,7 +339,7 @@ class RunConfig:
     optimizer: OptimizerSpec = option(factory=OptimizerSpec, help="AdamW and its learning-rate schedule")
     critic: CriticConfig = option(factory=CriticConfig, help="value model")
     schedule: ScheduleConfig = option(factory=ScheduleConfig, help="steps and synchronisation")
-    queue: QueueConfig = option(factory=QueueConfig, help="limits, replay and mixing")
+    queue: QueueConfig = option(factory=QueueConfig, help="replay and mixing")
     evaluation: EvaluationConfig = option(factory=EvaluationConfig, help="held-out tasks")
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
     runtime: RuntimeConfig = option(factory=RuntimeConfig, help="where workers live")

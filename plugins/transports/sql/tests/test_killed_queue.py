@@ -1,12 +1,15 @@
-"""A row without its reward stays invisible to the trainer, also when everything is killed in between."""
+"""What a queue on a database still knows when its process is killed: which rewards are there, and lineage."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ import torch
 from jackfield.abc.transfer_queue import GetRequest, TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
-from jackfield.queue import TransferQueue, column_from_rows, dense_column
+from jackfield.queue import Lineage, TransferQueue, column_from_rows, dense_column
+from jackfield.queue.browse import trace
 from jackfield_transport_sql.backend import SQLBackend
 from jackfield_transport_sql.config import Config
 
@@ -81,5 +85,46 @@ def test_a_row_is_ready_when_its_reward_is_there_and_not_before(tmp_path: Path, 
     asyncio.run(main())
 
 
+async def derive_and_be_killed(folder: Path) -> None:
+    """A row that was repaired, from one that is consumed before the checkpoint."""
+    queue = await opened(folder)
+    first, second = queue.claim_ticket("train", "explorer", 1), queue.claim_ticket("train", "explorer", 1)
+    keys: list[str] = []
+    for ticket in (first, second):
+        async for slot in queue.slots(ticket, 0.0, until="published"):
+            group = queue.open_group(slot, "task", runs=1)
+            columns = {"ids": column_from_rows([torch.arange(2)]), "reward": dense_column(torch.ones(1))}
+            lineage = [Lineage("repair", tuple(keys))] if keys else None
+            keys += await queue.put_run(group, 0, columns, [{"length": 2}], lineage=lineage)
+            if len(keys) == 1:
+                await queue.ack(await queue.lease("trainer", deadline_seconds=0))
+    await queue.checkpoint(folder / "checkpoint")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_row_was_made_of_survives_in_database_and_checkpoint(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, timeout=60, check=False)
+    assert -signal.SIGKILL == done.returncode, done.stderr
+    with closing(sqlite3.connect(tmp_path / "queue" / "samples.sqlite")) as database:
+        query = "select tags from jackfield_samples where key = 'train/1/0/0/0/0'"
+        ((tags,),) = database.execute(query).fetchall()
+    assert {"length": 2, "operation": "repair", "parents": ["train/0/0/0/0/0"]} == json.loads(tags)
+
+    async def main() -> None:
+        queue = await opened(tmp_path)
+        try:
+            await queue.restore(tmp_path / "checkpoint")
+            await queue.checkpoint(tmp_path / "again")
+        finally:
+            await queue.close()
+
+    asyncio.run(main())
+    root = trace("train/1/0/0/0/0", tmp_path / "again", None)
+    assert ("repair", True, ["train/0/0/0/0/0"]) == (root.operation, root.in_queue, [each.key for each in root.parents])
+
+
 if __name__ == "__main__":
-    asyncio.run(live_and_be_killed(Path(sys.argv[1]), sys.argv[2]))
+    life = (
+        live_and_be_killed(Path(sys.argv[1]), sys.argv[2]) if sys.argv[2:] else derive_and_be_killed(Path(sys.argv[1]))
+    )
+    asyncio.run(life)
