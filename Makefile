@@ -1,5 +1,5 @@
 # The two commands of the README, and a few for those who work on Jackfield.
-.PHONY: quickstart test wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue clean
+.PHONY: quickstart test wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue vllm-environment clean
 
 PYTHON = .venv/bin/python
 
@@ -38,6 +38,9 @@ benchmark-peers: develop ## install what benchmarks compare with into .venv
 benchmark-transfer-queue: ## install TransferQueue into an environment of its own, which its benchmark finds
 	python3 -m venv .venv-transfer-queue
 	.venv-transfer-queue/bin/python -m pip install --quiet --requirement benchmarks/requirements-transfer-queue.txt
+
+vllm-environment: develop ## make the environment in which tests run vLLM: 6 minutes and 3.5 GB
+	.venv/bin/jackfield env create vllm plugins/rollout/vllm/tests/environment.yaml
 
 clean: ## remove what was made: environments, wheels, caches
 	rm -rf .venv .venv-transfer-queue .tox dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -26,7 +26,7 @@ import pytest
 
 from jackfield_servers import PostgresServer, RedisServer, postgres_programs, redis_program
 
-__all__ = ["DATA_VARIABLE", "HARDWARE", "TOOLS", "in_loop"]
+__all__ = ["DATA_VARIABLE", "HARDWARE", "TOOLS", "in_loop", "vllm_python"]
 
 DATA_VARIABLE = "JACKFIELD_DATA"
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -57,11 +57,19 @@ TOOLS: dict[str, Callable[[], bool]] = {
     "redis": lambda: redis_program() is not None,
 }
 
-#: What a machine of CI may lack: hardware, and the rights of an administrator.
+
+def vllm_python() -> Path | None:
+    """The interpreter in which tests run vLLM: ``JACKFIELD_VLLM_PYTHON``, or that of ``make vllm-environment``."""
+    python = Path(os.environ.get("JACKFIELD_VLLM_PYTHON") or ROOT / "environments" / "vllm" / "bin" / "python")
+    return python if python.exists() else None
+
+
+#: What a machine of CI may lack: hardware, the rights of an administrator, an environment of 3.5 GB.
 HARDWARE: dict[str, Callable[[], bool]] = {
     "cuda": _cuda,
     "mount": lambda: _may("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"),
     "network namespaces": lambda: _may("sh", "-c", "ip netns add probe-$$ && ip netns delete probe-$$"),
+    "vllm": lambda: vllm_python() is not None,
 }
 
 _ALLOWED = pytest.StashKey[str]()

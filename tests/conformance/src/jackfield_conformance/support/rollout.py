@@ -114,7 +114,7 @@ def _new_model(seed: int) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=32,  # kernels of some backends have no smaller heads
         intermediate_size=48,
         max_position_embeddings=LIMIT,
         eos_token_id=END,
@@ -141,10 +141,12 @@ def _tokenizer() -> Any:
 
 @functools.cache
 def model_folder() -> str:
-    """A Qwen3 model of 17,600 parameters with a tokenizer, in float32; made once per process."""
+    """A Qwen3 model of 36,128 parameters with a tokenizer, in float32; made once per process."""
     folder = tempfile.mkdtemp(prefix="jackfield-conformance-model-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    _float32("base").config.save_pretrained(folder)
+    config = _float32("base").config
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
     save_file(named_weights("base"), f"{folder}/model.safetensors", metadata={"format": "pt"})
     _tokenizer().save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Checks of rollout servers, on a Qwen3 of 17,600 parameters that the suite makes.
+"""Checks of rollout servers, on a Qwen3 of 36,128 parameters that the suite makes.
 
 Fixture keys, all optional: ``settings``; ``logprob_tolerance`` (default 1e-4); ``checkpoint_engine`` and
 ``checkpoint_engine_config`` (default ``in_process``): what reaches the server's workers from this process; ``openai``:

@@ -1,0 +1,1 @@
+"""Rollout server on vLLM."""

@@ -1,0 +1,65 @@
+"""Settings of the plugin; importable without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from attrs.validators import and_, ge, gt, le, optional
+
+from jackfield.errors import ConfigError
+from jackfield.structuring import option
+
+__all__ = ["Config"]
+
+#: Arguments of vLLM's engine that this plugin sets itself, with the setting that stands for each.
+_OURS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "seed",
+    "max_model_len": "runtime.max_model_len",
+    "max_num_seqs": "rollout.max_batch_size",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "gpu_memory_utilization": "rollout.memory_fraction",
+    "kv_cache_memory_bytes": "rollout.kv_cache_bytes",
+    "enable_prefix_caching": "rollout.prefix_caching",
+    "enforce_eager": "rollout.eager",
+    "logprobs_mode": "sampling.logprobs",
+    "logits_processors": "sampling",
+    "worker_extension_cls": "nothing: it is how weights come",
+    "quantization": "nothing: weights come unquantised",
+}
+
+
+def _is_free(_: Any, __: attrs.Attribute[Any], value: Mapping[str, Any]) -> None:
+    for name in value:
+        if name in _OURS:
+            raise ConfigError(
+                f"the argument {name} of vLLM is not free",
+                where=f"rollout.engine.{name}",
+                expected="an argument that no setting stands for",
+                fix=f"use {_OURS[name]}",
+            )
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """Settings of the ``vllm`` rollout server."""
+
+    max_batch_size: int = option(256, help="requests decoded together", validator=ge(1))
+    tensor_parallel: int = option(1, help="inference workers of a replica", validator=ge(1))
+    memory_fraction: float = option(
+        0.9, help="of the device's memory, for weights and KV cache", validator=and_(gt(0.0), le(1.0))
+    )
+    kv_cache_bytes: int | None = option(
+        None, help="for the KV cache; null: what memory_fraction leaves, on a CPU 1 GiB", validator=optional(gt(0))
+    )
+    prefix_caching: bool = option(True, help="keep what prompts have in common; forgotten at every update of weights")
+    eager: bool = option(False, help="no compilation and no CUDA graphs: starts sooner, generates more slowly")
+    engine: Mapping[str, Any] = option(
+        factory=dict,
+        help="further arguments of vLLM's engine (AsyncEngineArgs), as vLLM names them",
+        validator=_is_free,
+    )

@@ -1,0 +1,124 @@
+"""What sampling parameters mean, the same as everywhere: runs inside of vLLM's workers.
+
+vLLM filters by min-p before top-k and top-p, where Jackfield does so after them, and has one kind of log-probabilities
+for all requests. So the filters are a logits processor here, and the sampler takes raw log-probabilities for the
+requests that ask for them. Both find a request's parameters in ``extra_args``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.sample.sampler import Sampler
+
+__all__ = ["ARGUMENT", "Filters", "RawLogProbs", "filtered"]
+
+ARGUMENT = "jackfield"  #: the key in ``extra_args``
+
+
+@attrs.frozen
+class _Row:
+    top_k: int
+    top_p: float
+    min_p: float
+    raw: bool
+
+    @property
+    def filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class Filters(LogitsProcessor):
+    """Top-k, top-p, min-p, in this order, on logits that temperature has divided."""
+
+    latest: Filters | None = None  #: of this process, for :class:`RawLogProbs`
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._rows: dict[int, _Row] = {}
+        Filters.latest = self
+
+    def is_argmax_invariant(self) -> bool:
+        """The likeliest token always stays; greedy rows are not asked."""
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow requests through the batch."""
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._rows.pop(index, None)
+        for index, params, _, _ in batch_update.added:
+            self._rows.pop(index, None)
+            row = _row(params)
+            if row is not None:
+                self._rows[index] = row
+        for source, target, direction in batch_update.moved:
+            first, second = self._rows.pop(source, None), self._rows.pop(target, None)
+            if first is not None:
+                self._rows[target] = first
+            if second is not None and direction == MoveDirectionality.SWAP:
+                self._rows[source] = second
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Mask what is filtered, in place."""
+        for index, row in self._rows.items():
+            if row.filters and index < logits.shape[0]:
+                logits[index] = filtered(logits[index], row.top_k, row.top_p, row.min_p)
+        return logits
+
+    def raw_rows(self, count: int) -> list[int]:
+        """Rows of the batch whose log-probabilities are of the logits at temperature 1."""
+        return sorted(index for index, row in self._rows.items() if row.raw and index < count)
+
+
+def filtered(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Logits ``[V]`` with -inf where a token is not to be drawn; the likeliest token always stays."""
+    ordered, order = logits.sort(stable=True, descending=True)
+    ranks = torch.arange(len(ordered), device=logits.device)
+    if top_k > 0:
+        ordered = ordered.masked_fill(ranks >= top_k, -math.inf)
+    probabilities = ordered.softmax(-1, dtype=torch.float64)
+    dropped = probabilities < 0  # none
+    if top_p < 1:
+        dropped |= probabilities.cumsum(-1) - probabilities >= top_p
+    if min_p > 0:
+        dropped |= ordered < ordered[0] + math.log(min_p)
+    dropped[0] = False
+    return torch.empty_like(logits).scatter_(0, order, ordered.masked_fill(dropped, -math.inf))
+
+
+class RawLogProbs(Sampler):
+    """vLLM's sampler, but for the log-probabilities of requests that ask for raw ones."""
+
+    _raw: tuple[list[int], torch.Tensor] | None = None
+
+    def forward(self, logits: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        """Keep what is to be replaced before the logits are changed."""
+        rows = [] if Filters.latest is None else Filters.latest.raw_rows(logits.shape[0])
+        self._raw = (rows, self.compute_logprobs(logits[rows])) if rows else None
+        try:
+            return super().forward(logits, *arguments, **keywords)
+        finally:
+            self._raw = None
+
+    def gather_logprobs(self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
+        """Of the drawn tokens."""
+        if self._raw is not None:
+            rows, raw = self._raw
+            logprobs = logprobs.clone()
+            logprobs[rows] = raw
+        return super().gather_logprobs(logprobs, num_logprobs, token_ids)
+
+
+def _row(params: SamplingParams) -> _Row | None:
+    chosen: Mapping[str, Any] | None = (params.extra_args or {}).get(ARGUMENT)
+    if chosen is None:
+        return None
+    row = _Row(**chosen)
+    return row if row.filters or row.raw else None

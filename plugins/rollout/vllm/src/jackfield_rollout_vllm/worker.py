@@ -1,0 +1,240 @@
+"""What lives in each of vLLM's workers: the receiving end of a weight transfer, and the sampling of this plugin.
+
+vLLM loads :class:`WorkerExtension` into its worker class before the model is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.platforms import current_platform
+
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext
+from jackfield.errors import WeightsError
+from jackfield.plugins import load_plugin
+from jackfield.runtime.process.wire import error_fields
+from jackfield.weights import WeightReceiver, digest
+from jackfield_rollout_vllm.adapters import MergedAdapter
+from jackfield_rollout_vllm.sampling import RawLogProbs
+
+__all__ = ["BACKEND", "CheckpointEngineReceiver", "WorkerExtension"]
+
+BACKEND = "jackfield"  #: the name of the receiver among vLLM's weight transfer engines
+
+
+def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
+    """On a CPU vLLM packs the weights of linear layers, and would go on using the packed ones after an update."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+if current_platform.is_cpu():
+    layer_utils.dispatch_cpu_unquantized_gemm = _use_plain_linear
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing: every update has its own topology."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What the receiving end of one update is made from."""
+
+    checkpoint_engine: str
+    settings: dict[str, Any]
+    connect: list[dict[str, Any]]  #: by worker
+    first_worker: int
+    total_workers: int
+    version: int
+    host: str
+    deadline_seconds: float
+    kind: str
+    peft_config: dict[str, Any]
+
+
+class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives by any of Jackfield's checkpoint engines, and loads into the parameters in place."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.digests: dict[str, str] = {}  #: of the last update
+        self._expected: dict[str, tuple[int, ...]] = {}
+        self._adapter = MergedAdapter(lambda module: self._loaded(f"{module}.weight"))
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to do: weights are loaded in place."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing to do: weights are loaded in place."""
+
+    def shutdown(self) -> None:
+        """Nothing to do."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive all weights of one version."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive, and load each tensor as it comes."""
+        asyncio.run(self._receive(update_info))
+
+    async def _receive(self, info: UpdateInfo) -> None:
+        worker = self.parallel_config.rank
+        context = CheckpointEngineContext(
+            side="rollout",
+            rank=info.first_worker + worker,
+            world_size=info.total_workers,
+            device=str(self.device),
+            host=info.host,
+            deadline_seconds=info.deadline_seconds,
+        )
+        engine: Any = load_plugin("checkpoint_engine", info.checkpoint_engine).build(info.settings, context)
+        receiver = WeightReceiver(engine)
+        self._expected, self.digests = tensors_of(Path(self.model_config.model)), {}
+        async with aclosing(receiver.tensors(info.connect[worker], info.version)) as tensors:
+            if info.kind == "adapter":
+                adapter = {name: tensor.clone() async for name, tensor in tensors}
+                self._adapter.merge(adapter, info.peft_config)
+                self.digests = dict(receiver.digests)
+                return
+            self._adapter.forget()
+            async for name, tensor in tensors:
+                _check(name, tensor, self._expected)
+                self.model.load_weights([(name, tensor.to(self.device))])
+                self.digests[name] = self._loaded_digest(name, tensor, receiver.digests[name])
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        expected = self._expected
+        missing = [name for name in expected if name not in self.digests and not self._tied(name)]
+        if missing:
+            raise WeightsError(
+                f"parameters did not come: {', '.join(missing[:4])}" + (" and more" if len(missing) > 4 else ""),
+                code="weights.missing",
+                expected=f"{len(expected)} tensors",
+                found=f"{len(self.digests)} tensors",
+            )
+
+    def _tied(self, name: str) -> bool:
+        """Whether a tensor is another one's, which came."""
+        tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        return (
+            tied
+            and name.endswith(("lm_head.weight", "embed_tokens.weight"))
+            and any(other.endswith(("lm_head.weight", "embed_tokens.weight")) for other in self.digests)
+        )
+
+    def _loaded_digest(self, name: str, sent: torch.Tensor, received: str) -> str:
+        """The digest of what lies in the parameter; where that is sharded or of another dtype, of what was received."""
+        found = self._loaded(name)
+        return received if found is None or found.dtype != sent.dtype else digest(found)
+
+    def _loaded(self, name: str) -> torch.Tensor | None:
+        """The part of a parameter that has a tensor's values; None where it is not one whole part.
+
+        vLLM packs tensors side by side: query, key and value; gate and up.
+        """
+        if self.parallel_config.tensor_parallel_size > 1 or name not in self._expected:
+            return None
+        parameters: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        if name in parameters:
+            return parameters[name][: self._expected[name][0]]  # a vocabulary may be padded
+        for packed, parts in getattr(self.model, "packed_modules_mapping", {}).items():
+            for position, part in enumerate(parts):
+                if f".{part}." not in name:
+                    continue
+                whole = parameters.get(name.replace(f".{part}.", f".{packed}."))
+                if whole is None:
+                    continue
+                sizes = self._sizes(name, part, parts)
+                first = sum(sizes[:position])
+                return whole[first : first + sizes[position]]
+        return None
+
+    def _sizes(self, name: str, part: str, parts: list[str]) -> list[int]:
+        return [self._expected[name.replace(f".{part}.", f".{each}.")][0] for each in parts]
+
+
+class WorkerExtension:
+    """Methods that vLLM's worker gets; ``self`` is the worker."""
+
+    weight_transfer_engine: CheckpointEngineReceiver
+    model_runner: Any
+
+    def jackfield_prepare(self) -> None:
+        """Once, after the model is loaded: raw log-probabilities for those who ask for them."""
+        old = self.model_runner.sampler
+        sampler = RawLogProbs(logprobs_mode=old.logprobs_mode, use_fp64_gumbel=old.use_fp64_gumbel)
+        self.model_runner.sampler = sampler.to(self.model_runner.device)
+
+    def jackfield_update(self, info: dict[str, Any]) -> dict[str, Any]:
+        """vLLM's phases of an update; digests by name, or the error: exceptions would lose their class on the way."""
+        worker: Any = self
+        try:
+            worker.start_weight_update()
+            worker.update_weights(info)
+            worker.finish_weight_update()
+        except Exception as error:
+            return {"error": error_fields(error)}
+        return {"digests": self.weight_transfer_engine.digests}
+
+
+def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a model folder's safetensors files, by name.
+
+    Raises:
+        WeightsError: ``weights.storage``: there are none.
+    """
+    found = dict(_shapes(folder))
+    if not found:
+        raise WeightsError(
+            "the model folder has no safetensors files, by which updates are checked",
+            code="weights.storage",
+            where=str(folder),
+        )
+    return found
+
+
+def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, it is not a mapping
+                yield name, tuple(tensors.get_slice(name).get_shape())
+
+
+def _check(name: str, tensor: torch.Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
+    if name not in expected:
+        raise WeightsError(f"the model has no tensor {name}", code="weights.missing", where=name)
+    if tuple(tensor.shape) != expected[name]:
+        raise WeightsError(
+            f"the tensor {name} has another shape than the model's",
+            where=name,
+            expected=list(expected[name]),
+            found=list(tensor.shape),
+        )
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, CheckpointEngineReceiver)

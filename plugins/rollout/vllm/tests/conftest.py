@@ -1,0 +1,103 @@
+"""One real vLLM for the whole session, in an interpreter of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+
+from jackfield.abc.engine import ModelSpec
+from jackfield.abc.rollout import RolloutContext, ServerInfo
+from jackfield.plugins import PluginRecord, discover
+from jackfield.runtime.process import RolloutProcess
+from jackfield.runtime.process.connection import HostProcess
+from jackfield_conformance.support.rollout import model_folder
+from jackfield_testing import vllm_python
+
+HERE = Path(__file__).parent
+PLUGIN = HERE.parent / "src" / "jackfield_rollout_vllm"
+START_SECONDS = 300.0  #: imports of torch and vLLM in three processes, on a busy machine
+
+
+@attrs.frozen
+class Kept:
+    """The plugin ``vllm_kept``, as an environment variable shows it to vLLM's interpreter."""
+
+    record: PluginRecord
+    site: Path
+
+    def server(self, context: RolloutContext, **settings: Any) -> KeptProcess:
+        return KeptProcess(
+            {"eager": True, "kv_cache_bytes": 1 << 26, **settings},
+            context,
+            record=self.record,
+            python=str(vllm_python()),
+            seconds=START_SECONDS,
+            environment={"PYTHONPATH": str(self.site), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
+        )
+
+
+class KeptProcess(RolloutProcess):
+    """Takes the process that an earlier server has left, and leaves it to the next one."""
+
+    idle: ClassVar[list[HostProcess]] = []
+
+    async def start(self) -> ServerInfo:
+        if self.idle:
+            self._process = self.idle.pop()
+        return await super().start()
+
+    async def _end(self) -> None:
+        if self._process.death is None:
+            await self._process.detach()
+            self.idle.append(self._process)
+
+
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    """vLLM, started and idle."""
+    site = tmp_path_factory.mktemp("site")
+    shutil.copytree(HERE / "kept", site / "vllm_kept")
+    manifest = (PLUGIN / "plugin.toml").read_text(encoding="utf-8")
+    manifest = manifest.replace('name = "vllm"', 'name = "vllm_kept"')
+    manifest = manifest.replace("jackfield_rollout_vllm.server:VllmServer", "vllm_kept.server:KeptServer")
+    (site / "vllm_kept" / "plugin.toml").write_text(manifest, encoding="utf-8")
+    info = site / "vllm_kept-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-kept\nVersion: 0.1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[jackfield.rollouts]\nvllm_kept = vllm_kept:plugin.toml\n")
+    found = Kept(discover([str(site)]).resolve("vllm_kept", "rollout"), site)
+    assert found.record.error is None, found.record.error
+
+    async def warm_up() -> None:
+        server = found.server(RolloutContext(model=ModelSpec(path=model_folder())))
+        await server.start()
+        await server.stop()
+
+    asyncio.run(warm_up())
+    yield found
+    while KeptProcess.idle:
+        asyncio.run(KeptProcess.idle.pop().close())
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes that a process has started, and theirs."""
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                text = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace")
+            except OSError:  # it has ended
+                continue
+            parents[int(entry)] = int(text.rpartition(")")[2].split()[1])
+    found, size = {pid}, 0
+    while len(found) > size:
+        size = len(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found - {pid}
