@@ -15,6 +15,7 @@ from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import RolloutError
 from jackfield_rollout_transformers import attention
 from jackfield_rollout_transformers.config import Config
+from jackfield_rollout_transformers.norms import use_operator
 
 __all__ = ["LoadedModel", "load_decode", "load_model", "unusable"]
 
@@ -71,6 +72,7 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
     if config.attention == "sdpa" and device.type == "cpu":
         module.set_attn_implementation(attention.NAME)
     module = module.to(device).eval().requires_grad_(False)
+    use_operator(module)
     settings = module.config.get_text_config()
     limit = _model_limit(settings, context.max_model_len)
     _check_architecture(path, settings, limit)
