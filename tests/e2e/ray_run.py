@@ -1,6 +1,7 @@
-"""A run whose controller cannot import what tensors are made of, and that kills its workers or itself; for test_ray.py.
+"""``jackfield run`` without what tensors are made of in the controller, which kills its workers or itself; for
+test_ray.py.
 
-    python ray_run.py FILE '{"workers": {"step 1": ["agent worker 0"]}, "all": null}' [key.path=value ...]
+    python ray_run.py '{"workers": {"step 1": ["agent worker 0"]}, "all": null}' ARGUMENT OF jackfield run ...
 
 After step 1 the agent worker is killed; ``"checkpoint 1"`` is the moment at which the checkpoint after step 1 has been
 saved. ``"all": ["anywhere", 40]`` ends the controller at this moment (see ``killed_runs.py``), and with an even number
@@ -87,12 +88,13 @@ def killers(folder: Path, kill: dict[str, Any]) -> list[object]:
 
 def main() -> None:
     sys.meta_path.insert(0, Refuse())  # type: ignore[arg-type]
-    from jackfield.compose import run
-    from jackfield.config import load_config
+    from jackfield import compose
+    from jackfield.cli import main as command
 
-    config = load_config(sys.argv[1], sys.argv[3:])
+    kill, run = json.loads(sys.argv[1]), compose.run
+    compose.run = lambda config: run(config, hooks=killers(Path(config.folder), kill))
     try:
-        run(config, hooks=killers(Path(config.folder), json.loads(sys.argv[2])))
+        command(["run", *sys.argv[2:]])
     finally:
         assert not [name for name in HEAVY if name in sys.modules]
 

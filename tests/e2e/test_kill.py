@@ -71,21 +71,27 @@ def start(made: Path) -> Iterator[Start]:
         process.stdin.close()
 
 
-def moments(seed: int, count: int) -> list[tuple[str, int]]:
-    """Random moments of a run's life, every third inside of the writing of a checkpoint."""
+def moments(seed: int, count: int, last: int) -> list[tuple[str, int]]:
+    """Random moments of a run's life, every third inside of the writing of a checkpoint; ``last`` is the last one."""
     draw = random.Random(seed)
     return [
-        ("checkpoint", draw.randint(1, 30)) if number % 3 == 2 else ("anywhere", draw.randint(1, 90))
+        ("checkpoint", draw.randint(1, 30)) if number % 3 == 2 else ("anywhere", draw.randint(1, last))
         for number in range(count)
     ]
 
 
 def kill_again_and_again(
-    start: Start, folder: Path, settings: tuple[str, ...], seed: int, kills: int, file: str = "grpo.yaml"
+    start: Start,
+    folder: Path,
+    settings: tuple[str, ...],
+    seed: int,
+    kills: int,
+    file: str = "grpo.yaml",
+    last: int = 90,
 ) -> list[Path]:
     """Start, kill and start again, in a further folder where a run came to its end; the folders of finished runs."""
     finished: list[Path] = []
-    for kill in moments(seed, kills):
+    for kill in moments(seed, kills, last):
         answer = start(folder / str(len(finished)), *settings, kill=kill, file=file)
         while "killed" not in answer:  # the run ended before its moment came
             assert DONE == answer

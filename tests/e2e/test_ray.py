@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ import pytest
 pytest.importorskip("ray")
 
 from .conftest import QUICKSTART, Run, metrics
+from .test_bad_input import marked
 from .test_kill import DONE, check_equal, check_ledger, kill_again_and_again
 from .test_modes import GRADED
 from .test_modes import steps as by_step
@@ -95,8 +97,8 @@ RayRun = Callable[..., Ended]
 
 @pytest.fixture(scope="module")
 def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> RayRun:
-    """Do a run in a process of its own, in the folder of its name. It ends well, unless it kills itself; then no worker
-    is left.
+    """Do a run in a process of its own, in the folder of its name. It ends well, unless it kills itself; then nothing
+    is left but the cluster that it has joined.
     """
     runs = tmp_path_factory.mktemp("runs")
     workers: dict[str, set[int]] = defaultdict(set)
@@ -112,14 +114,18 @@ def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, environment: d
             f"runtime={GUIDE.read_text()}", "runtime.ray.object_store_bytes=200000000", *SAME, *GRADED,
         ]  # fmt: skip
         kills = json.dumps({"workers": kill or {}, "all": moment})
-        command = [sys.executable, str(SCRIPT), str(QUICKSTART / "grpo.yaml"), kills, *small, *overrides]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+        command = [sys.executable, str(SCRIPT), kills, str(QUICKSTART / "grpo.yaml"), *small, *overrides]
+        mark = {"JACKFIELD_TEST_MARK": uuid.uuid4().hex}
+        ended = subprocess.run(
+            command, env={**environment, **mark}, capture_output=True, text=True, timeout=500, check=False
+        )
         if (folder / "workers.json").is_file():
             noted = json.loads((folder / "workers.json").read_text())
             workers[name].update(worker["pid"] for worker in noted.values())
         if moment is None or ended.returncode != -signal.SIGKILL:
             assert 0 == ended.returncode, ended.stderr[-3000:]
             assert [] == [pid for pid in workers[name] if lives(pid)], "workers outlive their run"
+            assert [] == list(marked(*mark.values())), "a part of the run's own cluster outlives it"
         return Ended(ended.returncode, ended.stderr, folder)
 
     return do
@@ -140,7 +146,7 @@ def joined(ray_run: RayRun, cluster: str) -> Path:
     Workers without state are killed on the way.
     """
     kill = {"step 1": ["agent worker 0"], "step 2": ["reward worker 0"]}
-    return ray_run("joined", f"runtime.ray.address={cluster}", "runtime.offload=true", kill=kill).folder
+    return ray_run("joined", "--address", cluster, "runtime.offload=true", kill=kill).folder
 
 
 def test_a_run_in_a_cluster_is_the_inline_run(small_run: Run, joined: Path) -> None:
@@ -171,8 +177,8 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
         "checkpoint 2": ["the queue's storage worker"],
         "checkpoint 3": ["the actor engine, rank 1"],
     }
-    settings = ("runtime.ray.placement=separate", "runtime.rollout_replicas=1", "checkpoint.every=1")
-    ended = ray_run("recovered", *settings, kill=kill)
+    places = ("runtime.ray.placement=separate", "runtime.rollout_replicas=1", "runtime.ray.num_cpus=3")
+    ended = ray_run("recovered", *places, "checkpoint.every=1", kill=kill)
     for step, (name,) in enumerate(kill.values(), start=1):
         assert f"{name} died; the run goes on after step {step}" in ended.stderr
     check_equal(joined, ended.folder, besides=("replicas",))
@@ -193,8 +199,8 @@ def test_a_run_that_is_killed_at_random_moments_is_bitwise_the_uninterrupted_one
         print(f"killed at {kill}" if ended.code else "finished", "with", saved or "no checkpoint")
         return {"killed": True} if ended.code else DONE
 
-    settings = (f"runtime.ray.address={cluster}", "runtime.rollout_replicas=1", "checkpoint.every=1")
-    for finished in kill_again_and_again(start, Path("killed"), settings, seed=193, kills=KILLS):
+    settings = ("--address", cluster, "runtime.rollout_replicas=1", "checkpoint.every=1")
+    for finished in kill_again_and_again(start, Path("killed"), settings, seed=10, kills=KILLS, last=240):
         folder = joined.parent / finished
         check_equal(joined, folder, besides=("replicas",))
         check_ledger(folder, prompts=4)
