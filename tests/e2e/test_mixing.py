@@ -112,6 +112,16 @@ def test_a_plugins_sampler_is_named_in_the_configuration(small_run: Run) -> None
     assert [[0]] * 3 == again
 
 
+def test_rows_that_lack_a_column_are_refused_first(small_run: Run, tmp_path: Path) -> None:
+    """Else the first batch would wait for it until its deadline."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"columns": {"prompt_ids": [1], "response_ids": [2], "reward": 1.0}}))
+    with pytest.raises(JackfieldError, match=r"(?s)queue\.human\.rows.*reward, rollout_log_probs at least") as caught:
+        small_run("bad", f"queue.human={{ratio: 1, rows: {file}}}")
+    assert "config.invalid-value" == caught.value.code
+    assert not (tmp_path / "bad").exists()
+
+
 @pytest.mark.parametrize(
     ("setting", "found"),
     [
@@ -122,9 +132,7 @@ def test_a_plugins_sampler_is_named_in_the_configuration(small_run: Run) -> None
         ("queue.human={ratio: 1, rows: rows.jsonl}", "there is no such file of rows"),
     ],
 )
-def test_bad_settings_are_refused_before_the_folder_is_made(
-    small_run: Run, tmp_path: Path, setting: str, found: str
-) -> None:
+def test_bad_settings_are_refused_first(small_run: Run, tmp_path: Path, setting: str, found: str) -> None:
     with pytest.raises(JackfieldError) as caught:
         small_run("bad", setting)
     assert found in str(caught.value)

@@ -232,6 +232,24 @@ def test_partitions_and_consumers_have_their_own_progress(run: Run) -> None:
     run(test)
 
 
+def test_rows_are_sampled_as_groups_are(run: Run) -> None:
+    """By the sampler that the consumer was registered with, or by that of the call."""
+
+    async def test(bench: Any) -> None:
+        bench.queue.register_consumer("a", "train", ("ids",), sampler=Priority(tag="length"))
+        (slot,) = await bench.vacant(bench.claim())
+        lengths = [3, 9, 1, 7, 5]
+        group = bench.queue.open_group(slot, "t", runs=1)
+        await bench.queue.put_run(group, 0, bench.columns(5), [{"length": length} for length in lengths])
+        longest = await bench.queue.lease("a", 2, deadline_seconds=0)
+        assert [9, 7] == [tags["length"] for tags in longest.tags]
+        drawn = await bench.queue.lease("a", 2, deadline_seconds=0, sampler=Random(seed=1))
+        rest = await bench.queue.lease("a", deadline_seconds=0)
+        assert [3, 1, 5] == sorted([tags["length"] for tags in (*drawn.tags, *rest.tags)], key=lengths.index)
+
+    run(test)
+
+
 # -- seeds, checkpoints, plugins
 
 

@@ -29,8 +29,12 @@ def make_sources(settings: QueueConfig) -> tuple[Source, ...]:
     return tuple(_source(name, partition, each) for name, partition, each in _configured(settings))
 
 
-def check_rows(settings: QueueConfig) -> None:
+def check_rows(settings: QueueConfig, *, explores: bool) -> None:
     """Look at the first row of each file that is mixed in.
+
+    Args:
+        settings: what is mixed in.
+        explores: whether the run has rewards, which rows from elsewhere need, too.
 
     Raises:
         ConfigError: there is no row, or it lacks what every row needs.
@@ -38,11 +42,14 @@ def check_rows(settings: QueueConfig) -> None:
     """
     for name, _, mixed in _mixed(settings):
         (first, *_) = [*islice(_read(mixed), 1), None]
-        if first is None or not {"prompt_ids", "response_ids"} <= first.cells.keys():
+        needed = ["prompt_ids", "response_ids"]
+        if name == "human" and explores:
+            needed += ["reward", "rollout_log_probs"]
+        if first is None or not first.cells.keys() >= set(needed):
             raise ConfigError(
                 "there are no samples in it",
                 where=f"queue.{name}.rows",
-                expected="rows with the columns prompt_ids and response_ids at least",
+                expected=f"rows with the columns {', '.join(needed)} at least",
                 found=mixed.rows if first is None else ", ".join(sorted(first.cells)) or "no columns",
             )
 

@@ -163,7 +163,7 @@ def _prepare(config: RunConfig, registry: Registry, hooks: Sequence[object]) -> 
     if here:
         check_tokens(config, tasks, model)
         import_plugins(config, registry, heavy=True)
-    check_rows(config.queue)
+    check_rows(config.queue, explores=config.mode == "both")
     return _Prepared(manager, recipe, tasks)
 
 
