@@ -1,6 +1,6 @@
-"""GB/s of the checkpoint engines, beside memcpy and raw gloo in the same run.
+"""GB/s of the checkpoint engines, beside memcpy, raw gloo and raw ZeroMQ in the same run.
 
-    python benchmarks/weights.py [--engines nccl shared file] [--gigabytes 0.1 1] [--receivers 1 2 4] [--rounds 5]
+    python benchmarks/weights.py [--engines nccl shared file zmq] [--gigabytes 0.1 1] [--receivers 1 2 4] [--rounds 5]
                                  [--quick] [--json]
 
 A sender and its receivers are processes of this host. The weights are many tensors of 16 KB, or few of 32 MB (12.5 MB
@@ -8,7 +8,7 @@ of 0.1 GB), bfloat16. Each figure is the best of the rounds; what is compared ta
 machine does meets all alike.
 
 publish   from the first tensor that the sender draws to the last one being handed over. Receivers of `shared` wait
-          meanwhile and load afterwards. For `nccl` it is the total
+          meanwhile and load afterwards. For `nccl` and `zmq` it is the total
 total     from all ends connected to the sender's return: all receivers have taken everything. Those of `shared` and
           `file` have also copied it into memory of their own
 load      of `shared`: from the end of publishing until all receivers have copied everything, GB/s of the weights
@@ -16,7 +16,9 @@ digests   xxh3 of each tensor at both ends, as a run has them; without: the bare
 
 `shared_memcpy_fraction`: publish of `shared` over a warm memcpy of the same bytes by as many threads.
 `nccl_raw_fraction`: total of `nccl` over the best of gloo's own broadcast, in pieces of 4 and 32 MB, two under way, and
-as a whole, in buffers that were touched before. Both are of large tensors without digests at the largest size, and the
+as a whole, in buffers that were touched before. `zmq_raw_fraction`: total of `zmq` over the best of ZeroMQ itself, from
+a ROUTER to a DEALER for each receiver, within the host as the engine, in pieces of 4 and 32 MB, without copies at the
+sender. All are of large tensors without digests at the largest size, and the
 smallest over the numbers of receivers. ``--quick`` takes 0.1 GB, fewer cases and rounds.
 """
 
@@ -45,7 +47,9 @@ MODULES = {
     "nccl": "jackfield_transport_nccl",
     "shared": "jackfield_transport_shared",
     "file": "jackfield_transport_file",
+    "zmq": "jackfield_transport_zmq",
 }
+WITHOUT_LOADING = ("nccl", "zmq")  #: receivers of these only take what comes
 
 
 def main() -> None:
@@ -73,7 +77,7 @@ def main() -> None:
     summary = {
         "shared_memcpy_fraction": smallest(results, "shared", "memcpy"),
         "nccl_raw_fraction": smallest(results, "nccl", "raw"),
-        "zmq_raw_fraction": None,
+        "zmq_raw_fraction": smallest(results, "zmq", "raw"),
         "nixl_raw_fraction": None,
         "note": "; ".join(
             f"{name} is not installed or not measured"
@@ -83,7 +87,7 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load average {load[0]:.1f} before",
         "results": results,
     }
-    for name in ("shared_memcpy_fraction", "nccl_raw_fraction"):
+    for name in ("shared_memcpy_fraction", "nccl_raw_fraction", "zmq_raw_fraction"):
         print(f"{name}: {summary[name]}")
     if arguments.json:
         print(json.dumps(summary))
@@ -145,23 +149,28 @@ class Bench:
         """Best of the rounds: GB/s."""
         self.make(engine, receivers)
         found: dict[str, list[float]] = {"publish": [], "total": [], "load": [], "memcpy": [], "raw": []}
-        raw = engine == "nccl" and not digests and self.raw_made(receivers)
+        raw = engine in WITHOUT_LOADING and not digests and self.raw_made(engine, receivers)
         self.transfer(engine, receivers, digests)  # the first one touches the buffers
         for _ in range(self.arguments.rounds):
             found["memcpy"].append(ask([self.sender], "memcpy")[0])
             publish, total, load = self.transfer(engine, receivers, digests)
-            found["publish"].append(total if engine == "nccl" else publish)
+            found["publish"].append(total if engine in WITHOUT_LOADING else publish)
             found["total"].append(total)
             if engine == "shared":
                 found["load"].append(load)
             if raw:
-                for chunk in RAW_CHUNKS:
-                    found["raw"].append(ask([self.sender, *self.receivers[:receivers]], "raw", chunk)[0])
+                what, chunks = ("raw", RAW_CHUNKS) if engine == "nccl" else ("raw_zmq", RAW_CHUNKS[:2])
+                for chunk in chunks:
+                    found["raw"].append(ask([self.sender, *self.receivers[:receivers]], what, chunk)[0])
         ask(self.all, "forget")
         return {name: round(max(values), 3) if values else None for name, values in found.items()}
 
-    def raw_made(self, receivers: int) -> bool:
+    def raw_made(self, engine: str, receivers: int) -> bool:
         self.count += 1
+        if engine == "zmq":
+            (address,) = ask([self.sender], "listen", receivers)
+            ask(self.receivers[:receivers], "dial", address)
+            return True
         members = [self.sender, *self.receivers[:receivers]]
         for rank, member in enumerate(members):
             member.send(("group", str(self.folder / f"store-{self.count}"), rank, len(members)))
@@ -182,7 +191,7 @@ class Bench:
         self.count += 1
         self.sender.send(("send", topology[0], self.count, digests))
         for worker, share in zip(workers, topology[1], strict=True):
-            worker.send(("receive", share, self.count, digests, hold, engine != "nccl"))
+            worker.send(("receive", share, self.count, digests, hold, engine not in WITHOUT_LOADING))
         published = answer(self.sender)
         start = time.perf_counter()
         if hold:
@@ -242,6 +251,8 @@ class End:
         self.bytes = 0
         self.engine: Any = None
         self.group: Any = None
+        self.socket: Any = None
+        self.peers = 0
         self.buffer: Any = None
 
     @classmethod
@@ -303,8 +314,54 @@ class End:
 
         return self.timed(broadcast)
 
+    def do_listen(self, peers: int) -> str:
+        """A raw ZeroMQ socket of the sender, and a buffer of the whole model."""
+        import numpy
+        import zmq
+
+        self.peers, self.buffer = peers, numpy.ones(self.bytes, dtype=numpy.uint8)
+        self.socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        address = f"ipc://@jackfield-benchmark-{os.getpid()}-{id(self.socket)}"
+        self.socket.bind(address)
+        return address
+
+    def do_dial(self, address: str) -> None:
+        """A raw ZeroMQ socket of a receiver."""
+        import zmq
+
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.connect(address)
+
+    def do_raw_zmq(self, chunk: int) -> float:
+        """GB/s of sending the buffer to every receiver, which says when it has all."""
+        import zmq
+
+        if not self.peers:
+            self.socket.send(b"ready")
+            left = self.bytes
+            while left:
+                left -= len(self.socket.recv(copy=False))
+            self.socket.send(b"done")
+            return 0.0
+        identities = [self.socket.recv_multipart()[0] for _ in range(self.peers)]
+
+        def send() -> None:
+            for start in range(0, self.bytes, chunk):
+                for identity in identities:
+                    self.socket.send(identity, zmq.SNDMORE)
+                    self.socket.send(memoryview(self.buffer)[start : start + chunk], copy=False)
+            for _ in identities:
+                self.socket.recv_multipart()
+
+        return self.timed(send)
+
     def do_forget(self) -> None:
-        """Let the group and the engine go."""
+        """Let the group, the socket and the engine go."""
+        if self.socket is not None:
+            self.socket.close(0)
+        self.socket, self.peers = None, 0
         self.group = self.engine = self.buffer = None
 
     def do_make(self, name: str, settings: dict[str, Any], side: Any) -> None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as _version
-
 __all__ = ["__version__"]
 
-__version__ = _version("jackfield")
+__version__: str
+
+
+def __getattr__(name: str) -> str:
+    """The version, when somebody asks: looking it up takes longer than many a small process has to do."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("jackfield")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

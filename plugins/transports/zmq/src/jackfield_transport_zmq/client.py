@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -67,6 +67,7 @@ class Client:
         self._wire = Wire(REPLIES, directory.secret)
         self._arenas = Arenas(settings.shared_max_bytes)
         self._sent: dict[tuple[int, int], _Sent] = {}
+        self._given_back: deque[tuple[int, int]] = deque()  #: leases, from any thread
         self._room: set[asyncio.Future[None]] = set()
         self._lines: dict[int, Line] = {}
         for unit in directory.units:
@@ -187,6 +188,7 @@ class Client:
             Stale: there are more units than the request was planned with; they are known now.
             QueueError: see :meth:`Line.ask`.
         """
+        self._release()
         line = self._lines.get(unit)
         if line is None:
             raise Lost
@@ -221,15 +223,18 @@ class Client:
         """What a unit shows us; given back from any thread."""
 
         def give_back() -> None:
+            self._given_back.append((unit, number))
             with suppress(RuntimeError):  # the loop has ended, and the units with it
-                self._loop.call_soon_threadsafe(release)
-
-        def release() -> None:
-            line = self._lines.get(unit)
-            if line is not None:
-                line.tell("release", {"leases": [number]})
+                self._loop.call_soon_threadsafe(self._release)
 
         return Lease(give_back)
+
+    def _release(self) -> None:
+        """Tell units what is not read any more."""
+        while self._given_back:
+            unit, number = self._given_back.popleft()
+            if unit in self._lines:
+                self._lines[unit].tell("release", {"leases": [number]})
 
     # -- our shared memory
 

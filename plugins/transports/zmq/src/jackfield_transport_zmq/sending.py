@@ -25,8 +25,9 @@ from jackfield_transport_zmq.sockets import Gate, Keys, dealer, listening, reada
 
 __all__ = ["MESSAGES", "Arrived", "Receiving", "Sending"]
 
-_WINDOW = 8  #: chunks that a worker takes ahead of what it has read
+_WINDOW = 4  #: chunks that a worker takes ahead of what it has read
 _SLOTS = 4  #: buckets that are filled or on their way
+_DIRECT = 8  #: a tensor of so many buckets is worth waiting for rather than a copy
 
 MESSAGES: dict[str, dict[str, Schema]] = {
     "want": {"worker": int, "chunk": int},
@@ -102,7 +103,7 @@ class Sending:
         self._entries: list[Entry] = []
         self._used = 0
         self._slot_free_at = [0] * _SLOTS  #: once everybody has all chunks before this one
-        self._filled = 0
+        self._fills = 0  #: of slots
 
     def begin(self, meeting: Meeting, slots: list[torch.Tensor]) -> None:
         """Take what workers want.
@@ -155,27 +156,52 @@ class Sending:
         self.pump()
 
     async def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a small tensor into a bucket; send a large one from where it lies, and wait until it has arrived."""
+        """Copy a tensor into a bucket, or in pieces into several; a very large one leaves from where it lies, and has
+        arrived when this returns."""
         assert self._meeting is not None
         if not self._meeting.peers:
             return
-        if tensor.nbytes >= self._bucket_bytes:
+        size = tensor.nbytes
+        if size > self._bucket_bytes:
             self._flush()
-            content = raw(tensor.detach().cpu()).numpy().data
-            self._launch(content, [entry_of(name, tensor)])
-            await self._arrived(self.made)
+            await self._add_in_pieces(entry_of(name, tensor), raw(tensor.detach().cpu()))
             return
-        if self._used + tensor.nbytes > self._bucket_bytes:
+        if self._used + size > self._bucket_bytes:
             self._flush()
-        slot = self._filled % _SLOTS
-        if not self._entries:
-            await self._arrived(self._slot_free_at[slot])
-            while len(self._slots) <= slot:
-                self._slots.append(torch.empty(self._bucket_bytes, dtype=torch.uint8))
         entry = entry_of(name, tensor, self._used)
-        put(self._slots[slot], entry, tensor)
+        put(await self._slot(), entry, tensor)
         self._entries.append(entry)
-        self._used = aligned(self._used + tensor.nbytes)
+        self._used = aligned(self._used + size)
+
+    async def _add_in_pieces(self, entry: Entry, content: torch.Tensor) -> None:
+        size, direct = content.numel(), content.numel() >= _DIRECT * self._bucket_bytes
+        for start in range(0, size, self._bucket_bytes):
+            piece = content[start : start + self._bucket_bytes]
+            if direct:
+                self._launch(piece, start, size, [entry])
+                await asyncio.sleep(0)
+                continue
+            slot = await self._slot()
+            slot[: piece.numel()] = piece
+            self._launch(slot[: piece.numel()], start, size, [entry])
+            self._filled()
+        if direct:
+            await self._arrived(self.made)
+
+    async def _slot(self) -> torch.Tensor:
+        """The buffer that is to be filled, once everybody has what was in it."""
+        slot = self._fills % _SLOTS
+        if not self._entries:
+            await asyncio.sleep(0)  # to hear of workers: what they have room for, or that they broke off
+            await self._arrived(self._slot_free_at[slot])
+        while len(self._slots) <= slot:
+            self._slots.append(torch.empty(self._bucket_bytes, dtype=torch.uint8))
+        return self._slots[slot]
+
+    def _filled(self) -> None:
+        """The next one is to be filled."""
+        self._slot_free_at[self._fills % _SLOTS] = self.made
+        self._fills += 1
 
     async def end(self) -> None:
         """Send what is left, and wait until every chunk has arrived."""
@@ -186,26 +212,17 @@ class Sending:
         entries, size = self._entries, min(self._used, self._bucket_bytes)
         self._entries, self._used = [], 0
         if entries:
-            slot = self._filled % _SLOTS
-            self._launch(self._slots[slot].numpy().data[:size], entries)
-            self._slot_free_at[slot] = self.made
-            self._filled += 1
+            self._launch(self._slots[self._fills % _SLOTS][:size], 0, size, entries)
+            self._filled()
 
-    def _launch(self, content: memoryview, entries: Sequence[Entry]) -> None:
-        for start in range(0, max(len(content), 1), self._bucket_bytes):
-            fields = {
-                "number": self.made,
-                "start": start,
-                "size": len(content),
-                "tensors": entries if start == 0 else [],
-            }
-            self._chunks.append(self._wire.encode("chunk", fields, [content[start : start + self._bucket_bytes]]))
+    def _launch(self, content: torch.Tensor, start: int, size: int, entries: Sequence[Entry]) -> None:
+        fields = {"number": self.made, "start": start, "size": size, "tensors": [] if start else entries}
+        self._chunks.append(self._wire.encode("chunk", fields, [content.numpy().data]))
         self.pump()
 
     async def _arrived(self, count: int) -> None:
         """Wait until everybody has so many chunks."""
         assert self._meeting is not None
-        await asyncio.sleep(0)  # to hear of workers that broke off
         await self._meeting.until(lambda peer: peer.said.get("got", 0) >= count, f"take chunk {count - 1}")
 
     def close(self) -> None:

@@ -62,6 +62,7 @@ class Unit:
         self._holder: str | None = None
         self._hold_ends = 0.0
         self._waiting: list[tuple[bytes, Message]] = []
+        self._replies: list[tuple[bytes, list[Buffer]]] = []
 
     # -- messages
 
@@ -90,22 +91,30 @@ class Unit:
             return
         if message.kind in ("put", "get", "has", "delete") and fields["units"] < len(self._units):
             self._reply(identity, message, "stale", {"units": self._units})
+            self._answer()
             return
         try:
             getattr(self, f"_do_{message.kind}")(identity, message)
         except (ValueError, IndexError, OverflowError, OSError) as error:
             answer = {"code": "queue.store", "message": str(error)}
             self._reply(identity, message, "refused", answer)
-        self._tell_freed()
+        self._answer()
 
     def _reply(
         self, identity: bytes, message: Message, kind: str, fields: Mapping[str, Any], buffers: Sequence[Buffer] = ()
     ) -> None:
         answer = {"id": message.fields.get("id", -1), "lost": sorted(self._lost), **fields}
-        self._send(identity, self._wire.encode(kind, answer, buffers))
+        self._replies.append((identity, self._wire.encode(kind, answer, buffers)))
 
     def _counted(self, identity: bytes, message: Message, rows: int = 0, size: int = 0) -> None:
         self._reply(identity, message, "counted", {"rows": rows, "bytes": size})
+
+    def _answer(self) -> None:
+        """Say what is free before what was asked for: whoever deletes rows may use their memory at once."""
+        self._tell_freed()
+        replies, self._replies = self._replies, []
+        for identity, frames in replies:
+            self._send(identity, frames)
 
     def _tell_freed(self) -> None:
         freed = self._memory.freed
