@@ -93,6 +93,22 @@ def test_rows_of_another_run_are_mixed_in(small_run: Run, tmp_path: Path) -> Non
     ] == shown.splitlines()
 
 
+def test_supervised_training_replays_and_mixes_too(small_run: Run, tmp_path: Path) -> None:
+    """Offline, rows from elsewhere need no rewards."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        json.dumps({"columns": {"prompt_ids": [5, 6], "response_ids": [7, 8, 9]}, "tags": {"source": "me"}})
+    )
+    human = f"queue.human={{ratio: 0.5, rows: {file}}}"
+    settings = ("schedule.steps=3", "data.prompts_per_step=2", "queue.replay={ratio: 0.5, max_uses: 3}", human)
+    result, lines = small_run("sft", *settings, file="warmup.yaml")
+    assert [(2 + 1, None), (2 + 2, 1.0), (2 + 2, 1.0)] == [
+        (line["samples"], line.get("samples/replayed")) for line in steps(lines)
+    ]
+    assert [1.0] * 3 == [line["samples/human"] for line in steps(lines)]
+    assert {"trainer", "trainer/human"} == {consumer for consumer, *_ in acked(result.folder)}
+
+
 def test_a_plugins_sampler_is_named_in_the_configuration(small_run: Run) -> None:
     class Oldest(Sampler):
         def sample(self, ready: Ready, count: int | None) -> Sequence[str]:

@@ -84,6 +84,24 @@ def test_shares_are_even_in_rows_and_balanced_in_tokens(ranks: int) -> None:
     assert max(totals) - min(totals) < max(consecutive) - min(consecutive)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "difference"),
+    [
+        ([100, 100, 10, 10], 2, 0),
+        ([10, 20, 30, 40], 2, 0),
+        ([50, 50, 50, 50], 2, 0),
+        ([100, 80, 60, 40, 20, 10], 3, 10),
+        ([100, 90, 50, 10, 5, 1], 2, 26),
+    ],
+)
+def test_the_cases_of_verls_balanced_sampler(lengths: list[int], ranks: int, difference: int) -> None:
+    """Equal numbers of rows, and sums no further apart than its own test allows."""
+    parts = shares(lengths, ranks)
+    totals = [sum(lengths[index] for index in part) for part in parts]
+    assert {len(lengths) // ranks} == {len(part) for part in parts}
+    assert difference == max(totals) - min(totals) <= max(lengths)
+
+
 def test_ranks_of_one_data_parallel_rank_get_the_same_rows_and_one_answers_for_them() -> None:
     """Two data-parallel ranks of two tensor-parallel ranks each: the controller knows no more than the layouts."""
 

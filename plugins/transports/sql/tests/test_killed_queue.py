@@ -24,7 +24,18 @@ from jackfield.queue.browse import trace
 from jackfield_transport_sql.backend import SQLBackend
 from jackfield_transport_sql.config import Config
 
-MOMENTS = ("rewards late", "rewards written", "rewards announced")
+MOMENTS = ("rewards written", "rewards announced")
+DERIVED = "derived"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each moment, which a process that was killed then has left."""
+    folder = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, __file__, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert 0 == done.returncode, done.stderr
+    return folder
 
 
 async def opened(folder: Path) -> TransferQueue:
@@ -55,16 +66,14 @@ async def live_and_be_killed(folder: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_row_is_ready_when_its_reward_is_there_and_not_before(tmp_path: Path, moment: str) -> None:
+def test_a_row_is_ready_when_its_reward_is_there_and_not_before(killed: Path, moment: str) -> None:
     """Whatever came after the checkpoint is made again: a reward that nobody remembers is not believed."""
-    command = [sys.executable, __file__, str(tmp_path), moment]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert -signal.SIGKILL == done.returncode, done.stderr
+    folder = killed / moment
 
     async def main() -> None:
-        queue = await opened(tmp_path)
+        queue = await opened(folder)
         try:
-            await queue.restore(tmp_path / "checkpoint")
+            await queue.restore(folder / "checkpoint")
             first = await queue.lease("trainer", deadline_seconds=0)
             assert ("train/0/0/0/0/0",) == first.keys
             missing = r"1 rows lack columns: train/0/1/0/0/0 \(reward\); 1 rows are leased"
@@ -102,29 +111,37 @@ async def derive_and_be_killed(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_row_was_made_of_survives_in_database_and_checkpoint(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, timeout=60, check=False)
-    assert -signal.SIGKILL == done.returncode, done.stderr
-    with closing(sqlite3.connect(tmp_path / "queue" / "samples.sqlite")) as database:
+def test_what_a_row_was_made_of_survives_in_database_and_checkpoint(killed: Path) -> None:
+    folder = killed / DERIVED
+    with closing(sqlite3.connect(folder / "queue" / "samples.sqlite")) as database:
         query = "select tags from jackfield_samples where key = 'train/1/0/0/0/0'"
         ((tags,),) = database.execute(query).fetchall()
     assert {"length": 2, "operation": "repair", "parents": ["train/0/0/0/0/0"]} == json.loads(tags)
 
     async def main() -> None:
-        queue = await opened(tmp_path)
+        queue = await opened(folder)
         try:
-            await queue.restore(tmp_path / "checkpoint")
-            await queue.checkpoint(tmp_path / "again")
+            await queue.restore(folder / "checkpoint")
+            await queue.checkpoint(folder / "again")
         finally:
             await queue.close()
 
     asyncio.run(main())
-    root = trace("train/1/0/0/0/0", tmp_path / "again", None)
+    root = trace("train/1/0/0/0/0", folder / "again", None)
     assert ("repair", True, ["train/0/0/0/0/0"]) == (root.operation, root.in_queue, [each.key for each in root.parents])
 
 
+def kill(moment: str, folder: Path) -> None:
+    """Live in a child of this process, which imports everything once, and be killed there."""
+    child = os.fork()
+    if child == 0:
+        asyncio.run(derive_and_be_killed(folder) if moment == DERIVED else live_and_be_killed(folder, moment))
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
 if __name__ == "__main__":
-    life = (
-        live_and_be_killed(Path(sys.argv[1]), sys.argv[2]) if sys.argv[2:] else derive_and_be_killed(Path(sys.argv[1]))
-    )
-    asyncio.run(life)
+    for name in (*MOMENTS, DERIVED):
+        kill(name, Path(sys.argv[1]) / name)
