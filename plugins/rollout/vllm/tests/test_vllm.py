@@ -8,17 +8,22 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jackfield.abc.engine import ModelSpec
+from jackfield.abc.rollout import RolloutContext
+from jackfield.errors import RolloutError
 from jackfield.plugins import installed
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
 from jackfield_conformance.subject import Subject
+from jackfield_conformance.support.rollout import LONG, Reader, greedy, model_folder
 from jackfield_rollout_vllm.config import Config
 
-from .conftest import Kept, KeptProcess, descendants
+from .conftest import Kept, descendants
 
 pytestmark = [pytest.mark.needs("vllm"), pytest.mark.timeout(400)]  # the first one waits for vLLM
 
@@ -58,15 +63,35 @@ def test_the_contract_holds(check: Check, kept: Kept, tmp_path: Path) -> None:
     assert "passed" == outcome.status, outcome.message
 
 
-def test_nothing_is_left(kept: Kept) -> None:
-    """When the process of a replica ends, so do vLLM's core and workers. Comes last: it ends the session's vLLM."""
-    process = KeptProcess.idle.pop()
-    pid = process.pid
-    assert pid is not None
-    watched = {each: os.pidfd_open(each) for each in descendants(pid) | {pid}}
-    assert len(watched) > 1
-    asyncio.run(process.close())
-    left = [each for each, descriptor in watched.items() if not select.select([descriptor], [], [], 10.0)[0]]
-    for descriptor in watched.values():
-        os.close(descriptor)
-    assert [] == left
+def test_a_core_that_dies_is_named_and_nothing_is_left(kept: Kept) -> None:
+    """vLLM's core is killed during a request; then the replica ends with all that it has started.
+
+    Comes last: it ends the session's vLLM.
+    """
+
+    async def life() -> set[int]:
+        server = kept.server(RolloutContext(model=ModelSpec(path=model_folder())))
+        await server.start()
+        process = server._process
+        assert process.pid is not None
+        started = descendants(process.pid) | {process.pid}
+        watched = {each: os.pidfd_open(each) for each in started}
+        try:
+            reader = Reader(server, greedy("running", LONG))
+            await reader.at_least(2)
+            (core,) = [each for each in started if "EngineCore" in Path(f"/proc/{each}/cmdline").read_text()]
+            os.kill(core, signal.SIGKILL)
+            with pytest.raises(RolloutError) as caught:
+                await reader.result()
+            assert caught.value.code in ("rollout.failed", "rollout.stopped")
+            health = await server.health()
+            assert not health.healthy
+            assert "vLLM" in health.detail
+            await process.close()
+            return {each for each, descriptor in watched.items() if not select.select([descriptor], [], [], 10.0)[0]}
+        finally:
+            await process.close()
+            for descriptor in watched.values():
+                os.close(descriptor)
+
+    assert set() == asyncio.run(life())

@@ -1,0 +1,41 @@
+"""A run whose rollout server is vLLM, in an environment with other versions than the engine's."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import subprocess
+
+import pytest
+
+from jackfield_testing import vllm_python
+
+from .conftest import Run
+from .test_modes import GRADED, steps
+
+pytestmark = [pytest.mark.needs("vllm"), pytest.mark.timeout(600)]  # vLLM takes a minute to start on a busy machine
+
+
+def test_grpo_with_vllm_in_another_environment(small_run: Run) -> None:
+    """Both load the same model with different versions of transformers, and agree on log-probabilities at every step.
+
+    The engine computes those of each step's responses again, which vLLM has made after the update of the step before.
+    """
+    python = str(vllm_python())
+    script = "import importlib.metadata as m; print(m.version('transformers'))"
+    there = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert importlib.metadata.version("transformers") != there.strip()
+    _, lines = small_run(
+        "vllm",
+        *GRADED,
+        "rollout={name: vllm, eager: true, kv_cache_bytes: 67108864}",
+        f"runtime.interpreters={{rollout: {python}}}",
+        "runtime.threads=1",
+        "optimizer.lr=0.01",
+        "algorithm.old_log_probs=engine",
+    )
+    done = steps(lines)
+    assert [1, 2, 3] == [line["step"] for line in done]
+    assert all(math.isfinite(line["grad_norm"]) and line["grad_norm"] > 0 for line in done)
+    for line in done:  # of the engine's to vLLM's probability, token by token
+        assert [pytest.approx(1.0, abs=1e-3)] * 2 == [line["correction/min"], line["correction/max"]]
