@@ -14,7 +14,11 @@ export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d
 end() {
     trap - EXIT INT TERM HUP
     for node in $second $first; do
-        ip netns pids $node | xargs -r kill -9 || true # what runs there, and nothing else
+        for _ in 1 2 3 4 5; do
+            processes=$(ip netns pids $node) && [ -n "$processes" ] || break
+            kill -9 $processes || true # what runs there, and nothing else
+            sleep 0.2
+        done
         ip netns delete $node || true
     done
     rm -rf "$ray_folder"
@@ -39,4 +43,5 @@ ip netns exec $second ray start --address=10.213.7.1:6379 --node-ip-address=10.2
     --object-store-memory=200000000 --disable-usage-stats >&2
 
 # And the run, on the first:
-ip netns exec $first "$@"
+ip netns exec $first "$@" &
+wait $!

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -66,6 +68,18 @@ def small_run(made: Path, tmp_path: Path) -> Run:
         return result, metrics(result.folder)
 
     return do
+
+
+@pytest.fixture(scope="session")
+def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Ray's token is in it, and the home folder is a temporary one."""
+    home = str(tmp_path_factory.mktemp("home"))
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_A")},
+        "HOME": home,
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.timeout(600)
 GUIDE = QUICKSTART.parent / "guides" / "ray_runtime.yaml"  #: what the guide shows
 RAY = Path(sys.executable).with_name("ray")
 SCRIPT = Path(__file__).with_name("ray_run.py")
-TWO_NODES = GUIDE.with_name("two_nodes.sh")
 #: What a replica computes depends in its last bits on what else it computes; losses do not, with these settings.
 SAME = ("algorithm.old_log_probs=engine",)
 OURS = ("policy/loss", "policy/ratio", "grad_norm", "lr", "reward/mean", "response_tokens/mean")
@@ -42,19 +41,7 @@ KILLS = int(os.environ.get("JACKFIELD_RAY_KILLS", "1"))
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Ray's token is in it, and the home folder is a temporary one."""
-    home = str(tmp_path_factory.mktemp("home"))
-    return {
-        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_A")},
-        "HOME": home,
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-@pytest.fixture(scope="module")
-def cluster(environment: dict[str, str]) -> Iterator[str]:
+def cluster(ray_environment: dict[str, str]) -> Iterator[str]:
     """A cluster that somebody else runs, on this machine; its address."""
     folder = tempfile.mkdtemp(prefix="jackfield")  # the path of a socket is short
     port = 20_000 + secrets.randbelow(10_000)
@@ -64,7 +51,12 @@ def cluster(environment: dict[str, str]) -> Iterator[str]:
         f"--temp-dir={folder}",
     ]  # fmt: skip
     head = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=ray_environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         assert head.stdout is not None
@@ -96,7 +88,7 @@ RayRun = Callable[..., Ended]
 
 
 @pytest.fixture(scope="module")
-def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> RayRun:
+def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, ray_environment: dict[str, str]) -> RayRun:
     """Do a run in a process of its own, in the folder of its name. It ends well, unless it kills itself; then nothing
     is left but the cluster that it has joined.
     """
@@ -117,7 +109,7 @@ def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, environment: d
         command = [sys.executable, str(SCRIPT), kills, str(QUICKSTART / "grpo.yaml"), *small, *overrides]
         mark = {"JACKFIELD_TEST_MARK": uuid.uuid4().hex}
         ended = subprocess.run(
-            command, env={**environment, **mark}, capture_output=True, text=True, timeout=500, check=False
+            command, env={**ray_environment, **mark}, capture_output=True, text=True, timeout=500, check=False
         )
         if (folder / "workers.json").is_file():
             noted = json.loads((folder / "workers.json").read_text())
@@ -205,53 +197,3 @@ def test_a_run_that_is_killed_at_random_moments_is_bitwise_the_uninterrupted_one
         check_equal(joined, folder, besides=("replicas",))
         check_ledger(folder, prompts=4)
         assert not list(folder.rglob("*.partial"))
-
-
-@pytest.mark.needs("network namespaces")
-def test_four_ranks_on_two_nodes_are_the_inline_run(
-    small_run: Run, made: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    """The guide's script, and the real command. Gradients cross from node to node, and so do weights; nobody enters
-    without the token, and nothing is left.
-    """
-    settings = [
-        "name=nodes", f"folder={tmp_path / 'nodes'}", f"model.path={made / 'model'}",
-        f"data.train={made / 'problems'}.jsonl", "data.prompts_per_step=4", "data.runs_per_prompt=4",
-        "sampling.max_new_tokens=6", "schedule.steps=2", "evaluation.every=0", "checkpoint.at_end=false",
-        "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", "runtime.ray.engine_ranks=4",
-        "runtime.ray.placement=separate", *SAME, *GRADED,
-    ]  # fmt: skip
-    run = ["jackfield", "run", str(QUICKSTART / "grpo.yaml"), "--address", "10.213.7.1:6379"]
-    stranger = 'RAY_AUTH_TOKEN=0123456789abcdef "$@"; test $? = 1 && exec "$@"'
-    command = ["sh", str(TWO_NODES), "sh", "-c", stranger, "sh", *run, *settings]
-    path = os.pathsep.join([str(RAY.parent), environment["PATH"]])
-    # 5 places on 2 + 3 CPUs: the ranks are on both nodes, and the replica is not where the first rank is
-    environment = {**environment, "PATH": path, "FIRST_CPUS": "2", "SECOND_CPUS": "3"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as script:
-        try:
-            _, stderr = script.communicate(timeout=500)
-        finally:
-            left = end_namespaces(f"jackfield-{script.pid}-")
-    assert 0 == script.returncode, stderr[-3000:]
-    assert "[runtime.cluster] the Ray cluster at 10.213.7.1:6379 cannot be joined" in stderr
-    assert [] == left
-    _, expected = small_run("inline", *GRADED, *SAME, "schedule.steps=2")
-    check_close(expected, tmp_path / "nodes", steps=2)
-    workers = json.loads((tmp_path / "nodes" / "workers.json").read_text())
-    ranks = [workers[f"the actor engine, rank {rank}"]["node"] for rank in range(4)]
-    assert {"10.213.7.1", "10.213.7.2"} == set(ranks)
-    assert ranks[0] != workers["rollout replica 0"]["node"]
-
-
-def end_namespaces(prefix: str) -> list[str]:
-    """Network namespaces that were left, which are gone then, with what runs there."""
-
-    def ip(*arguments: str) -> list[str]:
-        return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True).stdout.split()
-
-    left = [name for name in ip("netns", "list") if name.startswith(prefix)]
-    for name in left:
-        for pid in ip("netns", "pids", name):
-            os.kill(int(pid), signal.SIGKILL)
-        ip("netns", "delete", name)
-    return left

@@ -47,6 +47,14 @@ def _may(*command: str) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+#: A network namespace with a cable in it, for a moment.
+_CABLE = """
+ip netns add probe-$$ || exit 1
+ip link add cable netns probe-$$ type veth peer name other netns probe-$$; code=$?
+ip netns delete probe-$$; exit $code
+"""
+
+
 #: Tools that CI has installed by the time the tests run. Python packages are named ``module:NAME``.
 TOOLS: dict[str, Callable[[], bool]] = {
     "cc": lambda: shutil.which("cc") is not None,
@@ -68,7 +76,7 @@ def vllm_python() -> Path | None:
 HARDWARE: dict[str, Callable[[], bool]] = {
     "cuda": _cuda,
     "mount": lambda: _may("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"),
-    "network namespaces": lambda: _may("sh", "-c", "ip netns add probe-$$ && ip netns delete probe-$$"),
+    "network namespaces": lambda: _may("sh", "-c", _CABLE),
     "vllm": lambda: vllm_python() is not None,
 }
 

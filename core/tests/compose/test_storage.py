@@ -1,0 +1,41 @@
+"""A disk without room: one error that says so, and files that stay as they were."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from jackfield.compose.resume import replace_text, storage_errors
+from jackfield.compose.run import _first
+from jackfield.errors import JackfieldError, RunError
+
+
+def refusal(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    replace_text(file, "first")
+    replace_text(file, "second")
+    with pytest.raises(UnicodeEncodeError):
+        replace_text(file, "third, of which a part cannot be written: \ud800")
+    assert ("second", [file]) == (file.read_text(), list(tmp_path.iterdir()))
+
+
+def test_what_the_system_refuses_around_the_folder_is_about_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(RunError) as caught, storage_errors(tmp_path):
+        raise refusal(errno.EACCES)
+    assert ("run.storage", str(tmp_path)) == (caught.value.code, caught.value.where)
+    assert "Permission denied" in str(caught.value.found)
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, "run.storage"), (errno.ECONNRESET, "run.failed")])
+def test_in_a_run_only_what_a_disk_says_is_about_the_disk(tmp_path: Path, number: int, code: str) -> None:
+    error = _first(ExceptionGroup("tasks", [ExceptionGroup("inner", [refusal(number)])]), tmp_path)
+    assert isinstance(error, JackfieldError)
+    assert code == error.code
+    assert os.strerror(number) in str(error)
