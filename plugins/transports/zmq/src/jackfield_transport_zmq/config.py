@@ -46,8 +46,8 @@ class EngineConfig:
     """How weights go from the trainer to inference workers."""
 
     bucket_bytes: int = option(
-        16 * 2**20,
-        help="Size of a message: tensors share one, larger ones go in pieces of it.",
+        4 * 2**20,
+        help="Size of a message that small tensors share; larger ones go in pieces of four times as much.",
         validator=gt(0),
     )
     transport: Literal["auto", "ipc", "tcp"] = option(

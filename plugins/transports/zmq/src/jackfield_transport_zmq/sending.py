@@ -25,9 +25,9 @@ from jackfield_transport_zmq.sockets import Gate, Keys, dealer, listening, reada
 
 __all__ = ["MESSAGES", "Arrived", "Receiving", "Sending"]
 
-_WINDOW = 4  #: chunks that a worker takes ahead of what it has read
-_SLOTS = 4  #: buckets that are filled or on their way
-_DIRECT = 8  #: a tensor of so many buckets is worth waiting for rather than a copy
+_WINDOW = 6  #: chunks that a worker takes ahead of what it has read
+_SLOTS = 6  #: buckets that are filled or on their way
+_PIECE = 4  #: buckets; what a large tensor goes in
 
 MESSAGES: dict[str, dict[str, Schema]] = {
     "want": {"worker": int, "chunk": int},
@@ -156,15 +156,17 @@ class Sending:
         self.pump()
 
     async def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor into a bucket, or in pieces into several; a very large one leaves from where it lies, and has
-        arrived when this returns."""
+        """Copy a small tensor into a bucket; send a large one from where it lies, and wait until it has arrived."""
         assert self._meeting is not None
         if not self._meeting.peers:
             return
         size = tensor.nbytes
         if size > self._bucket_bytes:
             self._flush()
-            await self._add_in_pieces(entry_of(name, tensor), raw(tensor.detach().cpu()))
+            content, entry, piece = raw(tensor.detach().cpu()), entry_of(name, tensor), _PIECE * self._bucket_bytes
+            for start in range(0, size, piece):
+                self._launch(content[start : start + piece], start, size, [entry])
+            await self._arrived(self.made)
             return
         if self._used + size > self._bucket_bytes:
             self._flush()
@@ -172,21 +174,6 @@ class Sending:
         put(await self._slot(), entry, tensor)
         self._entries.append(entry)
         self._used = aligned(self._used + size)
-
-    async def _add_in_pieces(self, entry: Entry, content: torch.Tensor) -> None:
-        size, direct = content.numel(), content.numel() >= _DIRECT * self._bucket_bytes
-        for start in range(0, size, self._bucket_bytes):
-            piece = content[start : start + self._bucket_bytes]
-            if direct:
-                self._launch(piece, start, size, [entry])
-                await asyncio.sleep(0)
-                continue
-            slot = await self._slot()
-            slot[: piece.numel()] = piece
-            self._launch(slot[: piece.numel()], start, size, [entry])
-            self._filled()
-        if direct:
-            await self._arrived(self.made)
 
     async def _slot(self) -> torch.Tensor:
         """The buffer that is to be filled, once everybody has what was in it."""
@@ -198,11 +185,6 @@ class Sending:
             self._slots.append(torch.empty(self._bucket_bytes, dtype=torch.uint8))
         return self._slots[slot]
 
-    def _filled(self) -> None:
-        """The next one is to be filled."""
-        self._slot_free_at[self._fills % _SLOTS] = self.made
-        self._fills += 1
-
     async def end(self) -> None:
         """Send what is left, and wait until every chunk has arrived."""
         self._flush()
@@ -213,7 +195,8 @@ class Sending:
         self._entries, self._used = [], 0
         if entries:
             self._launch(self._slots[self._fills % _SLOTS][:size], 0, size, entries)
-            self._filled()
+            self._slot_free_at[self._fills % _SLOTS] = self.made
+            self._fills += 1
 
     def _launch(self, content: torch.Tensor, start: int, size: int, entries: Sequence[Entry]) -> None:
         fields = {"number": self.made, "start": start, "size": size, "tensors": [] if start else entries}
@@ -286,9 +269,9 @@ class Receiving:
         with suppress(WireError):
             message = self._wire.decode([frame.buffer for frame in frames])
             if message.kind == "chunk" and message["number"] == self.chunks and len(message.buffers) == 1:
-                self._put(message)
                 self.chunks += 1
-                self._meeting.tell({"got": self.chunks, "room": self._room})
+                self._meeting.tell({"got": self.chunks})
+                self._put(message)
                 self.changed()
 
     def _put(self, message: Message) -> None:
@@ -304,7 +287,7 @@ class Receiving:
         if start + len(content) == size:
             self.arrived.append(Arrived(self._buffer[:size], self._pieces, self._buffer))
         else:
-            self._room += 1  # this message is not needed any more
+            self._grant()  # this message is not needed any more
 
     def _free(self, size: int) -> torch.Tensor:
         """A buffer that nobody reads; touching fresh memory is slow, so they are kept."""
@@ -319,6 +302,10 @@ class Receiving:
         """Tensors that have come were read; there is room for more."""
         if arrived.pooled is not None:
             self._pool.append(arrived.pooled)
+        self._grant()
+
+    def _grant(self) -> None:
+        """There is room for one more."""
         self._room += 1
         self._meeting.tell({"room": self._room})
 
