@@ -120,11 +120,12 @@ def stats(folder: Path, as_json: bool) -> None:
 @json_option
 def trace(folder: Path, key: str, as_json: bool) -> None:
     """Print what the row KEY was made of, as a tree, from the newest checkpoint and the run's ledger."""
+    from jackfield.compose.export import find_queue
     from jackfield.queue import browse
 
     ledger, checkpoint = folder / "ledger.jsonl", None
     try:
-        checkpoint = _queue_folder(folder)
+        checkpoint = find_queue(folder)
     except RunError:
         if not ledger.is_file():
             raise
@@ -192,14 +193,7 @@ def _plain(row: StoredRow) -> dict[str, Any]:
 
 
 def _rows(folder: Path, partition: str | None) -> Iterator[StoredRow]:
+    from jackfield.compose.export import find_queue
     from jackfield.queue.browse import saved_rows
 
-    return (row for row in saved_rows(_queue_folder(folder)) if partition in (None, row.partition))
-
-
-def _queue_folder(folder: Path) -> Path:
-    if (folder / "controller.json").is_file():
-        return folder
-    from jackfield.compose.export import find_checkpoint
-
-    return find_checkpoint(folder).folder / "queue"
+    return (row for row in saved_rows(find_queue(folder)) if partition in (None, row.partition))

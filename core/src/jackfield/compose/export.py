@@ -12,10 +12,11 @@ from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointReques
 from jackfield.config import RunConfig, make_config
 from jackfield.errors import EngineError, JackfieldError, RunError
 from jackfield.plugins import Registry, discover
+from jackfield.queue.transfer_queue import STATE_FILE
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.trainer import Checkpoint, CheckpointStore, open_checkpoint
 
-__all__ = ["export_checkpoint", "export_model", "find_checkpoint", "run_checkpoints"]
+__all__ = ["export_checkpoint", "export_model", "find_checkpoint", "find_queue", "run_checkpoints"]
 
 
 def run_checkpoints(folder: Path) -> list[Checkpoint]:
@@ -38,6 +39,11 @@ def run_checkpoints(folder: Path) -> list[Checkpoint]:
 def find_checkpoint(folder: Path) -> Checkpoint:
     """A checkpoint by its own folder, or the newest of a run by the run's folder."""
     return open_checkpoint(folder) if (folder / "manifest.json").is_file() else run_checkpoints(folder)[-1]
+
+
+def find_queue(folder: Path) -> Path:
+    """The folder of a checkpointed queue: itself, or that of a run's (newest) checkpoint."""
+    return folder if (folder / STATE_FILE).is_file() else find_checkpoint(folder).folder / "queue"
 
 
 def export_checkpoint(checkpoint: Checkpoint, out: Path, registry: Registry | None = None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import attrs
 
+from jackfield.compose.export import find_queue
 from jackfield.config import MixConfig, QueueConfig, ReplayConfig
 from jackfield.errors import ConfigError
 from jackfield.queue import Reuse, TransferQueue, make_sampler
@@ -87,7 +88,7 @@ def _read(mixed: MixConfig) -> Iterator[StoredRow]:
     if path.is_dir():
         from jackfield.queue.browse import saved_rows
 
-        return saved_rows(path)
+        return (row for row in saved_rows(find_queue(path)) if row.ticket is not None)
     return read_rows(path)
 
 

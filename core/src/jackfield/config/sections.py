@@ -197,8 +197,8 @@ class MixConfig(Reuse):
 
     ratio: float = option(help="such groups for each new one", validator=gt(0.0))
     rows: str = option(
-        help="what is put into the partition before the first step: a .jsonl or .parquet file of rows, or a queue's "
-        "folder (`jackfield queue import`)"
+        help="what is put into the partition before the first step: a .jsonl or .parquet file of rows, or the folder "
+        "of a queue (`jackfield queue import`) or run"
     )
     sampler: SamplerConfig = option(factory=SamplerConfig, help="which of them are trained on")
 
