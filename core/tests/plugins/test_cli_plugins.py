@@ -42,6 +42,7 @@ ILL_INSIDE: dict[str, tuple[dict[str, Any], str]] = {
     "signature": ({"modules": {"plugin.py": SIGNATURE}}, "plugin.signature"),
     "config": ({"modules": {"config.py": "class Config: pass"}}, "plugin.config-class"),
     "needs": ({"extra": '[env]\nrequires = ["quite-absent>=2"]'}, "plugin.requirement"),
+    "module": ({"extra": '[env]\nmodules = ["quite_absent"]'}, "plugin.requirement"),
     "old": ({"extra": '[env]\nrequires = ["attrs<1"]'}, "plugin.requirement"),
     "hooks": ({"extra": 'hooks = "fake_hooks.hooks"', "modules": {"hooks.py": ""}}, "plugin.hooks"),
     "crashes": ({"modules": {"plugin.py": "import os; os.kill(os.getpid(), 11)"}}, "plugin.import"),

@@ -79,6 +79,8 @@ class EnvironmentRequirements:
 
     #: PEP 508 requirements, checked in the interpreter where the plugin runs
     requires: tuple[str, ...] = attrs.field(default=(), validator=_are_requirements)
+    #: top-level modules that have to be there, where distributions of several names bring them
+    modules: tuple[str, ...] = ()
     python: str | None = None  #: the path of an interpreter of its own; None: the host's
 
 

@@ -7,6 +7,7 @@ or crash, and at the end ``{"problems": [...], "requires": ...}``. What the plug
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
@@ -79,7 +80,7 @@ def _problems(registry: Registry, manifest: Manifest) -> Iterator[tuple[str, Jac
 def missing_requirements(manifest: Manifest, where: str) -> Iterator[PluginError]:
     """Requirements of ``[env]`` that this interpreter does not meet.
 
-    Extras are followed one level down. Versions are read from metadata; nothing is imported.
+    Extras are followed one level down. Versions are read from metadata; modules are looked for; nothing is imported.
 
     Yields:
         ``plugin.requirement``.
@@ -88,6 +89,15 @@ def missing_requirements(manifest: Manifest, where: str) -> Iterator[PluginError
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate():
             yield from _unmet(requirement, where)
+    for module in manifest.env.modules:
+        if importlib.util.find_spec(module) is None:
+            yield PluginError(
+                f"the plugin needs the module {module}",
+                where=where,
+                expected=module,
+                found=f"not there in {sys.executable}",
+                fix=f"install it, or give the plugin an environment that has it: runtime.interpreters.{manifest.kind}",
+            )
 
 
 def _unmet(requirement: Requirement, where: str) -> Iterator[PluginError]:
