@@ -66,18 +66,31 @@ def applicable() -> list[Any]:
     return [pytest.param(check, id=check.id) for check in chosen]
 
 
-@pytest.mark.parametrize("check", applicable())
-def test_the_contract_holds_through_a_process(check: Check, processes: None, tmp_path: Path) -> None:
-    """Weights come by ``shared``, which reaches another process."""
-    subject = Subject(
+def subject(check: Check, place: Path, engine: str = "shared", **settings: Any) -> Subject:
+    """The plugin in a process, and what brings weights there."""
+    return Subject(
         kind="rollout",
         name="transformers",
         cls=Fresh if check.id == "ROL-100" else Reused,
         config=Config(),
         config_class=Config,
         capabilities=CAPABILITIES,
-        fixture={"checkpoint_engine": "shared"},
-        folder=tmp_path,
+        fixture={"checkpoint_engine": engine, "checkpoint_engine_config": settings},
+        folder=place,
     )
-    outcome = run_check(check, subject)
+
+
+@pytest.mark.parametrize("check", applicable())
+def test_the_contract_holds_through_a_process(check: Check, processes: None, tmp_path: Path) -> None:
+    """Weights come by ``shared``."""
+    outcome = run_check(check, subject(check, tmp_path))
+    assert "passed" == outcome.status, outcome.message
+
+
+@pytest.mark.parametrize("engine", ["file", "nccl", "zmq"])
+def test_every_engine_that_crosses_processes_brings_weights(engine: str, processes: None, tmp_path: Path) -> None:
+    """New weights are used, and after them the first ones again: log-probabilities prove it."""
+    (check,) = [check for check in CHECKS if check.id == "ROL-070"]
+    settings = {"folder": str(tmp_path)} if engine == "file" else {}
+    outcome = run_check(check, subject(check, tmp_path, engine, **settings))
     assert "passed" == outcome.status, outcome.message
