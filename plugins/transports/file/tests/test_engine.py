@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext, ConnectRequest, TopologyRequest
 from jackfield.errors import DeadlineExceeded, WeightsError
-from jackfield.plugins import discover
 from jackfield.weights import WeightReceiver, WeightSender, digest
 from jackfield_transport_file.config import Config
 from jackfield_transport_file.engine import FileCheckpointEngine
@@ -70,12 +69,6 @@ async def receive(config: Config, found: ConnectRequest) -> dict[str, str]:
         async for _ in stream:
             pass
     return receiver.digests
-
-
-def test_the_plugin_is_found_and_passes_its_gates(tmp_path: Path) -> None:
-    loaded = discover().load("checkpoint_engine", "file")
-    assert FileCheckpointEngine is loaded.cls
-    assert Config is loaded.config_class
 
 
 def test_who_comes_late_gets_the_newest_weights(config: Config) -> None:

@@ -22,12 +22,6 @@ def build(side: Any, **settings: Any) -> Any:
     return discover().load("checkpoint_engine", "nccl").build(settings, context)
 
 
-def test_the_plugin_is_found_and_passes_its_gates() -> None:
-    loaded = discover().load("checkpoint_engine", "nccl")
-    assert "NCCLCheckpointEngine" == loaded.cls.__name__
-    assert loaded.config_class() == loaded.config_class()
-
-
 def test_the_default_group_of_a_training_engine_stays_as_it_is(tmp_path: Path) -> None:
     """A transfer in a process that has a default group: it is the same group afterwards, and works."""
     tensors = {"a": torch.arange(10.0), "b": torch.ones(3, 2, dtype=torch.bfloat16)}

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import redis
-import torch
 
-from jackfield.abc.transfer_queue import GetRequest, PutRequest
 from jackfield.errors import QueueError, QueueFull
-from jackfield.queue import dense_column
 from jackfield_servers import PASSWORD, QUOTED_PASSWORD, RedisServer
+from jackfield_stores import Opened, check_a_hanging_server_is_named, check_kill_9_of_the_server, put, values
 from jackfield_testing import in_loop
 
 pytestmark = pytest.mark.needs("redis")
-
-
-async def put(backend: Any, key: str, value: float = 1.0, size: int = 256) -> None:
-    column = dense_column(torch.full((1, size), value))
-    await backend.put(PutRequest(partition="p", keys=(key,), columns={"x": column}))
-
-
-async def values(backend: Any, keys: list[str]) -> list[float]:
-    found = await backend.get(GetRequest(partition="p", keys=tuple(keys), columns=("x",)))
-    return [row[0].item() for row in found.columns["x"].values]
 
 
 @pytest.fixture(scope="module")
@@ -39,49 +26,15 @@ def own_server() -> Iterator[RedisServer]:
 
 
 @in_loop
-async def test_what_was_put_survives_kill_9_of_the_server(own_server: RedisServer, opened: Any) -> None:
-    """Every put that had returned is there, and those under way end well once the server is back."""
-    returned: list[str] = []
-    enough = asyncio.Event()
-
-    async with opened(url=own_server.url, durability="always") as backend:
-
-        async def produce(name: str) -> None:
-            for number in range(25):
-                await put(backend, f"{name}{number}", float(number))
-                returned.append(f"{name}{number}")
-                if len(returned) >= 30:
-                    enough.set()
-
-        producers = [asyncio.ensure_future(produce(name)) for name in "abcd"]
-        await enough.wait()
-        own_server.kill()
-        before = list(returned)
-        own_server.start()
-        assert [float(key[1:]) for key in before] == await values(backend, before)
-        await asyncio.gather(*producers)
-        assert (100, 100 * 1024) == ((stats := await backend.stats()).rows, stats.bytes)
-        assert [float(key[1:]) for key in returned] == await values(backend, returned)
+async def test_what_was_put_survives_kill_9_of_the_server(own_server: RedisServer, opened: Opened) -> None:
+    await check_kill_9_of_the_server(opened, own_server, rows=25, before=30, durability="always")
 
 
 @in_loop
 async def test_a_server_that_hangs_or_is_gone_is_named_within_the_deadline(
-    own_server: RedisServer, opened: Any
+    own_server: RedisServer, opened: Opened
 ) -> None:
-    async with opened(url=own_server.url, seconds=0.4) as backend:
-        await put(backend, "a")
-        own_server.pause()
-        with pytest.raises(QueueError, match=f"127.0.0.1:{own_server.port}") as caught:
-            await put(backend, "b")
-        assert "queue.unreachable" == caught.value.code
-        own_server.resume()
-        await put(backend, "c")
-        own_server.kill()
-        with pytest.raises(QueueError, match=f"127.0.0.1:{own_server.port}") as caught:
-            await values(backend, ["a"])
-        assert "queue.unreachable" == caught.value.code
-        own_server.start()
-        assert [1.0, 1.0] == await values(backend, ["a", "c"])
+    await check_a_hanging_server_is_named(opened, own_server, seconds=0.4)
 
 
 async def refusal(opened: Any, **settings: Any) -> str:

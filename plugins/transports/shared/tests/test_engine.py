@@ -70,12 +70,6 @@ def held() -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "jackfield-weights" in line]
 
 
-def test_the_plugin_is_found_and_passes_its_gates() -> None:
-    loaded = discover().load("checkpoint_engine", "shared")
-    assert "SharedCheckpointEngine" == loaded.cls.__name__
-    assert loaded.config_class() == loaded.config_class()
-
-
 def test_segments_are_used_again_and_go_with_the_sender() -> None:
     async def main() -> None:
         transfer = Transfer(bucket_bytes=4096)

@@ -14,7 +14,6 @@ import zmq
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext, TopologyRequest
 from jackfield.errors import WeightsError
-from jackfield.plugins import load_plugin
 from jackfield.weights import WeightReceiver, WeightSender
 from jackfield_testing import in_loop
 from jackfield_transport_zmq.config import EngineConfig
@@ -152,9 +151,3 @@ async def test_strangers_at_the_data_port_change_nothing(unused_port: int) -> No
             stranger.send_multipart([content, b"more"])
         sent, *received = await moved({"transport": "tcp", "data_port": unused_port}, [None])
         assert [sent] == received
-
-
-def test_both_plugins_are_found() -> None:
-    """One package, two kinds."""
-    assert ZMQCheckpointEngine is load_plugin("checkpoint_engine", "zmq").cls
-    assert "ZMQBackend" == load_plugin("transfer_queue", "zmq").cls.__name__
