@@ -179,6 +179,21 @@ def test_a_wait_for_groups_ends_when_there_are_enough(run: Run) -> None:
     run(test)
 
 
+def test_a_wait_for_groups_ends_when_one_may_be_used_again(run: Run) -> None:
+    async def test(bench: Any) -> None:
+        register(bench, reuse=Reuse())
+        await publish(bench, [3])
+        batch = await bench.queue.sample_groups("trainer", 1, 0, deadline_seconds=0)
+        waiting = asyncio.ensure_future(bench.queue.sample_groups("trainer", 1, 1, deadline_seconds=9))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await bench.queue.ack(batch, step=0)
+        assert [3] == versions(await waiting)
+        assert 0 == bench.clock.time()
+
+    run(test)
+
+
 # -- verl: the samplers of its TransferQueue
 
 

@@ -39,6 +39,8 @@ class Leases(Sampling):
             state.record("ack", consumer=consumer.name, step=step, epoch=lease.epoch, keys=[row.key for row in rows])
             if step is not None:
                 self._trim(consumer, step)
+            if consumer.reuse is not None:
+                consumer.groups.news()  # they may be used again
         living = {row.key for rows in leases.values() for row in rows}
         return [key for key in batch.keys if key in living], list(consumed)
 
