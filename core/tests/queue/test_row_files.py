@@ -118,6 +118,10 @@ def test_other_peoples_parquet(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"prompt_ids": [1]}), tmp_path / "rows.parquet")
     with pytest.raises(QueueError, match=r"(?s)no columns of rows.*columns\.NAME"):
         list(read_rows(tmp_path / "rows.parquet"))
+    for bad in ({"columns.w": [[[1], [1, 2]]]}, {"columns.x": [1], "tags": ["{"]}):
+        parquet.write_table(pyarrow.table(bad), tmp_path / "rows.parquet")
+        with pytest.raises(QueueError, match="a record is no row of a queue"):
+            list(read_rows(tmp_path / "rows.parquet"))
     (tmp_path / "rows.parquet").write_text("PAR1")
     with pytest.raises(QueueError, match="no Parquet file"):
         list(read_rows(tmp_path / "rows.parquet"))

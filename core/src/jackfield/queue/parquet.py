@@ -73,16 +73,26 @@ def read_parquet(file: Path) -> Iterator[StoredRow]:
             found = ", ".join(opened.schema_arrow.names)
             raise QueueError("the file has no columns of rows", where=str(file), expected="columns.NAME", found=found)
         for batch in opened.iter_batches(batch_size=500):
-            cells = {name: _cells(batch, name) for name in names}
-            plain = {name: batch[name].to_pylist() for name in batch.schema.names if not name.count(".")}
-            for index in range(batch.num_rows):
-                fields = {name: plain[name][index] for name in (*_TEXTS, "ticket") if name in plain}
-                yield StoredRow(
-                    cells={name: cell for name in names if (cell := cells[name][index]) is not None},
-                    tags=json.loads(plain["tags"][index] or "{}") if "tags" in plain else {},
-                    acked_by=tuple(plain["acked_by"][index] or ()) if "acked_by" in plain else (),
-                    **fields,
-                )
+            try:
+                rows = _rows_of(batch, names)
+            except (ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
+                found = f"{type(error).__name__}: {error}"
+                raise QueueError("a record is no row of a queue", where=str(file), found=found) from error
+            yield from rows
+
+
+def _rows_of(batch: Any, names: Sequence[str]) -> list[StoredRow]:
+    cells = {name: _cells(batch, name) for name in names}
+    plain = {name: batch[name].to_pylist() for name in batch.schema.names if not name.count(".")}
+    return [
+        StoredRow(
+            cells={name: cell for name in names if (cell := cells[name][index]) is not None},
+            tags=json.loads(plain["tags"][index] or "{}") if "tags" in plain else {},
+            acked_by=tuple(plain["acked_by"][index] or ()) if "acked_by" in plain else (),
+            **{name: plain[name][index] for name in (*_TEXTS, "ticket") if name in plain},
+        )
+        for index in range(batch.num_rows)
+    ]
 
 
 def _pyarrow() -> Any:
