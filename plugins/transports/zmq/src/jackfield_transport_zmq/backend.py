@@ -127,7 +127,7 @@ class ZMQBackend(TransferQueueBackend):
         client, self._client = self._client, None
         children, self._children = self._children, []
         if client is not None:
-            client.close("stop" if children else "bye")
+            client.close()
         self._reader.close()
         if self._thread is not None:
             for child in children:

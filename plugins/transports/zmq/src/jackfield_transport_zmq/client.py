@@ -285,9 +285,10 @@ class Client:
             if not future.done():
                 future.set_result(None)
 
-    def close(self, word: str) -> None:
-        """Hang up, with a last word."""
-        self.tell_all(word, {})
+    def close(self) -> None:
+        """Say goodbye and hang up."""
+        self._release()
+        self.tell_all("bye", {})
         for line in self._lines.values():
             line.close()
         self._lines.clear()

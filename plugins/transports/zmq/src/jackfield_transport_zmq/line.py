@@ -20,6 +20,7 @@ from jackfield_transport_zmq.sockets import Keys, dealer, readable
 
 __all__ = ["Line", "Lost", "Stale"]
 
+_GOODBYE_MS = 200  #: for the last words to leave
 _LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie
 
 
@@ -173,7 +174,7 @@ class Line:
         if socket is None:
             return
         self._loop.remove_reader(self._file)
-        socket.close()
+        socket.close(0 if reason is not None else _GOODBYE_MS)
         process, self._process = self._process, None
         if process is not None:
             self._loop.remove_reader(process)

@@ -19,7 +19,6 @@ from jackfield_transport_zmq.directory import Directory, UnitAddress
 __all__ = ["UnitProcess", "started"]
 
 _START_SECONDS = 30.0
-_END_SECONDS = 5.0
 
 
 @attrs.define(eq=False)
@@ -70,13 +69,10 @@ class UnitProcess:
         self.unit = UnitAddress(number, self.process.pid, said["address"], said["place"])
         return self.unit
 
-    def end(self, patience: float = _END_SECONDS) -> None:
-        """Wait until it has ended; after a while, make it."""
-        try:
-            self.process.wait(patience)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def end(self) -> None:
+        """End it: it has nothing that it would have to save."""
+        self.process.kill()
+        self.process.wait()
 
 
 def started(numbers: Sequence[int], host: str, directory: Directory) -> list[UnitProcess]:
@@ -93,7 +89,6 @@ def started(numbers: Sequence[int], host: str, directory: Directory) -> list[Uni
             child.answer(number, until)
     except BaseException:
         for child in children:
-            child.process.kill()
             child.end()
         raise
     return children

@@ -42,7 +42,6 @@ REQUESTS: dict[str, dict[str, Schema]] = {
     "add": {"id": int, "units": [UNIT]},
     "lose": {"units": [int]},
     "bye": {},
-    "stop": {},
 }
 
 _REPLY: dict[str, Schema] = {"id": int, "lost": [int]}

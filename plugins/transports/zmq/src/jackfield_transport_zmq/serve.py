@@ -1,7 +1,7 @@
 """The process of a storage unit: ``python -m jackfield_transport_zmq.serve``, started by who owns the queue.
 
-It is told who it is on standard input, answers with its address on standard output, and ends when it is told to, or
-when the process that started it has ended, however that was.
+It is told who it is on standard input, answers with its address on standard output, and ends when it is killed, or when
+the process that started it has ended, however that was.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _serve(order: Mapping[str, Any], owner: int) -> None:
     for source in (owner, router, *([gate.socket] if gate else [])):
         poller.register(source, zmq.POLLIN)
     watched: dict[int, bytes] = {}
-    while not unit.ended:
+    while True:
         wait = unit.wait_seconds()
         for source, _ in poller.poll(None if wait is None else int(wait * 1000) + 1):
             if source is router:
@@ -87,7 +87,7 @@ def _serve(order: Mapping[str, Any], owner: int) -> None:
 
 def _receive(router: zmq.Socket[Any], unit: Unit) -> None:
     """All that has come."""
-    while not unit.ended and readable(router):
+    while readable(router):
         identity, *frames = router.recv_multipart(copy=False)
         unit.receive(bytes(identity.buffer), [frame.buffer for frame in frames])
 

@@ -50,7 +50,6 @@ class Unit:
         self._wire = wire
         self._send = send
         self._place = place
-        self.ended = False
         self.refused_keys = 0  #: connections without the key of the queue
         self.clients: dict[bytes, Client] = {}
         self._rows: Rows = {}
@@ -154,9 +153,6 @@ class Unit:
 
     def _do_lose(self, _: bytes, message: Message) -> None:
         self._lost.update(message["units"])
-
-    def _do_stop(self, _: bytes, __: Message) -> None:
-        self.ended = True
 
     # -- rows
 
