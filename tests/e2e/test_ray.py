@@ -138,7 +138,9 @@ def joined(ray_run: RayRun, cluster: str) -> Path:
     Workers without state are killed on the way.
     """
     kill = {"step 1": ["agent worker 0"], "step 2": ["reward worker 0"]}
-    return ray_run("joined", "--address", cluster, "runtime.offload=true", kill=kill).folder
+    ended = ray_run("joined", "--address", cluster, "runtime.offload=true", kill=kill)
+    assert "constructor arguments" not in ended.stderr, "Ray fears for actors that are to be started again"
+    return ended.folder
 
 
 def test_a_run_in_a_cluster_is_the_inline_run(small_run: Run, joined: Path) -> None:

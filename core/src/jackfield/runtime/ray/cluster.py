@@ -160,7 +160,9 @@ class Cluster:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
         if python is not None:
             options["runtime_env"] = {"py_executable": python}
-        handle = ray.remote(Host).options(**options).remote(make, os.getcwd(), one_thread)
+        # as bytes: where it has handles of other actors, Ray warns that an actor could not be started again
+        made_by = ray.cloudpickle.dumps(make)
+        handle = ray.remote(Host).options(**options).remote(made_by, os.getcwd(), one_thread)
         self._actors.append(_Actor(name, handle))
         return handle
 

@@ -36,14 +36,17 @@ class Place:
 class Host:
     """Lives in an actor. After a restart by Ray the worker is made anew."""
 
-    def __init__(self, make: Callable[..., Any], folder: str, one_thread: bool) -> None:
+    def __init__(self, make: bytes, folder: str, one_thread: bool) -> None:
         """
         Args:
-            make: makes the worker, or a coroutine that does; called with what :meth:`settle` was given.
+            make: as Ray's ``cloudpickle`` writes it: what makes the worker, or a coroutine that does; called with what
+                :meth:`settle` was given.
             folder: the controller's working directory, against which paths in the configuration stand.
             one_thread: whether what the worker does in threads goes through one, in order.
         """
-        self._make = make
+        from ray import cloudpickle
+
+        self._make: Callable[..., Any] = cloudpickle.loads(make)
         self._one_thread = one_thread
         self._settled: dict[str, Any] = {}
         self._worker: Any = None
