@@ -33,8 +33,10 @@ class Kept:
     site: Path
 
     def server(self, context: RolloutContext, **settings: Any) -> KeptProcess:
+        # one worker in the core's process, vLLM's own default on one GPU: a process less to start
+        own = {"eager": True, "kv_cache_bytes": 1 << 26, "engine": {"distributed_executor_backend": "uni"}}
         return KeptProcess(
-            {"eager": True, "kv_cache_bytes": 1 << 26, **settings},
+            {**own, **settings},
             context,
             record=self.record,
             python=str(vllm_python()),
