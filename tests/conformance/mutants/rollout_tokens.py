@@ -371,7 +371,7 @@ MUTANTS = (
     mutant(TopPBeforeTopK, "top-p is applied before top-k", "019"),
     mutant(DrawsSharper, "tokens are drawn from a sharper distribution than is reported", "020"),
     mutant(HasOneRandomNumber, "all tokens of a request are drawn with one random number", "020"),
-    mutant(IgnoresSeeds, "seeds are ignored", "021", "022", "050", "058"),
+    mutant(IgnoresSeeds, "seeds are ignored", "021", "022", "050", "058", "110"),
     mutant(MixesTheReplicaIn, "a seed yields other tokens on another replica", "021"),
     mutant(SeedsDependOnNeighbours, "random numbers depend on how many requests run", "022"),
     mutant(SeedsHave32Bits, "seeds are cut to 32 bits", "023"),
