@@ -30,7 +30,8 @@ __all__ = ["Result", "Stage", "stages"]
 PYTHON = str(environment.PYTHON)
 SCRIPTS = environment.PYTHON.parent
 DIST = ROOT / "dist"
-WORKERS = 2
+WORKERS = 2  #: on two cores
+TESTERS = 3  #: tests wait a quarter of their time, for processes that start, end or miss their deadline
 
 #: Tests use small tensors: threads of their own only get into each other's way, and nothing may look for a model hub.
 VARIABLES = {
@@ -96,12 +97,13 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
         "docs",
         "build/docs",
     ]
-    tox = [str(SCRIPTS / "tox"), "run-parallel", "--parallel", str(WORKERS), "--parallel-no-spinner"]
+    tox = [str(SCRIPTS / "tox"), "run-parallel", "--parallel", str(TESTERS), "--parallel-no-spinner"]
     tested = [name for name, package in packages.items() if package.tests.is_dir()]
     tested.sort(key=lambda name: _bytes(packages[name]), reverse=True)  # the long ones first
     tox += ["-e", ",".join(tested)]
     pytest = [PYTHON, "-m", "pytest", "--continue-on-collection-errors"]
-    pytest += ["--numprocesses", str(WORKERS), "--dist", "loadfile"]  # a file's fixtures are made once
+    pytest += ["--numprocesses", str(TESTERS), "--dist", "loadfile"]  # a file's fixtures are made once
+    pytest += ["--durations", "30"]
     checks = [
         Stage("lint", "ruff: rules", _command([*ruff, "check", "."], 120)),
         Stage("format", "ruff: layout", _command([*ruff, "format", "--check", "."], 120)),
