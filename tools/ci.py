@@ -103,7 +103,7 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
     tox += ["-e", ",".join(tested)]
     pytest = [PYTHON, "-m", "pytest", "--continue-on-collection-errors"]
     pytest += ["--numprocesses", str(TESTERS), "--dist", "loadfile"]  # a file's fixtures are made once
-    pytest += ["--durations", "30"]
+    pytest += ["--no-loadscope-reorder", "--durations", "30"]  # whole runs come first, and end beside the rest
     checks = [
         Stage("lint", "ruff: rules", _command([*ruff, "check", "."], 120)),
         Stage("format", "ruff: layout", _command([*ruff, "format", "--check", "."], 120)),
@@ -127,8 +127,9 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
 
 
 def _bytes(package: Package) -> int:
-    """How much there is of a package's tests."""
-    return sum(file.stat().st_size for file in package.tests.rglob("*.py"))
+    """How much there is of a package's tests, and of what they work with."""
+    files = [file for file in package.folder.rglob("*.py") if package.source not in file.parents]
+    return sum(file.stat().st_size for file in files)
 
 
 def run(chosen: Sequence[Stage]) -> list[Result]:
