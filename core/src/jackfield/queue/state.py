@@ -88,6 +88,7 @@ class Group:
         return len({row.run for row in self.rows}) == self.runs
 
     def view(self) -> GroupView:
+        """What a consumer is told of it: rows in order, and the columns that all of them have."""
         ordered = sorted(self.rows, key=lambda row: (row.run, row.sequence))
         common = -1
         for row in ordered:

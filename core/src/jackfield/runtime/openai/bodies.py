@@ -7,6 +7,7 @@ value that changes nothing.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -56,7 +57,7 @@ class StreamOptions:
 
 
 @attrs.frozen(kw_only=True)
-class Body:
+class Body(ABC):
     """What both kinds of requests have."""
 
     model: str | None = None
@@ -93,18 +94,18 @@ class Body:
         return given
 
     @property
+    @abstractmethod
     def wants_log_probs(self) -> bool:
         """Whether the answer tells log-probabilities."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def most_tokens(self) -> int:
         """The longest answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
         """Token ids of each prompt."""
-        raise NotImplementedError
 
     def sampling(self, choice: int) -> SamplingParams:
         """How tokens of one of the answers are drawn."""
