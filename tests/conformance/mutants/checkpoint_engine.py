@@ -31,7 +31,7 @@ __all__ = ["CHILDREN", "MUTANTS", "REFERENCE", "SHARED"]
 REFERENCE = Reference(cls=BucketEngine, config_class=BucketsConfig, fixture={"silence_seconds": 0.05})
 MUTANTS: dict[str, Mutant] = {}
 CHILDREN: list[subprocess.Popen[bytes]] = []  #: what leaky mutants leave, for the tests to end
-SHARED: list[Path] = []
+SHARED: dict[Path, torch.Tensor] = {}
 
 
 def mutant(*killed_by: str) -> Callable[[type[BucketEngine]], type[BucketEngine]]:
@@ -512,8 +512,7 @@ class LeakedSharedMemory(_Leaking):
 
     def leak(self) -> None:
         path = Path("/dev/shm") / f"jackfield-mutant-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        path.touch()
-        SHARED.append(path)
+        SHARED[path] = torch.from_file(str(path), shared=True, size=1)  # mapped, as leaked memory is
 
 
 @mutant("CKE-051")

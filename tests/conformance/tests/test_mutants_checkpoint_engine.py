@@ -26,7 +26,7 @@ def _short_deadlines_and_no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         left.kill()
         left.wait(10)
     while SHARED:
-        SHARED.pop().unlink()
+        SHARED.popitem()[0].unlink()
 
 
 def test_the_reference_passes(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
+from jackfield_conformance.support.leaks import shared_memory, shared_memory_since
 from jackfield_conformance.support.transfer_ends import Team, team
 from jackfield_transfers import (
     check_a_slow_worker_is_named,
@@ -33,19 +33,19 @@ def test_two_ranks_and_two_workers(ends: Team) -> None:
 
 
 def test_a_killed_worker_is_named_and_the_others_go_on(ends: Team) -> None:
-    names = os.listdir("/dev/shm")
+    names = shared_memory()
     kill_a_worker(ends)
     living = (*ends.ranks, ends.workers[0], ends.workers[2])
     assert [0, 0, 0, 0] == [end.ask("held")["mapped"] for end in living]  # what broke off is not kept
-    assert names == os.listdir("/dev/shm")
+    assert not shared_memory_since(names)
     go_on_without_the_worker(ends)
 
 
 def test_a_killed_sender_is_named(ends: Team) -> None:
-    names = os.listdir("/dev/shm")
+    names = shared_memory()
     kill_the_sender(ends)
     assert [0, 0] == [end.ask("held")["mapped"] for end in ends.workers]  # nobody holds the memory of the dead any more
-    assert names == os.listdir("/dev/shm")
+    assert not shared_memory_since(names)
     go_on_with_another_sender(ends)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import attrs
+import psutil
 
-__all__ = ["assert_nothing_left", "other_tasks"]
+__all__ = ["assert_nothing_left", "other_tasks", "shared_memory", "shared_memory_since"]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _SELF = Path("/proc/self")
@@ -30,7 +31,7 @@ class _Held:
 
     @classmethod
     def now(cls) -> _Held:
-        return cls(frozenset(threading.enumerate()), _descriptors(), _processes(), _shared_memory())
+        return cls(frozenset(threading.enumerate()), _descriptors(), _processes(), shared_memory())
 
     def since(self, before: _Held) -> list[str]:
         """What is held beyond ``before``, in words."""
@@ -38,7 +39,7 @@ class _Held:
             *(f"thread {thread.name}" for thread in self.threads - before.threads if thread.is_alive()),
             *(f"open file or socket {name}" for name in sorted(self.descriptors - before.descriptors)),
             *(f"process {name}" for name in sorted(self.processes - before.processes)),
-            *(f"shared memory {name}" for name in sorted(self.shared_memory - before.shared_memory)),
+            *(f"shared memory {name}" for name in shared_memory_since(before.shared_memory)),
         ]
 
 
@@ -60,8 +61,35 @@ def _processes() -> frozenset[str]:
     return frozenset(found)
 
 
-def _shared_memory() -> frozenset[str]:
+def shared_memory() -> frozenset[str]:
+    """The names of the machine's shared memory, whoever made it."""
     return frozenset(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.exists() else frozenset()
+
+
+def shared_memory_since(before: frozenset[str]) -> list[str]:
+    """The names that are new since ``before``, without those that another user owns or only strangers hold."""
+    return sorted(name for name in shared_memory() - before if _is_ours(_SHARED_MEMORY / name))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this process or one that it started holds the shared memory, or nobody at all."""
+    try:
+        if path.stat().st_uid != os.getuid():
+            return False
+    except OSError:  # gone by now
+        return False
+    holders = {process for process in psutil.process_iter() if _holds(process.pid, path)}
+    me = psutil.Process()
+    return not holders or bool(holders & {me, *me.children(recursive=True)})
+
+
+def _holds(pid: int, path: Path) -> bool:
+    process = Path("/proc") / str(pid)
+    with contextlib.suppress(OSError):  # it ended, or is another user's
+        if any(line.endswith(f" {path}") for line in (process / "maps").read_text().splitlines()):
+            return True
+        return any(os.readlink(descriptor) == str(path) for descriptor in (process / "fd").iterdir())
+    return False
 
 
 def other_tasks() -> list[str]:
