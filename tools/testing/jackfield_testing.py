@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "needs(*tools): skip where a tool is missing; under CI=true fail instead")
     config.addinivalue_line("markers", "needs_data(folder): skip where that folder of the shared data is missing")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Imports make what lives on: no search for garbage among it, neither meanwhile nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def in_ci() -> bool:

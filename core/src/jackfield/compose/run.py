@@ -36,6 +36,7 @@ from jackfield.compose.resume import (
 from jackfield.compose.selection import check_plugins, import_plugins, manifests
 from jackfield.config import RunConfig, as_plain, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
+from jackfield.imports import collection_paused
 from jackfield.observe import listeners
 from jackfield.plugins import HookManager, Registry, discover, hook_manager
 from jackfield.plugins.hooks import RunEnded, RunStarted
@@ -148,6 +149,7 @@ async def _run(
     return RunResult(folder=folder, model=folder / "model", steps=steps)
 
 
+@collection_paused()
 def _prepare(config: RunConfig, registry: Registry, hooks: Sequence[object]) -> _Prepared:
     """Everything that can be refused while the run's folder is as it was; what loads torch comes last."""
     check_plugins(config, registry)

@@ -13,6 +13,7 @@ import attrs
 
 from jackfield.abc import KINDS
 from jackfield.errors import JackfieldError, PluginError, PluginImportError, PluginNotFound, StructureError
+from jackfield.imports import collection_paused
 from jackfield.plugins.discovery import PluginRecord, find_plugins
 from jackfield.plugins.manifest import Manifest
 from jackfield.plugins.structure import check_config_class, check_structure
@@ -188,7 +189,8 @@ def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
         PluginImportError: when it raises; the original error is chained.
     """
     try:
-        return importlib.import_module(module)
+        with collection_paused():
+            return importlib.import_module(module)
     except JackfieldError as error:
         raise _import_error(module, manifest, where, error) from error
     except (Exception, SystemExit) as error:  # an import may do anything, sys.exit() included
