@@ -87,6 +87,7 @@ def test_a_dropped_group_is_refilled_inside_its_ticket(run: Run) -> None:
 
         exploring = asyncio.ensure_future(explore())
         batch = await bench.queue.lease_groups("trainer", ticket, deadline_seconds=10)
+        await bench.queue.ack(batch, step=0)
         await exploring
         assert [(0, 0), (1, 0), (0, 1), (0, 2)] == sorted(made, key=lambda place: (place[1], place[0]))
         assert ("train/0/0/2", "train/0/1/0") == batch.group_ids
@@ -97,7 +98,7 @@ def test_a_dropped_group_is_refilled_inside_its_ticket(run: Run) -> None:
 
 
 def test_a_group_that_loses_its_reward_is_refilled_after_generation_has_ended(run: Run) -> None:
-    """``slots`` goes on until a consumer has leased the groups, since only then none of them can be dropped."""
+    """``slots`` goes on until a consumer has acked the groups, since only then none of them can be dropped."""
 
     async def test(bench: Any) -> None:
         trainer(bench, "ids", "reward")
@@ -120,11 +121,14 @@ def test_a_group_that_loses_its_reward_is_refilled_after_generation_has_ended(ru
         assert not exploring.done()
         batch = await bench.queue.lease_groups("trainer", ticket, deadline_seconds=0)
         assert ("train/0/0/1",) * 2 == batch.group_ids
-        assert 2 == await exploring
         with pytest.raises(QueueError, match="leased by trainer"):
             bench.queue.fail_rows(batch.keys[:1], "too late")
         with pytest.raises(QueueError, match="leased by trainer"):
             bench.queue.drop_group("train/0/0/1", "too late")
+        await bench.clock.sleep(1000)  # a long step
+        assert not exploring.done()
+        await bench.queue.ack(batch, step=0)
+        assert 2 == await exploring
 
     run(test)
 

@@ -57,6 +57,9 @@ class MGroup:
     ended: set[int] = attrs.field(factory=set)
     rows: dict[str, MRow] = attrs.field(factory=dict)  # living
 
+    def acked(self) -> bool:
+        return self.consumed or any(all(name in row.ack for row in self.rows.values()) for name in self.held)
+
     def satisfied(self) -> bool:
         if self.minimum is not None:
             return len(self.rows) >= self.minimum
@@ -85,7 +88,7 @@ class Model:
     def final(self, number: int) -> bool:
         """Whether a ticket has nothing left that could be dropped."""
         groups = [slot.group for slot in self.tickets[number]]
-        return all(group is not None and group.published and (group.held or group.consumed) for group in groups)
+        return all(group is not None and group.published and group.acked() for group in groups)
 
     def groups(self) -> list[MGroup]:
         return [slot.group for slots in self.tickets.values() for slot in slots if slot.group is not None]
@@ -208,7 +211,7 @@ class QueueMachine(RuleBasedStateMachine):
     async def pull(self, ticket: Any) -> list[GroupSlot]:
         given = []
         with suppress(DeadlineExceeded):
-            async for slot in self.queue.slots(ticket, 0.0):
+            async for slot in self.queue.slots(ticket, 0.0, until="published"):
                 given.append(slot)  # noqa: PERF401
         return given
 
@@ -284,6 +287,31 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.fail_rows([key], "bad")
         del group.rows[key]
         if group.published and not group.satisfied():
+            self.refill(group)
+
+    @action(2, when=lambda self: self.model.rows(), mine=st.booleans())
+    def lose_row(self, data: st.DataObject, mine: bool) -> None:
+        """The backend has lost a row's values, as a reader of it, or of the batch that it holds, was told."""
+        batch = data.draw(st.sampled_from(self.batches)) if mine and self.batches else None
+        rows = self.model.rows()
+        key = data.draw(st.sampled_from(sorted(set(batch.keys) & set(rows) if batch else rows) or sorted(rows)))
+        if batch is not None and not self.holds(batch):
+            with pytest.raises(LeaseError):
+                self.do(self.queue.fail_lost(batch, [key]))
+            return
+        group = next(group for group in self.model.groups() if key in group.rows)
+        theirs = group.held and not group.acked() and not (batch and set(batch.keys) & set(group.rows))
+        assert (() if theirs else (key,)) == self.do(self.queue.fail_lost(batch, [key]))
+        if theirs:
+            return
+        acked = group.acked()
+        del group.rows[key]
+        if acked:
+            group.consumed, group.held = True, set(NEEDS)
+            self.model.consumed.add(key)
+            self.consume(group)
+        elif group.published and not group.satisfied():
+            group.held.clear()
             self.refill(group)
 
     @action(1, when=lambda self: self.model.groups())
@@ -431,7 +459,8 @@ class QueueMachine(RuleBasedStateMachine):
                 if chosen(row):
                     row.lease.pop(consumer, None)
                     row.ack.pop(consumer, None)
-                    group.held.discard(consumer)
+                    if not group.consumed:
+                        group.held.discard(consumer)
 
     @action(2, step=st.integers(0, 5))
     def commit(self, step: int) -> None:
@@ -443,10 +472,10 @@ class QueueMachine(RuleBasedStateMachine):
                 row.ack[consumer] = acked, final or (acked is not None and acked <= step)
         self.consume()
 
-    def consume(self) -> None:
+    def consume(self, changed: MGroup | None = None) -> None:
         """Rows that every consumer acked finally are gone; tickets that have none left, too."""
         for number, slots in list(self.model.tickets.items()):
-            gone = False
+            gone = changed is not None and changed in [slot.group for slot in slots]
             for group in [slot.group for slot in slots if slot.group is not None]:
                 for key, row in list(group.rows.items()):
                     if len(row.ack) == len(NEEDS) and all(final for _, final in row.ack.values()):

@@ -66,6 +66,8 @@ def test_a_restored_queue_goes_on_where_the_checkpoint_was(run: Run, tmp_path: P
         batch = await new.queue.lease_groups("trainer", 1, deadline_seconds=0)
         assert [1.0, 1.0, None, None] == [tags.get("score") for tags in batch.tags]
         assert [4.0, 5.0, 0.0, 0.0] == (await new.queue.get(batch, ("reward",)))["reward"].values.tolist()
+        assert 1 == new.claim().number, "it could still be lost"
+        await new.queue.ack(batch, step=1)
         assert 2 == new.claim().number
         await new.queue.close()
 

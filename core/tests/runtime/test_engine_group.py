@@ -25,6 +25,9 @@ class FakeRank:
     async def initialize(self) -> EngineLayout:
         return self.layout
 
+    async def read(self, batch: BatchMeta, *, update: bool) -> None:
+        return
+
     async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
         self.got.append(batch.keys)
         return self.metrics

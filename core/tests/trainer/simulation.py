@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -15,10 +16,18 @@ import torch
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
 from jackfield.abc.engine import LossSpec
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
-from jackfield.abc.transfer_queue import TransferQueueContext
+from jackfield.abc.transfer_queue import (
+    GetRequest,
+    GetResult,
+    LostResult,
+    PutRequest,
+    PutResult,
+    TransferQueueContext,
+)
 from jackfield.algorithms import FixedKLController, algorithm
 from jackfield.clock import Clock, VirtualClock
 from jackfield.data.tasks import Task
+from jackfield.errors import QueueError
 from jackfield.plugins import hook_manager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
 from jackfield.queue import BatchMeta, GroupSlot, Random, Reuse, Rows, TransferQueue, column_from_rows
@@ -103,9 +112,9 @@ class FakeActor:
         raise AssertionError("not asked for")
 
     async def update(self, batch: BatchMeta, loss: LossSpec) -> Mapping[str, float]:
+        columns = await self.queue.get(batch, ("advantages",))
         await self.clock.sleep(self.seconds)
         self.updates.append((batch, loss))
-        columns = await self.queue.get(batch, ("advantages",))
         self.advantages.append(columns["advantages"].values.tolist())
         return {"policy/loss": 0.5, "grad_norm": 1.0, **({"policy/kl": 0.3} if "kl" in loss.options else {})}
 
@@ -116,6 +125,45 @@ class FakeActor:
 
     async def load(self, folder: str) -> None:
         assert "weights" == (Path(folder) / "model").read_text()
+
+
+class DyingBackend(MemoryBackend):
+    """A store of parts that die, with the rows that are there, and with what is being put at the moment."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(MemoryConfig(), TransferQueueContext())
+        self.living = list(range(parts))
+        self.homes: dict[str, int] = {}
+        self.gone: set[str] = set()
+        self.swallows = False  #: the next put
+
+    def die(self) -> None:
+        """The first part that lives does so no more."""
+        part = self.living.pop(0)
+        for partition, key in [place for place in self._cells if self.homes[place[1]] == part]:
+            del self._cells[partition, key]
+            self.gone.add(key)
+        self.swallows = True
+
+    def _require(self, keys: Sequence[str]) -> None:
+        if lost := [key for key in keys if key in self.gone]:
+            raise QueueError(f"{len(lost)} rows went with a part of the store", code="queue.lost", found=lost)
+
+    async def put(self, request: PutRequest) -> PutResult:
+        for key in request.keys:
+            self.homes.setdefault(key, self.living[zlib.crc32(key.encode()) % len(self.living)])
+        if self.swallows:
+            self.swallows = False
+            self.gone.update(request.keys)
+            self._require(request.keys)
+        return await super().put(request)
+
+    async def get(self, request: GetRequest) -> GetResult:
+        self._require(request.keys)
+        return await super().get(request)
+
+    async def lost(self, request: GetRequest) -> LostResult:
+        return LostResult(keys=tuple(key for key in request.keys if key in self.gone))
 
 
 class FakeCritic:
@@ -233,6 +281,7 @@ class Simulation:
     temperatures: list[float | None] = attrs.field(factory=list)
     folder: Path | None = None  #: of checkpoints and ledger; a run goes on from what is there
     checkpoint_every: int = 0
+    deaths: Sequence[float] = ()  #: when a part of the store dies
     kill_at: float | None = None  #: the moment in which everything ends
 
     def run(self) -> Simulation:
@@ -247,7 +296,7 @@ class Simulation:
         self.recorder = Recorder(clock)
         hooks = hook_manager([self.recorder], []).hook
         stages, version, steps_done = Stages(clock, hooks), Progress(clock), Progress(clock)
-        backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
+        backend = DyingBackend(len(self.deaths) + 1)
         store = ledger = newest = None
         if self.folder is not None:
             store = CheckpointStore(self.folder / "checkpoints")
@@ -348,7 +397,8 @@ class Simulation:
             self.first_step = 0 if newest is None else newest.step
             await trainer.begin(self.first_step, restored)
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(explorer.run()), tasks.create_task(rewards.run())]
+                loops = (explorer.run(), rewards.run(), self._kill_parts(backend))
+                background = [tasks.create_task(loop) for loop in loops]
                 await trainer.run(self.first_step)
                 for task in background:
                     task.cancel()
@@ -357,6 +407,11 @@ class Simulation:
             await queue.close()
             if ledger is not None:
                 ledger.close()
+
+    async def _kill_parts(self, backend: DyingBackend) -> None:
+        for moment in self.deaths:
+            await self.clock.sleep(moment - self.clock.time())
+            backend.die()
 
 
 def _replay(reuse: Reuse) -> Source:

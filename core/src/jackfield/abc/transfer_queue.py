@@ -20,6 +20,7 @@ __all__ = [
     "DeleteResult",
     "GetRequest",
     "GetResult",
+    "LostResult",
     "PutRequest",
     "PutResult",
     "SnapshotRequest",
@@ -105,6 +106,13 @@ class DeleteResult:
 
     rows: int
     bytes: int
+
+
+@attrs.frozen(kw_only=True)
+class LostResult:
+    """Rows whose values went with a part of the store."""
+
+    keys: tuple[str, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -194,3 +202,10 @@ class TransferQueueBackend(ABC):
     async def put_tags(self, request: TagsRequest) -> None:
         """Show tags to people; the core keeps its own copy."""
         return
+
+    async def lost(self, request: GetRequest) -> LostResult:
+        """Which of these rows, all of whose columns were put, are gone because a part of the store has died.
+
+        For a store that can lose some rows and keep others; it reads no values.
+        """
+        return LostResult()

@@ -130,7 +130,7 @@ class Controller:
         self.state.record("release", partition=ticket.partition.name, ticket=ticket.number, slots=again, reason=reason)
 
     async def slots(
-        self, ticket: Ticket, deadline_seconds: float, until: Literal["leased", "published"]
+        self, ticket: Ticket, deadline_seconds: float, until: Literal["acked", "published"]
     ) -> AsyncIterator[GroupSlot]:
         """See :meth:`jackfield.queue.TransferQueue.slots`."""
         state = self._ticket(ticket.partition, ticket.number)
@@ -148,17 +148,18 @@ class Controller:
                 if slot is not None:
                     yield slot
                     continue
-                limit = self.clock.time() + deadline_seconds
-                await wait(self.clock, state.changed.next(), limit, lambda: _unfinished(state))
+                changed = state.changed.next()
+                limit = max(self.clock.time(), state.leased_until()) + deadline_seconds
+                await wait(self.clock, changed, limit, lambda: _unfinished(state))
         finally:
             state.iterators -= 1
             state.offer()
 
     @staticmethod
-    def _ended(ticket: TicketState, until: Literal["leased", "published"]) -> bool:
+    def _ended(ticket: TicketState, until: Literal["acked", "published"]) -> bool:
         if ticket.failure is not None:
             raise ticket.error()
-        return ticket.final() if until == "leased" else ticket.complete
+        return ticket.final() if until == "acked" else ticket.complete
 
     def _ticket(self, partition: str, number: int) -> TicketState | None:
         found = self.state.partition(partition)
@@ -411,6 +412,32 @@ class Controller:
                 else:
                     self._refill(group, f"{_shortage(group)}; rows failed: {reason}")
 
+    def lose_rows(self, keys: Sequence[str], batch: BatchMeta | None, reason: str) -> None:
+        """The backend has lost rows: their groups' policy decides again.
+
+        Groups that a consumer has leased as a whole are left alone, but those of ``batch``: it may have read them. Of
+        groups that it has acked nothing is made again: nobody waits for them.
+        """
+        groups: dict[Group, list[Row]] = {}
+        mine = {row.group for _, row in self.leases.held_rows(batch)} if batch is not None else set[Group]()
+        for row in [row for row in map(self.state.rows.get, dict.fromkeys(keys)) if row is not None]:
+            if row.group in mine or not row.group.held_by or row.group.is_acked():
+                groups.setdefault(row.group, []).append(row)
+        for group, lost in groups.items():
+            self.state.record("lose", group=group.id, keys=[row.key for row in lost], reason=reason)
+            if group.is_acked():
+                self.leases.had(group)
+                self.consume(lost)
+                continue
+            for row in lost:
+                self.state.failed(row.key, reason)
+                self._remove(row, "failed")
+            if group.state == "published" and not group.satisfied():
+                self.leases.take(group)
+                self._refill(group, f"{_shortage(group)}; {reason}")
+            elif group.state == "published":
+                self.leases.group_published(group)
+
     def _remove(self, row: Row, status: Literal["failed", "expired", "consumed"]) -> None:
         """Forget a row, and let the backend forget it."""
         row.status = status
@@ -570,4 +597,7 @@ def _unfinished(ticket: TicketState) -> str:
     if running:
         return f"{head}: groups that have not ended: {', '.join(running[:4])}"
     free = [group.id for group in groups if not group.held_by and group.rows]
-    return f"{head}: published groups that no consumer has leased: {', '.join(free[:4])}"
+    if free:
+        return f"{head}: published groups that no consumer has leased: {', '.join(free[:4])}"
+    names = {consumer.name for group in groups for consumer in group.held_by if not group.is_acked()}
+    return f"{head}: consumers that have leased groups and not acked them: {', '.join(sorted(names))}"

@@ -36,6 +36,8 @@ class Leases(Sampling):
                 elif self.finish(consumer, row):
                     consumed[row] = None
             self._forget_if_empty(lease)
+            for ticket in {row.group.slot.ticket: None for row in rows} if lease.whole else ():
+                ticket.changed.notify()
             state.record("ack", consumer=consumer.name, step=step, epoch=lease.epoch, keys=[row.key for row in rows])
             if step is not None:
                 self._trim(consumer, step)

@@ -83,6 +83,25 @@ class Leasing:
                 consumer.used.pop(group, None)
         group.rows.remove(row)
 
+    def take(self, group: Group) -> None:
+        """Whoever has leased a group as a whole does not have it any more: it is about to be dropped."""
+        for consumer in group.held_by:
+            group.slot.ticket.held[consumer] -= 1
+        group.held_by.clear()
+
+    def had(self, group: Group) -> None:
+        """Nobody waits for a group any more."""
+        for consumer in group.partition.consumers:
+            if consumer not in group.held_by:
+                self._hold(consumer, group)
+                self._wake_group_waiters(consumer, group.slot.ticket.number)
+
+    @staticmethod
+    def _hold(consumer: Consumer, group: Group) -> None:
+        group.held_by.add(consumer)
+        held = group.slot.ticket.held
+        held[consumer] = held.get(consumer, 0) + 1
+
     def _offer(self, consumer: Consumer, row: Row) -> None:
         """Make a row available to a consumer, if its columns are there and it has not had it."""
         if row.columns & consumer.mask != consumer.mask:
@@ -218,9 +237,7 @@ class Leasing:
     def _grant_whole(self, consumer: Consumer, groups: Sequence[Group]) -> BatchMeta:
         for group in groups:
             if consumer not in group.held_by:
-                group.held_by.add(consumer)
-                ticket = group.slot.ticket
-                ticket.held[consumer] = ticket.held.get(consumer, 0) + 1
+                self._hold(consumer, group)
         return self._grant(consumer, [row for group in groups for row in group.rows], whole=True)
 
     def _check_ticket(self, consumer: Consumer, number: int) -> None:
@@ -293,9 +310,11 @@ class Leasing:
 
     def renew(self, batch: BatchMeta) -> None:
         """See :meth:`jackfield.queue.TransferQueue.renew`."""
-        for lease in self._leases_of(batch):
+        for lease, rows in self._leases_of(batch).items():
             lease.expires = self._state.clock.time() + lease.consumer.lease_seconds
             self._schedule(lease)
+            for ticket in {row.group.slot.ticket: None for row in rows}:
+                ticket.changed.notify()
 
     def release(self, batch: BatchMeta) -> None:
         """See :meth:`jackfield.queue.TransferQueue.release`."""
@@ -322,7 +341,7 @@ class Leasing:
     def _return(self, consumer: Consumer, rows: Sequence[Row], *, whole: bool) -> None:
         """Make rows available again to a consumer that had them; a group that it has used waits for its next use."""
         for group in {row.group: None for row in rows} if whole else ():
-            if consumer in group.held_by and group not in consumer.used:
+            if consumer in group.held_by and group not in consumer.used and not group.consumed:
                 group.held_by.discard(consumer)
                 group.slot.ticket.held[consumer] -= 1
         for row in rows:

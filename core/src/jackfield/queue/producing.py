@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from jackfield.abc.transfer_queue import Column, PutRequest, TagsRequest
+from jackfield.abc.transfer_queue import Column, GetRequest, PutRequest, TagsRequest, TransferQueueBackend
 from jackfield.errors import QueueError
 from jackfield.queue.columns import take
 from jackfield.queue.lifetime import Lifetime
@@ -52,18 +52,19 @@ class Producing(Lifetime):
         return await self._controller.wait_offer(partition, deadline_seconds)
 
     def slots(
-        self, ticket: Ticket, deadline_seconds: float, *, until: Literal["leased", "published"] = "leased"
+        self, ticket: Ticket, deadline_seconds: float, *, until: Literal["acked", "published"] = "acked"
     ) -> AsyncIterator[GroupSlot]:
         """The slots to fill: at once those that have no group, later one for each group that was dropped.
 
-        Ends when the ticket is finished. ``until="leased"``: when a consumer has leased all its groups as a whole, or
-        all its rows are consumed; only then can no group be dropped any more, for want of a reward, say. An explorer
-        that works ahead iterates over several tickets concurrently. ``until="published"``: when all groups are
-        published; if one is dropped afterwards, the ticket is offered to the next claimant (:meth:`wait_offer`).
+        Ends when the ticket is finished. ``until="acked"``: when a consumer has leased all its groups as a whole and
+        acked them, or all its rows are consumed; only then can no group be dropped any more, for want of a reward, or
+        because its values were lost. An explorer that works ahead iterates over several tickets concurrently.
+        ``until="published"``: when all groups are published; if one is dropped afterwards, the ticket is offered to the
+        next claimant (:meth:`wait_offer`).
 
         Args:
             ticket: that the explorer has claimed.
-            deadline_seconds: how long nothing may happen to the ticket.
+            deadline_seconds: how long nothing may happen to the ticket, beyond the time for which it is leased.
             until: see above.
 
         Raises:
@@ -305,6 +306,36 @@ class Producing(Lifetime):
         rows = [row for row in found if row is not None]
         sizes = [size for size, row in zip(written.sizes, found, strict=True) if row is not None]
         return self._controller.end_columns(rows, written.columns, sizes, None, written=True)
+
+    async def fail_lost(self, batch: BatchMeta | None = None, named: Sequence[str] = ()) -> tuple[str, ...]:
+        """Fail the rows whose values the backend has lost; groups with too few rows left are refilled.
+
+        A group that a consumer has leased as a whole is its own concern: it may have read everything. Where it has not,
+        it names its batch here, gives it back and leases its ticket anew. What it has acked nobody needs any more.
+
+        Args:
+            batch: that the caller holds.
+            named: rows that the backend has named already (``found`` of ``queue.lost``).
+
+        Returns:
+            keys of lost rows that are not in the queue any more.
+
+        Raises:
+            LeaseError: when the batch's lease does not hold any more.
+        """
+        self._check()
+        if type(self.backend).lost is TransferQueueBackend.lost and not named:
+            return ()
+        places: dict[tuple[str, int], list[str]] = {}
+        for row in self._state.rows.values():
+            places.setdefault((row.group.partition.name, row.columns), []).append(row.key)
+        lost = list(named)
+        for (partition, columns), keys in places.items():
+            names = self._state.partition(partition).names(columns)
+            request = GetRequest(partition=partition, keys=tuple(keys), columns=names)
+            lost += (await self.backend.lost(request)).keys
+        self._controller.lose_rows(lost, batch, "its values went with a part of the store")
+        return tuple(key for key in dict.fromkeys(lost) if key not in self._state.rows)
 
     def fail_rows(self, keys: Sequence[str], reason: str) -> None:
         """Fail rows; the policy of their groups decides again. Rows that are gone already are skipped.

@@ -97,8 +97,7 @@ class Sampling(Leasing):
                 continue
             uses.retired = step
             if consumer not in group.held_by:
-                group.held_by.add(consumer)
-                group.slot.ticket.held[consumer] = group.slot.ticket.held.get(consumer, 0) + 1
+                self._hold(consumer, group)
             for row in group.rows:
                 if row in consumer.ready:
                     self._withdraw(consumer, row)

@@ -87,6 +87,12 @@ class Group:
             return len(self.rows) >= self.minimum_rows
         return len({row.run for row in self.rows}) == self.runs
 
+    def is_acked(self) -> bool:
+        """Whether a consumer that had it as a whole is done with it, be it provisionally."""
+        if self.consumed:
+            return True
+        return any(all(row in consumer.acked for row in self.rows) for consumer in self.held_by)
+
     def view(self) -> GroupView:
         """What a consumer is told of it: rows in order, and the columns that all of them have."""
         ordered = sorted(self.rows, key=lambda row: (row.run, row.sequence))
@@ -151,10 +157,16 @@ class TicketState:
         return self.published == len(self.slots)
 
     def final(self) -> bool:
-        """Whether no group can be dropped any more: all are held by a consumer, or consumed."""
-        return self.complete and all(
-            slot.group is not None and (slot.group.held_by or slot.group.consumed) for slot in self.slots
-        )
+        """Whether no group can be dropped any more: a consumer has acked each as a whole, or it is consumed."""
+        return self.complete and all(slot.group is not None and slot.group.is_acked() for slot in self.slots)
+
+    def leased_until(self) -> float:
+        """When the last lease of a whole group of a complete ticket ends, on the clock; 0: none is leased."""
+        if not self.complete:
+            return 0.0
+        groups = [slot.group for slot in self.slots if slot.group is not None]
+        leases = [consumer.leased.get(row) for each in groups for consumer in each.held_by for row in each.rows[:1]]
+        return max((lease.expires for lease in leases if lease is not None), default=0.0)
 
     def public(self, explorer: str) -> Ticket:
         return Ticket(self.partition.name, self.number, len(self.slots), explorer)

@@ -47,7 +47,7 @@ class TransferQueue(Producing, Consuming):
 
     @property
     def ledger(self) -> list[dict[str, Any]]:
-        """Every ack, commit, rollback, expiry, retirement, derivation, drop and release, as plain dicts, in order.
+        """Every ack, commit, rollback, expiry, retirement, derivation, drop, release and loss, in order, as dicts.
 
         Whoever keeps them in a file through ``on_ledger`` may clear the list.
         """
@@ -91,16 +91,28 @@ class TransferQueue(Producing, Consuming):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         async with self._deleting:
-            text = json.dumps(self.state_dict(), ensure_ascii=False, separators=(",", ":"))
-            if at_cut is not None:
-                at_cut()
-            await self.backend.checkpoint(SnapshotRequest(folder=str(folder / VALUES_FOLDER)))
+            text = await self._cut(folder, at_cut)
         partial = folder / f"{STATE_FILE}.partial"
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(folder / STATE_FILE)
+
+    async def _cut(self, folder: Path, at_cut: Callable[[], None] | None) -> str:
+        """Write values, and note the controller's state of the moment at which they are cut; without lost rows."""
+        while True:
+            await self.fail_lost()
+            text = json.dumps(self.state_dict(), ensure_ascii=False, separators=(",", ":"))
+            if at_cut is not None:
+                at_cut()
+            try:
+                await self.backend.checkpoint(SnapshotRequest(folder=str(folder / VALUES_FOLDER)))
+            except QueueError as error:
+                if error.code != "queue.lost":
+                    raise
+                continue  # a part of the store died meanwhile; the rest makes the next attempt
+            return text
 
     async def clear(self, folder: str | Path) -> None:
         """Forget everything; of a durable backend also what it kept of an earlier run.

@@ -119,15 +119,16 @@ class AgentWorker:
         return RunProduct(id=id, written=Written(columns=tuple(columns), sizes=sizes), tags=tuple(tags))
 
     async def store(self, id: str, partition: str, keys: Sequence[str]) -> None:
-        """Write what a run has yielded under ``keys``, and forget it.
+        """Write what a run has yielded under ``keys``, and forget it once that is done.
 
         Raises:
             WorkerLost: when this worker does not have it (it was started again in the meantime).
         """
-        columns = self._kept.pop(id, None)
+        columns = self._kept.get(id)
         if columns is None:
             raise WorkerLost(f"the worker that made sample {id} is gone, and with it what it had made", where=id)
         await self._rows.put(partition, keys, columns)
+        self._kept.pop(id, None)
 
     async def discard(self, id: str) -> None:
         """Forget what a run has yielded; unknown: no effect."""

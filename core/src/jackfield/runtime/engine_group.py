@@ -78,6 +78,7 @@ class EngineGroup:
         self, batch: BatchMeta, column: str, call: Callable[[EngineRank, BatchMeta], Awaitable[Written | None]]
     ) -> None:
         parts = self._split(batch)
+        await self._read_first(batch, parts, update=False)
         what = f"to compute {column} of {_named(batch)}"
         results = await self._all(what, lambda rank, index: call(rank, parts[index]))
         announced: set[int] = set()
@@ -89,6 +90,7 @@ class EngineGroup:
     async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
         """One optimizer step; ``grad_norm``, ``lr`` and the loss's metrics."""
         parts = self._split(batch)
+        await self._read_first(batch, parts, update=True)
         results = await self._all(f"to train on {_named(batch)}", lambda rank, index: rank.update(parts[index], loss))
         counted = {
             layout.data_parallel_rank: result
@@ -96,6 +98,11 @@ class EngineGroup:
             if layout.is_output_rank
         }
         return combined([counted[rank] for rank in sorted(counted)])
+
+    async def _read_first(self, batch: BatchMeta, parts: Sequence[BatchMeta], *, update: bool) -> None:
+        """Ranks work together: none begins before all have their rows, for some of them may be lost."""
+        if len(self._ranks) > 1:
+            await self._all(f"to read {_named(batch)}", lambda rank, index: rank.read(parts[index], update=update))
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
         """Write a checkpoint."""

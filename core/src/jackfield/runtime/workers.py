@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
 import xxhash
 
-from jackfield.errors import WorkerLost
+from jackfield.errors import JackfieldError, QueueError, WorkerLost
 
-__all__ = ["ATTEMPTS", "Workers", "resubmitted"]
+__all__ = ["ATTEMPTS", "Workers", "is_lost", "lost_keys", "resubmitted", "suppress_lost", "written_again"]
 
 T = TypeVar("T")
 
@@ -47,3 +47,38 @@ async def resubmitted(work: Callable[[], Awaitable[T]], give_up: Callable[[Worke
         if give_up is None:
             raise
         return give_up(error)
+
+
+def is_lost(error: JackfieldError) -> bool:
+    """Whether rows went with a part of the queue's store."""
+    return isinstance(error, QueueError) and error.code == "queue.lost"
+
+
+def lost_keys(error: JackfieldError) -> tuple[str, ...]:
+    """The rows that such an error names."""
+    return tuple(map(str, error.found)) if is_lost(error) and isinstance(error.found, list | tuple) else ()
+
+
+@contextmanager
+def suppress_lost() -> Iterator[None]:
+    """Go on where rows went that were only to be shown."""
+    try:
+        yield
+    except QueueError as error:
+        if not is_lost(error):
+            raise
+
+
+async def written_again(work: Callable[[], Awaitable[T]]) -> T:
+    """Do work once more whose rows went with a part of the store that died meanwhile; new rows go to the others.
+
+    Raises:
+        QueueError: ``queue.lost`` of the last attempt.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return await work()
+        except QueueError as error:
+            if not is_lost(error):
+                raise
+    return await work()

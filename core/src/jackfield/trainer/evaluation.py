@@ -16,7 +16,7 @@ from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecord
 from jackfield.runtime.agent_worker import AgentWorker, RunOrder, ends_the_run
 from jackfield.runtime.reward_worker import RewardWorker, Scored
 from jackfield.runtime.samples import evaluation_seed
-from jackfield.runtime.workers import Workers, resubmitted
+from jackfield.runtime.workers import Workers, is_lost, resubmitted, suppress_lost, written_again
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.stages import Stages
 
@@ -93,7 +93,8 @@ class Evaluator:
         key = f"{EVAL}/{version}/{task.id}"
         sampling = {**self.sampling, "seed": evaluation_seed(self.seed, version, task.id)}
         order = RunOrder(id=key, task=task, sampling=sampling, seconds=self.run_seconds)
-        return await resubmitted(lambda: self._attempt(order), lambda error: _failed(order, error))
+        attempt = lambda: written_again(lambda: self._attempt(order))  # noqa: E731
+        return await resubmitted(attempt, lambda error: _failed(order, error))
 
     async def _attempt(self, order: RunOrder) -> _Outcome:
         agent, rewards, key = self.agents.of(order.id), self.rewards.of(order.id), order.id
@@ -104,10 +105,8 @@ class Evaluator:
             if not product.tags:
                 return _failed(order, "the agent loop returned no sequence")
             await self.clock.wait_for(agent.store(key, EVAL, [key]), order.seconds, f"the agent worker of {who}")
-        except WorkerLost:
-            raise
         except JackfieldError as error:
-            if ends_the_run(error):
+            if isinstance(error, WorkerLost) or is_lost(error) or ends_the_run(error):
                 raise
             return _failed(order, error)
         scoring = rewards.score(EVAL, [key])
@@ -121,7 +120,8 @@ class Evaluator:
         record = SampleRecord(key=key, prompt="", response="", reward=None, response_ids=(), response_mask=())
         if outcome.tags is not None:
             reading = lambda: self.agents.of(key).records(EVAL, [key], [{}], with_reward=False)  # noqa: E731
-            (record,) = await resubmitted(reading)
+            with suppress_lost():
+                (record,) = await resubmitted(reading)
         tags = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
         tags = tags if error is None else {**tags, "error": error}
         return attrs.evolve(record, key=f"{EVAL}/{outcome.task.id}", reward=outcome.scored.score, tags=tags)

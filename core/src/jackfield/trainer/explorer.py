@@ -15,7 +15,7 @@ from jackfield.errors import JackfieldError, WorkerLost
 from jackfield.queue import GroupSlot, Ticket, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker, RunOrder, ends_the_run
 from jackfield.runtime.samples import TRAIN, run_seed
-from jackfield.runtime.workers import Workers, resubmitted
+from jackfield.runtime.workers import Workers, resubmitted, written_again
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
@@ -134,8 +134,12 @@ class Explorer:
                 raise
             self._fail(group, order, error)
             return
-        async with self.queue.ending_run(group, order.run, product.written, product.tags) as keys:
-            await self.clock.wait_for(worker.store(order.id, TRAIN, keys), seconds, f"{who} to store it")
+
+        async def store() -> None:
+            async with self.queue.ending_run(group, order.run, product.written, product.tags) as keys:
+                await self.clock.wait_for(worker.store(order.id, TRAIN, keys), seconds, f"{who} to store it")
+
+        await written_again(store)
 
     def _fail(self, group: str, order: RunOrder, error: JackfieldError) -> None:
         self.queue.fail_run(group, order.run, reason=f"{error.code}: {error}")

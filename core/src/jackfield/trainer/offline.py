@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import attrs
 
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
-from jackfield.queue import GroupSlot, TransferQueue
+from jackfield.queue import GroupSlot, Ticket, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker, RunOrder
 from jackfield.runtime.samples import TRAIN
-from jackfield.runtime.workers import Workers, resubmitted
+from jackfield.runtime.workers import Workers, resubmitted, written_again
 from jackfield.trainer.schedule import Progress, Schedule
 
 __all__ = ["OfflineProducer"]
@@ -37,20 +38,29 @@ class OfflineProducer:
 
     async def run(self) -> None:
         """Produce until every ticket of the schedule is complete; what a restored queue lacks comes first."""
-        while (ticket := self.queue.claim_ticket(TRAIN, "offline", self.groups)).number < self.schedule.steps:
-            await self.steps_done.until(
-                lambda done, number=ticket.number: number < done + _AHEAD,  # type: ignore[misc]
-                self.batch_seconds,
-                f"the trainer, to take batch {ticket.number - _AHEAD}",
-            )
-            async for slot in self.queue.slots(ticket, self.batch_seconds):
-                task = self.task_for(slot)
-                group = self.queue.open_group(slot, task_id=task.id, runs=1)
-                await resubmitted(lambda task=task, group=group: self._make(task, group))  # type: ignore[misc]
+        async with asyncio.TaskGroup() as tickets:
+            while (ticket := self.queue.claim_ticket(TRAIN, "offline", self.groups)).number < self.schedule.steps:
+                await self.steps_done.until(
+                    lambda done, number=ticket.number: number < done + _AHEAD,  # type: ignore[misc]
+                    self.batch_seconds,
+                    f"the trainer, to take batch {ticket.number - _AHEAD}",
+                )
+                tickets.create_task(self._fill(ticket))
+
+    async def _fill(self, ticket: Ticket) -> None:
+        """Fill the ticket's slots, until the trainer is done with it: rows may be lost."""
+        async for slot in self.queue.slots(ticket, self.batch_seconds):
+            task = self.task_for(slot)
+            group = self.queue.open_group(slot, task_id=task.id, runs=1)
+            await resubmitted(lambda task=task, group=group: self._make(task, group))  # type: ignore[misc]
 
     async def _make(self, task: Task, group: str) -> None:
         worker, order = self.agents.of(group), RunOrder(id=f"{group}/0", task=task)
         who = f"the agent worker of sample {order.id}, task {task.id}"
         product = await self.clock.wait_for(worker.answer(order), self.batch_seconds, who)
-        async with self.queue.ending_run(group, 0, product.written, product.tags) as keys:
-            await self.clock.wait_for(worker.store(order.id, TRAIN, keys), self.batch_seconds, who)
+
+        async def store() -> None:
+            async with self.queue.ending_run(group, 0, product.written, product.tags) as keys:
+                await self.clock.wait_for(worker.store(order.id, TRAIN, keys), self.batch_seconds, who)
+
+        await written_again(store)

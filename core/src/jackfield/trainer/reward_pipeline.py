@@ -13,7 +13,7 @@ from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLo
 from jackfield.queue import BatchMeta, GroupView, TransferQueue
 from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker, Scored
 from jackfield.runtime.samples import TRAIN
-from jackfield.runtime.workers import Workers, resubmitted
+from jackfield.runtime.workers import Workers, is_lost, lost_keys, resubmitted
 from jackfield.trainer.stages import Stages
 
 __all__ = ["RewardPipeline"]
@@ -89,10 +89,13 @@ class RewardPipeline:
 
     async def _finish(self, group: GroupView) -> None:
         async with self.stages.measure("reward", "reward", group.ticket):
-            leases = [await self._lease(key) for key in group.keys]
-            await resubmitted(
-                lambda: self._reward(group), lambda error: self.queue.fail_rows(group.keys, f"reward failed: {error}")
-            )
+            try:
+                leases = [await self._lease(key) for key in group.keys]
+            except DeadlineExceeded:
+                if self._is_gone(group.id):
+                    return  # its rows were lost before anybody could have them
+                raise
+            await self._reward_what_is_left(group)
         await self._forget_dropped(group.ticket)
         for key in group.keys:
             self._leases.pop(key, None)  # a group that was dropped may be forgotten already
@@ -104,6 +107,19 @@ class RewardPipeline:
         """A row that nobody leases is named here."""
         seconds = self.score_seconds + self.idle_seconds
         return await self.clock.wait_for(self._lease_of(key), seconds, f"the reward of sample {key}")
+
+    async def _reward_what_is_left(self, group: GroupView) -> None:
+        """Rows may be lost meanwhile; what is left of the group may be enough of it."""
+        while not self._is_gone(group.id):
+            group = self.queue.group(group.id)
+            fail = lambda error: self.queue.fail_rows(group.keys, f"reward failed: {error}")  # noqa: B023, E731
+            try:
+                await resubmitted(lambda: self._reward(group), fail)  # noqa: B023
+                return
+            except QueueError as error:
+                lost = await self.queue.fail_lost(named=lost_keys(error)) if is_lost(error) else ()
+                if not self._is_gone(group.id) and not set(lost) & set(group.keys):
+                    raise
 
     async def _reward(self, group: GroupView) -> None:
         # each score has its own deadline where it is made; ours adds the rest

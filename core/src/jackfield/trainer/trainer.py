@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import attrs
 
 from jackfield.abc.engine import LossSpec
 from jackfield.algorithms import VALUE_LOSS, AdaptiveKLController, Algorithm, FixedKLController
 from jackfield.clock import Clock
-from jackfield.errors import RunError
+from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SampleRecord, SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.samples import TRAIN, global_counts, is_expert, mini_batches, trained
-from jackfield.runtime.workers import Workers, resubmitted
+from jackfield.runtime.workers import Workers, is_lost, lost_keys, resubmitted, suppress_lost
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.mixing import Source
@@ -27,6 +27,9 @@ from jackfield.weights import SyncReport
 __all__ = ["AdvantageEstimator", "Critic", "EngineGroup", "Trainer", "WeightPublisher"]
 
 CONSUMER = "trainer"
+
+#: Metrics of a step's updates, by role and number.
+Updates: TypeAlias = dict[tuple[str, int], Mapping[str, float]]
 
 
 class EngineGroup(Protocol):
@@ -143,18 +146,35 @@ class Trainer:
         """Train until the schedule ends; returns the number of completed steps."""
         for step in range(first_step, self.schedule.steps):
             start = self.clock.time()
-            batch = await self._next_batch(step)
-            async with self.placement.hold("train"):
-                metrics = await self._estimate(batch, step)
-                metrics |= await self._update(batch, step)
-                self.updated = step + 1
-                await self._sync_if_due(step)
+            batch, metrics = await self._train(step)
             await self.queue.ack(batch, step=step)
             await self._record(batch, step, metrics, start)
             await self._evaluate_if_due(step + 1)
             await self._save_if_due(step + 1)
             await self._announce(step + 1)
         return self.schedule.steps
+
+    async def _train(self, step: int) -> tuple[BatchMeta, dict[str, float]]:
+        """Train on a step's batch. Where rows of it are lost meanwhile, they are made anew, and training goes on."""
+        done: Updates = {}
+        while True:
+            batch = await self._next_batch(step)
+            try:
+                async with self.placement.hold("train"):
+                    metrics = await self._estimate(batch, step)
+                    metrics |= await self._update(batch, step, done)
+                    if self.kl_in_reward:
+                        self.kl.update(metrics["reward/kl"], len(trained(batch)))
+                    self.updated = step + 1
+                    await self._sync_if_due(step)
+                return batch, metrics
+            except QueueError as error:
+                if not is_lost(error):
+                    raise
+                lost = await self.queue.fail_lost(batch, lost_keys(error))
+                if not set(lost) & set(batch.keys):
+                    raise
+                self.queue.release(batch)
 
     async def _next_batch(self, step: int) -> BatchMeta:
         async with self.stages.measure("wait", "trainer", step):
@@ -185,24 +205,26 @@ class Trainer:
         if self.algorithm.advantages is not None:
             async with self.stages.measure("advantages", "trainer", step):
                 metrics.update(await self.estimator.estimate(batch, self.kl.coefficient))
-        if self.kl_in_reward:
-            self.kl.update(metrics["reward/kl"], len(rows))
         return metrics
 
-    async def _update(self, batch: BatchMeta, step: int) -> dict[str, float]:
-        """``epochs`` passes over the batch, ``mini_batches`` optimizer steps of actor and critic in each."""
-        rows, updates = trained(batch), list[Mapping[str, float]]()
-        parts = mini_batches(rows, self.mini_batches, whole_groups=self.whole_groups)
+    async def _update(self, batch: BatchMeta, step: int, done: Updates) -> dict[str, float]:
+        """``epochs`` passes over the batch, ``mini_batches`` optimizer steps of critic and actor in each.
+
+        Args:
+            batch: of the step.
+            step: its number.
+            done: those that were done before rows of the batch were lost, and are not done again.
+        """
+        rows = trained(batch)
+        parts = mini_batches(rows, self.mini_batches, whole_groups=self.whole_groups) * self.epochs
         async with self.stages.measure("update", "trainer", step):
-            for _ in range(self.epochs):
-                for part in parts:
-                    update: dict[str, float] = {}
-                    if self.critic is not None:
-                        update |= await self._update_critic(self.critic, part, step)
-                    if self.critic is None or step >= self.critic.warmup_steps:
-                        update |= await self._update_actor(part, step)
-                    updates.append(update)
-        metrics = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+            for number, part in enumerate(parts):
+                if self.critic is not None and ("critic", number) not in done:
+                    done["critic", number] = await self._update_critic(self.critic, part, step)
+                warm = self.critic is None or step >= self.critic.warmup_steps
+                if warm and ("actor", number) not in done:
+                    done["actor", number] = await self._update_actor(part, step)
+        metrics = _mean([{**done.get(("critic", n), {}), **done.get(("actor", n), {})} for n in range(len(parts))])
         if "policy/kl" in metrics:
             metrics["policy/kl_coefficient"] = self.kl.coefficient
             self.kl.update(metrics["policy/kl"], len(rows))
@@ -290,8 +312,9 @@ class Trainer:
             self.hooks.samples_failed(event=SamplesFailed(step=step + 1, reasons=failed))
         if self.recorded:
             shown = batch.select(batch.by_partition()[TRAIN][: self.recorded])
-            samples = await resubmitted(lambda: self._read(shown))
-            self.hooks.samples_recorded(event=SamplesRecorded(step=step + 1, partition=TRAIN, samples=samples))
+            with suppress_lost():
+                samples = await resubmitted(lambda: self._read(shown))
+                self.hooks.samples_recorded(event=SamplesRecorded(step=step + 1, partition=TRAIN, samples=samples))
 
     @staticmethod
     def _shares(batch: BatchMeta, step: int) -> dict[str, float]:
@@ -312,6 +335,10 @@ class Trainer:
 def _oldest_version(batch: BatchMeta) -> int:
     """Of the weights that made any token of the batch; rows that this run did not generate have none."""
     return min(int(tags["weight_version_min"]) for tags in batch.tags if "weight_version_min" in tags)
+
+
+def _mean(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
 
 
 def _require_finite(update: Mapping[str, float], names: Sequence[str], step: int) -> None:

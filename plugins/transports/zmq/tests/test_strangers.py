@@ -37,7 +37,9 @@ async def test_strangers_without_the_secret_are_refused_and_counted(opened: Any)
     async with opened() as backend:
         directory = backend._client.directory
         rng = random.Random(3)
-        valid = Wire(REQUESTS, directory.secret).encode("has", {"id": 1, "units": 1, "partition": "p", "keys": ["a"]})
+        valid = Wire(REQUESTS, directory.secret).encode(
+            "has", {"id": 1, "units": 1, "partition": "p", "keys": ["a"], "columns": []}
+        )
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(directory.units[0].address)

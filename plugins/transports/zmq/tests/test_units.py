@@ -147,7 +147,11 @@ async def test_a_killed_unit_fails_exactly_its_rows_by_name(opened: Any, tmp_pat
                 with pytest.raises(QueueError, match=key) as caught:
                     await get(each, [key])
                 assert "queue.lost" == caught.value.code
+        await put(joined, lost[:1], dense_column(torch.ones(1)), "reward")  # a column alone is no row
+        request = GetRequest(partition="p", keys=tuple(keys), columns=("x",))
+        assert [tuple(lost)] * 2 == [(await each.lost(request)).keys for each in (backend, joined)]
         await put(joined, lost, dense_column(torch.arange(float(len(lost)))))  # made anew, elsewhere
+        assert () == (await backend.lost(request)).keys
         assert list(map(float, range(len(lost)))) == (await get(backend, lost)).tolist()
         stats = await backend.stats()
         assert (24, 2.0, 1.0) == (stats.rows, stats.details["units"], stats.details["lost units"])

@@ -14,6 +14,7 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
+    LostResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -68,6 +69,10 @@ class Storage:
         """Show tags."""
         await self._backend.put_tags(request)
 
+    async def lost(self, request: GetRequest) -> LostResult:
+        """Say what is gone."""
+        return await self._backend.lost(request)
+
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget."""
         return await self._backend.delete(request)
@@ -112,6 +117,11 @@ class RemoteBackend(TransferQueueBackend):
         """Read there."""
         columns = await self._storage.get(request)
         return GetResult(columns={name: _column(buffers) for name, buffers in columns.items()})
+
+    async def lost(self, request: GetRequest) -> LostResult:
+        """Ask there."""
+        lost: LostResult = await self._storage.lost(request)
+        return lost
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget there."""

@@ -15,6 +15,7 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
+    LostResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -204,6 +205,20 @@ class ZMQBackend(TransferQueueBackend):
             return GetResult(columns=reading.columns())
         finally:
             reading.close()
+
+    async def lost(self, request: GetRequest) -> LostResult:
+        """Rows that no living unit has whole, of those that may have been at one that died."""
+        client = self._open()
+        directory, partition = client.directory, request.partition
+        left = [key for key in request.keys if directory.was_at_a_lost_unit(partition, key)]
+
+        async def look(known: int) -> None:
+            nonlocal left
+            nowhere = await client.nowhere(partition, left, request.columns, known)
+            left = [key for key in left if key in nowhere]
+
+        await self._again(look)
+        return LostResult(keys=tuple(left))
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget rows; unknown keys, and rows of units that died, are ignored."""

@@ -29,7 +29,7 @@ REQUESTS: dict[str, dict[str, Schema]] = {
     "hello": {"pid": int, "place": str},
     "put": {**_ROWS, "columns": [str], **_VALUES},
     "get": {**_ROWS, "columns": [str]},
-    "has": _ROWS,
+    "has": {**_ROWS, "columns": [str]},
     "delete": _ROWS,
     "stats": {"id": int},
     "hold": _MARK,  # puts and deletions wait, until begin, swap or end of the same mark

@@ -200,8 +200,9 @@ class Unit:
         self._reply(identity, message, "cells", {"unknown": unknown, "lacking": lacking, **packed}, buffers)
 
     def _do_has(self, identity: bytes, message: Message) -> None:
-        partition = message["partition"]
-        known = [number for number, key in enumerate(message["keys"]) if (partition, key) in self._rows]
+        partition, columns = message["partition"], set(message["columns"])
+        rows = [self._rows.get((partition, key)) for key in message["keys"]]
+        known = [number for number, row in enumerate(rows) if row is not None and columns <= row.keys()]
         self._reply(identity, message, "known", {"known": known})
 
     def _do_delete(self, identity: bytes, message: Message) -> None:

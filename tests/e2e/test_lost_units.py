@@ -1,0 +1,80 @@
+"""Runs whose storage units are killed: exactly the rows of a unit fail, by name, and the run makes them anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jackfield.plugins import hookimpl
+
+from .conftest import Run
+from .test_modes import GRADED, steps
+
+GROUPS, RUNS = 3, 2
+SETTINGS = (
+    "transfer_queue={name: zmq, units: 4}",
+    f"data.prompts_per_step={GROUPS}",
+    f"data.runs_per_prompt={RUNS}",
+    "sampling.max_new_tokens=3",
+    "schedule.steps=3",
+    "checkpoint.every=1",
+    *GRADED,
+)
+
+
+class Killer:
+    """Kills one unit at the end of each of these stages of a run."""
+
+    def __init__(self, folder: Path, *moments: tuple[str, int]) -> None:
+        self.units, self.moments = folder / "queue" / "units.json", list(moments)
+        self.killed: list[int] = []
+
+    @hookimpl
+    def stage_ended(self, event: Any) -> None:
+        if (event.name, event.step) in self.moments:
+            self.moments.remove((event.name, event.step))
+            pid = json.loads(self.units.read_text())["units"][len(self.killed)][1]
+            os.kill(pid, signal.SIGKILL)
+            self.killed.append(pid)
+
+
+def ledger(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("moments", "settings"),
+    [
+        # leased by the trainer; in the middle of its step; scored and not yet leased
+        ([("wait", 0), ("advantages", 1), ("reward", 2)], ("algorithm.mini_batches=2", "algorithm.epochs=2")),
+        # while further batches are explored, and before a checkpoint that has rows of theirs
+        ([("generate", 1), ("update", 0), ("sync", 1)], ("schedule.sync_offset=1", "queue.replay={ratio: 0.5}")),
+    ],
+)
+@pytest.mark.timeout(120)
+def test_every_step_trains_on_a_full_batch_though_units_are_killed(
+    small_run: Run, tmp_path: Path, moments: list[tuple[str, int]], settings: tuple[str, ...]
+) -> None:
+    killer = Killer(tmp_path / "run", *moments)
+    result, lines = small_run("run", *SETTINGS, *settings, hooks=[killer])
+    assert ([], 3) == (killer.moments, len(set(killer.killed)))
+    replayed = [line.get("samples/replayed", 0) for line in steps(lines)]
+    assert [GROUPS * RUNS] * 3 == [line["samples"] - more for line, more in zip(steps(lines), replayed, strict=True)]
+    entries = ledger(result.folder)
+    lost = [key for entry in entries if entry["event"] == "lose" for key in entry["keys"]]
+    assert lost
+    assert {1} == set(Counter(lost).values()), "each is named once"
+    for step in range(3):
+        acks = [entry for entry in entries if entry["event"] == "ack" and entry["consumer"] == "trainer"]
+        keys = [key for entry in acks if entry["step"] == step for key in entry["keys"]]
+        own = [key for key in keys if key.split("/")[1] == str(step)]
+        assert GROUPS == len({key.split("/")[2] for key in own})
+        assert GROUPS * RUNS == len(set(own))
+    refilled = [entry["group"] for entry in entries if entry["event"] == "drop"]
+    assert set(refilled) <= {key.rsplit("/", 2)[0] for key in lost}, "nothing else is made again"
