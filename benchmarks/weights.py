@@ -1,14 +1,14 @@
-"""GB/s of the checkpoint engines, beside memcpy, raw gloo and raw ZeroMQ in the same run.
+"""GB/s of the checkpoint engines, beside memcpy, raw gloo, ZeroMQ and NIXL in the same run.
 
-    python benchmarks/weights.py [--engines nccl shared file zmq] [--gigabytes 0.1 1] [--receivers 1 2 4] [--rounds 5]
-                                 [--quick] [--json]
+    python benchmarks/weights.py [--engines nccl shared file zmq nixl] [--gigabytes 0.1 1] [--receivers 1 2 4]
+                                 [--rounds 5] [--quick] [--json]
 
 A sender and its receivers are processes of this host. The weights are many tensors of 16 KB, or few of 32 MB (12.5 MB
 of 0.1 GB), bfloat16. Each figure is the best of the rounds; what is compared takes turns, so that whatever else the
 machine does meets all alike.
 
 publish   from the first tensor that the sender draws to the last one being handed over. Receivers of `shared` wait
-          meanwhile and load afterwards. For `nccl` and `zmq` it is the total
+          meanwhile and load afterwards. For `nccl`, `zmq` and `nixl` it is the total
 total     from all ends connected to the sender's return: all receivers have taken everything. Those of `shared` and
           `file` have also copied it into memory of their own
 load      of `shared`: from the end of publishing until all receivers have copied everything, GB/s of the weights
@@ -18,8 +18,10 @@ digests   xxh3 of each tensor at both ends, as a run has them; without: the bare
 `nccl_raw_fraction`: total of `nccl` over the best of gloo's own broadcast, in pieces of 4 and 32 MB, two under way, and
 as a whole, in buffers that were touched before. `zmq_raw_fraction`: total of `zmq` over the best of ZeroMQ itself, from
 a ROUTER to a DEALER for each receiver, within the host as the engine, in pieces of 4 and 32 MB, without copies at the
-sender. All are of large tensors without digests at the largest size, and the
-smallest over the numbers of receivers. ``--quick`` takes 0.1 GB, fewer cases and rounds.
+sender. `nixl_raw_fraction`: total of `nixl` over the best of NIXL itself, over UCX: each receiver reads the sender's
+registered memory into its own, in pieces of 4 and 32 MB, one at a time, and as a whole. All are of large tensors
+without digests at the largest size, and the smallest over the numbers of receivers.
+``--quick`` takes 0.1 GB, fewer cases and rounds.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ MODULES = {
     "shared": "jackfield_transport_shared",
     "file": "jackfield_transport_file",
     "zmq": "jackfield_transport_zmq",
+    "nixl": "jackfield_transport_nixl",
 }
-WITHOUT_LOADING = ("nccl", "zmq")  #: receivers of these only take what comes
+WITHOUT_LOADING = ("nccl", "zmq", "nixl")  #: receivers of these only take what comes
 
 
 def main() -> None:
@@ -78,7 +81,7 @@ def main() -> None:
         "shared_memcpy_fraction": smallest(results, "shared", "memcpy"),
         "nccl_raw_fraction": smallest(results, "nccl", "raw"),
         "zmq_raw_fraction": smallest(results, "zmq", "raw"),
-        "nixl_raw_fraction": None,
+        "nixl_raw_fraction": smallest(results, "nixl", "raw"),
         "note": "; ".join(
             f"{name} is not installed or not measured"
             for name in ("shared", "nccl", "zmq", "nixl")
@@ -87,7 +90,7 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load average {load[0]:.1f} before",
         "results": results,
     }
-    for name in ("shared_memcpy_fraction", "nccl_raw_fraction", "zmq_raw_fraction"):
+    for name in ("shared_memcpy_fraction", "nccl_raw_fraction", "zmq_raw_fraction", "nixl_raw_fraction"):
         print(f"{name}: {summary[name]}")
     if arguments.json:
         print(json.dumps(summary))
@@ -159,8 +162,8 @@ class Bench:
             if engine == "shared":
                 found["load"].append(load)
             if raw:
-                what, chunks = ("raw", RAW_CHUNKS) if engine == "nccl" else ("raw_zmq", RAW_CHUNKS[:2])
-                for chunk in chunks:
+                what = {"nccl": "raw", "zmq": "raw_zmq", "nixl": "raw_nixl"}[engine]
+                for chunk in RAW_CHUNKS[:2] if engine == "zmq" else RAW_CHUNKS:
                     found["raw"].append(ask([self.sender, *self.receivers[:receivers]], what, chunk)[0])
         ask(self.all, "forget")
         return {name: round(max(values), 3) if values else None for name, values in found.items()}
@@ -170,6 +173,11 @@ class Bench:
         if engine == "zmq":
             (address,) = ask([self.sender], "listen", receivers)
             ask(self.receivers[:receivers], "dial", address)
+            return True
+        if engine == "nixl":
+            there = ask(self.receivers[:receivers], "register")
+            (place,) = ask([self.sender], "register", there)
+            ask(self.receivers[:receivers], "meet", place)
             return True
         members = [self.sender, *self.receivers[:receivers]]
         for rank, member in enumerate(members):
@@ -254,6 +262,9 @@ class End:
         self.socket: Any = None
         self.peers = 0
         self.buffer: Any = None
+        self.agent: Any = None
+        self.others: list[Any] = []
+        self.address: int | None = None  #: of the sender's memory
 
     @classmethod
     def run(cls, connection: Connection) -> None:
@@ -357,12 +368,58 @@ class End:
 
         return self.timed(send)
 
+    def do_register(self, peers: list[Any] | None = None) -> tuple[bytes, int]:
+        """A raw NIXL agent and registered memory of the whole model: what others have to know of them."""
+        import torch
+        from nixl import nixl_agent, nixl_agent_config
+
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        config = nixl_agent_config(enable_prog_thread=False)
+        self.agent = nixl_agent(f"benchmark-{os.getpid()}-{id(self)}-{time.monotonic_ns()}", config)
+        self.buffer = torch.zeros(self.bytes, dtype=torch.uint8)
+        self.agent.register_memory(self.buffer)
+        self.others = [self.agent.add_remote_agent(metadata) for metadata, _ in peers or []]
+        return self.agent.get_agent_metadata(), self.buffer.data_ptr()
+
+    def do_meet(self, place: tuple[bytes, int]) -> None:
+        """A receiver knows the sender's memory."""
+        self.others, self.address = [self.agent.add_remote_agent(place[0])], place[1]
+
+    def notified(self, count: int) -> None:
+        """Wait for so many words of others, who are answered meanwhile."""
+        while count:
+            count -= sum(map(len, self.agent.get_new_notifs().values()))
+            time.sleep(1e-4)
+
+    def do_raw_nixl(self, chunk: int) -> float:
+        """GB/s of every receiver's reading the sender's memory, from the sender's word to the last one's."""
+
+        def send() -> None:
+            for other in self.others:
+                self.agent.send_notif(other, b"go")
+            self.notified(len(self.others))
+
+        if self.address is None:
+            return self.timed(send)
+        self.notified(1)
+        for start in range(0, self.bytes, chunk):
+            here = self.agent.get_xfer_descs(self.buffer[start : start + chunk])
+            there = [(self.address + start, len(self.buffer[start : start + chunk]), 0)]
+            handle = self.agent.initialize_xfer("READ", here, self.agent.get_xfer_descs(there, "DRAM"), self.others[0])
+            state = self.agent.transfer(handle)
+            while state == "PROC":
+                state = self.agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise OSError(f"NIXL: {state}")
+        self.agent.send_notif(self.others[0], b"done")
+        return 0.0
+
     def do_forget(self) -> None:
         """Let the group, the socket and the engine go."""
         if self.socket is not None:
             self.socket.close(0)
         self.socket, self.peers = None, 0
-        self.group = self.engine = self.buffer = None
+        self.group = self.engine = self.buffer = self.agent = self.address = None
 
     def do_make(self, name: str, settings: dict[str, Any], side: Any) -> None:
         """One end of an engine."""

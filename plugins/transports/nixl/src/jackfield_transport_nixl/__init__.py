@@ -1,0 +1,1 @@
+"""Weights between processes, and samples in registered memory, by NIXL over UCX."""

@@ -1,0 +1,177 @@
+"""NIXL's agent: memory that peers may read, and reads of theirs.
+
+An agent is not made for several threads, and a transfer has to be asked whether it is done: so each agent has a thread
+of its own, which does everything with it and copies outside of Python's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import attrs
+import torch
+from nixl import nixl_agent, nixl_agent_config
+
+__all__ = ["Agent", "Place", "devices_of", "place_of"]
+
+T = TypeVar("T")
+
+_BACKEND = "UCX"
+_PAUSE_SECONDS = 5e-5  #: between two looks at a transfer that is under way
+_PROGRESS_SECONDS = 5e-4  #: between two looks at what peers want
+
+if "NIXL_LOG_LEVEL" not in os.environ:
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # it speaks on standard output
+
+
+@attrs.frozen
+class Place:
+    """Bytes in the memory of an agent."""
+
+    address: int
+    size: int
+    device: int = 0  #: of a GPU
+    memory: str = "DRAM"  #: or ``VRAM``
+
+    def part(self, start: int, size: int) -> Place:
+        """Some of these bytes."""
+        return attrs.evolve(self, address=self.address + start, size=size)
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Where a contiguous tensor lies."""
+    host = tensor.device.type == "cpu"
+    return Place(tensor.data_ptr(), tensor.nbytes, 0 if host else tensor.get_device(), "DRAM" if host else "VRAM")
+
+
+def devices_of(devices: str | None, host: str) -> str | None:
+    """The network devices that UCX may use: those of the settings, or loopback alone where ``host`` is loopback."""
+    return "lo" if devices is None and host in {"127.0.0.1", "::1", "localhost"} else devices
+
+
+class Agent:
+    """One agent over UCX; :meth:`close` leaves nothing of it."""
+
+    def __init__(self, devices: str | None) -> None:
+        """
+        Args:
+            devices: that UCX may use; None: all.
+        """
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nixl")
+        self._stopped = threading.Event()
+        self._registered: dict[tuple[int, int], Any] = {}  #: by address and size
+        self._agent: Any = None
+        self._progressing = False
+        self.devices = devices
+
+    def start(self) -> Future[None]:
+        """Make the agent.
+
+        The future raises OSError where UCX cannot work with the devices.
+        """
+        return self._do(self._make)
+
+    def _make(self) -> None:
+        settings = {} if self.devices is None else {"engine_config": f"NET_DEVICES={self.devices}"}
+        # its own thread would turn all the time; a name that nobody else has
+        agent = nixl_agent(secrets.token_hex(8), nixl_agent_config(enable_prog_thread=False, backends=[]))
+        agent.create_backend(_BACKEND, settings)
+        self._agent = agent
+
+    def metadata(self) -> Future[bytes]:
+        """What a peer has to know of this agent and its registered memory."""
+        return self._do(lambda: bytes(self._agent.get_agent_metadata()))
+
+    def meet(self, metadata: bytes) -> Future[str]:
+        """Know a peer; or more memory of a peer that is known. Returns its name."""
+
+        def add() -> str:
+            name = self._agent.add_remote_agent(metadata)
+            return name.decode() if isinstance(name, bytes) else str(name)
+
+        return self._do(add)
+
+    def forget(self, name: str) -> Future[None]:
+        """Know a peer no longer."""
+        return self._do(lambda: self._agent.remove_remote_agent(name))
+
+    def register(self, tensor: torch.Tensor) -> Future[None]:
+        """Let a tensor's memory be read, and read into; it has to be kept until it is released."""
+        return self._do(lambda: self.register_now(tensor))
+
+    def register_now(self, tensor: torch.Tensor) -> None:
+        """The same, in this agent's thread; once."""
+        place = tensor.data_ptr(), tensor.nbytes
+        if place not in self._registered:
+            self._registered[place] = self._agent.register_memory(tensor, backends=[_BACKEND])
+
+    def release_now(self, tensor: torch.Tensor) -> None:
+        """Registered memory is not read any more; in this agent's thread."""
+        found = self._registered.pop((tensor.data_ptr(), tensor.nbytes), None)
+        if found is not None:
+            self._agent.deregister_memory(found, backends=[_BACKEND])
+
+    def run(self, work: Callable[[], T]) -> Future[T]:
+        """Do something in this agent's thread, after what was asked before."""
+        return self._do(work)
+
+    def read_now(self, name: str, theirs: Place, ours: Place) -> None:
+        """Copy bytes of a peer into memory of this process, both registered; in this agent's thread.
+
+        Raises:
+            OSError: the peer has gone, or the agent is closed.
+        """
+        agent = self._agent
+        here = agent.get_xfer_descs([(ours.address, ours.size, ours.device)], ours.memory)
+        there = agent.get_xfer_descs([(theirs.address, theirs.size, theirs.device)], theirs.memory)
+        handle = agent.initialize_xfer("READ", here, there, name, backends=[_BACKEND])
+        state = agent.transfer(handle)
+        while state == "PROC" and not self._stopped.wait(_PAUSE_SECONDS):
+            state = agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise OSError("the transfer was given up" if state == "PROC" else "the transfer failed")
+        handle.release()
+
+    def progress(self) -> None:
+        """From now on answer peers: some ways of reading, and each first reading, need an answer from here."""
+        self._progressing = True
+        self._thread.submit(self._answer)
+
+    def _answer(self) -> None:
+        """Once; and again after what else there is to do."""
+        if self._stopped.is_set() or not self._progressing:
+            return
+        self._agent.get_new_notifs()
+        time.sleep(_PROGRESS_SECONDS)
+        self._thread.submit(self._answer)
+
+    def _do(self, work: Callable[[], T]) -> Future[T]:
+        return self._thread.submit(self._cleanly, work)
+
+    @staticmethod
+    def _cleanly(work: Callable[[], T]) -> T:
+        """Errors without NIXL's frames: these would keep the agent, its sockets and its memory."""
+        try:
+            return work()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        raise OSError(text)
+
+    def close(self) -> None:
+        """Let everything go; transfers that are under way are given up. Blocks for milliseconds."""
+        self._stopped.set()
+        self._thread.submit(self._drop)
+        self._thread.shutdown()
+
+    def _drop(self) -> None:
+        for registered in self._registered.values():
+            self._agent.deregister_memory(registered, backends=[_BACKEND])
+        self._registered.clear()
+        self._agent = None

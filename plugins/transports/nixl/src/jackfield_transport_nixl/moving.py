@@ -1,0 +1,280 @@
+"""Both halves of a weight transfer: tensors into buckets that are read, and readings into tensors."""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64decode, b64encode
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+from jackfield.errors import WeightsError
+from jackfield.weights.buckets import Entry, aligned, entry_of, put, raw
+from jackfield.weights.meeting import Meeting
+from jackfield_transport_nixl.agents import Agent, Place, place_of
+
+__all__ = ["Arrived", "Receiving", "Sending", "finished"]
+
+T = TypeVar("T")
+
+_SENDER_SLOTS = 3  #: buckets: one is filled while others are read
+_WORKER_SLOTS = 2  #: one is read by the worker while the next one arrives
+
+
+async def finished(meeting: Meeting, future: Future[T], who: str, where: str | None = None) -> T:
+    """Wait for an agent.
+
+    Raises:
+        WeightsError: it failed, with the peer that is to blame, if one is.
+        DeadlineExceeded: naming ``who``.
+    """
+    try:
+        return await meeting.wait_for(asyncio.wrap_future(future), who)
+    except OSError as error:
+        await meeting.cause()
+        raise WeightsError(f"NIXL failed: {error}", where=where) from error
+
+
+# -- the sender --------------------------------------------------------------------------------------------------------
+
+
+class Sending:
+    """What one transfer sends. A tensor has been copied when :meth:`add` returns."""
+
+    def __init__(self, meeting: Meeting, agent: Agent, slots: Sequence[torch.Tensor]) -> None:
+        """
+        Args:
+            meeting: with every worker, one at least.
+            agent: of the sender.
+            slots: as :meth:`slots` makes them.
+        """
+        self._meeting = meeting
+        self._agent = agent
+        self._slots = slots
+        self._bucket_bytes = slots[0].numel()
+        self._made = 0  #: pieces so far; piece n lies in slot n modulo their number
+        self._used = 0  #: bytes of the bucket that is filled
+        self._entries: list[Entry] = []
+
+    @staticmethod
+    def slots(kept: list[torch.Tensor], bucket_bytes: int, device: str) -> list[torch.Tensor]:
+        """Buffers of the sender, uint8; kept ones if they fit. Touching fresh memory is slow."""
+        fitting = [slot for slot in kept if slot.numel() == bucket_bytes and slot.device == torch.device(device)]
+        while len(fitting) < _SENDER_SLOTS:
+            fitting.append(torch.empty(bucket_bytes, dtype=torch.uint8, device=device))
+        return fitting
+
+    async def begin(self) -> None:
+        """Show workers the memory."""
+        for slot in self._slots:
+            await finished(self._meeting, self._agent.register(slot), "memory to be registered")
+        metadata = await finished(self._meeting, self._agent.metadata(), "the sender's agent")
+        places = [attrs.astuple(place_of(slot)) for slot in self._slots]
+        self._agent.progress()
+        self._meeting.tell({"agent": b64encode(metadata).decode(), "slots": places})
+        await self._meeting.until(lambda peer: "ready" in peer.said, "read the sender's memory")
+
+    async def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor into a bucket, or a large one into several."""
+        size = tensor.nbytes
+        if size > self._bucket_bytes:
+            await self._flush()
+            content, entry = raw(tensor), entry_of(name, tensor)
+            for start in range(0, size, self._bucket_bytes):
+                piece = content[start : start + self._bucket_bytes]
+                (await self._slot())[: len(piece)].copy_(piece)
+                self._show(len(piece), start, size, [entry])
+            return
+        if self._used + size > self._bucket_bytes:
+            await self._flush()
+        entry = entry_of(name, tensor, self._used)
+        slot = self._slots[self._made % len(self._slots)] if self._entries else await self._slot()
+        put(slot, entry, tensor)
+        self._entries.append(entry)
+        self._used = aligned(self._used + size)
+
+    async def end(self) -> None:
+        """Show what is left."""
+        await self._flush()
+
+    async def _slot(self) -> torch.Tensor:
+        """The buffer that is to be filled, once everybody has read what was in it."""
+        await asyncio.sleep(0)  # to hear of workers
+        needed = self._made - len(self._slots)
+        await self._meeting.until(lambda peer: peer.said.get("got", 0) > needed, f"read bucket {needed}")
+        return self._slots[self._made % len(self._slots)]
+
+    async def _flush(self) -> None:
+        entries, size = self._entries, min(self._used, self._bucket_bytes)
+        self._entries, self._used = [], 0
+        if entries:
+            self._show(size, 0, size, entries)
+            await asyncio.sleep(0)
+
+    def _show(self, length: int, start: int, size: int, entries: Sequence[Entry]) -> None:
+        """A piece of ``size`` bytes of tensors may be read."""
+        if self._slots[0].device.type == "cuda":
+            torch.cuda.current_stream(self._slots[0].device).synchronize()
+        shown = {"piece": self._made, "length": length, "start": start, "size": size}
+        self._meeting.tell({**shown, "tensors": [] if start else list(entries)})
+        self._made += 1
+
+    @property
+    def made(self) -> int:
+        """Pieces so far."""
+        return self._made
+
+
+# -- a worker ----------------------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class _Slot:
+    """A buffer of a worker."""
+
+    buffer: torch.Tensor  #: uint8
+    free: bool = True
+
+
+@attrs.frozen(eq=False)
+class Arrived:
+    """Tensors that have been read together."""
+
+    content: torch.Tensor  #: uint8 ``[bytes]``
+    entries: Sequence[Entry]
+    slot: _Slot
+
+
+class Receiving:
+    """What a worker reads, as soon as it is shown and there is room for it."""
+
+    def __init__(self, meeting: Meeting, agent: Agent, kept: list[torch.Tensor], device: str) -> None:
+        """
+        Args:
+            meeting: with the sender.
+            agent: of the worker.
+            kept: buffers of earlier transfers, kept by the caller.
+            device: of the buffers.
+        """
+        self._meeting = meeting
+        self._agent = agent
+        self._kept = kept
+        while len(kept) < _WORKER_SLOTS:
+            kept.append(torch.empty(0, dtype=torch.uint8, device=device))
+        self._slots = [_Slot(buffer) for buffer in kept]
+        self._filling: _Slot | None = None  #: with the pieces of a tensor
+        self._entries: Sequence[Entry] = ()
+        self._shown: deque[Mapping[str, Any]] = deque()
+        self._name = ""  #: of the sender's agent
+        self._places: list[Place] = []
+        self._changed: asyncio.Future[None] | None = None
+        self._failure: BaseException | None = None
+        self.arrived: deque[Arrived] = deque()
+        self.pieces = 0  #: that have been read
+
+    async def begin(self) -> None:
+        """Know the sender's memory.
+
+        Raises:
+            WeightsError: the sender breaks off.
+            DeadlineExceeded: naming the sender.
+        """
+        await self._meeting.until(lambda peer: "agent" in peer.said, "show its memory")
+        said = self._meeting.peers[0].said
+        self._name = await finished(self._meeting, self._agent.meet(b64decode(said["agent"])), "the sender's agent")
+        places = [Place(*place) for place in said["slots"]]
+        await finished(
+            self._meeting, self._agent.run(lambda: self._first(places)), "the sender to have its memory read"
+        )
+        self._places = places
+        self._meeting.tell({"ready": True})
+        self._pump()
+
+    def _first(self, places: Sequence[Place]) -> None:
+        """Have room for buckets, and read a byte: it makes the connection, which takes a while."""
+        for slot in self._slots:
+            self._fit(slot, places[0].size)
+        self._agent.read_now(self._name, places[0].part(0, 1), place_of(self._slots[0].buffer).part(0, 1))
+
+    def heard(self, message: Mapping[str, Any]) -> None:
+        """The sender has said something."""
+        if "piece" in message:
+            self._shown.append(message)
+            self._pump()
+        self._notify()
+
+    def _pump(self) -> None:
+        """Read what there is room for."""
+        while self._shown and self._places:
+            slot = self._filling or next((slot for slot in self._slots if slot.free), None)
+            if slot is None:
+                return
+            piece = self._shown.popleft()
+            if piece["start"] == 0:
+                slot.free, self._filling, self._entries = False, slot, piece["tensors"]
+            whole = piece["start"] + piece["length"] == piece["size"]
+            entries = self._entries
+            if whole:
+                self._filling = None
+            job = asyncio.wrap_future(self._agent.run(self._reading(slot, piece)))
+            job.add_done_callback(self._ended(slot, piece["size"] if whole else None, entries))
+
+    def _reading(self, slot: _Slot, piece: Mapping[str, Any]) -> Callable[[], None]:
+        theirs = self._places[piece["piece"] % len(self._places)].part(0, piece["length"])
+
+        def read() -> None:
+            self._fit(slot, piece["size"])
+            self._agent.read_now(self._name, theirs, place_of(slot.buffer).part(piece["start"], piece["length"]))
+
+        return read
+
+    def _fit(self, slot: _Slot, size: int) -> None:
+        """Let a buffer be registered and have so many bytes; in the agent's thread."""
+        if slot.buffer.numel() < size:
+            self._agent.release_now(slot.buffer)
+            slot.buffer = torch.empty(size, dtype=torch.uint8, device=slot.buffer.device)
+            self._kept[self._slots.index(slot)] = slot.buffer
+        self._agent.register_now(slot.buffer)
+
+    def _ended(self, slot: _Slot, size: int | None, entries: Sequence[Entry]) -> Callable[[asyncio.Future[None]], None]:
+        """What follows a reading; ``size`` of all that was read together with its last piece."""
+
+        def ended(job: asyncio.Future[None]) -> None:
+            if job.cancelled():
+                return
+            error = job.exception()
+            self._failure = self._failure or error
+            if self._failure is None:
+                self.pieces += 1
+                self._meeting.tell({"got": self.pieces})
+                if size is not None:
+                    self.arrived.append(Arrived(slot.buffer[:size], entries, slot))
+            self._notify()
+
+        return ended
+
+    def read(self, arrived: Arrived) -> None:
+        """Tensors that have come were used; there is room for more."""
+        arrived.slot.free = True
+        self._pump()
+
+    async def more(self) -> None:
+        """Wait for something to come.
+
+        Raises:
+            WeightsError: the sender broke off, or cannot be read.
+            DeadlineExceeded: naming the sender.
+        """
+        if self._failure is not None:
+            await self._meeting.cause()
+            raise WeightsError(f"the sender's memory cannot be read: {self._failure}")
+        self._changed = asyncio.get_running_loop().create_future()
+        await self._meeting.wait_for(self._changed, f"the sender to have bucket {self.pieces} read")
+
+    def _notify(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
