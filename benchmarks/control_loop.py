@@ -147,14 +147,13 @@ async def ray_crew(stack: AsyncExitStack) -> Crew:
     cluster = Cluster(Clock(), SECONDS)
     await cluster.open(ClusterOptions(num_cpus=2, object_store_bytes=500_000_000), needed_cpus=1)
     stack.push_async_callback(cluster.close)
-    storage = await cluster.start("storage", make_storage)
-    backend = RemoteBackend(Stub(storage, "storage", SECONDS))
-    makes = {"agents": partial(make_agents, backend), "rewards": partial(make_rewards, backend), "rank": Rank}
-    handles = {name: await cluster.start(name, make) for name, make in makes.items()}
-    for handle in (storage, *handles.values()):
+    handles = {name: await cluster.start(name) for name in ("storage", "agents", "rewards", "rank")}
+    storage, agents, rewards, rank = (Stub(handle, name, SECONDS) for name, handle in handles.items())
+    backend = RemoteBackend(storage)
+    makes = [make_storage, partial(make_agents, backend), partial(make_rewards, backend), Rank]
+    for handle, make in zip(handles.values(), makes, strict=True):
         await cluster.place(handle)
-        await cluster.made(handle)
-    agents, rewards, rank = (Stub(handle, name, SECONDS) for name, handle in handles.items())
+        await cluster.make(handle, make)
     return Crew(backend, Workers([agents]), Workers([rewards]), rank)  # type: ignore[list-item]
 
 

@@ -48,7 +48,8 @@ def cluster(ray_environment: dict[str, str]) -> Iterator[str]:
     command = [
         RAY, "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats",
         "--node-ip-address=127.0.0.2", f"--port={port}", "--object-store-memory=200000000",
-        f"--temp-dir={folder}",
+        f"--temp-dir={folder}", "--no-monitor", "--include-log-monitor=false",
+        f"--ray-client-server-port={port + 10_000}",
     ]  # fmt: skip
     head = subprocess.Popen(
         command,
@@ -164,7 +165,7 @@ def check_close(expected: list[dict[str, Any]], folder: Path, *, steps: int) -> 
 def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run: RayRun, joined: Path) -> None:
     """The run goes on from its newest checkpoint, in a cluster of its own; weights are the same, bit for bit.
 
-    Here ranks and replica have places of their own.
+    Here ranks and replica have places of their own. Only who died has a new process.
     """
     kill = {
         "checkpoint 1": ["rollout replica 0"],

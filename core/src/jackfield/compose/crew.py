@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,7 +19,7 @@ from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 
-__all__ = ["CRITIC_COLUMNS", "Crew", "Needs", "inline_crew"]
+__all__ = ["CRITIC_COLUMNS", "Crew", "MakeCrew", "Needs", "crew_maker"]
 
 CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside the sample
 
@@ -51,7 +52,21 @@ class Crew:
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a worker that has state dies
 
 
-async def inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack) -> Crew:
+MakeCrew = Callable[[Needs, AsyncExitStack], Awaitable[Crew]]
+
+
+def crew_maker(make: WorkerFactory, processes: AsyncExitStack) -> MakeCrew:
+    """What makes the workers of a run, once more for each recovery; ``processes`` ends what stays in between."""
+    if make.config.runtime.name == "inline":
+        return partial(_inline_crew, make)
+    from jackfield.compose.ray_crew import RayCrews
+
+    crews = RayCrews(make)
+    processes.push_async_callback(crews.close)
+    return crews.make
+
+
+async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack) -> Crew:
     """One worker of each kind in this process; what was started is ended by ``stack``."""
     backend = make.backend()
     rows = Rows(backend)

@@ -12,14 +12,12 @@ import attrs
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo
 from jackfield.algorithms import AdaptiveKLController, FixedKLController
 from jackfield.clock import Clock
-from jackfield.compose.crew import Crew, Needs, inline_crew
+from jackfield.compose.crew import MakeCrew, Needs
 from jackfield.compose.inputs import Tasks
 from jackfield.compose.mixing import make_sources
 from jackfield.compose.recipe import Recipe
-from jackfield.compose.workers import WorkerFactory
 from jackfield.config import KLConfig, RunConfig, as_plain
 from jackfield.data.tasks import SeededOrder, Task, TaskSet
-from jackfield.plugins import Registry
 from jackfield.queue import GroupSlot, TransferQueue
 from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
@@ -66,7 +64,7 @@ class Parts:
         config: RunConfig,
         recipe: Recipe,
         tasks: Tasks,
-        registry: Registry,
+        make_crew: MakeCrew,
         hooks: Any,
         clock: Clock,
         store: CheckpointStore,
@@ -74,7 +72,7 @@ class Parts:
         self.config = config
         self.recipe = recipe
         self.tasks = tasks
-        self.registry = registry
+        self.make_crew = make_crew
         self.hooks = hooks
         self.clock = clock
         self.store = store
@@ -95,7 +93,7 @@ class Parts:
         Raises:
             JackfieldError: the first part that does not work.
         """
-        self.crew = crew = await self._crew(stack)
+        self.crew = crew = await self.make_crew(self._needs(), stack)
         self.queue = await self._queue(stack, ledger)
         actor = await self._engine_group(stack, "actor", crew.actor)
         replicas = await self._replicas(stack)
@@ -129,22 +127,16 @@ class Parts:
             hooks=self.hooks,
         )
 
-    async def _crew(self, stack: AsyncExitStack) -> Crew:
-        config, recipe = self.config, self.recipe
-        needs = Needs(
+    def _needs(self) -> Needs:
+        recipe = self.recipe
+        return Needs(
             replicas=self.generates,
-            reference=recipe.reference and config.model.lora is None,
+            reference=recipe.reference and self.config.model.lora is None,
             critic=recipe.critic,
             loss_columns=recipe.loss_columns,
             renamed=recipe.renamed,
             plan=recipe.plan,
         )
-        make = WorkerFactory(config=config, registry=self.registry, clock=self.clock)
-        if config.runtime.name == "inline":
-            return await inline_crew(make, needs, stack)
-        from jackfield.compose.ray_crew import ray_crew
-
-        return await ray_crew(make, needs, stack)
 
     def _trainer(
         self, actor: EngineGroup, reference: EngineGroup | None, critic: Critic | None, checkpointer: Checkpointer

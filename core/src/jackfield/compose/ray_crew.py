@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -36,32 +36,49 @@ from jackfield.runtime.ray.host import interface_of
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 
-__all__ = ["ray_crew"]
+__all__ = ["RayCrews"]
 
 _ROLES = 4  #: actor, reference, critic and replica fit into one place
 _RESTARTS = 100  #: of a worker without state, in one run
 
+_Made = tuple[Any, Callable[[], Any]]  # an actor, and what makes its worker there
 
-async def ray_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack) -> Crew:
-    """Start or join the cluster, and start every worker in it; ``stack`` ends them and leaves.
 
-    Raises:
-        JackfieldError: the first thing that is missing, or does not answer in time.
-    """
-    config, clock = make.config, make.clock
-    interpreters = _interpreters(config, make.registry)
-    cluster = Cluster(clock, config.deadlines.start)
-    chosen = config.runtime.ray
-    options = ClusterOptions(
-        address=chosen.address, num_cpus=chosen.num_cpus, object_store_bytes=chosen.object_store_bytes
-    )
-    pools = {"train": chosen.engine_ranks, "rollout": config.runtime.rollout_replicas if needs.replicas else 0}
-    if chosen.placement == "shared":
-        pools = {"shared": max(pools.values())}
-    await cluster.open(options, sum(pools.values()) * chosen.cpus_per_place)
-    stack.push_async_callback(cluster.close)
-    crew = _RayCrew(config, needs, cluster, interpreters)
-    return await crew.start({name: count for name, count in pools.items() if count})
+class RayCrews:
+    """Makes the workers of a run in a cluster, and again after a recovery: in what is left of their processes."""
+
+    def __init__(self, make: WorkerFactory) -> None:
+        self._config = make.config
+        self._registry = make.registry
+        self._cluster = Cluster(make.clock, make.config.deadlines.start)
+        self._interpreters: dict[str, str] | None = None  # None: the cluster is not open
+
+    async def make(self, needs: Needs, stack: AsyncExitStack) -> Crew:
+        """Start or join the cluster, and start every worker in it; ``stack`` has them put their things away.
+
+        Raises:
+            JackfieldError: the first thing that is missing, or does not answer in time.
+        """
+        config = self._config
+        chosen = config.runtime.ray
+        pools = {"train": chosen.engine_ranks, "rollout": config.runtime.rollout_replicas if needs.replicas else 0}
+        if chosen.placement == "shared":
+            pools = {"shared": max(pools.values())}
+        if self._interpreters is None:
+            interpreters = _interpreters(config, self._registry)
+            options = ClusterOptions(
+                address=chosen.address, num_cpus=chosen.num_cpus, object_store_bytes=chosen.object_store_bytes
+            )
+            await self._cluster.open(options, sum(pools.values()) * chosen.cpus_per_place)
+            self._interpreters = interpreters
+        stack.push_async_callback(self._cluster.rest)
+        crew = _RayCrew(config, needs, self._cluster, self._interpreters)
+        return await crew.start({name: count for name, count in pools.items() if count})
+
+    async def close(self) -> None:
+        """End the workers' processes, and leave the cluster."""
+        if self._interpreters is not None:
+            await self._cluster.close()
 
 
 class _RayCrew:
@@ -79,44 +96,40 @@ class _RayCrew:
         """Everything, side by side: processes need seconds to import what they work with."""
         config, needs, cluster = self._config, self._needs, self._cluster
         groups = {name: await cluster.places(count, self._resources(1), name) for name, count in pools.items()}
-        storage = await self._actor("the queue's storage worker", partial(make_storage, config, needs))
-        stub = Stub(storage, "the queue's storage worker", self._deadlines.batch)
-        backend = RemoteBackend(stub)
+        storage = await self._actor("the queue's storage worker")
+        backend = RemoteBackend(Stub(storage, "the queue's storage worker", self._deadlines.batch))
         roles = ["actor", *(["reference"] if needs.reference else []), *(["critic"] if needs.critic else [])]
-        ranks = {role: await self._ranks(role, groups, backend) for role in roles}
+        ranks = {role: await self._ranks(role, groups) for role in roles}
         replicas = config.runtime.rollout_replicas if needs.replicas else 0
         servers = [await self._replica(number, groups) for number in range(replicas)]
-        counts = {"agent": config.runtime.ray.agent_workers, "reward": config.runtime.ray.reward_workers}
-        agents = [
-            await self._actor(
-                f"agent worker {number}",
-                partial(make_agent_worker, config, backend, [stand_in for _, stand_in in servers], number),
-                kind="agent",
-                restarts=_RESTARTS,
-            )
-            for number in range(counts["agent"])
+        ray = config.runtime.ray
+        agents = [await self._stateless("agent", number) for number in range(ray.agent_workers)]
+        rewards = [await self._stateless("reward", number) for number in range(ray.reward_workers if servers else 0)]
+        places = await self._places()
+        stand_ins = [stand_in for _, stand_in in servers]
+        makes: list[_Made] = [(storage, partial(make_storage, config, needs))]
+        for role, made in ranks.items():
+            makes += self._engine_group(role, [handle for handle, _ in made], places, backend)
+        makes += [
+            (handle, partial(make_replica, config, number, host=places[id(handle)].address))
+            for number, (handle, _) in enumerate(servers)
         ]
-        rewards = [
-            await self._actor(
-                f"reward worker {number}",
-                partial(make_reward_worker, config, backend),
-                kind="reward",
-                restarts=_RESTARTS,
-            )
-            for number in range(counts["reward"] if needs.replicas else 0)
+        makes += [
+            (handle, partial(make_agent_worker, config, backend, stand_ins, number))
+            for number, handle in enumerate(agents)
         ]
-        places = await self._settle(ranks, [handle for handle, _ in servers])
-        self._note(places)
-        await asyncio.gather(*(cluster.made(handle) for handle in self._names.values()))
+        makes += [(handle, partial(make_reward_worker, config, backend)) for handle in rewards]
+        told = await asyncio.gather(*(cluster.make(handle, make) for handle, make in makes))
+        again = {id(handle): made_by for (handle, _), made_by in zip(makes, told, strict=True)}
         stateful = [storage, *(handle for made in ranks.values() for handle, _ in made), *(h for h, _ in servers)]
         return Crew(
             backend=backend,
             actor=[cast(EngineRank, stand_in) for _, stand_in in ranks["actor"]],
             reference=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("reference", ())],
             critic=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("critic", ())],
-            servers=[stand_in for _, stand_in in servers],
-            agents=Workers([cast(AgentWorker, self._stub(handle)) for handle in agents]),
-            rewards=Workers([cast(RewardWorker, self._stub(handle)) for handle in rewards]) if rewards else None,
+            servers=stand_ins,
+            agents=Workers([cast(AgentWorker, self._stub(handle, again)) for handle in agents]),
+            rewards=Workers([cast(RewardWorker, self._stub(handle, again)) for handle in rewards]) if rewards else None,
             estimator=cast(
                 AdvantageWorker, Stub(storage, "the advantage worker", self._deadlines.engine, "estimator.")
             ),
@@ -124,29 +137,29 @@ class _RayCrew:
             watch=partial(cluster.watch, stateful),
         )
 
-    async def _ranks(self, role: str, groups: dict[str, Any], backend: RemoteBackend) -> list[tuple[Any, RemoteRank]]:
+    async def _ranks(self, role: str, groups: dict[str, Any]) -> list[tuple[Any, RemoteRank]]:
         """Actors of one engine group."""
-        size, made = self._config.runtime.ray.engine_ranks, []
-        for rank in range(size):
+        made = []
+        for rank in range(self._config.runtime.ray.engine_ranks):
             name = f"the {role} engine, rank {rank}"
-            make = partial(make_engine_rank, self._config, self._needs, backend, role, rank, size)
             group = groups.get("train") or groups["shared"]
-            handle = await self._actor(name, make, kind="engine", group=group, bundle=rank, one_thread=True)
+            handle = await self._actor(name, kind="engine", group=group, bundle=rank, one_thread=True)
             made.append((handle, RemoteRank(handle, name, self._deadlines.engine)))
         return made
 
     async def _replica(self, number: int, groups: dict[str, Any]) -> tuple[Any, BaseRolloutServer]:
         name = f"rollout replica {number}"
         group = groups.get("rollout") or groups["shared"]
-        make = partial(make_replica, self._config, number)
-        handle = await self._actor(name, make, kind="rollout", group=group, bundle=number, one_thread=True)
+        handle = await self._actor(name, kind="rollout", group=group, bundle=number, one_thread=True)
         longest = max(self._deadlines.generate, self._deadlines.start, self._deadlines.sync)
         return handle, cast(BaseRolloutServer, RemoteServer(handle, name, longest))
+
+    async def _stateless(self, kind: str, number: int) -> Any:
+        return await self._actor(f"{kind} worker {number}", kind=kind, restarts=_RESTARTS)
 
     async def _actor(
         self,
         name: str,
-        make: Callable[..., Any],
         *,
         kind: str | None = None,
         group: Any = None,
@@ -156,7 +169,6 @@ class _RayCrew:
     ) -> Any:
         handle = await self._cluster.start(
             name,
-            make,
             group=group,
             bundle=bundle,
             resources=self._resources(_ROLES) if group is not None else None,
@@ -174,34 +186,35 @@ class _RayCrew:
         shares = {name: int(10_000 * amount / parts) / 10_000 for name, amount in amounts.items()}
         return {name: share for name, share in shares.items() if share} or {"CPU": 0.001 / parts}
 
-    def _stub(self, handle: Any) -> Stub:
+    def _stub(self, handle: Any, again: Mapping[int, bytes]) -> Stub:
+        """Stands for a worker that is made again when it dies."""
         name = next(name for name, each in self._names.items() if each is handle)
         longest = max(self._deadlines.generate, self._deadlines.reward) + self._deadlines.batch
-        return Stub(handle, name, longest, restarts=True)
+        return Stub(handle, name, longest, make=again[id(handle)])
 
-    async def _settle(self, ranks: dict[str, list[tuple[Any, RemoteRank]]], servers: Sequence[Any]) -> dict[str, Place]:
-        """Find out where everybody lives, and tell ranks and replicas what they need of it."""
+    async def _places(self) -> dict[int, Place]:
+        """Find out where everybody lives, and leave a note of it, for people; places by their actor's ``id``."""
         found = await asyncio.gather(*(self._cluster.place(handle) for handle in self._names.values()))
         places = dict(zip(self._names, found, strict=True))
-        of = {id(handle): places[name] for name, handle in self._names.items()}
-        for made in ranks.values():
-            first = of[id(made[0][0])]
-            address = f"[{first.address}]" if ":" in first.address else first.address
-            meeting = f"tcp://{address}:{first.port}" if len(made) > 1 else None
-            local: dict[str, int] = {}
-            for handle, _ in made:
-                host = of[id(handle)].address
-                number = local[host] = local.get(host, -1) + 1
-                await handle.settle.remote(init_method=meeting, host=host, local_rank=number)
-        for handle in servers:
-            await handle.settle.remote(host=of[id(handle)].address)
-        return places
-
-    def _note(self, places: dict[str, Place]) -> None:
-        """Who lives where, for people."""
-        lines = {name: {"pid": place.pid, "node": place.address} for name, place in places.items()}
-        text = json.dumps(lines, indent=1)
+        text = json.dumps({name: {"pid": at.pid, "node": at.address} for name, at in places.items()}, indent=1)
         (Path(self._config.folder) / "workers.json").write_text(text, encoding="utf-8")
+        return {id(self._names[name]): place for name, place in places.items()}
+
+    def _engine_group(
+        self, role: str, handles: Sequence[Any], places: Mapping[int, Place], backend: RemoteBackend
+    ) -> list[_Made]:
+        """What makes each rank, which has to know where the first one is."""
+        first = places[id(handles[0])]
+        address = f"[{first.address}]" if ":" in first.address else first.address
+        meeting = f"tcp://{address}:{first.port}" if len(handles) > 1 else None
+        local: dict[str, int] = {}
+        makes: list[_Made] = []
+        for rank, handle in enumerate(handles):
+            host = places[id(handle)].address
+            number = local[host] = local.get(host, -1) + 1
+            make = partial(make_engine_rank, self._config, self._needs, backend, role, rank, len(handles))
+            makes.append((handle, partial(make, init_method=meeting, host=host, local_rank=number)))
+        return makes
 
 
 def _interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:

@@ -17,6 +17,7 @@ import attrs
 
 from jackfield.algorithms import register_part
 from jackfield.clock import Clock
+from jackfield.compose.crew import MakeCrew, crew_maker
 from jackfield.compose.export import export_model
 from jackfield.compose.inputs import Tasks, check_tokens, read_model, read_tasks
 from jackfield.compose.mixing import check_rows, make_sources, put_mixed_rows
@@ -34,6 +35,7 @@ from jackfield.compose.resume import (
     storage_errors,
 )
 from jackfield.compose.selection import check_plugins, import_plugins, manifests
+from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.imports import collection_paused
@@ -96,12 +98,15 @@ async def run_async(
         if start.checkpoint is not None:
             check_data(start.checkpoint, prepared.tasks.digests)
         replace_text(folder / "config.yaml", show(config))
-        for _ in range(config.runtime.ray.recoveries):
-            try:
-                return await _run(config, prepared, registry, clock, start)
-            except WorkerLost as error:
-                start = _recovery(config, folder, error)
-        return await _run(config, prepared, registry, clock, start)
+        async with AsyncExitStack() as processes:
+            make = WorkerFactory(config=config, registry=registry, clock=clock)
+            make_crew = crew_maker(make, processes)
+            for _ in range(config.runtime.ray.recoveries):
+                try:
+                    return await _run(config, prepared, make_crew, clock, start)
+                except WorkerLost as error:
+                    start = _recovery(config, folder, error)
+            return await _run(config, prepared, make_crew, clock, start)
 
 
 def _recovery(config: RunConfig, folder: Path, error: WorkerLost) -> StartingPoint:
@@ -118,11 +123,11 @@ def _recovery(config: RunConfig, folder: Path, error: WorkerLost) -> StartingPoi
 
 
 async def _run(
-    config: RunConfig, prepared: _Prepared, registry: Registry, clock: Clock, start: StartingPoint
+    config: RunConfig, prepared: _Prepared, make_crew: MakeCrew, clock: Clock, start: StartingPoint
 ) -> RunResult:
     """Tell the hooks of beginning and end, and leave the traceback of a failure in the folder."""
     folder, manager = Path(config.folder), prepared.hooks
-    parts = Parts(config, prepared.recipe, prepared.tasks, registry, manager.hook, clock, start.store)
+    parts = Parts(config, prepared.recipe, prepared.tasks, make_crew, manager.hook, clock, start.store)
     failure: BaseException | None = None
     started = RunStarted(
         name=config.name,

@@ -75,8 +75,9 @@ def hosted(cluster: Cluster) -> Callable[..., Any]:
     """``await hosted(name, make, **options)``: a worker in an actor; its stub and its actor."""
 
     async def start(name: str, make: Callable[..., Any], *, seconds: float = 60.0, **options: Any) -> Any:
-        handle = await cluster.start(name, make, **options)
+        handle = await cluster.start(name, **options)
         await cluster.place(handle)
-        return Stub(handle, name, seconds, restarts=bool(options.get("restarts"))), handle
+        again = await cluster.make(handle, make)
+        return Stub(handle, name, seconds, make=again if options.get("restarts") else None), handle
 
     return start

@@ -52,9 +52,9 @@ def test_a_stub_is_the_worker_from_afar(hosted: Hosted) -> None:
 
 def test_a_worker_that_cannot_be_made_says_why(cluster: Cluster) -> None:
     async def main() -> None:
-        handle = await cluster.start("a failure", make_failure)
+        handle = await cluster.start("a failure")
         with pytest.raises(EngineError, match="cannot be made"):
-            await cluster.made(handle)
+            await cluster.make(handle, make_failure)
 
     asyncio.run(main())
 
@@ -93,6 +93,27 @@ def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(hosted
     asyncio.run(main())
 
 
+def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(cluster: Cluster, hosted: Hosted) -> None:
+    """Workers that died, or cannot end, leave none."""
+
+    async def main() -> None:
+        names = ("rank 0", "rank 1", "rank 2")
+        stubs = [(await hosted(name, make_counter))[0] for name in names]
+        before = [await stub.pid() for stub in stubs]
+        await stubs[0].add(3)
+        os.kill(before[1], signal.SIGKILL)
+        await stubs[2].refuse_to_end()
+        await cluster.rest()
+        with pytest.raises(WorkerLost, match="rank 0 died"):
+            await stubs[0].count()
+        stubs = [(await hosted(name, partial(make_counter, 10)))[0] for name in names]
+        assert [10, 10, 10] == [await stub.count() for stub in stubs], "made anew"
+        after = [await stub.pid() for stub in stubs]
+        assert [True, False, False] == [ours == theirs for ours, theirs in zip(before, after, strict=True)]
+
+    asyncio.run(main())
+
+
 def test_what_the_cluster_has_no_room_for_is_refused(cluster: Cluster) -> None:
     async def main() -> None:
         cluster._start_seconds, before = 0.5, cluster._start_seconds
@@ -104,7 +125,7 @@ def test_what_the_cluster_has_no_room_for_is_refused(cluster: Cluster) -> None:
         assert "runtime.cluster" == refused.value.code
         assert "3 places of {'CPU': 1.0} for the engine" in str(refused.value)
         taken = await cluster.places(2, {"CPU": 0.5}, "the engine")
-        handle = await cluster.start("a worker", make_counter, group=taken, bundle=1, resources={"CPU": 0.25})
+        handle = await cluster.start("a worker", group=taken, bundle=1, resources={"CPU": 0.25})
         await cluster.place(handle)
 
     asyncio.run(main())

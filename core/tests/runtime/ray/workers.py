@@ -18,7 +18,7 @@ class Counter:
 
     def __init__(self, start: int = 0) -> None:
         self.count = start
-        self.cancelled = False
+        self.cancelled = self.refuses = False
         self.part = self if start == 0 else Counter(0)
 
     def add(self, number: int, *, twice: bool = False) -> int:
@@ -46,8 +46,12 @@ class Counter:
             await asyncio.sleep(0)
         return self.cancelled
 
+    async def refuse_to_end(self) -> None:
+        self.refuses = True
+
     async def close(self) -> None:
-        self.count = -1
+        if self.refuses:
+            await self.refuse()
 
 
 async def make_counter(start: int = 0) -> Counter:

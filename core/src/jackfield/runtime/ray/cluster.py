@@ -8,15 +8,14 @@ import platform
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, PluginError, RunError, WorkerLost
+from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
 from jackfield.plugins.interpreters import preflight
 from jackfield.runtime.ray.host import Host, Place
 from jackfield.runtime.ray.stub import answer
@@ -46,7 +45,11 @@ class _Actor:
 
 
 class Cluster:
-    """Started by :meth:`open`; everything that it has started ends with :meth:`close`."""
+    """Started by :meth:`open`; everything that it has started ends with :meth:`close`.
+
+    Processes and places outlast the workers in them: after :meth:`rest`, a worker or a group of places of the same
+    name is given what was there before.
+    """
 
     def __init__(self, clock: Clock, start_seconds: float) -> None:
         """
@@ -57,7 +60,8 @@ class Cluster:
         self._clock = clock
         self._start_seconds = start_seconds
         self._actors: list[_Actor] = []
-        self._groups: list[Any] = []
+        self._spare: dict[str, _Actor] = {}
+        self._groups: dict[str, Any] = {}
 
     async def open(self, options: ClusterOptions, needed_cpus: float) -> None:
         """Start or join a cluster.
@@ -98,20 +102,22 @@ class Cluster:
             ) from error
 
     async def places(self, count: int, resources: Mapping[str, float], what: str) -> Any:
-        """A placement group of ``count`` bundles, each with ``resources``.
+        """A placement group of ``count`` bundles, each with ``resources``; one that is there for ``what``, if any.
 
         Raises:
             RunError: ``runtime.cluster`` when the cluster cannot give them in time.
         """
         ray = _ray()
-        from ray.util.placement_group import placement_group
+        from ray.util.placement_group import placement_group, remove_placement_group
 
-        group = placement_group([dict(resources) for _ in range(count)], strategy="PACK")
-        self._groups.append(group)
+        if what in self._groups:
+            return self._groups[what]
+        self._groups[what] = group = placement_group([dict(resources) for _ in range(count)], strategy="PACK")
         who = f"{count} places of {dict(resources)} for {what}"
         try:
             await self._clock.wait_for(_awaited(group.ready()), self._start_seconds, who)
         except DeadlineExceeded as error:
+            remove_placement_group(self._groups.pop(what))
             raise RunError(
                 f"the cluster has no room for {what}",
                 code="runtime.cluster",
@@ -124,7 +130,6 @@ class Cluster:
     async def start(
         self,
         name: str,
-        make: Callable[..., Any],
         *,
         group: Any = None,
         bundle: int = 0,
@@ -133,21 +138,26 @@ class Cluster:
         restarts: int = 0,
         one_thread: bool = False,
     ) -> Any:
-        """Start an actor that holds one worker; its handle.
+        """Start an actor that will hold one worker, or take the one that an earlier worker of this name has left.
 
         Args:
             name: of the worker.
-            make: see :class:`~jackfield.runtime.ray.host.Host`.
             group: of places; None: anywhere.
             bundle: in the group.
             resources: that it takes of the bundle.
             python: an interpreter of its own, looked at beforehand with :func:`check_interpreter`.
             restarts: how often Ray starts it again when its process dies.
             one_thread: see :class:`~jackfield.runtime.ray.host.Host`.
+
+        Returns:
+            the actor's handle.
         """
         ray = _ray()
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        if name in self._spare:
+            self._actors.append(self._spare.pop(name))
+            return self._actors[-1].handle
         taken = dict(resources or {})
         options: dict[str, Any] = {
             "num_cpus": taken.pop("CPU", 0),
@@ -160,9 +170,7 @@ class Cluster:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
         if python is not None:
             options["runtime_env"] = {"py_executable": python}
-        # as bytes: where it has handles of other actors, Ray warns that an actor could not be started again
-        made_by = ray.cloudpickle.dumps(make)
-        handle = ray.remote(Host).options(**options).remote(made_by, os.getcwd(), one_thread)
+        handle = ray.remote(Host).options(**options).remote(name, os.getcwd(), one_thread)
         self._actors.append(_Actor(name, handle))
         return handle
 
@@ -187,14 +195,22 @@ class Cluster:
             )
         return found
 
-    async def made(self, handle: Any) -> None:
-        """Wait until an actor has made its worker.
+    async def make(self, handle: Any, make: Callable[[], Any]) -> bytes:
+        """Have an actor make its worker.
+
+        Args:
+            handle: of the actor.
+            make: makes the worker, or a coroutine that does, there.
+
+        Returns:
+            ``make`` for the actor, should Ray start it again: a :class:`~jackfield.runtime.ray.stub.Stub` tells it.
 
         Raises:
             JackfieldError: why it cannot.
         """
-        name = self._name(handle)
-        await answer(handle.ready.remote(), name, f"{name} to be ready", self._start_seconds, self._clock)
+        name, told = self._name(handle), _ray().cloudpickle.dumps(make)
+        await answer(handle.make.remote(told), name, f"{name} to be ready", self._start_seconds, self._clock)
+        return cast(bytes, told)
 
     async def watch(self, handles: Sequence[Any]) -> None:
         """Return never, or raise as soon as one of the actors dies.
@@ -209,25 +225,38 @@ class Cluster:
         name = self._name(handle)
         await answer(handle.live.remote(), name, f"{name} to live", _FOREVER, self._clock)
 
+    async def rest(self) -> None:
+        """Have all workers put their things away; end the processes of those that cannot, and keep the others."""
+        ray = _ray()
+        ended = await asyncio.gather(*(self._end(actor) for actor in reversed(self._actors)))
+        for actor, well in zip(reversed(self._actors), ended, strict=True):
+            if well:
+                self._spare[actor.name] = actor
+            else:
+                ray.kill(actor.handle, no_restart=True)
+        self._actors = []
+
     async def close(self) -> None:
         """End all actors, give their places back, and leave the cluster; end it, if it was started here."""
         ray = _ray()
         from ray.util.placement_group import remove_placement_group
 
-        with suppress(DeadlineExceeded):
-            ends = [self._end(actor) for actor in reversed(self._actors)]
-            await self._clock.wait_for(asyncio.gather(*ends), 2 * _END_SECONDS, "the workers to end")
-        for actor in self._actors:
+        await self.rest()
+        for actor in self._spare.values():
             ray.kill(actor.handle, no_restart=True)
-        for group in self._groups:
+        for group in self._groups.values():
             remove_placement_group(group)
-        self._actors, self._groups = [], []
+        self._spare, self._groups = {}, {}
         ray.shutdown()
 
-    async def _end(self, actor: _Actor) -> None:
-        with suppress(WorkerLost, DeadlineExceeded, RunError):
+    async def _end(self, actor: _Actor) -> bool:
+        """Whether a worker has ended well."""
+        try:
             reference = actor.handle.end.remote()
             await answer(reference, actor.name, f"{actor.name} to end", _END_SECONDS, self._clock)
+        except JackfieldError:
+            return False
+        return True
 
     def _name(self, handle: Any) -> str:
         return next(actor.name for actor in self._actors if actor.handle is handle)

@@ -1,9 +1,10 @@
-"""The actor that holds a worker: it makes it at the first call, in its own process, and forwards calls to it."""
+"""The actor that holds a worker: it makes it in its own process, when it is told how, and forwards calls to it."""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import inspect
 import ipaddress
 import os
@@ -17,6 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import attrs
+
+from jackfield.errors import WorkerLost
 
 __all__ = ["Host", "Place", "interface_of"]
 
@@ -34,23 +37,20 @@ class Place:
 
 
 class Host:
-    """Lives in an actor. After a restart by Ray the worker is made anew."""
+    """Lives in an actor. It has one worker at a time: another may be made once the first has ended."""
 
-    def __init__(self, make: bytes, folder: str, one_thread: bool) -> None:
+    def __init__(self, name: str, folder: str, one_thread: bool) -> None:
         """
         Args:
-            make: as Ray's ``cloudpickle`` writes it: what makes the worker, or a coroutine that does; called with what
-                :meth:`settle` was given.
+            name: of the worker.
             folder: the controller's working directory, against which paths in the configuration stand.
             one_thread: whether what the worker does in threads goes through one, in order.
         """
-        from ray import cloudpickle
-
-        self._make: Callable[..., Any] = cloudpickle.loads(make)
+        self._name = name
         self._one_thread = one_thread
-        self._settled: dict[str, Any] = {}
         self._worker: Any = None
         self._making = asyncio.Lock()
+        self._pool: ThreadPoolExecutor | None = None
         if os.path.isdir(folder):
             os.chdir(folder)
 
@@ -64,17 +64,32 @@ class Host:
         versions = {"python": platform.python_version(), **{name: _version(name) for name in ("jackfield", "ray")}}
         return Place(pid=os.getpid(), address=address, port=port, versions=versions)
 
-    async def settle(self, **keywords: Any) -> None:
-        """What the worker is told beside what :class:`Host` was made with."""
-        self._settled = keywords
+    async def make(self, make: bytes) -> None:
+        """Make the worker, if it is not there.
 
-    async def ready(self) -> None:
-        """Make the worker, if it is not there."""
-        await self._get()
+        Args:
+            make: as Ray's ``cloudpickle`` writes it: what makes the worker, or a coroutine that does.
+        """
+        from ray import cloudpickle
+
+        async with self._making:
+            if self._worker is not None:
+                return
+            if self._one_thread and self._pool is None:
+                self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
+                asyncio.get_running_loop().set_default_executor(self._pool)
+            made = cloudpickle.loads(make)()
+            self._worker = await made if inspect.isawaitable(made) else made
 
     async def call(self, member: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Call a method of the worker, or read an attribute; dots lead to its parts."""
-        target = await self._get()
+        """Call a method of the worker, or read an attribute; dots lead to its parts.
+
+        Raises:
+            WorkerLost: Ray has started this process again, and there is no worker yet.
+        """
+        target = self._worker
+        if target is None:
+            raise WorkerLost(f"{self._name} died", where=self._name, found="its process was started again")
         for part in member.split("."):
             target = getattr(target, part)
         result = target(*arguments, **keywords) if callable(target) else target
@@ -86,20 +101,13 @@ class Host:
 
     async def end(self) -> None:
         """Let the worker put its things away, if it has any."""
-        close: Callable[[], Awaitable[None]] | None = getattr(self._worker, "close", None)
-        self._worker = None
-        if close is not None:
-            await close()
-
-    async def _get(self) -> Any:
         async with self._making:
-            if self._worker is None:
-                if self._one_thread:
-                    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
-                    asyncio.get_running_loop().set_default_executor(pool)
-                made = self._make(**self._settled)
-                self._worker = await made if inspect.isawaitable(made) else made
-        return self._worker
+            close: Callable[[], Awaitable[None]] | None = getattr(self._worker, "close", None)
+            self._worker = None
+            if close is not None:
+                await close()
+            del close
+            gc.collect()  # its memory is the next one's
 
 
 def interface_of(address: str) -> str | None:

@@ -25,24 +25,26 @@ class Stub:
     worker for any other exception; ``WorkerLost`` when the actor died; ``DeadlineExceeded``.
     """
 
-    def __init__(self, actor: Any, name: str, seconds: float, prefix: str = "", *, restarts: bool = False) -> None:
+    def __init__(self, actor: Any, name: str, seconds: float, prefix: str = "", *, make: bytes | None = None) -> None:
         """
         Args:
             actor: of a :class:`~jackfield.runtime.ray.host.Host`.
             name: of the worker, for messages.
             seconds: the longest that any call may take.
             prefix: of the methods' names there: a part of the worker (``sender.``).
-            restarts: whether Ray starts the worker again when it dies; ``WorkerLost`` is then raised once it is there.
+            make: what makes the worker again where Ray starts its process again (as
+                :meth:`~jackfield.runtime.ray.cluster.Cluster.make` returns it); ``WorkerLost`` is then raised once it
+                is there.
         """
         self._actor = actor
         self._name = name
         self._seconds = seconds
         self._prefix = prefix
-        self._restarts = restarts
+        self._make = make
         self._clock = Clock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        assert not self._restarts, "only the controller holds workers that are started again"
+        assert self._make is None, "only the controller holds workers that are started again"
         return type(self), (self._actor, self._name, self._seconds, self._prefix)
 
     def __getattr__(self, member: str) -> Callable[..., Awaitable[Any]]:
@@ -55,13 +57,13 @@ class Stub:
         try:
             return await answer(reference, self._name, f"{self._name} to {member}", self._seconds, self._clock)
         except WorkerLost:
-            if self._restarts:
-                await self._revived()
+            if self._make is not None:
+                await self._revive()
             raise
 
-    async def _revived(self) -> None:
-        """Wait until a worker that has died is there again; one that Ray has given up stays dead."""
-        reference = self._actor.place.options(max_task_retries=-1).remote()
+    async def _revive(self) -> None:
+        """Make a worker that has died again; one that Ray has given up stays dead."""
+        reference = self._actor.make.options(max_task_retries=-1).remote(self._make)
         with suppress(WorkerLost):
             await answer(reference, self._name, f"{self._name} to start again", self._seconds, self._clock)
 
