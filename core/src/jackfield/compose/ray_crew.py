@@ -24,7 +24,6 @@ from jackfield.compose.recipe import make_recipe
 from jackfield.compose.selection import interpreters
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, plugin_sections
-from jackfield.imports import collection_paused
 from jackfield.plugins import Registry, hook_manager, installed
 from jackfield.queue import Rows
 from jackfield.runtime.advantages import AdvantageWorker
@@ -236,8 +235,7 @@ def _factory(config: RunConfig) -> WorkerFactory:
 
 
 def _use_threads(config: RunConfig) -> None:
-    with collection_paused():
-        import torch
+    import torch
 
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)

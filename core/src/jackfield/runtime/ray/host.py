@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 
 from jackfield.errors import WorkerLost
+from jackfield.imports import collection_paused
 
 __all__ = ["Host", "Place", "interface_of"]
 
@@ -78,8 +79,9 @@ class Host:
             if self._one_thread and self._pool is None:
                 self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
                 asyncio.get_running_loop().set_default_executor(self._pool)
-            made = cloudpickle.loads(make)()
-            self._worker = await made if inspect.isawaitable(made) else made
+            with collection_paused():
+                made = cloudpickle.loads(make)()
+                self._worker = await made if inspect.isawaitable(made) else made
 
     async def call(self, member: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call a method of the worker, or read an attribute; dots lead to its parts.
