@@ -37,7 +37,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import QueueError, QueueFull
 from mutants.harness import Mutant, Reference
 
-__all__ = ["MUTANTS", "REFERENCE"]
+__all__ = ["MUTANTS", "OPEN", "REFERENCE"]
 
 Where = tuple[str, str]
 Cell = tuple[str, torch.Tensor]  # dense, jagged or json; the row's values
@@ -663,12 +663,12 @@ class LeavesAThread(ReferenceBackend):
 
 class LeavesAFileOpen(ReferenceBackend):
     async def close(self) -> None:
-        _OPEN.append(self.log)
+        OPEN.append(self.log)
         self.closed = True
         self.rows = {}
 
 
-_OPEN: list[Any] = []
+OPEN: list[Any] = []  #: what leaky mutants leave, for the tests to close
 
 
 class LeavesATemporaryFile(ReferenceBackend):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from mutants import harness
-from mutants.transfer_queue import MUTANTS, REFERENCE
+from mutants.transfer_queue import MUTANTS, OPEN, REFERENCE
 
 KIND = "transfer_queue"
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
 
 
 def test_the_reference_passes(tmp_path: Path) -> None:
