@@ -54,6 +54,7 @@ def test_rollout_and_engine_agree_on_log_probs(small_run: Run) -> None:
         assert 1.0 == pytest.approx(line["policy/ratio"], abs=1e-4)
         assert 0.0 == pytest.approx(line["policy/approx_kl"], abs=1e-6)
         assert 0 == line["staleness/max"]
+        assert 0.0 == pytest.approx(line["canary/distance"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -185,3 +186,36 @@ def test_what_is_wrong_is_named(small_run: Run, overrides: tuple[str, ...], code
     with pytest.raises(JackfieldError) as caught:
         small_run("wrong", *overrides)
     assert code == caught.value.code, str(caught.value)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_replica_that_spoils_what_it_has_acknowledged_is_caught(
+    small_run: Run, monkeypatch: pytest.MonkeyPatch, offload: bool
+) -> None:
+    """Its receipts are right, its log-probs are not: the run ends before a sample is trained on that it makes then.
+
+    Where engine and replica take turns on the device, it is found at the next turn; else before the next sample.
+    """
+    from jackfield_rollout_transformers.server import TransformersServer
+    from jackfield_rollout_transformers.weights import FullUpdate
+
+    finish, generate, asked = FullUpdate.finish, TransformersServer.generate, list[str]()
+
+    def spoiling(update: FullUpdate, received: Any) -> dict[str, str]:
+        digests = finish(update, received)
+        weight = update._targets["model.layers.0.mlp.down_proj.weight"].data
+        weight.copy_(weight.flip(0) * 3.0)
+        asked.clear()
+        return digests
+
+    async def noting(server: TransformersServer, request: Any) -> Any:
+        asked.append(request.request_id)
+        return await generate(server, request)
+
+    monkeypatch.setattr(FullUpdate, "finish", spoiling)
+    monkeypatch.setattr(TransformersServer, "generate", noting)
+    with pytest.raises(JackfieldError) as caught:
+        small_run("spoilt", *GRADED, f"runtime.offload={str(offload).lower()}")
+    assert ("weights.canary", "replica 0") == (caught.value.code, caught.value.where)
+    assert "canary-1" == asked[0]
+    assert offload or ["canary-1"] == asked

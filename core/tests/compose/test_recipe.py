@@ -177,3 +177,26 @@ def test_whole_batches_are_refused_where_mini_batches_are_streamed() -> None:
         require_streamable(algorithm("m2po"))
     with pytest.raises(ConfigError, match="advantages grpo"):
         require_streamable(recipe("algorithm.advantages.options.std=batch").algorithm)
+
+
+def test_the_canary_allows_what_rounding_explains() -> None:
+    assert [0.01, 0.25, 0.25, 0.5] == [
+        recipe(*overrides).canary_bound
+        for overrides in (
+            (),
+            ("model.dtype=bfloat16",),
+            ("engine={name: fsdp, mixed_precision: bfloat16}",),
+            ("model.dtype=bfloat16", "canary.bound=0.5"),
+        )
+    ]
+
+
+def test_whoever_wants_the_canary_corrected_gets_the_correction() -> None:
+    """It is switched on; where it is off, or the loss cannot be weighed, the canary has to stop the run."""
+    assert "rollout_weights" not in recipe().loss_columns
+    corrected = recipe("canary.beyond=correct")
+    assert "rollout_weights" in corrected.loss_columns
+    assert corrected.recompute_old_log_probs
+    assert "rollout_weights" not in recipe("canary.beyond=correct", "algorithm.name=decoupled_ppo").loss_columns
+    for overrides in (("algorithm.correction.enabled=false",), ("algorithm.name=sft", "mode=train")):
+        assert "canary.beyond" == refused("canary.beyond=correct", *overrides).where

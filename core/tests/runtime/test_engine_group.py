@@ -38,6 +38,10 @@ class FakeRank:
             return None
         return Written(columns=(column,), sizes=(4,) * len(batch))
 
+    async def score(self, prompt_ids: Any, responses: Any) -> list[list[float]] | None:
+        self.got.append(tuple(responses))
+        return [[-1.0] for _ in responses] if self.layout.is_output_rank else None
+
 
 class FakeQueue:
     """Notes what is announced."""
@@ -156,3 +160,19 @@ def test_a_rank_that_does_not_answer_is_named_with_its_samples() -> None:
         assert "the actor engine, rank 1, to train on 2 samples from train/0/0/0/0/0" in str(caught.value)
 
     asyncio.run(main())
+
+
+def test_what_is_no_sample_is_scored_by_every_rank() -> None:
+    """Ranks of any layout take part in the pass; the answer is an output rank's."""
+    layouts = [
+        EngineLayout(data_parallel_rank=rank, data_parallel_size=2, is_output_rank=rank > 0) for rank in range(2)
+    ]
+    ranks = [FakeRank(layout) for layout in layouts]
+
+    async def main() -> list[list[float]]:
+        scored = group(ranks)
+        await scored.initialize()
+        return await scored.score([1, 2], [[3], [4], [5]])
+
+    assert [[-1.0]] * 3 == asyncio.run(main())
+    assert [[([3], [4], [5])]] * 2 == [rank.got for rank in ranks]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from jackfield.abc.rollout import SleepRequest, WakeUpRequest
+from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, SleepRequest, WakeUpRequest
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.shared_device import SharedDevice
-from jackfield.weights import Replica, WeightSynchronizer
+from jackfield.weights import Canary, Replica, WeightSynchronizer
 
 
 class Model:
@@ -70,3 +71,36 @@ def test_everybody_takes_part_in_a_hand_over() -> None:
         *("actor to cpu", "reference to cpu", "critic to cpu"),
         *("first wakes up ()", "second wakes up ()"),
     ] == log
+
+
+class FakeCanary:
+    """Notes who is asked, and what is compared."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    async def ask(self, servers: Mapping[int, Any], version: int) -> list[str]:
+        self.log.append(f"asks {list(servers)} with {version}")
+        return ["answer"]
+
+    async def compare(self, answers: Sequence[str]) -> None:
+        self.log.append(f"compares {answers}")
+
+
+def test_the_canary_is_asked_and_compared_at_hand_overs() -> None:
+    """Neither side takes room that the other has; a version is compared once, before the engine trains further."""
+    log: list[str] = []
+    replica = Replica(cast(BaseRolloutServer, Server("first", [])), ServerInfo(replica=5))
+    canary = cast(Canary, FakeCanary(log))
+    device = SharedDevice([], [replica], "cuda", cast(WeightSynchronizer, Synchronizer(log)), canary)
+
+    async def main() -> None:
+        await device.enter_rollout()  # with the model folder's weights
+        await device.enter_train()
+        await device.sync(3)
+        for _ in range(2):
+            await device.enter_rollout()
+            await device.enter_train()
+
+    asyncio.run(main())
+    assert ["version 3", "asks [5] with 3", "compares ['answer']"] == log

@@ -24,6 +24,7 @@ from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.revival import LastingServer, LastingWeights
 from jackfield.runtime.shared_device import SharedDevice
+from jackfield.runtime.workers import resubmitted
 from jackfield.structuring import unstructure
 from jackfield.trainer import (
     Checkpointer,
@@ -41,9 +42,11 @@ from jackfield.trainer import (
     Stages,
     Trainer,
 )
-from jackfield.weights import Replica, WeightSynchronizer
+from jackfield.weights import Canary, Replica, WeightSynchronizer
 
 __all__ = ["Assembly", "Parts"]
+
+_CANARY_PROMPT = 32  #: tokens of the first task's prompt
 
 
 @attrs.frozen(kw_only=True)
@@ -97,11 +100,11 @@ class Parts:
         self.queue = await self._queue(stack, ledger)
         actor = await self._engine_group(stack, "actor", crew.actor)
         replicas = await self._replicas(stack)
-        synchronizer = self._weights(replicas) if replicas else None
+        synchronizer = self._weights(replicas, actor) if replicas else None
         self.weights: WeightSynchronizer | SharedDevice | LastingWeights | None = synchronizer
         reference = await self._reference(stack, actor)
         critic = await self._critic(stack)
-        self._placements(replicas)
+        self._placements(replicas, actor)
         lasting = [each.server for each in replicas if isinstance(each.server, LastingServer)]
         if lasting and self.weights is not None:
             self.weights = LastingWeights(self.weights, lasting)
@@ -300,21 +303,23 @@ class Parts:
             replicas.append(Replica(server, info))
         return replicas
 
-    def _placements(self, replicas: Sequence[Replica]) -> None:
+    def _placements(self, replicas: Sequence[Replica], actor: EngineGroup) -> None:
         """Leases on the devices of trainer and explorer: one and the same where engines and replicas share them."""
         config, seconds = self.config, self.config.deadlines.batch
         if not self.crew.shares_devices:
             self.train_placement, self.rollout_placement = (PlacementLease(self.clock, seconds) for _ in range(2))
             return
         enter, leave = {}, {}
-        if config.runtime.offload and isinstance(self.weights, WeightSynchronizer):
-            self.weights = shared = SharedDevice(self.engines, replicas, config.runtime.device, self.weights)
+        if self._takes_turns and isinstance(self.weights, WeightSynchronizer):
+            self.weights = shared = SharedDevice(
+                self.engines, replicas, config.runtime.device, self.weights, self._canary(actor)
+            )
             enter = {"rollout": shared.enter_rollout, "train": shared.enter_train}
             leave = {"rollout": shared.leave_rollout, "train": shared.leave_train}
         self.train_placement = PlacementLease(self.clock, seconds, enter=enter, leave=leave)
         self.rollout_placement = self.train_placement
 
-    def _weights(self, replicas: Sequence[Replica]) -> WeightSynchronizer:
+    def _weights(self, replicas: Sequence[Replica], actor: EngineGroup) -> WeightSynchronizer:
         section, ranks = self.config.checkpoint_engine, self.crew.actor
         return WeightSynchronizer(
             senders=[rank.sender for rank in ranks if rank.sender is not None],
@@ -324,6 +329,29 @@ class Parts:
             clock=self.clock,
             settings=section.settings,
             deadline_seconds=self.config.deadlines.sync,
+            canary=None if self._takes_turns else self._canary(actor),
+        )
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether the engine has left the device when replicas generate."""
+        return self.crew.shares_devices and self.config.runtime.offload
+
+    def _canary(self, actor: EngineGroup) -> Canary | None:
+        config, recipe = self.config, self.recipe
+        if not config.canary.tokens:
+            return None
+        agents, task = self.crew.agents, cast(Task, self.tasks.train[0])
+        return Canary(
+            prompt=lambda: resubmitted(lambda: agents.of("canary").prompt_ids(task, _CANARY_PROMPT)),
+            scorer=actor,
+            clock=self.clock,
+            tokens=config.canary.tokens,
+            temperature=config.sampling.temperature if self.explores else 1.0,
+            bound=recipe.canary_bound,
+            stops=config.canary.beyond == "stop",
+            seconds=config.deadlines.generate,
+            report=partial(self.stages.note, "canary/distance"),
         )
 
     def _task_order(self, tasks: TaskSet) -> Callable[[GroupSlot], Task]:

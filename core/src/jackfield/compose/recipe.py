@@ -16,6 +16,9 @@ from jackfield.runtime.advantages import AdvantagePlan
 
 __all__ = ["Recipe", "make_recipe"]
 
+#: How far a replica's log-probs may be from the engine's on average, in nats, where none is configured.
+_EXACT_BOUND, _ROUNDED_BOUND = 0.01, 0.25
+
 #: What an estimator can get beside values, reward dimensions and the greedy run's reward, which the recipe adds.
 _ESTIMATOR_INPUTS = frozenset(
     {"token_rewards", "response_mask", "group_ids", "run_ids", "step_ids", "anchor_ids", "old_log_probs"}
@@ -45,6 +48,7 @@ class Recipe:
     experts: int  #: rows of an expert in each batch
     pairs: bool
     whole_groups: bool  #: mini-batches may not split groups
+    canary_bound: float  #: nats
 
 
 def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
@@ -70,6 +74,7 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
     if settings.old_log_probs != "auto":
         old = settings.old_log_probs
     _check_correction(config, loss, corrects, old)
+    _check_canary(config, loss, corrects)
     kl_in_reward = settings.kl.in_reward and settings.kl.coefficient > 0
     reference = (
         settings.kl.coefficient > 0
@@ -107,6 +112,7 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
         experts=experts,
         pairs="pair_ids" in (*loss.needs, *loss.accepts),
         whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
+        canary_bound=_canary_bound(config),
     )
     _check_supply(config, recipe, loss, estimator, supplied, prepared)
     _check_effect(config, recipe)
@@ -160,15 +166,41 @@ def _corrects(config: RunConfig, loss: Part, rollout: Manifest) -> bool:
     enabled = config.algorithm.correction.enabled
     if enabled is not None:
         return enabled
-    weighs_itself = loss.per_sequence or "rollout_log_probs" in (*loss.needs, *loss.accepts)
-    return not weighs_itself and _numerics_differ(config, rollout)
+    differs = config.canary.beyond == "correct" or _numerics_differ(config, rollout)
+    return differs and not loss.per_sequence and not _weighs_itself(loss)
+
+
+def _weighs_itself(loss: Part) -> bool:
+    return "rollout_log_probs" in (*loss.needs, *loss.accepts)
 
 
 def _numerics_differ(config: RunConfig, rollout: Manifest) -> bool:
     """Whether the server's log-probs are more than rounding away from the engine's."""
-    exact = rollout.capabilities.get("engine_log_probs") == "full"
+    return rollout.capabilities.get("engine_log_probs") != "full" or _rounds(config)
+
+
+def _rounds(config: RunConfig) -> bool:
+    """Whether anything is computed with fewer bits than float32 has."""
     mixed = config.engine.settings.get("mixed_precision", "none") not in (None, "none")
-    return not exact or mixed or config.model.dtype != "float32"
+    return mixed or config.model.dtype != "float32"
+
+
+def _canary_bound(config: RunConfig) -> float:
+    if config.canary.bound is not None:
+        return config.canary.bound
+    return _ROUNDED_BOUND if _rounds(config) else _EXACT_BOUND
+
+
+def _check_canary(config: RunConfig, loss: Part, corrects: bool) -> None:
+    """Whoever wants a distance corrected has to have a correction."""
+    if config.canary.beyond == "correct" and not corrects and not _weighs_itself(loss):
+        raise ConfigError(
+            "the run does not correct for other log-probs than the engine's",
+            where="canary.beyond",
+            expected="stop, or an algorithm whose loss importance weights can correct",
+            found="correct",
+            fix="set canary.beyond: stop, or leave algorithm.correction.enabled away and choose a loss per token",
+        )
 
 
 def _check_correction(config: RunConfig, loss: Part, corrects: bool, old: str) -> None:

@@ -14,6 +14,7 @@ from jackfield.config.loading import (
 )
 from jackfield.config.sections import (
     AlgorithmConfig,
+    CanaryConfig,
     CriticConfig,
     DataConfig,
     DeadlineConfig,
@@ -35,6 +36,7 @@ from jackfield.config.sections import (
 
 __all__ = [
     "AlgorithmConfig",
+    "CanaryConfig",
     "CriticConfig",
     "DataConfig",
     "DeadlineConfig",

@@ -19,6 +19,7 @@ from jackfield.structuring import option
 
 __all__ = [
     "AlgorithmConfig",
+    "CanaryConfig",
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
@@ -167,6 +168,24 @@ class CheckpointConfig:
     at_end: bool = option(True, help="checkpoint after the last step, too")
     resume: bool = option(
         True, help="go on from the folder's newest checkpoint; false: remove what is there and begin anew"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class CanaryConfig:
+    """Whether replicas compute what the engine computes: each generates a few tokens after every synchronisation."""
+
+    tokens: int = option(2, help="that each replica generates and the engine scores; 0: no canary", validator=ge(0))
+    bound: float | None = option(
+        None,
+        help="mean distance of a replica's log-probs from the engine's, in nats; null: 0.01, and 0.25 where anything "
+        "computes with fewer bits than float32",
+        validator=optional(gt(0.0)),
+    )
+    beyond: Literal["stop", "correct"] = option(
+        "stop",
+        help="stop: the run ends (weights.canary); correct: a warning, and importance weights correct for it "
+        "(algorithm.correction, which this switches on)",
     )
 
 
@@ -342,6 +361,7 @@ class RunConfig:
     queue: QueueConfig = option(factory=QueueConfig, help="replay and mixing")
     evaluation: EvaluationConfig = option(factory=EvaluationConfig, help="held-out tasks")
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
+    canary: CanaryConfig = option(factory=CanaryConfig, help="log-probs of replicas against the engine's")
     runtime: RuntimeConfig = option(factory=RuntimeConfig, help="where workers live")
     deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="longest waits")
     environments: Mapping[str, EnvironmentConfig] = option(

@@ -89,6 +89,10 @@ class AgentWorker:
         tags = [sequence_tags(order.task, sequence, order.run) for sequence in sequences]
         return self._keep(order.id, sequence_columns(order.task, sequences), tags)
 
+    async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:
+        """The first tokens of a task's prompt, ``most`` of them at most."""
+        return self._tokenizer.encode_chat(task.messages)[:most]
+
     async def answer(self, order: RunOrder, *, expert: bool = False) -> RunProduct:
         """Keep the task's own answer as a sample to learn from; a task with a worse answer, too, gives two rows.
 

@@ -87,6 +87,11 @@ class EngineGroup:
                 announced.add(layout.data_parallel_rank)
                 self._queue.announce(part, written)
 
+    async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of each response's tokens behind one prompt: a few, no samples. Every rank computes all of them."""
+        results = await self._all("to score a few tokens", lambda rank, _: rank.score(prompt_ids, responses))
+        return next(result for result in results if result is not None)
+
     async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
         """One optimizer step; ``grad_norm``, ``lr`` and the loss's metrics."""
         parts = self._split(batch)

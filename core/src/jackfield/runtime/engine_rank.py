@@ -18,7 +18,7 @@ from jackfield.abc.engine import (
 )
 from jackfield.abc.transfer_queue import Column
 from jackfield.errors import EngineError, JackfieldError
-from jackfield.queue import BatchMeta, Rows, Written, from_nested, to_nested
+from jackfield.queue import BatchMeta, Rows, Written, column_from_rows, from_nested, to_nested
 from jackfield.runtime.samples import naming_samples
 from jackfield.weights import WeightSender
 
@@ -95,6 +95,15 @@ class EngineRank:
         assert result is not None, f"the engine computes {column}"
         return await self._rows.write(batch, {column: from_nested(result)})
 
+    async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]] | None:
+        """Log-probs of a few tokens that are no samples; None where another rank's results count."""
+        data = _table(prompt_ids, responses)
+        output = await self._in_thread(lambda: self._forward(data, False))
+        if not self._engine.layout.is_output_rank:
+            return None
+        assert output.log_probs is not None, "the engine computes log-probs"
+        return [row.tolist() for row in output.log_probs.unbind()]
+
     async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
         """This rank's part in one optimizer step: ``grad_norm``, ``lr`` and its share of the loss's metrics."""
         import torch
@@ -165,6 +174,20 @@ class EngineRank:
             raise EngineError(
                 f"the {role} engine raised {type(error).__name__}: {error}", where=f"rank {rank}"
             ) from error
+
+
+def _table(prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> TensorDict:
+    """Rows of one prompt, in the form of a batch."""
+    import torch
+    from tensordict import TensorDict
+
+    rows = {
+        "prompt_ids": [torch.tensor(prompt_ids) for _ in responses],
+        "response_ids": [torch.tensor(response) for response in responses],
+        "response_mask": [torch.ones(len(response), dtype=torch.bool) for response in responses],
+    }
+    columns = {name: to_nested(column_from_rows(values)) for name, values in rows.items()}
+    return TensorDict(columns, batch_size=[len(responses)])
 
 
 def _tensor(column: Column) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jackfield.abc.rollout import SleepRequest, WakeUpRequest
 from jackfield.runtime.engine_group import EngineGroup
-from jackfield.weights import Replica, SyncReport, WeightSynchronizer
+from jackfield.weights import Canary, CanaryAnswer, Replica, SyncReport, WeightSynchronizer
 
 __all__ = ["SharedDevice"]
 
@@ -16,7 +16,12 @@ class SharedDevice:
     """The hand-overs of a placement lease, and a synchronisation that wakes sleeping replicas first."""
 
     def __init__(
-        self, engines: Sequence[EngineGroup], replicas: Sequence[Replica], device: str, synchronizer: WeightSynchronizer
+        self,
+        engines: Sequence[EngineGroup],
+        replicas: Sequence[Replica],
+        device: str,
+        synchronizer: WeightSynchronizer,
+        canary: Canary | None = None,
     ) -> None:
         """
         Args:
@@ -24,15 +29,23 @@ class SharedDevice:
             replicas: that work there in turns with them.
             device: where engines work.
             synchronizer: of the replicas.
+            canary: replicas answer it when they have the device, the engine compares when it has it again, before it
+                trains; None: nobody does.
         """
         self._engines = engines
         self._replicas = replicas
         self._device = device
         self._synchronizer = synchronizer
+        self._canary = canary
+        self._unasked: int | None = None  # a version that replicas have and have not answered the canary with
+        self._answers: list[CanaryAnswer] = []
 
     async def enter_train(self) -> None:
         """The engines come to the device."""
         await self._move(self._device)
+        answers, self._answers = self._answers, []
+        if self._canary is not None and answers:
+            await self._canary.compare(answers)
 
     async def leave_train(self) -> None:
         """The engines leave the device."""
@@ -41,6 +54,10 @@ class SharedDevice:
     async def enter_rollout(self) -> None:
         """The replicas take weights and KV cache."""
         await self._wake_up(WakeUpRequest())
+        version, self._unasked = self._unasked, None
+        if self._canary is not None and version is not None:
+            servers = {replica.info.replica: replica.server for replica in self._replicas}
+            self._answers = await self._canary.ask(servers, version)
 
     async def leave_rollout(self) -> None:
         """The replicas give weights and KV cache back."""
@@ -49,7 +66,9 @@ class SharedDevice:
     async def sync(self, version: int) -> SyncReport:
         """Synchronise while the engines hold the device: the replicas take room for the weights alone."""
         await self._wake_up(WakeUpRequest(tags=("weights",)))
-        return await self._synchronizer.sync(version)
+        report = await self._synchronizer.sync(version)
+        self._unasked = version
+        return report
 
     async def _move(self, device: str) -> None:
         await asyncio.gather(*(engine.to(device) for engine in self._engines))

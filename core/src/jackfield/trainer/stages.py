@@ -1,4 +1,4 @@
-"""How long each stage takes, for the timeline and the step's metrics."""
+"""How long each stage takes, for the timeline and the step's metrics; and what else is measured on the way."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Stages:
         self._clock = clock
         self._hooks = hooks
         self._seconds: dict[str, float] = {}
+        self._noted: dict[str, float] = {}
 
     @asynccontextmanager
     async def measure(self, name: str, lane: str, step: int) -> AsyncIterator[None]:
@@ -31,8 +32,12 @@ class Stages:
             self._seconds[name] = self._seconds.get(name, 0.0) + end - start
             self._hooks.stage_ended(event=StageEnded(name=name, lane=lane, start=start, end=end, step=step))
 
+    def note(self, name: str, value: float) -> None:
+        """A metric of the step; of several values under one name, the largest."""
+        self._noted[name] = max(value, self._noted.get(name, value))
+
     def drain(self) -> dict[str, float]:
-        """Seconds per stage since the last call, as metrics ``seconds/<stage>``."""
-        drained = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
-        self._seconds = {}
+        """What was noted since the last call, and seconds per stage, as metrics ``seconds/<stage>``."""
+        drained = {**self._noted, **{f"seconds/{name}": seconds for name, seconds in self._seconds.items()}}
+        self._seconds, self._noted = {}, {}
         return drained

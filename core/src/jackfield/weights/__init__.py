@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from jackfield.weights.canary import Canary, CanaryAnswer, Scorer
 from jackfield.weights.digest import digest
 from jackfield.weights.ends import WeightReceiver, Weights, WeightSender, WeightSource
 from jackfield.weights.synchronizer import Replica, Sender, SyncReport, WeightSynchronizer
 
 __all__ = [
+    "Canary",
+    "CanaryAnswer",
     "Replica",
+    "Scorer",
     "Sender",
     "SyncReport",
     "WeightReceiver",

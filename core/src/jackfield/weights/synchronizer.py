@@ -14,6 +14,7 @@ from jackfield.abc.checkpoint_engine import PrepareResult, Topology, TopologyReq
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
+from jackfield.weights.canary import Canary
 
 __all__ = ["Replica", "Sender", "SyncReport", "Topologist", "WeightSynchronizer"]
 
@@ -90,6 +91,7 @@ class WeightSynchronizer:
         *,
         settings: Mapping[str, Any] | None = None,
         deadline_seconds: float = 600.0,
+        canary: Canary | None = None,
     ) -> None:
         """
         Args:
@@ -100,6 +102,8 @@ class WeightSynchronizer:
             clock: the run's.
             settings: of the checkpoint engine; workers get the same.
             deadline_seconds: of one synchronisation.
+            canary: compares what replicas compute with what the engine computes, at the end of each
+                synchronisation; None: nobody does, or somebody else.
         """
         self._senders = list(senders)
         self._replicas = [
@@ -111,6 +115,7 @@ class WeightSynchronizer:
         self._clock = clock
         self._settings = dict(settings or {})
         self._deadline_seconds = deadline_seconds
+        self._canary = canary
         self.version: int | None = None  #: the last one that every replica has acknowledged
 
     async def sync(self, version: int) -> SyncReport:
@@ -119,7 +124,7 @@ class WeightSynchronizer:
         Raises:
             WeightsError: ``weights.version`` when it is not newer than the last one or a replica acknowledges another;
                 ``weights.missing`` or ``weights.digest`` naming replica, worker and tensors; ``weights.transfer`` when
-                a side fails. The other sides are then cancelled, and every end is finalized.
+                a side fails, and the other sides are then cancelled; ``weights.canary``. Every end is finalized.
             DeadlineExceeded: naming who had not finished.
         """
         if self.version is not None and version <= self.version:
@@ -132,6 +137,8 @@ class WeightSynchronizer:
             await self._finalize()
         for replica, receipt in zip(self._replicas, receipts, strict=True):
             _verify(replica.info, receipt, version, digests)
+        if self._canary is not None:
+            await self._canary.check({each.info.replica: each.server for each in self._replicas}, version)
         self.version = version
         return SyncReport(
             version=version,
@@ -156,6 +163,7 @@ class WeightSynchronizer:
             self._clock,
             settings=self._settings,
             deadline_seconds=self._deadline_seconds,
+            canary=self._canary,
         )
         return await alone.sync(version)
 

@@ -1,0 +1,120 @@
+"""Whether replicas compute what the training engine computes: log-probs of a few tokens, compared after each update.
+
+Digests prove what lies in a replica's parameters. What it makes of them (packed copies, caches, kernels, numerics) only
+shows in what it generates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+import attrs
+
+from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult, SamplingParams
+from jackfield.clock import Clock
+from jackfield.errors import WeightsError
+
+__all__ = ["Canary", "CanaryAnswer", "Scorer"]
+
+
+class Scorer(Protocol):
+    """The training engine, or what stands for it."""
+
+    async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of each response's tokens behind the prompt."""
+        ...
+
+
+@attrs.frozen
+class CanaryAnswer:
+    """What one replica generated with weights of ``version``."""
+
+    replica: int
+    version: int
+    result: GenerateResult
+
+
+@attrs.define(kw_only=True, eq=False)
+class Canary:
+    """Has every replica generate a few tokens, and the engine score them."""
+
+    prompt: Callable[[], Awaitable[Sequence[int]]]  #: its tokens; asked for once
+    scorer: Scorer
+    clock: Clock
+    tokens: int  #: that each replica generates
+    temperature: float  #: of the engine's log-probs
+    bound: float  #: of the mean distance of a replica's log-probs from the engine's, in nats
+    stops: bool  #: whether a distance beyond the bound is an error; else it is a warning
+    seconds: float  #: for all replicas to answer
+    report: Callable[[float], None] = lambda _: None  #: gets the distance of the replica that is farthest away
+    _prompt_ids: tuple[int, ...] = attrs.field(default=(), init=False)
+
+    async def check(self, servers: Mapping[int, BaseRolloutServer], version: int) -> None:
+        """Ask and compare, where engine and replicas can both work.
+
+        Raises:
+            WeightsError: as :meth:`compare`.
+            DeadlineExceeded: a replica has not answered.
+        """
+        await self.compare(await self.ask(servers, version))
+
+    async def ask(self, servers: Mapping[int, BaseRolloutServer], version: int) -> list[CanaryAnswer]:
+        """Have every replica (by number) generate; one that has older weights refuses."""
+        if not self._prompt_ids:
+            self._prompt_ids = tuple(await self.prompt())
+        sampling = SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True)
+        request = GenerateRequest(
+            request_id=f"canary-{version}",
+            prompt_ids=self._prompt_ids,
+            sampling=sampling,
+            minimum_weight_version=version,
+        )
+        asked = asyncio.gather(*(server.generate(request) for server in servers.values()))
+        results = await self.clock.wait_for(asked, self.seconds, f"replicas to answer the canary of version {version}")
+        return [CanaryAnswer(number, version, result) for number, result in zip(servers, results, strict=True)]
+
+    async def compare(self, answers: Sequence[CanaryAnswer]) -> None:
+        """Score what replicas generated; the engine must have the weights that they had.
+
+        Raises:
+            WeightsError: ``weights.canary``, naming the replica that is farthest away, if it is beyond the bound.
+        """
+        scored = await self.scorer.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
+        distances = [
+            _mean_distance(answer.result.log_probs, log_probs)
+            for answer, log_probs in zip(answers, scored, strict=True)
+        ]
+        farthest = max(range(len(answers)), key=lambda index: _order(distances[index]))
+        answer, distance = answers[farthest], distances[farthest]
+        self.report(distance)
+        if distance <= self.bound:
+            return
+        error = WeightsError(
+            f"replica {answer.replica} computes other log-probs than the engine, with weights of version "
+            f"{answer.version}",
+            code="weights.canary",
+            where=f"replica {answer.replica}",
+            expected=f"a mean distance of at most {self.bound:.3g} nats over {len(scored[farthest])} tokens",
+            found=f"{distance:.3g}: engine {_shown(scored[farthest])}, replica {_shown(answer.result.log_probs)}",
+            fix="if these numerics are what you want, raise canary.bound, or correct for them: canary.beyond: correct",
+        )
+        if self.stops:
+            raise error
+        logging.getLogger("jackfield").warning("%s (%s)", error.message, error.found)
+
+
+def _mean_distance(found: Sequence[float], expected: Sequence[float]) -> float:
+    distances = [abs(one - other) for one, other in zip(found, expected, strict=True)]
+    return sum(distances) / len(distances)
+
+
+def _order(distance: float) -> float:
+    """What is no number is farthest away."""
+    return distance if distance == distance else float("inf")
+
+
+def _shown(log_probs: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4f}" for value in log_probs[:4])
