@@ -33,8 +33,8 @@ class Stages:
             self._hooks.stage_ended(event=StageEnded(name=name, lane=lane, start=start, end=end, step=step))
 
     def note(self, name: str, value: float) -> None:
-        """A metric of the step; of several values under one name, the largest."""
-        self._noted[name] = max(value, self._noted.get(name, value))
+        """A metric of the step; of several values under one name, the last."""
+        self._noted[name] = value
 
     def drain(self) -> dict[str, float]:
         """What was noted since the last call, and seconds per stage, as metrics ``seconds/<stage>``."""

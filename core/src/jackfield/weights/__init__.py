@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jackfield.weights.adapters import MergedAdapter
 from jackfield.weights.canary import Canary, CanaryAnswer, Scorer
 from jackfield.weights.digest import digest
 from jackfield.weights.ends import WeightReceiver, Weights, WeightSender, WeightSource
@@ -10,6 +11,7 @@ from jackfield.weights.synchronizer import Replica, Sender, SyncReport, WeightSy
 __all__ = [
     "Canary",
     "CanaryAnswer",
+    "MergedAdapter",
     "Replica",
     "Scorer",
     "Sender",

@@ -361,7 +361,7 @@ def test_logits_that_are_not_finite_are_a_failure(serve: Any, make_request: Any)
         ((3,), {"top_k": -1}, "top_k"),
         ((3,), {"min_p": 2.0}, "min_p"),
         ((3,), {"max_new_tokens": 0}, "max_new_tokens"),
-        ((3,), {"stop": ("",)}, "stop string"),
+        ((3,), {"stop": ("",)}, "texts that are not empty"),
     ],
 )
 def test_invalid_requests_are_refused(serve: Any, make_request: Any, prompt: Any, sampling: Any, word: str) -> None:

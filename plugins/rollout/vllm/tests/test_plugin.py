@@ -13,9 +13,9 @@ import pytest
 
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams
-from jackfield.errors import ConfigError, JackfieldError, PluginError, RolloutError
+from jackfield.errors import ConfigError, JackfieldError, PluginError
 from jackfield.plugins import load_plugin
-from jackfield_rollout_vllm.requests import check_request, own_seed, vllm_arguments
+from jackfield_rollout_vllm.requests import vllm_arguments
 
 
 def build(path: str, **settings: Any) -> Any:
@@ -80,15 +80,3 @@ def test_every_bit_of_a_seed_counts() -> None:
     """torch's generator of CPUs takes 32 bits."""
     seeds = [0, 1, 1 << 31, 1 << 32, 1 << 40, 1 << 62]
     assert len(seeds) == len({vllm_arguments(request(5), seed, 8)["seed"] % (1 << 32) for seed in seeds})
-
-
-def test_requests_without_a_seed_get_one_of_their_own() -> None:
-    seeds = {own_seed(seed, replica, number) for seed in range(3) for replica in range(3) for number in range(50)}
-    assert 450 == len(seeds)
-    assert all(0 <= seed < 1 << 63 for seed in seeds)
-
-
-def test_a_bad_request_is_refused_by_name() -> None:
-    with pytest.raises(RolloutError) as caught:
-        check_request(request(5, 64), 64, 10)
-    assert ("rollout.request", "some", "token id 64") == (caught.value.code, caught.value.where, caught.value.found)

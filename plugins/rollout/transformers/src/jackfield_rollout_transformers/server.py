@@ -35,6 +35,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
 from jackfield.plugins import load_plugin
+from jackfield.runtime.generation import check_request
 from jackfield.weights import WeightReceiver, digest
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.decoder import Decoder
@@ -42,7 +43,6 @@ from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_
 from jackfield_rollout_transformers.sampling import mix
 from jackfield_rollout_transformers.selfcheck import check_decoding, check_requests
 from jackfield_rollout_transformers.sequence import Sequence, StopStrings
-from jackfield_rollout_transformers.validation import check_request
 from jackfield_rollout_transformers.weights import ModelWeights
 
 if TYPE_CHECKING:

@@ -32,9 +32,10 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
+from jackfield.runtime.generation import Running, check_request, own_seed
 from jackfield.runtime.process.wire import rebuilt_error
 from jackfield_rollout_vllm.config import Config
-from jackfield_rollout_vllm.requests import Running, check_request, own_seed, vllm_arguments
+from jackfield_rollout_vllm.requests import vllm_arguments
 
 __all__ = ["VllmServer"]
 

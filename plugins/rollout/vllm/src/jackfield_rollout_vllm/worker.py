@@ -6,14 +6,12 @@ vLLM loads :class:`WorkerExtension` into its worker class before the model is ma
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,11 +22,10 @@ from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
-from jackfield.errors import WeightsError
 from jackfield.plugins import load_plugin
 from jackfield.runtime.process.wire import error_fields
-from jackfield.weights import WeightReceiver, digest
-from jackfield_rollout_vllm.adapters import MergedAdapter
+from jackfield.weights import MergedAdapter, WeightReceiver, digest
+from jackfield.weights.staging import check_complete, check_tensor, tensors_of
 from jackfield_rollout_vllm.sampling import RawLogProbs
 
 __all__ = ["BACKEND", "CheckpointEngineReceiver", "WorkerExtension"]
@@ -77,7 +74,10 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self.digests: dict[str, str] = {}  #: of the last update
         self._expected: dict[str, tuple[int, ...]] = {}
-        self._adapter = MergedAdapter(lambda module: self._loaded(f"{module}.weight"))
+        self._adapter = MergedAdapter(
+            lambda module: self._loaded(f"{module}.weight"),
+            lambda: (name.removesuffix(".weight") for name in self._expected if name.endswith(".weight")),
+        )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to do."""
@@ -122,30 +122,11 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 return
             self._adapter.forget()
             async for name, tensor in tensors:
-                _check(name, tensor, self._expected)
+                check_tensor(name, tensor, self._expected)
                 self.model.load_weights([(name, tensor.to(self.device))])
                 self.digests[name] = self._loaded_digest(name, tensor, receiver.digests[name])
-        self._check_complete()
-
-    def _check_complete(self) -> None:
-        expected = self._expected
-        missing = [name for name in expected if name not in self.digests and not self._tied(name)]
-        if missing:
-            raise WeightsError(
-                f"parameters did not come: {', '.join(missing[:4])}" + (" and more" if len(missing) > 4 else ""),
-                code="weights.missing",
-                expected=f"{len(expected)} tensors",
-                found=f"{len(self.digests)} tensors",
-            )
-
-    def _tied(self, name: str) -> bool:
-        """Whether a tensor is another one's, which came."""
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        return (
-            tied
-            and name.endswith(("lm_head.weight", "embed_tokens.weight"))
-            and any(other.endswith(("lm_head.weight", "embed_tokens.weight")) for other in self.digests)
-        )
+        check_complete(self.digests, self._expected, tied=tied)
 
     def _loaded_digest(self, name: str, sent: torch.Tensor, received: str) -> str:
         """The digest of what lies in the parameter; where that is sharded or of another dtype, of what was received."""
@@ -200,41 +181,6 @@ class WorkerExtension:
         except Exception as error:
             return {"error": error_fields(error)}
         return {"digests": self.weight_transfer_engine.digests}
-
-
-def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a model folder's safetensors files, by name.
-
-    Raises:
-        WeightsError: ``weights.storage``: there are none.
-    """
-    found = dict(_shapes(folder))
-    if not found:
-        raise WeightsError(
-            "the model folder has no safetensors files, by which updates are checked",
-            code="weights.storage",
-            where=str(folder),
-        )
-    return found
-
-
-def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is not a mapping
-                yield name, tuple(tensors.get_slice(name).get_shape())
-
-
-def _check(name: str, tensor: torch.Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
-    if name not in expected:
-        raise WeightsError(f"the model has no tensor {name}", code="weights.missing", where=name)
-    if tuple(tensor.shape) != expected[name]:
-        raise WeightsError(
-            f"the tensor {name} has another shape than the model's",
-            where=name,
-            expected=list(expected[name]),
-            found=list(tensor.shape),
-        )
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, CheckpointEngineReceiver)

@@ -1,26 +1,27 @@
-"""Adapters are merged, replaced and refused as a whole; needs no vLLM."""
+"""Adapters are merged, replaced and refused as a whole."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 
-from jackfield.errors import JackfieldError, PluginError
-from jackfield_rollout_vllm.adapters import MergedAdapter
+from jackfield.errors import WeightsError
+from jackfield.weights import MergedAdapter
+
+torch = pytest.importorskip("torch")
 
 CONFIG = {"r": 2, "lora_alpha": 4.0, "bias": "none", "use_dora": False}
 
 
 @pytest.fixture
-def weights() -> dict[str, torch.Tensor]:
+def weights() -> dict[str, Any]:
     """Two layers; one is a part of a packed parameter."""
     packed = torch.arange(30.0).reshape(6, 5)
     return {"layers.0.q_proj": packed[:4], "layers.0.down_proj": torch.ones(3, 2)}
 
 
-def adapter(weights: dict[str, torch.Tensor], *modules: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def adapter(weights: dict[str, Any], *modules: str, seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for module in modules:
@@ -30,12 +31,12 @@ def adapter(weights: dict[str, torch.Tensor], *modules: str, seed: int = 0) -> d
     return tensors
 
 
-def product(tensors: dict[str, torch.Tensor], module: str, scale: float = 2.0) -> torch.Tensor:
+def product(tensors: dict[str, Any], module: str, scale: float = 2.0) -> Any:
     up, down = (tensors[f"base_model.model.{module}.{factor}.weight"] for factor in ("lora_B", "lora_A"))
     return scale * up @ down
 
 
-def test_an_adapter_replaces_the_one_before(weights: dict[str, torch.Tensor]) -> None:
+def test_an_adapter_replaces_the_one_before(weights: dict[str, Any]) -> None:
     """A layer that the second does not adapt is as it was; none is adapted twice."""
     before = {name: tensor.clone() for name, tensor in weights.items()}
     merged = MergedAdapter(weights.get)
@@ -48,7 +49,7 @@ def test_an_adapter_replaces_the_one_before(weights: dict[str, torch.Tensor]) ->
     assert torch.equal(before["layers.0.down_proj"], weights["layers.0.down_proj"])
 
 
-def test_new_weights_are_not_taken_back(weights: dict[str, torch.Tensor]) -> None:
+def test_new_weights_are_not_taken_back(weights: dict[str, Any]) -> None:
     merged = MergedAdapter(weights.get)
     tensors = adapter(weights, "layers.0.down_proj")
     merged.merge(tensors, CONFIG)
@@ -58,7 +59,7 @@ def test_new_weights_are_not_taken_back(weights: dict[str, torch.Tensor]) -> Non
     assert torch.allclose(7.0 + product(tensors, "layers.0.down_proj"), weights["layers.0.down_proj"])
 
 
-def test_scales_follow_peft(weights: dict[str, torch.Tensor]) -> None:
+def test_scales_follow_peft(weights: dict[str, Any]) -> None:
     """Patterns match ends of names; rank-stabilised adapters divide by the root."""
     before = weights["layers.0.q_proj"].clone()
     tensors = adapter(weights, "layers.0.q_proj")
@@ -78,18 +79,18 @@ def test_scales_follow_peft(weights: dict[str, torch.Tensor]) -> None:
             CONFIG,
             "weights.transfer",
         ),
-        (lambda t: None, {**CONFIG, "use_dora": True}, "plugin.capability"),
-        (lambda t: None, {"r": 2}, "plugin.capability"),
+        (lambda t: None, {**CONFIG, "use_dora": True}, "weights.transfer"),
+        (lambda t: None, {"r": 2}, "weights.transfer"),
+        (lambda t: None, {**CONFIG, "target_modules": ["gate_proj"]}, "weights.missing"),
     ],
 )
 def test_what_does_not_fit_changes_nothing(
-    weights: dict[str, torch.Tensor], change: Any, config: dict[str, Any], code: str
+    weights: dict[str, Any], change: Any, config: dict[str, Any], code: str
 ) -> None:
     before = {name: tensor.clone() for name, tensor in weights.items()}
     tensors = adapter(weights, *weights)
     change(tensors)
-    with pytest.raises(JackfieldError) as caught:
-        MergedAdapter(weights.get).merge(tensors, config)
+    with pytest.raises(WeightsError) as caught:
+        MergedAdapter(weights.get, lambda: [*weights, "layers.0.gate_proj"]).merge(tensors, config)
     assert code == caught.value.code
-    assert isinstance(caught.value, PluginError) == (code == "plugin.capability")
     assert all(torch.equal(before[name], tensor) for name, tensor in weights.items())

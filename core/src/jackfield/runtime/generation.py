@@ -1,0 +1,138 @@
+"""What servers of any kind do alike with a request: refuse it, give it a seed, and keep its tokens while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Literal
+
+import attrs
+
+from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult, SamplingParams
+from jackfield.errors import RolloutError
+
+__all__ = ["Running", "check_request", "mixed", "own_seed"]
+
+_MASK = (1 << 64) - 1
+_UNSEEDED = 0x5851F42D4C957F2D  #: sets the seeds of requests without one apart from those that callers choose
+
+
+@attrs.define(eq=False)
+class Running:
+    """A request, and its tokens so far. Whoever ends it first decides how."""
+
+    request: GenerateRequest
+    ended: asyncio.Future[None]
+    stream: asyncio.Queue[GenerateChunk | None] | None = None
+    token_ids: list[int] = attrs.Factory(list)
+    log_probs: list[float] = attrs.Factory(list)
+    weight_versions: list[int] = attrs.Factory(list)
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    reading: asyncio.Task[None] | None = None  #: of the answers of whoever generates
+
+    def append(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
+        """Enter tokens that weights of ``version`` have made."""
+        self.token_ids += token_ids
+        self.log_probs += log_probs
+        self.weight_versions += [version] * len(token_ids)
+        if self.stream is not None and token_ids:
+            self.stream.put_nowait(self._chunk(len(token_ids), None))
+
+    def end(self, reason: Literal["stop", "length", "abort"]) -> None:
+        """It has all its tokens."""
+        self.finish_reason = reason
+        if self.stream is not None:
+            self.stream.put_nowait(self._chunk(0, reason))
+            self.stream.put_nowait(None)
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """It will get no more tokens, and is of no use."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            self.ended.exception()  # it is its caller's, if there still is one
+        if self.stream is not None:
+            self.stream.put_nowait(None)
+
+    def result(self) -> GenerateResult:
+        """What the caller of ``generate`` gets."""
+        assert self.finish_reason is not None
+        return GenerateResult(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids),
+            log_probs=tuple(self.log_probs),
+            weight_versions=tuple(self.weight_versions),
+            finish_reason=self.finish_reason,
+        )
+
+    def _chunk(self, count: int, reason: Literal["stop", "length", "abort"] | None) -> GenerateChunk:
+        first = len(self.token_ids) - count
+        return GenerateChunk(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids[first:]),
+            log_probs=tuple(self.log_probs[first:]),
+            weight_versions=tuple(self.weight_versions[first:]),
+            finish_reason=reason,
+        )
+
+
+def own_seed(seed: int, replica: int, number: int) -> int:
+    """A seed for a request without one, apart from those that callers choose."""
+    return mixed(mixed(mixed(seed + _UNSEEDED) + replica) + number)
+
+
+def mixed(seed: int) -> int:
+    """63 bits that each depend on all bits of a seed: the finaliser of SplitMix64."""
+    state = (seed + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (state ^ (state >> 31)) >> 1
+
+
+def check_request(request: GenerateRequest, vocabulary: int, max_model_len: int) -> None:
+    """Refuse what cannot be generated.
+
+    Args:
+        request: what a caller asks for.
+        vocabulary: the number of token ids.
+        max_model_len: tokens of prompt and response together.
+
+    Raises:
+        RolloutError: ``rollout.request``, naming the request.
+    """
+    prompt = request.prompt_ids
+    if not prompt:
+        raise _invalid(request, "an empty prompt", "at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        wrong = next(token for token in prompt if not 0 <= token < vocabulary)
+        raise _invalid(request, f"token id {wrong}", f"ids from 0 to {vocabulary - 1}")
+    if len(prompt) >= max_model_len:
+        raise _invalid(request, f"a prompt of {len(prompt)} tokens", f"fewer than max_model_len = {max_model_len}")
+    if request.multi_modal_data:
+        raise _invalid(request, f"multi_modal_data: {', '.join(request.multi_modal_data)}", "text alone")
+    for name, fits, expected in _ranges(request.sampling):
+        if not fits:
+            raise _invalid(request, f"{name} = {getattr(request.sampling, name)!r}", expected)
+
+
+def _ranges(sampling: SamplingParams) -> list[tuple[str, bool, str]]:
+    return [
+        ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
+        ("temperature", 0 <= sampling.temperature < math.inf, "0 (greedy) or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "more than 0, at most 1"),
+        ("top_k", 0 <= sampling.top_k < 1 << 63, "0 (off) or more"),
+        ("min_p", 0 <= sampling.min_p <= 1, "0 to 1"),
+        ("logprobs", sampling.logprobs in ("processed", "raw"), "processed or raw"),
+        ("stop", all(sampling.stop), "texts that are not empty"),
+    ]
+
+
+def _invalid(request: GenerateRequest, found: str, expected: str) -> RolloutError:
+    return RolloutError(
+        f"request {request.request_id!r} cannot be generated",
+        code="rollout.request",
+        where=request.request_id,
+        expected=expected,
+        found=found,
+    )

@@ -1,0 +1,174 @@
+"""LoRA adapters (Hu et al. 2021), merged into the weights that they adapt: ``W = W_0 + scale * B A``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from jackfield.errors import WeightsError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MergedAdapter"]
+
+_SHOWN = 8  #: names in a message
+_NAME = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.(?P<factor>lora_A|lora_B)(\.default)?\.weight")
+#: Settings of PEFT that are more than a product of two matrices, with the values at which they are off.
+_MORE: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": (None, "LORA"),
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "fan_in_fan_out": (None, False),
+    "modules_to_save": (None, [], ()),
+}
+
+
+@attrs.define(eq=False)
+class _Pair:
+    """The two factors of one layer's adapter."""
+
+    down: torch.Tensor | None = None  #: lora_A, ``[r, in]``
+    up: torch.Tensor | None = None  #: lora_B, ``[out, r]``
+
+
+class MergedAdapter:
+    """Knows the weights as they were, so that one adapter replaces another.
+
+    Args:
+        find: the weight of a module, a part of a parameter or all of it; None: there is none that is whole.
+        modules: the names of all modules that have a weight, by which a layer that an adapter lacks is noticed.
+    """
+
+    def __init__(
+        self, find: Callable[[str], torch.Tensor | None], modules: Callable[[], Iterable[str]] = tuple
+    ) -> None:
+        self._find = find
+        self._modules = modules
+        self.bases: dict[str, torch.Tensor] = {}  #: unadapted weights, by module
+
+    def forget(self) -> None:
+        """All weights are new, and nothing is adapted."""
+        self.bases.clear()
+
+    def merge(self, tensors: Mapping[str, torch.Tensor], peft_config: Mapping[str, Any]) -> None:
+        """Replace the adapter that is merged, if one is. Refuses all of it before it changes anything.
+
+        The product is taken in float32, the sum is stored in the weight's dtype.
+
+        Args:
+            tensors: all of the adapter, under PEFT's names.
+            peft_config: what PEFT calls ``LoraConfig``.
+
+        Raises:
+            WeightsError: ``weights.missing`` for an unknown tensor, half a pair or a layer without any;
+                ``weights.transfer`` for a shape, and for a setting that is more than LoRA of linear layers.
+        """
+        import torch
+
+        _check_config(peft_config)
+        pairs = self._pairs(tensors)
+        weights = {module: self._find(module) for module in pairs}
+        _refuse("the model has no place for these adapter tensors", [each for each in pairs if weights[each] is None])
+        _refuse("adapter tensors did not arrive", self._missing(pairs, peft_config))
+        _check_shapes(pairs, weights)
+        with torch.no_grad():
+            for module in set(self.bases) - set(pairs):
+                weight = self._find(module)
+                assert weight is not None, "it has been adapted before"
+                weight.copy_(self.bases.pop(module))
+            for module, pair in pairs.items():
+                weight = weights[module]
+                assert weight is not None
+                assert pair.down is not None
+                assert pair.up is not None
+                base = self.bases.setdefault(module, weight.detach().clone())
+                down, up = (factor.to(weight.device, torch.float32) for factor in (pair.down, pair.up))
+                weight.copy_(base.float() + _scale(module, peft_config) * (up @ down))
+
+    def _pairs(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _Pair]:
+        """Factors by module."""
+        found: dict[str, _Pair] = {}
+        unknown = []
+        for name, tensor in tensors.items():
+            match = _NAME.fullmatch(name)
+            if match is None:
+                unknown.append(name)
+                continue
+            pair = found.setdefault(match["module"], _Pair())
+            if match["factor"] == "lora_A":
+                pair.down = tensor
+            else:
+                pair.up = tensor
+        _refuse("these are no tensors of a LoRA adapter", unknown)
+        return found
+
+    def _missing(self, pairs: Mapping[str, _Pair], peft_config: Mapping[str, Any]) -> list[str]:
+        """Halves of pairs, and whole layers where the config lists the layers' names."""
+        missing = [f"{module}.lora_A" for module, pair in pairs.items() if pair.down is None]
+        missing += [f"{module}.lora_B" for module, pair in pairs.items() if pair.up is None]
+        wanted = peft_config.get("target_modules")
+        if wanted is None or isinstance(wanted, str) or peft_config.get("layers_to_transform") is not None:
+            return missing
+        endings = tuple(f".{ending}" for ending in wanted)
+        excluded = tuple(f".{ending}" for ending in peft_config.get("exclude_modules") or ())
+        return missing + [
+            module
+            for module in self._modules()
+            if f".{module}".endswith(endings) and module not in pairs and not f".{module}".endswith(excluded)
+        ]
+
+
+def _check_shapes(pairs: Mapping[str, _Pair], weights: Mapping[str, torch.Tensor | None]) -> None:
+    wrong = []
+    for module, pair in pairs.items():
+        weight = weights[module]
+        assert weight is not None
+        assert pair.down is not None
+        assert pair.up is not None
+        up, down = tuple(pair.up.shape), tuple(pair.down.shape)
+        if (up[0], *down[1:]) != tuple(weight.shape) or up[1:] != down[:1]:
+            wrong.append(f"{module} (model {tuple(weight.shape)}, sent B {up}, A {down})")
+    _refuse("adapter tensors have another shape than the model's", wrong, "weights.transfer")
+
+
+def _check_config(peft_config: Mapping[str, Any]) -> None:
+    if not {"r", "lora_alpha"} <= peft_config.keys():
+        raise WeightsError("an adapter has no PEFT config", expected="r and lora_alpha", found=dict(peft_config))
+    for name, off in _MORE.items():
+        value = peft_config.get(name)
+        if getattr(value, "value", value) not in off:
+            raise WeightsError(
+                f"an adapter with {name}={value!r} cannot be served",
+                expected="LoRA of linear layers alone",
+                found=f"{name}={value!r}",
+            )
+
+
+def _scale(module: str, peft_config: Mapping[str, Any]) -> float:
+    rank = _of(module, peft_config.get("rank_pattern"), peft_config["r"])
+    alpha = _of(module, peft_config.get("alpha_pattern"), peft_config["lora_alpha"])
+    return float(alpha) / (float(rank) ** 0.5 if peft_config.get("use_rslora") else float(rank))
+
+
+def _of(module: str, pattern: Mapping[str, Any] | None, default: Any) -> Any:
+    """PEFT's own rule: a pattern matches the end of a module's name."""
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default
+
+
+def _refuse(message: str, names: list[str], code: str = "weights.missing") -> None:
+    if names:
+        rest = len(names) - _SHOWN
+        raise WeightsError(
+            f"{message}: {', '.join(names[:_SHOWN])}" + (f" and {rest} more" if rest > 0 else ""),
+            code=code,
+            where=names[0].partition(" ")[0],
+            fix="check that engine and rollout server load the same model folder",
+        )

@@ -1,0 +1,69 @@
+"""What servers of any kind do alike with a request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from jackfield.abc.rollout import GenerateChunk, GenerateRequest, SamplingParams
+from jackfield.errors import RolloutError
+from jackfield.runtime.generation import Running, check_request, own_seed
+
+
+def request(*prompt: int, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(request_id="some", prompt_ids=prompt, sampling=SamplingParams(**sampling))
+
+
+def test_requests_without_a_seed_get_one_of_their_own() -> None:
+    seeds = {own_seed(seed, replica, number) for seed in range(3) for replica in range(3) for number in range(50)}
+    assert 450 == len(seeds)
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("refused", "found"),
+    [
+        (request(5, 64), "token id 64"),
+        (request(-1), "token id -1"),
+        (request(), "an empty prompt"),
+        (request(*range(10)), "a prompt of 10 tokens"),
+        (request(5, top_p=0.0), "top_p = 0.0"),
+        (request(5, temperature=float("nan")), "temperature = nan"),
+        (request(5, max_new_tokens=0), "max_new_tokens = 0"),
+        (request(5, stop=("",)), "stop = ('',)"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name(refused: GenerateRequest, found: str) -> None:
+    with pytest.raises(RolloutError) as caught:
+        check_request(refused, 64, 10)
+    assert ("rollout.request", "some", found) == (caught.value.code, caught.value.where, caught.value.found)
+
+
+def test_what_runs_keeps_its_tokens_and_ends_once() -> None:
+    """Each token knows its weights; a stream ends with the reason."""
+
+    async def main() -> list[GenerateChunk]:
+        chunks: asyncio.Queue[GenerateChunk | None] = asyncio.Queue()
+        running = Running(request(5), asyncio.get_running_loop().create_future(), chunks)
+        running.append([1, 2], [-0.1, -0.2], 3)
+        running.append([], [], 4)
+        running.append([7], [-0.3], 4)
+        running.end("stop")
+        await running.ended
+        result = running.result()
+        assert ((1, 2, 7), (-0.1, -0.2, -0.3), (3, 3, 4)) == (
+            result.token_ids,
+            result.log_probs,
+            result.weight_versions,
+        )
+        return [chunk async for chunk in _until_none(chunks)]
+
+    chunks = asyncio.run(main())
+    assert [((1, 2), None), ((7,), None), ((), "stop")] == [(chunk.token_ids, chunk.finish_reason) for chunk in chunks]
+
+
+async def _until_none(chunks: asyncio.Queue[GenerateChunk | None]) -> Any:
+    while chunk := await chunks.get():
+        yield chunk
