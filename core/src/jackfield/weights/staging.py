@@ -43,14 +43,22 @@ async def stage_weights(
     receiver = WeightReceiver(engine)
     waiting: dict[str, torch.Tensor] = {}
     files = size = 0
+    wrong: WeightsError | None = None  # raised at the end: the sender is not cut off, and does not fail for it
     async with aclosing(receiver.tensors(arguments, version)) as tensors:
         async for name, tensor in tensors:
-            check_tensor(name, tensor, expected)
+            try:
+                check_tensor(name, tensor, expected)
+            except WeightsError as error:
+                wrong = wrong or error
+            if wrong is not None:
+                continue
             waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
             size += tensor.nbytes
             if size >= _FILE_BYTES:
                 _write(waiting, folder / f"part-{files:05}.safetensors")
                 files, size, waiting = files + 1, 0, {}
+    if wrong is not None:
+        raise wrong
     check_complete(receiver.digests, expected, tied=tied)
     _write(waiting, folder / f"part-{files:05}.safetensors")
     return dict(receiver.digests)

@@ -263,7 +263,8 @@ async def _cause(
     if running and all(map(broken_off, failed)):
         with suppress(DeadlineExceeded):
             await clock.wait_for(asyncio.wait(running), _CAUSE_SECONDS, "the side that broke off")
-    candidates = [task for task in ended if task.cancelled() or task.exception() is not None]
+    late = [task for task in tasks if task.done() and task not in ended]  # so lately that no callback has run yet
+    candidates = [task for task in (*ended, *late) if task.cancelled() or task.exception() is not None]
     return next((task for task in candidates if not broken_off(task)), candidates[0])
 
 
