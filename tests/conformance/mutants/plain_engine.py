@@ -212,12 +212,16 @@ class PlainEngine(BaseEngine):
     def in_mode(self, mode: str) -> Iterator[None]:
         model, before = self.ready(), self.mode
         self.mode = mode
-        model.train(mode == "train" and self.dropout_in_training)
+        self.turn(model, mode == "train" and self.dropout_in_training)
         try:
             yield
         finally:
             self.mode = before
-            model.train(before == "train")
+            self.turn(model, before == "train")
+
+    def turn(self, model: Any, training: bool) -> None:
+        if model.training != training:  # it goes through all modules
+            model.train(training)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         model = self.ready()
