@@ -11,9 +11,9 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import attrs
 import torch
@@ -68,7 +68,8 @@ class Agent:
         self._stopped = threading.Event()
         self._registered: dict[tuple[int, int], Any] = {}  #: by address and size
         self._agent: Any = None
-        self._progressing = False
+        self._lock = threading.Lock()
+        self._needed = self._answering = False
         self.devices = devices
 
     def start(self) -> Future[None]:
@@ -112,8 +113,12 @@ class Agent:
         if place not in self._registered:
             self._registered[place] = self._agent.register_memory(tensor, backends=[_BACKEND])
 
+    def release(self, tensor: torch.Tensor) -> Future[None]:
+        """Registered memory is not read any more."""
+        return self._do(lambda: self.release_now(tensor))
+
     def release_now(self, tensor: torch.Tensor) -> None:
-        """Registered memory is not read any more; in this agent's thread."""
+        """The same, in this agent's thread."""
         found = self._registered.pop((tensor.data_ptr(), tensor.nbytes), None)
         if found is not None:
             self._agent.deregister_memory(found, backends=[_BACKEND])
@@ -123,15 +128,29 @@ class Agent:
         return self._do(work)
 
     def read_now(self, name: str, theirs: Place, ours: Place) -> None:
-        """Copy bytes of a peer into memory of this process, both registered; in this agent's thread.
+        """Copy bytes of a peer into memory of this process; in this agent's thread. As :meth:`move_now`."""
+        self.move_now("READ", name, [theirs], [ours])
+
+    def move_now(
+        self, way: Literal["READ", "WRITE"], name: str, theirs: Sequence[Place], ours: Sequence[Place]
+    ) -> None:
+        """Copy bytes from a peer's memory to memory of this process, or back; in this agent's thread.
+
+        Args:
+            way: ``READ``: from the peer.
+            name: of the peer.
+            theirs: registered memory of the peer, all of one sort.
+            ours: registered memory of this process: as many places, of the same sizes.
 
         Raises:
             OSError: the peer has gone, or the agent is closed.
         """
         agent = self._agent
-        here = agent.get_xfer_descs([(ours.address, ours.size, ours.device)], ours.memory)
-        there = agent.get_xfer_descs([(theirs.address, theirs.size, theirs.device)], theirs.memory)
-        handle = agent.initialize_xfer("READ", here, there, name, backends=[_BACKEND])
+        here, there = (
+            agent.get_xfer_descs([(place.address, place.size, place.device) for place in places], places[0].memory)
+            for places in (ours, theirs)
+        )
+        handle = agent.initialize_xfer(way, here, there, name, backends=[_BACKEND])
         state = agent.transfer(handle)
         while state == "PROC" and not self._stopped.wait(_PAUSE_SECONDS):
             state = agent.check_xfer_state(handle)
@@ -139,15 +158,20 @@ class Agent:
             raise OSError("the transfer was given up" if state == "PROC" else "the transfer failed")
         handle.release()
 
-    def progress(self) -> None:
-        """From now on answer peers: some ways of reading, and each first reading, need an answer from here."""
-        self._progressing = True
-        self._thread.submit(self._answer)
+    def progress(self, needed: bool = True) -> None:
+        """Answer peers from now on, or not: some ways of moving, and each first one, need an answer from here."""
+        with self._lock:
+            self._needed = needed
+            if needed and not self._answering:
+                self._answering = True
+                self._thread.submit(self._answer)
 
     def _answer(self) -> None:
         """Once; and again after what else there is to do."""
-        if self._stopped.is_set() or not self._progressing:
-            return
+        with self._lock:
+            if self._stopped.is_set() or not self._needed:
+                self._answering = False
+                return
         self._agent.get_new_notifs()
         time.sleep(_PROGRESS_SECONDS)
         self._thread.submit(self._answer)

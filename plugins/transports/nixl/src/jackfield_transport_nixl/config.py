@@ -7,7 +7,7 @@ from attrs.validators import and_, ge, gt, le
 
 from jackfield.structuring import option
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "QueueConfig"]
 
 _DEVICES = "Network devices for UCX, as in UCX_NET_DEVICES (mlx5_0:1,mlx5_1:1); by default lo within a host, else all."
 
@@ -25,3 +25,34 @@ class EngineConfig:
     port: int = option(
         0, help="Where the sender listens for workers; 0: any port that is free.", validator=and_(ge(0), le(65535))
     )
+
+
+@attrs.frozen(kw_only=True)
+class QueueConfig:
+    """Where values are kept, and how they get there."""
+
+    join: str | None = option(
+        None, help="The store.json of a queue that another process has started; null: keep values in this process."
+    )
+    host: str | None = option(
+        None, help="An address of this host where the store listens; null: as the run's other servers do."
+    )
+    port: int = option(
+        0, help="Where the store listens for metadata; 0: any port that is free.", validator=and_(ge(0), le(65535))
+    )
+    devices: str | None = option(None, help=_DEVICES)
+    device: str = option("cpu", help="Of the registered memory: cpu, or a GPU such as cuda:0 (never tried).")
+    inline_bytes: int = option(
+        1 << 14, help="Requests of fewer bytes carry the values themselves; larger ones move them by NIXL.",
+        validator=ge(0),
+    )  # fmt: skip
+    region_bytes: int = option(
+        64 * 2**20, help="Memory is registered in regions of this size; a larger put has one of its own.",
+        validator=gt(0),
+    )  # fmt: skip
+    max_bytes: int = option(
+        8 * 2**30, help="Registered memory of the store at most; beyond it, puts wait until rows are deleted.",
+        validator=gt(0),
+    )  # fmt: skip
+    seconds: float = option(30.0, help="Longest time for one request.", validator=gt(0))
+    checkpoint_seconds: float = option(1800.0, help="Longest time for a checkpoint or a restore.", validator=gt(0))

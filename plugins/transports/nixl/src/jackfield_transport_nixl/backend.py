@@ -1,0 +1,334 @@
+"""The backend: a client of the store, and, in the process that started the queue, the store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from jackfield.abc.transfer_queue import (
+    Column,
+    DeleteRequest,
+    DeleteResult,
+    GetRequest,
+    GetResult,
+    PutRequest,
+    PutResult,
+    SnapshotRequest,
+    SnapshotResult,
+    StatsResult,
+    TransferQueueBackend,
+    TransferQueueContext,
+)
+from jackfield.errors import QueueError
+from jackfield.queue.cells import Cell, cells_of, column_of
+from jackfield.wire import Message
+from jackfield_transport_nixl.agents import Agent, Place, devices_of, place_of
+from jackfield_transport_nixl.client import Client
+from jackfield_transport_nixl.config import QueueConfig
+from jackfield_transport_nixl.regions import Regions, aligned, shown
+from jackfield_transport_nixl.store import Store
+
+__all__ = ["FILE", "NIXLBackend"]
+
+FILE = "store.json"
+_FORMAT = 1
+_LANDING_BYTES = 2 * 2**30  #: registered for what is read, and kept for the next readings; more while readers hold it
+
+
+class NIXLBackend(TransferQueueBackend):
+    """Values lie in registered memory of the process that started the queue, and go with it. Producers write there and
+    consumers read from there, directly; only small values and metadata are messages."""
+
+    durable: ClassVar[bool] = False
+
+    def __init__(self, config: QueueConfig, context: TransferQueueContext) -> None:
+        super().__init__(config, context)
+        self._settings = config
+        self._client: Client | None = None
+        self._store: Store | None = None
+        self._agents: list[Agent] = []
+        self._landing: Regions | None = None
+
+    # -- life
+
+    async def start(self) -> None:
+        """Keep values here, or join the process that does."""
+        try:
+            entry = await self._started() if self._settings.join is None else _read(Path(self._settings.join))
+            agent = await self._agent(entry["host"])
+            client = Client(self._settings, agent, f"{entry['host']}:{entry['port']}")
+            self._client = client
+            self._landing = Regions(agent, "cpu", self._settings.region_bytes, _LANDING_BYTES, waits=False)
+            secret = bytes.fromhex(entry["secret"])
+            await client.connect(entry["host"], entry["port"], secret, entry["inline_bytes"])
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _agent(self, host: str) -> Agent:
+        agent = Agent(devices_of(self._settings.devices, host))
+        self._agents.append(agent)
+        try:
+            await asyncio.wrap_future(agent.start())
+        except OSError as error:
+            where = f"UCX on {agent.devices or 'all devices'}"
+            raise QueueError(f"NIXL cannot start: {error}", code="queue.store", where=where) from error
+        return agent
+
+    async def _started(self) -> dict[str, Any]:
+        settings, secret = self._settings, secrets.token_bytes(32)
+        host = settings.host or self.context.host
+        self._store = Store(settings, await self._agent(host), secret)
+        port = await self._store.listen(host, settings.port)
+        entry = {
+            "format": _FORMAT, "host": host, "port": port, "secret": secret.hex(),
+            "inline_bytes": settings.inline_bytes,
+        }  # fmt: skip
+        if self.context.folder is not None:
+            _write(Path(self.context.folder), entry)
+        return entry
+
+    async def close(self) -> None:
+        """Hang up; with the store all rows go."""
+        client, self._client = self._client, None
+        store, self._store = self._store, None
+        agents, self._agents = self._agents, []
+        if client is not None:
+            await client.close()
+        if store is not None:
+            await store.close()
+            if self.context.folder is not None:
+                (Path(self.context.folder) / FILE).unlink(missing_ok=True)
+        for agent in agents:
+            await asyncio.to_thread(agent.close)
+        self._landing = None
+
+    def _open(self) -> Client:
+        if self._client is None:
+            raise QueueError("the nixl backend is closed", code="queue.closed")
+        return self._client
+
+    # -- rows
+
+    async def put(self, request: PutRequest) -> PutResult:
+        """Small values in a message; large ones are written to the store's memory from where they lie.
+
+        Raises:
+            QueueError: ``queue.full`` where the store's memory stays full; ``queue.unreachable`` naming the store.
+        """
+        client = self._open()
+        if len(set(request.keys)) != len(request.keys):
+            raise QueueError("a row is named twice", expected="distinct keys", found=list(request.keys)[:4])
+        columns: list[list[Cell]] = []
+        for name, column in request.columns.items():
+            if len(column) != len(request.keys):
+                raise QueueError(f"column {name!r} has {len(column)} rows", expected=len(request.keys), where=name)
+            columns.append(cells_of(column))
+        size = sum(len(cell.content) for cells in columns for cell in cells)
+        rows = {"partition": request.partition, "keys": list(request.keys), "columns": list(request.columns)}
+        starts, total = _laid(columns)
+        entries = [
+            (cells[row].kind, cells[row].dtype, list(cells[row].shape), starts[number][row], len(cells[row].content))
+            for row in range(len(request.keys))
+            for number, cells in enumerate(columns)
+        ]
+        if total < client.inline_bytes or not total:
+            content = bytearray(total)
+            for cells, begins in zip(columns, starts, strict=True):
+                for cell, begin in zip(cells, begins, strict=True):
+                    content[begin : begin + len(cell.content)] = cell.content
+            await client.ask("put", {**rows, "cells": entries}, [content] if total else ())
+        else:
+            sources = [column.values.detach().contiguous() for column in request.columns.values()]
+            await self._written(client, sources, [begins[0] for begins in starts if begins], total, rows, entries)
+        return PutResult(bytes=size)
+
+    @staticmethod
+    async def _written(
+        client: Client, sources: Sequence[torch.Tensor], starts: Sequence[int], total: int, rows: Any, entries: Any
+    ) -> None:
+        """Write columns into memory of the store that was asked for, and have it kept."""
+        room = await client.ask("room", {"size": total})
+        kept = False
+        try:
+            region = await client.region(room["region"])
+            pairs = [(source, start) for source, start in zip(sources, starts, strict=True) if source.nbytes]
+            theirs = [region.part(room["start"] + start, source.nbytes) for source, start in pairs]
+
+            def write() -> None:
+                agent, registered = client.agent, [source for source, _ in pairs]
+                for source in registered:
+                    agent.register_now(source)
+                try:
+                    agent.move_now("WRITE", client.name, theirs, [place_of(source) for source in registered])
+                finally:
+                    for source in registered:
+                        agent.release_now(source)
+
+            await client.done(client.agent.run(write))
+            await client.ask("keep", {**rows, "cells": entries, "block": room["block"]})
+            kept = True
+        finally:
+            if not kept:
+                client.tell_after("let_go", {"block": room["block"]})
+
+    async def get(self, request: GetRequest) -> GetResult:
+        """Columns in the order of the keys; large values are read out of the store's memory, each column into memory of
+        its own.
+
+        Raises:
+            QueueError: ``queue.unknown-row``, ``queue.column``; ``queue.unreachable`` naming the store.
+        """
+        client = self._open()
+        fields = {"partition": request.partition, "keys": list(request.keys), "columns": list(request.columns)}
+        reply = await client.ask("get", fields)
+        _name_what_lacks(request, reply)
+        try:
+            width = len(request.columns)
+            return GetResult(
+                columns={
+                    name: await self._column(client, name, reply["cells"][number::width], reply)
+                    for number, name in enumerate(request.columns)
+                }
+            )
+        finally:
+            if reply["lease"]:
+                client.tell_after("done", {"lease": reply["lease"]})
+
+    async def _column(self, client: Client, name: str, entries: Sequence[Any], reply: Message) -> Column:
+        if all(entry[3] < 0 for entry in entries):
+            return column_of(name, [_inline(entry, reply) for entry in entries])
+        assert self._landing is not None
+        total = sum(entry[5] for entry in entries)
+        block = await self._landing.take(total)
+        assert block is not None
+        regions, landing, content = self._landing, block, block.bytes[:total]
+        values = shown(block, total, lambda: regions.give(landing))
+        cells, start = [], 0
+        theirs: list[Place] = []
+        ours: list[Place] = []
+        view = content.numpy().data
+        for entry in entries:
+            kind, dtype, shape, number, offset, size = entry
+            here = block.place.part(start, size)
+            if number < 0:
+                view[start : start + size] = _inline(entry, reply).content
+            elif size:
+                _append(theirs, ours, (await client.region(number)).part(offset, size), here)
+            cells.append(Cell.checked(kind, dtype, shape, view[start : start + size]))
+            start += size
+
+        def read(_: Any = values) -> None:  # the memory is not used again before this has ended
+            client.agent.move_now("READ", client.name, theirs, ours)
+
+        if theirs:
+            await client.done(client.agent.run(read))
+        return column_of(name, cells, lambda _: values)
+
+    async def delete(self, request: DeleteRequest) -> DeleteResult:
+        """Forget rows; unknown keys are ignored."""
+        fields = {"partition": request.partition, "keys": list(request.keys)}
+        reply = await self._open().ask("delete", fields)
+        return DeleteResult(rows=reply["rows"], bytes=reply["bytes"])
+
+    async def stats(self) -> StatsResult:
+        """Rows and bytes; in ``details`` what is registered, who is there and what was refused."""
+        reply = await self._open().ask("stats", {})
+        return StatsResult(rows=reply["rows"], bytes=reply["bytes"], details=reply["details"])
+
+    async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
+        """Have the store write the rows of one moment, in a thread of its own."""
+        return await self._snapshot("checkpoint", request)
+
+    async def restore(self, request: SnapshotRequest) -> SnapshotResult:
+        """Have the store replace everything by a checkpoint, at once."""
+        return await self._snapshot("restore", request)
+
+    async def _snapshot(self, what: str, request: SnapshotRequest) -> SnapshotResult:
+        fields = {"folder": str(Path(request.folder).absolute())}
+        reply = await self._open().ask(what, fields, seconds=self._settings.checkpoint_seconds)
+        return SnapshotResult(rows=reply["rows"], bytes=reply["bytes"])
+
+
+def _laid(columns: Sequence[Sequence[Cell]]) -> tuple[list[list[int]], int]:
+    """Where cells lie, column after column; and the size of all."""
+    starts: list[list[int]] = []
+    start = 0
+    for cells in columns:
+        begins = []
+        for cell in cells:
+            begins.append(start)
+            start += len(cell.content)
+        starts.append(begins)
+        start = aligned(start)
+    return starts, start
+
+
+def _append(theirs: list[Place], ours: list[Place], there: Place, here: Place) -> None:
+    """One more stretch; together with the last one, where both go on."""
+    if theirs and (last := theirs[-1]).address + last.size == there.address:
+        theirs[-1] = Place(last.address, last.size + there.size, last.device, last.memory)
+        ours[-1] = Place(ours[-1].address, ours[-1].size + here.size)
+    else:
+        theirs.append(there)
+        ours.append(here)
+
+
+def _inline(entry: Sequence[Any], reply: Message) -> Cell:
+    kind, dtype, shape, _, start, size = entry
+    content = memoryview(reply.buffers[0])[start : start + size] if size else b""
+    return Cell.checked(kind, dtype, shape, content)
+
+
+def _name_what_lacks(request: GetRequest, reply: Message) -> None:
+    if reply["unknown"]:
+        key = request.keys[reply["unknown"][0]]
+        message = f"no row {key!r} is in the queue"
+        raise QueueError(message, code="queue.unknown-row", where=f"{request.partition}: {key}")
+    if reply["lacking"]:
+        number, name, others = reply["lacking"][0]
+        first, count = request.keys[number], sum(name == other for _, other, _ in reply["lacking"])
+        raise QueueError(
+            f"column {name!r} is not there in {count} rows, {first} first",
+            code="queue.column",
+            where=f"{request.partition}: {first}",
+            expected=f"one of {', '.join(others) or '(none)'}",
+            found=name,
+        )
+    if not request.keys:
+        raise QueueError("no rows are named", expected="one key at least")
+
+
+# -- the file by which others join -------------------------------------------------------------------------------------
+
+
+def _write(folder: Path, entry: dict[str, Any]) -> None:
+    """For this user's eyes only: who can read it may read and write samples."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{FILE}.{os.getpid()}"
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(entry, file)
+    partial.replace(folder / FILE)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        entry: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise QueueError(
+            f"no queue can be joined: {error}",
+            code="queue.unreachable",
+            where=str(path),
+            fix=f"name the {FILE} in the queue folder of a run that is running",
+        ) from error
+    if not isinstance(entry, dict) or entry.get("format") != _FORMAT:
+        raise QueueError("the store's file is of another format", code="queue.store", where=str(path))
+    return entry

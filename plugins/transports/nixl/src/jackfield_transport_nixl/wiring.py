@@ -1,0 +1,84 @@
+"""What is said between the store and those who put and get: our messages over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jackfield.errors import WireError
+from jackfield.wire import Buffer, Limits, Message, Schema, Wire
+
+__all__ = ["REPLIES", "REQUESTS", "Stream", "limits"]
+
+_COUNT = struct.Struct(">I")
+_SIZE = struct.Struct(">Q")
+
+_CELL: Schema = (str, str, [int], int, int)  #: kind, dtype, shape, offset in the block or the buffer, size
+_ROWS: dict[str, Schema] = {"id": int, "partition": str, "keys": [str], "columns": [str]}
+
+REQUESTS: dict[str, dict[str, Schema]] = {
+    "agent": {"id": int},
+    "put": {**_ROWS, "cells": [_CELL]},  # row after row
+    "room": {"id": int, "size": int},
+    "keep": {**_ROWS, "cells": [_CELL], "block": int},
+    "get": dict(_ROWS),
+    "let_go": {"id": int, "block": int},  # room that is not needed; no reply
+    "done": {"id": int, "lease": int},  # no reply
+    "delete": {"id": int, "partition": str, "keys": [str]},
+    "stats": {"id": int},
+    "checkpoint": {"id": int, "folder": str},
+    "restore": {"id": int, "folder": str},
+}
+
+_PLACE: Schema = (int, int, int, str)  #: address, size, device, sort of memory
+
+REPLIES: dict[str, dict[str, Schema]] = {
+    "agent": {"id": int, "metadata": bytes, "regions": [(int, _PLACE)]},
+    "counted": {"id": int, "rows": int, "bytes": int},
+    "room": {"id": int, "block": int, "region": int, "start": int},
+    # region: -1 for what is in the buffer
+    "cells": {"id": int, "unknown": [int], "lacking": [(int, str, [str])], "lease": int,
+              "cells": [(str, str, [int], int, int, int)]},
+    "state": {"id": int, "rows": int, "bytes": int, "details": {float}},
+    "error": {"id": int, "code": str, "message": str, "where": str},
+}  # fmt: skip
+
+
+def limits(inline_bytes: int) -> Limits:
+    """Of a request: its values are fewer than ``inline_bytes``. A reply may have many small ones together."""
+    return Limits(buffers=1, total_bytes=max(inline_bytes, 1))
+
+
+class Stream:
+    """Messages over a connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wire: Wire, allowed: Limits) -> None:
+        self._reader = reader
+        self.writer = writer
+        self._wire = wire
+        self._allowed = allowed
+
+    def send(self, kind: str, fields: Mapping[str, Any], buffers: Sequence[Buffer] = ()) -> None:
+        """Say something."""
+        frames = self._wire.encode(kind, fields, buffers)
+        sizes = b"".join(_SIZE.pack(len(frame)) for frame in frames)
+        self.writer.writelines([_COUNT.pack(len(frames)) + sizes, *frames])
+
+    async def receive(self) -> Message:
+        """What is said next.
+
+        Raises:
+            WireError: it is not one of our messages; the connection is of no use any more.
+            EOFError, OSError: the other end has gone.
+        """
+        (count,) = _COUNT.unpack(await self._reader.readexactly(_COUNT.size))
+        if not 1 <= count <= 1 + self._allowed.buffers:
+            self._wire.refused["wire.size"] += 1
+            raise WireError("a message of another number of frames", code="wire.size", found=count)
+        sizes = [_SIZE.unpack(await self._reader.readexactly(_SIZE.size))[0] for _ in range(count)]
+        if sizes[0] > self._allowed.head_bytes or sum(sizes[1:]) > self._allowed.total_bytes:
+            self._wire.refused["wire.size"] += 1
+            raise WireError("a message is too large", code="wire.size", found=sizes)
+        return self._wire.decode([await self._reader.readexactly(size) for size in sizes])
