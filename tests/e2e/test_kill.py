@@ -137,6 +137,18 @@ def test_killed_ten_times_a_run_ahead_of_its_weights_uses_every_sample_once(star
 
 
 @pytest.mark.timeout(300)
+def test_killed_again_and_again_a_run_on_a_durable_queue_is_bitwise_the_uninterrupted_one(
+    start: Start, tmp_path: Path
+) -> None:
+    """Rows that were made since the newest checkpoint are kept."""
+    settings = ("transfer_queue={name: sql}", "queue.durable=true")
+    assert DONE == start(tmp_path / "whole", *settings)
+    for folder in kill_again_and_again(start, tmp_path / "killed", settings, seed=7, kills=5):
+        check_equal(tmp_path / "whole", folder)
+        check_ledger(folder)
+
+
+@pytest.mark.timeout(300)
 def test_killed_supervised_training_is_bitwise_the_uninterrupted_one(start: Start, tmp_path: Path) -> None:
     settings = ("data.runs_per_prompt=1", "evaluation.every=0")
     assert DONE == start(tmp_path / "whole", *settings, file="warmup.yaml")

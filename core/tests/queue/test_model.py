@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -24,6 +26,7 @@ from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import VirtualClock, _VirtualTimeLoop
 from jackfield.errors import DeadlineExceeded, LeaseError, QueueError
 from jackfield.queue import BatchMeta, Claim, GroupSlot, TransferQueue, dense_column
+from jackfield.queue.journal import Entry, Journal, read_journal
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 
 torch = pytest.importorskip("torch")
@@ -126,6 +129,63 @@ def action(weight: int, when: Callable[[Any], object] = lambda self: True, **str
     return register
 
 
+class Lasting(MemoryBackend):
+    """A store that outlives the process."""
+
+    async def close(self) -> None:
+        return
+
+
+class Watched(Journal):
+    """Remembers what the state was at each length of the file, and looks at the store whenever a line is written."""
+
+    def __init__(self, machine: QueueMachine, path: Path) -> None:
+        super().__init__(path)
+        self.machine = machine
+        self.states: list[tuple[int, str]] = []
+
+    def begin(self, base: str) -> None:
+        super().begin(base)
+        self.states = []
+        self.remember()
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        before = self.states[-1][1]
+        self.store_has(before)  # where a kill tears the line
+        super().append(entries)
+        self.remember()
+        self.store_has(self.states[-1][1])  # where a kill comes right after it
+
+    def remember(self) -> None:
+        self.states.append((self.path.stat().st_size, json.dumps(self.machine.queue.state_dict())))
+
+    def store_has(self, state: str) -> None:
+        """Every row that the journal knows has its values, and what it does not know is to be forgotten."""
+        if len(self.states) % 4:
+            return
+        cells = self.machine.backend._cells
+        rows = {row["key"]: set(row["columns"]) for row in saved_rows(json.loads(state))}
+        assert all(columns <= cells.get(("p", key), {}).keys() for key, columns in rows.items())
+        recorded = read_journal(self.path)
+        assert recorded is not None
+        assert {key for _, key in cells} <= rows.keys() | set(recorded["discarded"].get("p", ()))
+
+
+def saved_rows(state: Any) -> list[Any]:
+    tickets = [ticket for partition in state["partitions"].values() for ticket in partition["tickets"]]
+    groups = [slot["group"] for ticket in tickets for slot in ticket["slots"] if slot["group"] is not None]
+    return [row for group in groups for row in group["rows"]]
+
+
+def comparable(state: Any) -> Any:
+    """Without what the journal does not have, or has otherwise: epochs go on higher, and more rows may be forgotten."""
+    for consumer in state["consumers"].values():
+        del consumer["epoch"]
+    for name in ("discarded", "marks", "mark"):
+        state.pop(name, None)
+    return state
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Drives a real queue and the model side by side."""
 
@@ -137,6 +197,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.batches: list[BatchMeta] = []
         self.saved: tuple[tempfile.TemporaryDirectory[str], Model] | None = None
         self.folders: list[tempfile.TemporaryDirectory[str]] = []
+        self.cleared = False  # since the last checkpoint
+        self.journals = tempfile.TemporaryDirectory()
         self.value = 0
         self.restored: dict[str, set[str]] = {name: set() for name in NEEDS}  # acks that the last checkpoint held
 
@@ -146,10 +208,14 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.queue = self.do(self.make())
+        self.do(self.queue.clear(f"{self.journals.name}/empty"))
 
-    async def make(self) -> TransferQueue:
-        backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
-        queue = TransferQueue(backend, self.clock, lease_seconds=LEASE_SECONDS, max_refills=MAX_REFILLS)
+    async def make(self, backend: Lasting | None = None) -> TransferQueue:
+        self.backend = backend or Lasting(MemoryConfig(), TransferQueueContext())
+        path = Path(self.journals.name) / "journal"
+        settings = {"lease_seconds": LEASE_SECONDS, "max_refills": MAX_REFILLS, "journal": path}
+        queue = TransferQueue(self.backend, self.clock, **settings)
+        queue._journal = Watched(self, path)
         await queue.start()
         for name, columns in NEEDS.items():
             queue.register_consumer(name, partition="p", columns=tuple(sorted(columns)))
@@ -159,7 +225,7 @@ class QueueMachine(RuleBasedStateMachine):
         if hasattr(self, "queue"):
             self.do(self.queue.close())
         self.runner.close()
-        for folder in self.folders:
+        for folder in (*self.folders, self.journals):
             folder.cleanup()
 
     @rule(data=st.data())
@@ -289,10 +355,13 @@ class QueueMachine(RuleBasedStateMachine):
         if group.published and not group.satisfied():
             self.refill(group)
 
-    @action(2, when=lambda self: self.model.rows(), mine=st.booleans())
+    @action(3, when=lambda self: self.model.rows(), mine=st.booleans())
     def lose_row(self, data: st.DataObject, mine: bool) -> None:
         """The backend has lost a row's values, as a reader of it, or of the batch that it holds, was told."""
-        batch = data.draw(st.sampled_from(self.batches)) if mine and self.batches else None
+        batch = data.draw(
+            st.sampled_from([each for each in self.batches if self.holds(each)] or self.batches or [None])
+        )
+        batch = batch if mine else None
         rows = self.model.rows()
         key = data.draw(st.sampled_from(sorted(set(batch.keys) & set(rows) if batch else rows) or sorted(rows)))
         if batch is not None and not self.holds(batch):
@@ -494,8 +563,11 @@ class QueueMachine(RuleBasedStateMachine):
                 self.do(self.queue.rollback(step))
             return
         keys = self.do(self.queue.rollback(step))
+        assert sorted(self.rolled_back(step)) == sorted(keys)
+
+    def rolled_back(self, step: int, kept: Sequence[str] = ()) -> list[str]:
         expected = []
-        for consumer in NEEDS:
+        for consumer in set(NEEDS) - set(kept):
 
             def later(row: MRow, consumer: str = consumer) -> bool:
                 acked, final = row.ack.get(consumer, (None, True))
@@ -503,7 +575,7 @@ class QueueMachine(RuleBasedStateMachine):
 
             expected += [key for key, row in self.model.rows().items() if later(row)]
             self.give_back(consumer, later)
-        assert sorted(expected) == sorted(keys)
+        return expected
 
     @action(1, when=lambda self: self.batches)
     def time_passes(self) -> None:
@@ -518,8 +590,12 @@ class QueueMachine(RuleBasedStateMachine):
         folder = tempfile.TemporaryDirectory()
         self.folders.append(folder)
         self.do(self.queue.checkpoint(folder.name))
+        self.cleared = False
+        self.saved = folder, self.without_leases()
+
+    def without_leases(self) -> Model:
+        """What a new process is to know."""
         model = copy.deepcopy(self.model)
-        self.saved = folder, model
         for slots in model.tickets.values():
             for slot in slots:
                 if slot.group is not None and not slot.group.published:
@@ -531,6 +607,52 @@ class QueueMachine(RuleBasedStateMachine):
                     slot.group.held -= leased
                     for row in slot.group.rows.values():
                         row.lease.clear()
+        return model
+
+    @action(2, step=st.integers(0, 5), torn=st.booleans(), kept=st.sets(st.sampled_from(sorted(NEEDS))))
+    def killed(self, step: int, torn: bool, kept: set[str]) -> None:
+        """A new process with the same store: nothing is lost but open groups, leases and acks after the step."""
+        if self.saved is None or self.cleared:
+            self.checkpoint()
+        journal = self.queue._journal
+        assert isinstance(journal, Watched)
+        assert self.saved is not None
+        if torn:  # a line more was begun
+            with journal.path.open("ab") as file:
+                file.write(b'0123456789abcdef [["slot"')
+        self.do(self.queue.close())
+        self.queue = self.do(self.make(self.backend))
+        able = self.model.committed is None or step >= self.model.committed
+        folder = self.saved[0].name
+        assert able == self.do(self.queue.recover(folder, step, kept=sorted(kept)))
+        if not able:
+            step = self.model.committed or 0
+            assert self.do(self.queue.recover(folder, step, kept=sorted(kept)))
+        self.model = self.without_leases()
+        self.batches.clear()
+        self.model.again = set(self.model.tickets)
+        self.rolled_back(step, kept)
+        self.model.committed = step
+        for row in self.model.rows().values():
+            for consumer, (acked, _) in row.ack.items():
+                row.ack[consumer] = acked, acked is None or acked <= step
+        self.consume()
+        rows = self.model.rows().items()
+        self.restored = {name: {key for key, row in rows if name in row.ack} for name in NEEDS}
+
+    @action(2)
+    def cut(self, data: st.DataObject) -> None:
+        """A journal that ends anywhere gives the state after the last whole line."""
+        journal = self.queue._journal
+        assert isinstance(journal, Watched)
+        sizes = [size for size, _ in journal.states]
+        end = data.draw(st.integers(sizes[0], sizes[-1]))
+        part = journal.path.with_name("part")
+        part.write_bytes(journal.path.read_bytes()[:end])
+        expected = comparable(json.loads([state for size, state in journal.states if size <= end][-1]))
+        found = read_journal(part)
+        assert found is not None
+        assert expected == comparable({**found, "lineage": expected["lineage"]})
 
     @action(1, when=lambda self: self.saved)
     def crash(self) -> None:
@@ -539,6 +661,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.do(self.queue.close())
         self.queue = self.do(self.make())
         self.do(self.queue.restore(self.saved[0].name))
+        self.cleared = False
         self.model = copy.deepcopy(self.saved[1])
         self.batches.clear()
         self.model.again = {number for number in self.model.tickets if not self.model.final(number)}
@@ -551,6 +674,7 @@ class QueueMachine(RuleBasedStateMachine):
         folder = tempfile.TemporaryDirectory()
         self.folders.append(folder)
         self.do(self.queue.clear(f"{folder.name}/empty"))
+        self.cleared = True
         self.model = Model()
         self.batches.clear()
         self.restored = {name: set() for name in NEEDS}
@@ -563,6 +687,13 @@ class QueueMachine(RuleBasedStateMachine):
             return
         for name, consumer in self.queue._state.consumers.items():
             assert self.model.ready(name) == {row.key for row in consumer.ready}
+
+    @invariant()
+    def the_journal_has_everything(self) -> None:
+        if hasattr(self, "queue"):
+            found = read_journal(Path(self.journals.name) / "journal")
+            assert found is not None
+            assert comparable(self.queue.state_dict()) == comparable({**found, "lineage": {}})
 
     @invariant()
     def groups_and_tickets_agree(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -128,9 +129,12 @@ class FakeActor:
 
 
 class DyingBackend(MemoryBackend):
-    """A store of parts that die, with the rows that are there, and with what is being put at the moment."""
+    """A store of parts that die, with the rows that are there, and with what is being put at the moment.
 
-    def __init__(self, parts: int) -> None:
+    It outlives the run that uses it.
+    """
+
+    def __init__(self, parts: int = 1) -> None:
         super().__init__(MemoryConfig(), TransferQueueContext())
         self.living = list(range(parts))
         self.homes: dict[str, int] = {}
@@ -161,6 +165,9 @@ class DyingBackend(MemoryBackend):
     async def get(self, request: GetRequest) -> GetResult:
         self._require(request.keys)
         return await super().get(request)
+
+    async def close(self) -> None:
+        return
 
     async def lost(self, request: GetRequest) -> LostResult:
         return LostResult(keys=tuple(key for key in request.keys if key in self.gone))
@@ -281,6 +288,7 @@ class Simulation:
     temperatures: list[float | None] = attrs.field(factory=list)
     folder: Path | None = None  #: of checkpoints and ledger; a run goes on from what is there
     checkpoint_every: int = 0
+    store: DyingBackend | None = None  #: a durable one: the queue has a journal
     deaths: Sequence[float] = ()  #: when a part of the store dies
     kill_at: float | None = None  #: the moment in which everything ends
 
@@ -296,7 +304,7 @@ class Simulation:
         self.recorder = Recorder(clock)
         hooks = hook_manager([self.recorder], []).hook
         stages, version, steps_done = Stages(clock, hooks), Progress(clock), Progress(clock)
-        backend = DyingBackend(len(self.deaths) + 1)
+        backend = self.store or DyingBackend(len(self.deaths) + 1)
         store = ledger = newest = None
         if self.folder is not None:
             store = CheckpointStore(self.folder / "checkpoints")
@@ -304,7 +312,10 @@ class Simulation:
             newest = store.newest()
             ledger = Ledger(self.folder / "ledger.jsonl", resume=newest is not None)
         record = None if ledger is None else ledger.write
-        self.queue = queue = TransferQueue(backend, clock, max_refills=self.max_refills, on_ledger=record)
+        journal = None if self.store is None or self.folder is None else self.folder / "journal"
+        self.queue = queue = TransferQueue(
+            backend, clock, max_refills=self.max_refills, on_ledger=record, journal=journal
+        )
         await queue.start()
         rows = Rows(backend)
         agents = Workers([AgentWorker(rows, FakeTokenizer(), clock, lambda: FakeAgent(self))])
@@ -393,7 +404,11 @@ class Simulation:
             experts=Experts(rows=self.experts, task_for=_expert) if self.experts else None,
         )
         try:
-            restored = None if newest is None or checkpointer is None else await checkpointer.load(newest)
+            if newest is None or checkpointer is None:
+                restored = None
+                await queue.clear((self.folder or Path(tempfile.gettempdir())) / "empty")
+            else:
+                restored = await checkpointer.load(newest)
             self.first_step = 0 if newest is None else newest.step
             await trainer.begin(self.first_step, restored)
             async with asyncio.TaskGroup() as tasks:

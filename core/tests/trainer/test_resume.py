@@ -12,7 +12,7 @@ import pytest
 from jackfield.queue import Reuse
 from jackfield.trainer import Schedule, effective_acks, read_ledger
 
-from .simulation import Simulation
+from .simulation import DyingBackend, Simulation
 
 STEPS, GROUPS, RUNS = 8, 3, 2
 pytestmark = pytest.mark.timeout(180)
@@ -38,15 +38,17 @@ def trained(folder: Path) -> list[tuple[int | None, int, int, int]]:
     return used
 
 
+@pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize(("k", "o", "shared"), list(itertools.product((1, 2), (0, 1, 2), (False, True))))
-def test_every_sample_is_used_once_by_its_own_step(tmp_path: Path, k: int, o: int, shared: bool) -> None:
+def test_every_sample_is_used_once_by_its_own_step(tmp_path: Path, k: int, o: int, shared: bool, durable: bool) -> None:
     """Rewards come late, one task never gets any: its group is replaced also when its ticket was restored."""
     draw = random.Random(f"{k} {o} {shared}")
-    settings = {"shared": shared, "reward_seconds": 4.0, "answer": _answer}
+    settings: dict[str, object] = {"shared": shared, "reward_seconds": 4.0, "answer": _answer}
     resumed = Counter[bool]()
     for number in range(3):
         folder = tmp_path / str(number)
         folder.mkdir()
+        settings["store"] = DyingBackend() if durable else None
         for _ in range(draw.randint(1, 3)):
             resumed[simulate(folder, k, o, draw.uniform(5, 150), **settings).first_step > 0] += 1
         run = simulate(folder, k, o, None, **settings)
@@ -92,6 +94,24 @@ def test_without_an_offset_a_resumed_run_makes_the_same_requests(tmp_path: Path)
         simulate(folder, 1, 0, kill_at)
         again = simulate(folder, 1, 0, None)
         assert whole.seeds[again.first_step * GROUPS * RUNS :] == again.seeds
+
+
+@pytest.mark.parametrize("o", [0, 2])
+def test_a_durable_queue_keeps_what_was_made_since_the_checkpoint(tmp_path: Path, o: int) -> None:
+    """Only runs of groups that had not settled are made again, with the requests that an uninterrupted run makes."""
+    whole, kept = simulate(tmp_path, 1, o, None), []
+    for number, kill_at in enumerate((61.0, 69.0, 100.0)):
+        folder, store = tmp_path / str(number), DyingBackend()
+        folder.mkdir()
+        simulate(folder, 1, o, kill_at, store=store)
+        there = len(store._cells)
+        again = simulate(folder, 1, o, None, store=store)
+        assert again.first_step > 0
+        kept.append(len(whole.seeds) - again.first_step * GROUPS * RUNS - len(again.seeds))
+        assert 0 <= kept[-1] <= there
+        assert set(again.seeds) < set(whole.seeds)
+        assert STEPS * GROUPS * RUNS == len(trained(folder))
+    assert sum(kept) > 0
 
 
 def test_restored_tickets_that_are_complete_and_rewarded_hold_nobody_up(tmp_path: Path) -> None:

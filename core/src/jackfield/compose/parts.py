@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import attrs
@@ -263,7 +264,8 @@ class Parts:
             queue.ledger.clear()  # it is in the file
 
         max_refills = self.config.schedule.max_refills
-        queue = TransferQueue(self.crew.backend, self.clock, max_refills=max_refills, on_ledger=write)
+        journal = Path(self.config.folder) / "queue" / "journal.jsonl" if self.config.queue.durable else None
+        queue = TransferQueue(self.crew.backend, self.clock, max_refills=max_refills, on_ledger=write, journal=journal)
         stack.push_async_callback(queue.close)
         await queue.start()
         return queue

@@ -49,6 +49,7 @@ FREE = (
     "checkpoint_engine",
     "schedule.steps",
     "evaluation.every",
+    "queue.durable",
     "data.train",
     "data.eval",
     "data.expert",

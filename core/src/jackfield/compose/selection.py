@@ -38,6 +38,10 @@ def check_plugins(config: RunConfig, registry: Registry) -> None:
             raise _with_failures(error, registry, kind, name) from None
     validate_plugins(config, registry)
     _check_interpreters(config, registry)
+    if config.queue.durable:
+        require_capability(
+            registry.find("transfer_queue", config.transfer_queue.name), "durable", "queue.durable is set"
+        )
     if config.model.lora is not None:
         require_capability(registry.find("engine", config.engine.name), "lora", "model.lora is set")
         require_capability(registry.find("rollout", config.rollout.name), "weights_adapter", "model.lora is set")

@@ -224,8 +224,13 @@ class MixConfig(Reuse):
 
 @attrs.frozen(kw_only=True)
 class QueueConfig:
-    """What a batch has beside the groups of its step."""
+    """What a batch has beside the groups of its step, and what of the queue survives a crash."""
 
+    durable: bool = option(
+        False,
+        help="a run that was killed keeps the rows that it had made since its newest checkpoint; needs a durable "
+        "transfer_queue (sql, redis)",
+    )
     replay: ReplayConfig | None = option(None, help="train again on groups that were trained on before; null: never")
     expert: MixConfig | None = option(
         None, help="rows that an expert wrote, for a loss with an expert (mix, mix_chord); null: none"

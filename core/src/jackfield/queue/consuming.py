@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jackfield.abc.transfer_queue import Column
 from jackfield.errors import QueueError
+from jackfield.queue.changes import journaled
 from jackfield.queue.lifetime import Lifetime
 from jackfield.queue.meta import BatchMeta, Ticket, partition_of
 from jackfield.queue.reuse import Reuse
@@ -18,6 +19,7 @@ __all__ = ["Consuming"]
 class Consuming(Lifetime):
     """What trainers and other consumers call."""
 
+    @journaled
     def register_consumer(
         self,
         name: str,
@@ -90,6 +92,7 @@ class Consuming(Lifetime):
         number = ticket.number if isinstance(ticket, Ticket) else ticket
         return await self._leases.lease_groups(consumer, number, groups, deadline_seconds)
 
+    @journaled
     async def sample_groups(
         self, consumer: str, groups: int, step: int, *, fresh: bool = True, deadline_seconds: float = 600.0
     ) -> BatchMeta:
@@ -144,6 +147,7 @@ class Consuming(Lifetime):
         """
         self._leases.release(batch)
 
+    @journaled
     async def ack(self, batch: BatchMeta, step: int | None = None) -> tuple[str, ...]:
         """Be done with rows, provisionally: final with the commit of ``step``. Returns the keys that were acked.
 
@@ -159,6 +163,7 @@ class Consuming(Lifetime):
         self._controller.consume(consumed)
         return tuple(keys)
 
+    @journaled
     async def commit(self, step: int) -> None:
         """The trainer's checkpoint that contains all steps up to ``step`` is durable: their acks are final.
 
@@ -168,6 +173,7 @@ class Consuming(Lifetime):
         self._check()
         self._controller.consume(self._leases.commit(step))
 
+    @journaled
     async def rollback(self, step: int) -> tuple[str, ...]:
         """Take back the acks of all steps after ``step``; returns the keys of the rows that are ready again.
 

@@ -6,7 +6,7 @@ The controller holds metadata only; no method here sees a tensor.
 from __future__ import annotations
 
 import heapq
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from jackfield.queue.leases import Leases
 from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket
 from jackfield.queue.reuse import Reuse
 from jackfield.queue.samplers import Sampler
+from jackfield.queue.saving import save_consumer
 from jackfield.queue.state import Consumer, Group, Partition, Row, Slot, State, TicketState
 from jackfield.queue.waiting import wait
 
@@ -34,6 +35,7 @@ class Controller:
         self.max_rows = max_rows
         self.max_bytes = max_bytes
         self.max_refills = max_refills
+        self.write_changes: Callable[[], None] = lambda: None  #: to the journal, where there is one
 
     @property
     def clock(self) -> Clock:
@@ -65,6 +67,7 @@ class Controller:
             consumer.sampler = sampler
         if reuse is not None:
             consumer.reuse = reuse
+        self.state.changes.note("consumer", name, save_consumer(consumer))
 
     # -- tickets ----------------------------------------------------------------------------------------------------
 
@@ -83,8 +86,16 @@ class Controller:
             ticket.vacant = list(range(groups))
             found.tickets[ticket.number] = ticket
             found.next_ticket += 1
+            self.state.changes.note("ticket", partition, ticket.number, groups)
         ticket.explorers.add(explorer)
         return ticket.public(explorer)
+
+    def offer_unfinished(self) -> None:
+        """Let the next claimants have every ticket that could still lose a group: whoever had it is gone."""
+        for partition in self.state.partitions.values():
+            for ticket in partition.tickets.values():
+                if ticket.failure is None and not ticket.final():
+                    partition.offer(ticket.number)
 
     def vacancies(self, ticket: Ticket) -> int:
         """See :meth:`jackfield.queue.TransferQueue.vacancies`."""
@@ -146,6 +157,7 @@ class Controller:
                 self._check_explorer(state, ticket.explorer)
                 slot = state.hand_out(ticket.explorer)
                 if slot is not None:
+                    self.write_changes()
                     yield slot
                     continue
                 changed = state.changed.next()
@@ -242,10 +254,12 @@ class Controller:
             ticket.vacate(slot)
             return
         slot.group = None
+        slot.touch()
         last = list(enumerate(slot.reasons))[-3:]
         ticket.failure = f"slot {slot.index} was refilled {self.max_refills} times; " + "; ".join(
             f"attempt {attempt}: {why}" for attempt, why in last
         )
+        self.state.changes.note("failure", ticket.partition.name, ticket.number, ticket.failure)
         ticket.changed.notify()
         self.leases.ticket_failed(ticket.partition, ticket.number)
         self.state.room.notify()
@@ -321,6 +335,11 @@ class Controller:
     @contextmanager
     def _writing(self, group: Group, run: int, keys: Sequence[str], size: int) -> Iterator[None]:
         group.writing.add(run)
+        partition = group.partition.name
+        if keys:
+            self.state.in_flight.update(dict.fromkeys(keys, partition))
+            self.state.changes.note("forget", partition, list(keys))  # unless the run ends with them
+            self.write_changes()
         self.state.row_count += len(keys)
         self.state.byte_count += size
         try:
@@ -329,10 +348,12 @@ class Controller:
             self.state.release_room(len(keys), size)
             group.broken[run] = group.broken.get(run, 0) + 1
             for key in keys:
-                self.state.discard(group.partition.name, key)
+                self.state.discard(partition, key)
             raise
         finally:
             group.writing.discard(run)
+            for key in keys:
+                self.state.in_flight.pop(key, None)
 
     def writing(self, group_id: str, run: int, keys: Sequence[str], size: int) -> AbstractContextManager[None]:
         """While the values of a run's rows are on their way to the backend."""
@@ -385,6 +406,7 @@ class Controller:
             return
         group.sort()
         group.state = "published"
+        group.slot.touch()
         ticket = group.slot.ticket
         ticket.published += 1
         self.leases.group_published(group)
@@ -441,6 +463,7 @@ class Controller:
     def _remove(self, row: Row, status: Literal["failed", "expired", "consumed"]) -> None:
         """Forget a row, and let the backend forget it."""
         row.status = status
+        row.group.slot.touch()
         self.leases.row_removed(row)
         del self.state.rows[row.key]
         row.group.slot.ticket.rows -= 1
@@ -455,6 +478,7 @@ class Controller:
         for ticket in {row.group.slot.ticket: None for row in rows}:
             if ticket.complete and not ticket.rows:
                 del ticket.partition.tickets[ticket.number]
+                self.state.changes.note("gone", ticket.partition.name, ticket.number)
                 for group_id in ticket.groups:
                     del self.state.groups[group_id]
             ticket.changed.notify()
@@ -512,6 +536,7 @@ class Controller:
             living.append(row.key)
             if not written:
                 continue
+            row.group.slot.touch()
             if tags is not None:
                 row.tags = {**row.tags, **tags[index]}
             new, row.columns = bits & ~row.columns, row.columns | bits

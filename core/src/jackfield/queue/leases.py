@@ -8,6 +8,7 @@ from jackfield.errors import QueueError
 from jackfield.queue.meta import BatchMeta
 from jackfield.queue.reuse import Uses
 from jackfield.queue.sampling import Sampling
+from jackfield.queue.saving import save_consumer
 from jackfield.queue.state import Ack, Consumer, Lease, Row
 
 __all__ = ["Leases"]
@@ -36,6 +37,9 @@ class Leases(Sampling):
                 elif self.finish(consumer, row):
                     consumed[row] = None
             self._forget_if_empty(lease)
+            for slot in {row.group.slot: None for row in rows}:
+                slot.touch()
+            state.changes.note("consumer", consumer.name, save_consumer(consumer))
             for ticket in {row.group.slot.ticket: None for row in rows} if lease.whole else ():
                 ticket.changed.notify()
             state.record("ack", consumer=consumer.name, step=step, epoch=lease.epoch, keys=[row.key for row in rows])
@@ -57,6 +61,7 @@ class Leases(Sampling):
         """Make the acks of all steps up to ``step`` final; returns the rows that nobody needs any more."""
         state = self._state
         state.committed = step if state.committed is None else max(step, state.committed)
+        state.changes.note("commit", state.committed)
         consumed: dict[Row, None] = {}
         for consumer in state.consumers.values():
             for earlier in sorted(other for other in consumer.provisional if other <= step):
@@ -81,21 +86,27 @@ class Leases(Sampling):
             )
         returned: list[str] = []
         for consumer in state.consumers.values():
-            later = sorted(other for other in consumer.provisional if other > step)
-            noted = [(other, row) for other in later for row in consumer.provisional.pop(other)]
-            if noted:
-                acked = [row.key for other, row in noted if _acked_at(consumer, row, other)]
-                rows = list(dict.fromkeys(row for _, row in noted))
-                self._take_back(consumer, rows, step)
+            acked, rows = self.take_back(consumer, step)
+            if rows:
                 state.record("rollback", consumer=consumer.name, step=step, keys=acked)
                 returned += [row.key for row in rows]
         if not returned:
             state.record("rollback", consumer=None, step=step, keys=[])
         return returned
 
+    def take_back(self, consumer: Consumer, step: int) -> tuple[list[str], list[Row]]:
+        """A consumer has acked nothing after ``step``: keys of its acks and uses then, and rows that it let go, too."""
+        later = sorted(other for other in consumer.provisional if other > step)
+        noted = [(other, row) for other in later for row in consumer.provisional.pop(other)]
+        acked = [row.key for other, row in noted if _acked_at(consumer, row, other)]
+        rows = list(dict.fromkeys(row for _, row in noted))
+        self._take_back(consumer, rows, step)
+        return acked, rows
+
     def _take_back(self, consumer: Consumer, rows: Sequence[Row], step: int) -> None:
         """Rows were not acked after ``step``; a group that was used before it stays used."""
         for group in {row.group: None for row in rows}:
+            group.slot.touch()
             uses = consumer.used.get(group)
             if uses is not None:
                 uses.take_back(step)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from jackfield.abc.transfer_queue import DeleteRequest, TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.controller import Controller
+from jackfield.queue.journal import Journal
+from jackfield.queue.saving import save_slot
 from jackfield.queue.state import State
 
 __all__ = ["Lifetime"]
@@ -30,6 +33,7 @@ class Lifetime:
         lease_seconds: float = 3600.0,
         put_deadline_seconds: float = 3600.0,
         on_ledger: Callable[[dict[str, Any]], None] | None = None,
+        journal: Path | None = None,
     ) -> None:
         """
         Args:
@@ -41,11 +45,17 @@ class Lifetime:
             lease_seconds: how long a lease holds without :meth:`renew`; a consumer may have its own.
             put_deadline_seconds: how long :meth:`put_run` waits for room, if it is not told otherwise.
             on_ledger: called with each entry of the ledger, as a plain dict, when it is made.
+            journal: file in which what the controller knows survives its process, beside a durable backend. It begins
+                with :meth:`clear`, :meth:`restore` or :meth:`recover`.
         """
         self.backend = backend
         self.clock = clock
         self._state = State(clock, on_ledger, closed=True)
         self._controller = Controller(self._state, max_rows=max_rows, max_bytes=max_bytes, max_refills=max_refills)
+        self._controller.write_changes = self._write_changes
+        self._journal = None if journal is None else Journal(journal)
+        self._state.changes.kept = journal is not None
+        self._marks: list[str] = []
         self._leases = self._controller.leases
         self._lease_seconds = lease_seconds
         self._put_deadline_seconds = put_deadline_seconds
@@ -77,7 +87,25 @@ class Lifetime:
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
+        if self._journal is not None:
+            self._journal.close()
         await self.backend.close()
+
+    def _write_changes(self) -> None:
+        """Let the journal have what has changed since the last time; without a journal there is nothing."""
+        changes = self._state.changes
+        if not changes.entries and not changes.slots:
+            return
+        entries, changes.entries = changes.entries, []
+        slots, changes.slots = changes.slots, {}
+        if self._journal is None or not self._journal.is_open:
+            return  # a base will have it
+        for slot in slots:
+            ticket = slot.ticket
+            if ticket.partition.tickets.get(ticket.number) is ticket:
+                entries.append(["slot", ticket.partition.name, ticket.number, slot.index, save_slot(slot)])
+        if entries:
+            self._journal.append(entries)
 
     def _check(self) -> None:
         self._leases.require_open()
@@ -100,9 +128,12 @@ class Lifetime:
 
     async def _delete_now(self) -> None:
         async with self._deleting:
+            self._write_changes()  # that nobody needs them
             discarded, self._state.discarded = self._state.discarded, {}
             for partition, keys in discarded.items():
                 await self.backend.delete(DeleteRequest(partition=partition, keys=tuple(dict.fromkeys(keys))))
+                self._state.changes.note("forgotten", partition, keys)
+            self._write_changes()
 
     async def _expire_leases(self) -> None:
         while True:

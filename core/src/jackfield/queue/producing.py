@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from jackfield.abc.transfer_queue import Column, GetRequest, PutRequest, TagsRequest, TransferQueueBackend
 from jackfield.errors import QueueError
+from jackfield.queue.changes import journaled
 from jackfield.queue.columns import take
 from jackfield.queue.lifetime import Lifetime
 from jackfield.queue.lineage import Lineage, with_lineage
@@ -23,6 +24,7 @@ class Producing(Lifetime):
 
     # -- tickets and groups -------------------------------------------------------------------------------------------
 
+    @journaled
     def claim_ticket(self, partition: str, explorer: str, groups: int) -> Ticket:
         """Take the next batch to make.
 
@@ -35,6 +37,7 @@ class Producing(Lifetime):
         """How many slots of a ticket nobody fills now. A ticket that is handed out again may have none."""
         return self._controller.vacancies(ticket)
 
+    @journaled
     def release_tickets(self, explorer: str) -> tuple[Ticket, ...]:
         """Take the unfinished tickets of a dead explorer back; they are handed out again.
 
@@ -73,6 +76,7 @@ class Producing(Lifetime):
         """
         return self._controller.slots(ticket, deadline_seconds, until)
 
+    @journaled
     def open_group(
         self,
         slot: GroupSlot,
@@ -95,6 +99,7 @@ class Producing(Lifetime):
         """
         return self._controller.open_group(slot, task_id, runs, minimum_rows, tags or {})
 
+    @journaled
     def drop_group(self, group: str, reason: str) -> None:
         """Drop a group that no consumer has leased as a whole, and refill its slot. Dropped already: no effect.
 
@@ -204,20 +209,25 @@ class Producing(Lifetime):
             seconds = self._put_deadline_seconds if deadline_seconds is None else deadline_seconds
             await self._controller.wait_room(group, run, rows, sum(sizes), seconds)
         keys = self._controller.run_keys(group, run, rows)
-        with self._controller.writing(group, run, keys, sum(sizes)):
-            yield keys
-            if rows and self._shows_tags:
-                partition = self._state.group(group).partition.name
-                await self.backend.put_tags(TagsRequest(partition=partition, keys=keys, tags=tuple(tags)))
-            self._controller.end_run(group, run, keys, written.columns, sizes, tags)
-            for key, made in zip(keys, lineage or (), strict=False):
-                if made is not None:
-                    self._state.derive(key, made)
+        try:
+            with self._controller.writing(group, run, keys, sum(sizes)):
+                yield keys
+                if rows and self._shows_tags:
+                    partition = self._state.group(group).partition.name
+                    await self.backend.put_tags(TagsRequest(partition=partition, keys=keys, tags=tuple(tags)))
+                self._controller.end_run(group, run, keys, written.columns, sizes, tags)
+                for key, made in zip(keys, lineage or (), strict=False):
+                    if made is not None:
+                        self._state.derive(key, made)
+        finally:
+            self._write_changes()
 
+    @journaled
     def remember_lineage(self, name: str, lineage: Lineage) -> None:
         """Say what a row of another queue was made of, which is a parent of rows here."""
         self._state.derive(name, lineage)
 
+    @journaled
     def fail_run(self, group: str, run: int, reason: str) -> None:
         """End a run without rows, because it failed.
 
@@ -226,6 +236,7 @@ class Producing(Lifetime):
         """
         self._controller.fail_run(group, run, reason)
 
+    @journaled
     async def put(
         self,
         target: BatchMeta | Sequence[str],
@@ -280,6 +291,7 @@ class Producing(Lifetime):
             some = columns if len(places) == 1 else {name: take(column, chosen) for name, column in columns.items()}
             await self.backend.put(PutRequest(partition=partition, keys=keys, columns=some))
 
+    @journaled
     def announce(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
         """A worker has written columns of rows that are there; consumers whose columns are complete wake.
 
@@ -307,6 +319,7 @@ class Producing(Lifetime):
         sizes = [size for size, row in zip(written.sizes, found, strict=True) if row is not None]
         return self._controller.end_columns(rows, written.columns, sizes, None, written=True)
 
+    @journaled
     async def fail_lost(self, batch: BatchMeta | None = None, named: Sequence[str] = ()) -> tuple[str, ...]:
         """Fail the rows whose values the backend has lost; groups with too few rows left are refilled.
 
@@ -337,6 +350,7 @@ class Producing(Lifetime):
         self._controller.lose_rows(lost, batch, "its values went with a part of the store")
         return tuple(key for key in dict.fromkeys(lost) if key not in self._state.rows)
 
+    @journaled
     def fail_rows(self, keys: Sequence[str], reason: str) -> None:
         """Fail rows; the policy of their groups decides again. Rows that are gone already are skipped.
 

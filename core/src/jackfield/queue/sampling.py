@@ -96,6 +96,7 @@ class Sampling(Leasing):
             if not uses.may_be_used_again(consumer.reuse) or any(row in consumer.leased for row in group.rows):
                 continue
             uses.retired = step
+            group.slot.touch()
             if consumer not in group.held_by:
                 self._hold(consumer, group)
             for row in group.rows:

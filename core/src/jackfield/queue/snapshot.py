@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
-
 from jackfield.errors import QueueError
 from jackfield.queue.controller import Controller
 from jackfield.queue.lineage import Lineage, ancestors
 from jackfield.queue.reuse import Reuse, Uses
-from jackfield.queue.state import Ack, Consumer, Group, Partition, Row, Slot, TicketState
+from jackfield.queue.saving import save_consumer, save_partition
+from jackfield.queue.state import Ack, Group, Partition, Row, Slot, TicketState
 
 __all__ = ["FORMAT", "load_state", "state_dict"]
 
 #: The version of the format.
-FORMAT = 2
+FORMAT = 3
 
 
 def state_dict(controller: Controller) -> dict[str, Any]:
@@ -26,98 +25,24 @@ def state_dict(controller: Controller) -> dict[str, Any]:
     are filled again.
     """
     state = controller.state
+    unpublished: dict[str, list[str]] = {}
+    for key, partition_name in state.in_flight.items():
+        unpublished.setdefault(partition_name, []).append(key)
+    for row in state.rows.values():
+        if row.group.state != "published":
+            unpublished.setdefault(row.group.partition.name, []).append(row.key)
     return {
         "format": FORMAT,
         "committed": state.committed,
-        "consumers": {
-            consumer.name: {
-                "partition": consumer.partition.name,
-                "columns": list(consumer.columns),
-                "epoch": consumer.epoch,
-                "lease_seconds": consumer.lease_seconds,
-                "sampler": consumer.sampler.state_dict(),
-                "reuse": None if consumer.reuse is None else attrs.asdict(consumer.reuse),
-            }
-            for consumer in state.consumers.values()
-        },
+        "consumers": {consumer.name: save_consumer(consumer) for consumer in state.consumers.values()},
         "lineage": {
             key: [made.operation, list(made.parents)] for key, made in ancestors(state.rows, state.lineage).items()
         },
-        "partitions": {name: _save_partition(partition) for name, partition in state.partitions.items()},
+        "partitions": {name: save_partition(partition) for name, partition in state.partitions.items()},
         "discarded": {
-            name: sorted({*keys, *(row.key for row in state.rows.values() if _unpublished(row, name))})
-            for name, keys in ((name, state.discarded.get(name, [])) for name in state.partitions)
+            name: sorted({*state.discarded.get(name, []), *unpublished.get(name, [])}) for name in state.partitions
         },
     }
-
-
-def _unpublished(row: Row, partition: str) -> bool:
-    return row.group.partition.name == partition and row.group.state != "published"
-
-
-def _save_partition(partition: Partition) -> dict[str, Any]:
-    return {
-        "next_ticket": partition.next_ticket,
-        "tickets": [_save_ticket(ticket) for ticket in partition.tickets.values()],
-    }
-
-
-def _save_ticket(ticket: TicketState) -> dict[str, Any]:
-    return {
-        "number": ticket.number,
-        "failure": ticket.failure,
-        "slots": [
-            {
-                "attempt": slot.attempt,
-                "claim": slot.claim,
-                "explorer": slot.explorer,
-                "reasons": slot.reasons,
-                "group": None if (group := slot.group) is None or group.state != "published" else _save_group(group),
-            }
-            for slot in ticket.slots
-        ],
-    }
-
-
-def _save_group(group: Group) -> dict[str, Any]:
-    partition = group.partition
-    return {
-        "id": group.id,
-        "task_id": group.task_id,
-        "runs": group.runs,
-        "minimum_rows": group.minimum_rows,
-        "tags": dict(group.tags),
-        "consumed": group.consumed,
-        "ended": [[run, reason] for run, reason in sorted(group.ended.items())],
-        "uses": {
-            consumer.name: {"steps": uses.steps, "retired": uses.retired}
-            for consumer in partition.consumers
-            if (uses := consumer.used.get(group)) is not None
-        },
-        "held_by": sorted(consumer.name for consumer in group.held_by if not _leased(group, consumer)),
-        "rows": [
-            {
-                "key": row.key,
-                "run": row.run,
-                "sequence": row.sequence,
-                "serial": row.serial,
-                "tags": dict(row.tags),
-                "bytes": row.bytes,
-                "columns": list(partition.names(row.columns)),
-                "acks": {
-                    consumer.name: [ack.step, ack.final]
-                    for consumer in partition.consumers
-                    if (ack := consumer.acked.get(row)) is not None
-                },
-            }
-            for row in group.rows
-        ],
-    }
-
-
-def _leased(group: Group, consumer: Consumer) -> bool:
-    """Whether the group is in use for the first time."""
-    return any(row in consumer.leased and row not in consumer.acked for row in group.rows)
 
 
 def load_state(controller: Controller, saved: Mapping[str, Any]) -> None:
@@ -154,6 +79,7 @@ def load_state(controller: Controller, saved: Mapping[str, Any]) -> None:
         state.consumers[name].epoch = fields["epoch"]
     for name, fields in saved["partitions"].items():
         _load_partition(controller, state.partition(name), fields)
+    controller.offer_unfinished()
     for consumer in state.consumers.values():
         consumer.ready = dict.fromkeys(sorted(consumer.ready, key=lambda row: row.serial))
     for name, keys in saved["discarded"].items():
@@ -178,8 +104,6 @@ def _load_partition(controller: Controller, partition: Partition, saved: Mapping
                 slot.claim += place["explorer"] is not None
                 again.append(index)
                 ticket.vacant.append(index)  # in rising order, so a heap
-        if ticket.failure is None and not ticket.final():
-            partition.offer(ticket.number)  # whoever had it is gone; a complete one may still lose a group
         if again and ticket.failure is None:
             controller.state.record(
                 "release", partition=partition.name, ticket=ticket.number, slots=again, reason="the queue was restored"

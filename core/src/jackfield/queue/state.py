@@ -10,6 +10,7 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import QueueError
+from jackfield.queue.changes import Changes
 from jackfield.queue.lineage import Lineage, ancestors
 from jackfield.queue.meta import GroupSlot, GroupView, Ticket
 from jackfield.queue.reuse import Reuse, Uses
@@ -129,6 +130,10 @@ class Slot:
     group: Group | None = None  #: open or published
     reasons: list[str] = attrs.field(factory=list)  #: of the groups that were dropped
 
+    def touch(self) -> None:
+        """It has changed, or its group, or rows of that: the journal is to have it."""
+        self.ticket.partition.changes.touch(self)
+
     def group_id(self) -> str:
         again = f"r{self.claim}" if self.claim else ""
         return f"{self.ticket.partition.name}/{self.ticket.number}/{self.index}/{self.attempt}{again}"
@@ -174,6 +179,7 @@ class TicketState:
     def vacate(self, slot: Slot) -> None:
         """Let ``slot`` be handed out: to a running iteration, or to the next claimant of a ticket."""
         slot.explorer = slot.group = None
+        slot.touch()
         heapq.heappush(self.vacant, slot.index)
         self.changed.notify()
         self.offer()
@@ -189,6 +195,7 @@ class TicketState:
             return None
         slot = self.slots[heapq.heappop(self.vacant)]
         slot.explorer = explorer
+        slot.touch()
         return GroupSlot(self.number, slot.index, slot.attempt, self.partition.name, explorer, slot.claim)
 
     def error(self) -> QueueError:
@@ -258,6 +265,7 @@ class Partition:
     """Rows, tickets and consumers of one name."""
 
     name: str
+    changes: Changes = attrs.field(factory=Changes)
     bits: dict[str, int] = attrs.field(factory=dict)  #: a bit per column
     consumers: list[Consumer] = attrs.field(factory=list)
     tickets: dict[int, TicketState] = attrs.field(factory=dict)  #: until all their rows are consumed
@@ -315,10 +323,12 @@ class State:
     discards: Signal = attrs.field(factory=Signal)
     room: Signal = attrs.field(factory=Signal)
     closed: bool = False
+    changes: Changes = attrs.field(factory=Changes)  #: for the journal
+    in_flight: dict[str, str] = attrs.field(factory=dict)  #: partitions by key: rows whose values are being put
 
     def partition(self, name: str) -> Partition:
         if name not in self.partitions:
-            self.partitions[name] = Partition(name)
+            self.partitions[name] = Partition(name, self.changes)
         return self.partitions[name]
 
     def consumer(self, name: str) -> Consumer:
@@ -374,6 +384,7 @@ class State:
     def derive(self, key: str, lineage: Lineage) -> None:
         """Remember what a row was made of, as long as it or a row made of it lives; the ledger keeps it for ever."""
         self.lineage[key] = lineage
+        self.changes.note("lineage", key, lineage.operation, list(lineage.parents))
         self.record("derive", key=key, operation=lineage.operation, parents=list(lineage.parents))
         if len(self.lineage) > self.lineage_limit:
             self.lineage = ancestors([*self.rows, key], self.lineage)
@@ -388,6 +399,7 @@ class State:
     def discard(self, partition: str, key: str) -> None:
         """Let the backend forget a row."""
         self.discarded.setdefault(partition, []).append(key)
+        self.changes.note("forget", partition, [key])
         self.discards.notify()
 
     def release_room(self, rows: int, size: int) -> None:

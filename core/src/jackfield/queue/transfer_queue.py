@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ from jackfield.abc.transfer_queue import SnapshotRequest
 from jackfield.errors import QueueError
 from jackfield.queue.archive import write_archive
 from jackfield.queue.consuming import Consuming
+from jackfield.queue.journal import read_journal
 from jackfield.queue.producing import Producing
 from jackfield.queue.snapshot import FORMAT, load_state, state_dict
 
 __all__ = ["STATE_FILE", "VALUES_FOLDER", "TransferQueue"]
+
+_EPOCHS = 0xFFFFFFFF  #: that one process gives at most
+_MARKS = 8  #: of checkpoints, also of those that were broken off, that a journal remembers
 
 STATE_FILE = "controller.json"
 VALUES_FOLDER = "values"
@@ -98,14 +103,31 @@ class TransferQueue(Producing, Consuming):
             file.flush()
             os.fsync(file.fileno())
         partial.replace(folder / STATE_FILE)
+        if self._journal is not None:
+            self._journal.sync()
+
+    def _begin_journal(self, text: str | None = None) -> None:
+        """Let the journal begin with the state as it is now."""
+        if self._journal is not None:
+            self._state.changes.entries.clear()
+            self._state.changes.slots.clear()
+            self._journal.begin(self._state_text() if text is None else text)
+
+    def _state_text(self, **more: str) -> str:
+        """The state, and the marks of the checkpoints after which it came: a journal goes on from no other."""
+        state = {**self.state_dict(), "marks": self._marks, **more}
+        return json.dumps(state, ensure_ascii=False, separators=(",", ":"))
 
     async def _cut(self, folder: Path, at_cut: Callable[[], None] | None) -> str:
         """Write values, and note the controller's state of the moment at which they are cut; without lost rows."""
         while True:
             await self.fail_lost()
-            text = json.dumps(self.state_dict(), ensure_ascii=False, separators=(",", ":"))
+            mark = uuid.uuid4().hex
+            self._marks = [*self._marks[1 - _MARKS :], mark]
+            text = self._state_text(mark=mark)
             if at_cut is not None:
                 at_cut()
+            self._begin_journal(text)
             try:
                 await self.backend.checkpoint(SnapshotRequest(folder=str(folder / VALUES_FOLDER)))
             except QueueError as error:
@@ -146,6 +168,8 @@ class TransferQueue(Producing, Consuming):
             consumers = self.state_dict()["consumers"]
             empty = {"consumers": consumers, "partitions": {}, "discarded": {}, "lineage": {}, "committed": None}
             self.load_state_dict({**empty, "format": FORMAT})
+            self._marks = []
+            self._begin_journal()
 
     async def restore(self, folder: str | Path) -> None:
         """Replace everything by what :meth:`checkpoint` wrote.
@@ -154,15 +178,65 @@ class TransferQueue(Producing, Consuming):
             QueueError: ``queue.invalid`` when the folder holds no complete checkpoint.
         """
         self._check()
-        file = Path(folder) / STATE_FILE
-        if not file.is_file():
-            raise QueueError("the folder holds no checkpoint of a queue", where=str(folder), expected=STATE_FILE)
+        saved = _saved_state(folder)
         async with self._deleting:
             self._state.discarded.clear()
             await self.backend.restore(SnapshotRequest(folder=str(Path(folder) / VALUES_FOLDER)))
-            self.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+            self.load_state_dict(saved)
+            self._marks = [saved["mark"]]
+            self._begin_journal()
+
+    async def recover(self, folder: str | Path, step: int, *, kept: Sequence[str] = ()) -> bool:
+        """Go on with what the journal and a durable backend have, after the death of the process that wrote them.
+
+        Everything is as the last call left it, but that leases have ended, that groups which had not settled are slots
+        to fill again, and that acks of steps after ``step`` count no more. Samplers are as in the checkpoint. The
+        ledger is the caller's concern, as with :meth:`restore`.
+
+        Args:
+            folder: the checkpoint with which the trainer goes on.
+            step: the last one that it contains; its acks are final.
+            kept: consumers whose acks stay: their work is in the queue, not in the trainer's checkpoint.
+
+        Returns:
+            whether that could be done; else there is no journal, or one from which ``step`` cannot be restored.
+
+        Raises:
+            QueueError: ``queue.invalid`` for a damaged journal, or one of another format.
+        """
+        self._check()
+        saved, checkpoint = None, _saved_state(folder)
+        if self._journal is not None:
+            saved = read_journal(self._journal.path)
+        if saved is None or checkpoint["mark"] not in saved["marks"]:
+            return False  # another run, or the same one without a journal, was here meanwhile
+        if saved["committed"] is not None and saved["committed"] > step:
+            return False
+        samplers = checkpoint["consumers"]
+        for name, consumer in saved["consumers"].items():
+            consumer["epoch"] = (consumer["epoch"] | _EPOCHS) + 1  # later ones than the dead process may have given
+            consumer["sampler"] = samplers.get(name, consumer)["sampler"]
+        async with self._deleting:
+            self._state.discarded.clear()
+            self.load_state_dict(saved)
+            for name, living in self._state.consumers.items():
+                if name not in kept:
+                    self._leases.take_back(living, step)
+            self._controller.consume(self._leases.commit(step))
+            self._controller.offer_unfinished()
+            self._marks = saved["marks"]
+            self._begin_journal()
+        return True
 
     async def flush(self) -> None:
         """Return when the backend has forgotten every row that nobody needs."""
         self._check()
         await self._delete_now()
+
+
+def _saved_state(folder: str | Path) -> dict[str, Any]:
+    file = Path(folder) / STATE_FILE
+    if not file.is_file():
+        raise QueueError("the folder holds no checkpoint of a queue", where=str(folder), expected=STATE_FILE)
+    saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return saved

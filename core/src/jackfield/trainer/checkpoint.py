@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import platform
 import random
 import shutil
@@ -14,17 +15,20 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from jackfield import __version__
-from jackfield.errors import JackfieldError, RunError
+from jackfield.errors import JackfieldError, QueueError, RunError
 from jackfield.plugins.hooks import CheckpointSaved
 from jackfield.queue import TransferQueue
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore
 from jackfield.trainer.ledger import Ledger
+from jackfield.trainer.reward_pipeline import CONSUMER as REWARD
 from jackfield.trainer.stages import Stages
 
 if TYPE_CHECKING:
     from jackfield.trainer.trainer import EngineGroup
 
 __all__ = ["Checkpointer", "load_random_state", "random_state"]
+
+_KEPT = (REWARD,)  #: consumers whose work is in the queue
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -103,12 +107,23 @@ class Checkpointer:
         state = checkpoint.state()
         for role, engine in self.engines.items():
             await engine.load(str(checkpoint.folder / role))
-        self.ledger.roll_back(state["ledger"], checkpoint.step - 1)
-        await self.queue.restore(checkpoint.folder / "queue")
-        await self.queue.commit(checkpoint.step - 1)
+        if await self._recover(checkpoint):
+            self.ledger.roll_back(state["ledger"], checkpoint.step - 1, kept=_KEPT)
+        else:
+            self.ledger.roll_back(state["ledger"], checkpoint.step - 1)
+            await self.queue.restore(checkpoint.folder / "queue")
+            await self.queue.commit(checkpoint.step - 1)
         load_random_state(state["random"])
         trainer: dict[str, Any] = state["trainer"]
         return trainer
+
+    async def _recover(self, checkpoint: Checkpoint) -> bool:
+        """Keep what the queue has got since the checkpoint, where it is durable and its journal can be read."""
+        try:
+            return await self.queue.recover(checkpoint.folder / "queue", checkpoint.step - 1, kept=_KEPT)
+        except QueueError as error:
+            logging.getLogger("jackfield").warning("%s; the run goes on with the rows of its checkpoint", error.message)
+            return False
 
 
 def _cause(error: Exception) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,17 @@ class Ledger:
         while rest:
             rest = rest[self._file.write(rest) :]
 
-    def roll_back(self, position: int, step: int) -> None:
+    def roll_back(self, position: int, step: int, *, kept: Sequence[str] = ()) -> None:
         """Take back, for the record, the acks after ``position``: the state that is restored does not have them.
 
         Args:
             position: of the ledger when the checkpoint was cut.
             step: the last one that the checkpoint contains.
+            kept: consumers whose acks the state has.
         """
         for consumer, uses in _uses(read_ledger(self._path, position)).items():
+            if consumer in kept:
+                continue
             keys = [key for key, steps in uses.items() for _ in steps]
             self.write({"event": "rollback", "consumer": consumer, "step": step, "keys": keys})
 

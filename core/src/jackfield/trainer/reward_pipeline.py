@@ -63,12 +63,23 @@ class RewardPipeline:
                     batch = await self.queue.lease(CONSUMER, deadline_seconds=self.idle_seconds)
                 except DeadlineExceeded:
                     continue  # nothing to score is no failure; whoever needs a reward has a deadline of its own
-                rows: dict[str, list[str]] = {}
-                for index, (key, group) in enumerate(zip(batch.keys, batch.group_ids, strict=True)):
-                    self._lease_of(key).set_result(_Lease(batch, index))
-                    rows.setdefault(group, []).append(key)
-                for group, keys in rows.items():
-                    tasks.create_task(self._begin(group, keys))
+                groups: dict[str, list[int]] = {}
+                for index, group in enumerate(batch.group_ids):
+                    groups.setdefault(group, []).append(index)
+                for group, indexes in groups.items():
+                    if self._has_rewards(group):  # a restored one, whose acks were not saved any more
+                        tasks.create_task(self._pass(batch.select(indexes)))
+                        continue
+                    for index in indexes:
+                        self._lease_of(batch.keys[index]).set_result(_Lease(batch, index))
+                    tasks.create_task(self._begin(group, [batch.keys[index] for index in indexes]))
+
+    def _has_rewards(self, group: str) -> bool:
+        return not self._is_gone(group) and "reward" in self.queue.group(group).columns
+
+    async def _pass(self, rows: BatchMeta) -> None:
+        """There is nothing left to do for rows of one group."""
+        await self.queue.ack(rows, step=int(rows.tags[0]["ticket"]))
 
     def _lease_of(self, key: str) -> asyncio.Future[_Lease]:
         if key not in self._leases:
