@@ -27,7 +27,7 @@ import pytest
 
 from jackfield_servers import PostgresServer, RedisServer, postgres_programs, redis_program
 
-__all__ = ["DATA_VARIABLE", "HARDWARE", "TOOLS", "in_loop", "vllm_python"]
+__all__ = ["DATA_VARIABLE", "HARDWARE", "TOOLS", "in_loop", "sglang_python", "vllm_python"]
 
 DATA_VARIABLE = "JACKFIELD_DATA"
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -69,15 +69,26 @@ TOOLS: dict[str, Callable[[], bool]] = {
 
 def vllm_python() -> Path | None:
     """The interpreter in which tests run vLLM: ``JACKFIELD_VLLM_PYTHON``, or that of ``make vllm-environment``."""
-    python = Path(os.environ.get("JACKFIELD_VLLM_PYTHON") or ROOT / "environments" / "vllm" / "bin" / "python")
+    return _python("vllm")
+
+
+def sglang_python() -> Path | None:
+    """The interpreter that has SGLang's types: ``JACKFIELD_SGLANG_PYTHON``, or that of ``make sglang-environment``."""
+    return _python("sglang")
+
+
+def _python(name: str) -> Path | None:
+    given = os.environ.get(f"JACKFIELD_{name.upper()}_PYTHON")
+    python = Path(given or ROOT / "environments" / name / "bin" / "python")
     return python if python.exists() else None
 
 
-#: What a machine of CI may lack: hardware, the rights of an administrator, an environment of 3.5 GB.
+#: What a machine of CI may lack: hardware, the rights of an administrator, environments of gigabytes.
 HARDWARE: dict[str, Callable[[], bool]] = {
     "cuda": _cuda,
     "mount": lambda: _may("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"),
     "network namespaces": lambda: _may("sh", "-c", _CABLE),
+    "sglang": lambda: sglang_python() is not None,
     "vllm": lambda: vllm_python() is not None,
 }
 

@@ -1,0 +1,309 @@
+"""What rollout servers have in common that pass requests on to somebody else's engine: requests, staleness, updates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from jackfield.abc.rollout import (
+    AbortRequest,
+    AbortResult,
+    BaseRolloutServer,
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResult,
+    HealthReport,
+    RolloutContext,
+    UpdateWeightsRequest,
+    WeightReceipt,
+    WorkerReceipt,
+)
+from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
+from jackfield.runtime.generation import Running, check_request
+
+__all__ = ["MEMORY", "RelayServer"]
+
+MEMORY = (
+    "weights",
+    "kv_cache",
+)  #: what sleep gives back, by the names of :class:`~jackfield.abc.rollout.WakeUpRequest`
+_GRACE_SECONDS = 10.0  #: for an engine to notice that a transfer is over
+
+
+class RelayServer(BaseRolloutServer):
+    """A replica whose requests another engine generates. A subclass says how.
+
+    A request is in a table from its submission to its end, and one task reads the engine's answers for it. Whoever ends
+    a request first (the engine, an abort, an update that failed) decides how.
+    """
+
+    engine_name: ClassVar[str] = "the engine"  #: for messages
+    update_kinds: ClassVar[tuple[str, ...]] = ("full",)  #: of :class:`~jackfield.abc.rollout.UpdateWeightsRequest`
+
+    def __init__(self, config: Any, context: RolloutContext) -> None:
+        super().__init__(config, context)
+        self._clock = context.clock
+        self._running: dict[str, Running] = {}
+        self._requests = 0
+        self._version = 0
+        self._update_lock = asyncio.Lock()
+        self._paused = self._stopped = self._used = False
+        self._stale: str | None = None
+        self._awake = set(MEMORY)
+        self._vocabulary = self._max_model_len = 0
+
+    # -- what a subclass says --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def _read(self, running: Running) -> None:
+        """Take the engine's answers for a request and end it; cancelled when nobody waits for it any more."""
+
+    @abstractmethod
+    def _down(self) -> str | None:
+        """Why the engine answers nothing (``the server is not running``); None: it does."""
+
+    @abstractmethod
+    async def _hold(self) -> None:
+        """Stop decoding, for an update."""
+
+    @abstractmethod
+    async def _release(self) -> None:
+        """Go on decoding after an update."""
+
+    @abstractmethod
+    async def _receive(self, request: UpdateWeightsRequest) -> Any:
+        """What can be done for an update while the engine decodes."""
+
+    @abstractmethod
+    async def _load(self, request: UpdateWeightsRequest, received: Any) -> Sequence[WorkerReceipt]:
+        """Load new weights into the engine, which is held, and forget what was computed with the old ones."""
+
+    def _refuse(self, request: GenerateRequest) -> None:
+        """Raise where the engine cannot do what a valid request asks for."""
+        return
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate one sample. Cancelling the call aborts the request."""
+        running = self._submit(request)
+        try:
+            await running.ended
+        finally:
+            await self._leave(running)
+        return running.result()
+
+    def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Generate one sample and yield its tokens as they come. Closing the iterator aborts the request."""
+        return self._stream(request)
+
+    async def _stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        chunks: asyncio.Queue[GenerateChunk | None] = asyncio.Queue()
+        running = self._submit(request, chunks)
+        try:
+            while chunk := await chunks.get():
+                yield chunk
+            await running.ended
+        finally:
+            await self._leave(running)
+
+    def _submit(self, request: GenerateRequest, stream: asyncio.Queue[GenerateChunk | None] | None = None) -> Running:
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+        check_request(request, self._vocabulary, self._max_model_len)
+        self._refuse(request)
+        name, wanted = request.request_id, request.minimum_weight_version
+        if name in self._running:
+            raise self._error(f"request {name!r} is running already", "rollout.request")
+        if wanted is not None and wanted > self._version:
+            raise self._error(
+                f"request {name!r} needs newer weights", "rollout.stale", expected=wanted, found=self._version
+            )
+        running = Running(request, asyncio.get_running_loop().create_future(), stream)
+        self._running[name] = running
+        running.reading = asyncio.create_task(self._read_or_fail(running), name=f"request {name}")
+        return running
+
+    async def _read_or_fail(self, running: Running) -> None:
+        try:
+            await self._read(running)
+        except Exception as error:
+            self._running.pop(running.request.request_id, None)
+            down = self._down()
+            ours = isinstance(error, RolloutError | PluginError) and down is None
+            running.fail(
+                error
+                if ours
+                else self._error(
+                    down or f"{self.engine_name} failed: {type(error).__name__}: {error}",
+                    "rollout.failed" if down is None else "rollout.stopped",
+                    fix=f"see what {self.engine_name} has printed",
+                )
+            )
+
+    def _end(self, running: Running, reason: Literal["stop", "length", "abort"]) -> None:
+        self._running.pop(running.request.request_id, None)
+        running.end(reason)
+
+    async def _leave(self, running: Running) -> None:
+        """Have the engine forget a request; no effect on one that has ended."""
+        if self._running.get(running.request.request_id) is running:
+            del self._running[running.request.request_id]
+        reading, running.reading = running.reading, None
+        if reading is not None and not reading.done() and reading is not asyncio.current_task():
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def abort(self, request: AbortRequest) -> AbortResult:
+        """End requests; when it returns they generate no more."""
+        chosen = [self._running[name] for name in request.request_ids or self._running if name in self._running]
+        await self._abort(chosen)
+        return AbortResult(request_ids=tuple(each.request.request_id for each in chosen))
+
+    async def _abort(self, chosen: Sequence[Running]) -> None:
+        for each in chosen:
+            self._end(each, "abort")
+        await asyncio.gather(*(self._leave(each) for each in chosen))
+
+    async def _fail_all(self) -> None:
+        """Fail everything unfinished with what the server refuses new requests with."""
+        refusal = self._refusal()
+        chosen = list(self._running.values())
+        self._running.clear()
+        for each in chosen:
+            assert refusal is not None
+            each.fail(refusal)
+        with suppress(Exception):
+            await asyncio.gather(*(self._leave(each) for each in chosen))
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Path:
+        """The model's folder, before the engine is started; its limits are noted.
+
+        Raises:
+            RolloutError: ``engine.model`` when there is no model, ``rollout.stopped`` for a second start.
+        """
+        if self._stopped or self._used:
+            raise self._error("the server cannot be started twice", "rollout.stopped", fix="make a new server")
+        self._used = True
+        folder = Path(self.context.model.path)
+        try:
+            described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise self._error(
+                "there is no model in the folder",
+                "engine.model",
+                expected="a Hugging Face folder with config.json, weights and tokenizer",
+                found=str(folder),
+            ) from error
+        text = {**described, **(described.get("text_config") or {})}
+        positions = int(text.get("max_position_embeddings") or self.context.max_model_len or 0)
+        self._vocabulary = int(text["vocab_size"])
+        self._max_model_len = min(self.context.max_model_len or positions, positions)
+        return folder
+
+    async def health(self) -> HealthReport:
+        """Whether the replica can serve, and its load."""
+        refusal = self._refusal()
+        waiting = sum(not each.token_ids for each in self._running.values())
+        detail = refusal.message if refusal else "paused" if self._paused else ""
+        return HealthReport(
+            healthy=refusal is None,
+            running=len(self._running) - waiting,
+            waiting=waiting,
+            weight_version=self._version,
+            detail=detail or ("asleep" if len(self._awake) < len(MEMORY) else ""),
+        )
+
+    def _refusal(self) -> RolloutError | None:
+        """Why nothing can be generated, if so."""
+        down = self._down()
+        if down is not None:
+            return self._error(down, "rollout.stopped", fix="start it, or make a new one")
+        if self._stale is not None:
+            return self._error(self._stale, "rollout.stale", fix="send a full update")
+        return None
+
+    def _require_running(self) -> None:
+        down = self._down()
+        if down is not None:
+            raise self._error(down, "rollout.stopped", fix="start it, or make a new one")
+
+    def _error(self, message: str, code: str, **details: Any) -> RolloutError:
+        return RolloutError(message, code=code, **{"where": f"replica {self.context.replica}", **details})
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
+        """Receive a new version, load it between two decode steps and acknowledge it.
+
+        Raises:
+            WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``.
+            PluginError: ``plugin.capability`` for a kind of update that the engine does not load.
+        """
+        self._require_running()
+        if request.kind not in self.update_kinds:
+            raise PluginError(
+                f"{self.engine_name} cannot load an update of kind '{request.kind}'",
+                code="plugin.capability",
+                where=f"replica {self.context.replica}",
+                expected=" or ".join(self.update_kinds),
+                found=request.kind,
+            )
+        # an engine cannot be interrupted: whoever leaves early leaves the update to its end, and the next one waits
+        task = asyncio.create_task(self._update(request), name=f"update to version {request.version}")
+        what = f"weights of version {request.version} for replica {self.context.replica}"
+        try:
+            return await self._clock.wait_for(asyncio.shield(task), request.deadline_seconds + _GRACE_SECONDS, what)
+        except BaseException as error:
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._stale = f"the update to version {request.version} failed: {_line(error)}"
+            await self._fail_all()
+            raise
+
+    async def _update(self, request: UpdateWeightsRequest) -> WeightReceipt:
+        async with self._update_lock:
+            self._require_running()
+            began = self._clock.time()
+            self._check_update(request)
+            received = await self._receive(request)
+            await self._hold()
+            paused = self._clock.time()
+            try:
+                workers = await self._load(request, received)
+                self._version, self._stale = request.version, None
+            finally:
+                if not self._paused and self._down() is None:
+                    await self._release()
+            ended = self._clock.time()
+        return WeightReceipt(
+            version=request.version,
+            replica=self.context.replica,
+            workers=tuple(workers),
+            seconds=ended - began,
+            paused_seconds=ended - paused,
+        )
+
+    def _check_update(self, request: UpdateWeightsRequest) -> None:
+        if request.version < self._version:
+            raise WeightsError(
+                "weights went backwards",
+                code="weights.version",
+                expected=f"at least {self._version}",
+                found=request.version,
+            )
+        if "weights" not in self._awake:
+            raise WeightsError("the weights are asleep", fix="wake_up(tags=('weights',)) before the update")
+
+
+def _line(error: BaseException) -> str:
+    if isinstance(error, JackfieldError):
+        return error.message
+    return "cancelled" if isinstance(error, asyncio.CancelledError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,72 @@
+"""Settings of the plugin; importable without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from attrs.validators import and_, ge, gt, le
+
+from jackfield.errors import ConfigError
+from jackfield.structuring import option
+
+__all__ = ["Config"]
+
+#: Arguments of SGLang's server that this plugin sets itself, with the setting that stands for each.
+_OURS = {
+    "model-path": "model.path",
+    "dtype": "model.dtype",
+    "trust-remote-code": "model.trust_remote_code",
+    "random-seed": "seed",
+    "context-length": "runtime.max_model_len",
+    "max-running-requests": "rollout.max_batch_size",
+    "tp-size": "rollout.tensor_parallel",
+    "mem-fraction-static": "rollout.memory_fraction",
+    "disable-radix-cache": "rollout.prefix_caching",
+    "enable-deterministic-inference": "rollout.deterministic",
+    "enable-lora": "model.lora",
+    "max-lora-rank": "model.lora.rank",
+    "lora-target-modules": "model.lora",
+    "host": "nothing: it is the replica's own",
+    "port": "nothing: a free one is taken",
+    "enable-memory-saver": "nothing: it is how the replica sleeps",
+    "enable-weights-cpu-backup": "nothing: it is how the replica sleeps",
+    "incremental-streaming-output": "nothing: it is how streams are read",
+    "quantization": "nothing: weights come unquantised",
+}
+
+
+def _is_free(_: Any, __: attrs.Attribute[Any], value: Mapping[str, Any]) -> None:
+    for name in value:
+        if name in _OURS:
+            raise ConfigError(
+                f"the argument --{name} of SGLang is not free",
+                where=f"rollout.arguments.{name}",
+                expected="an argument that no setting stands for",
+                fix=f"use {_OURS[name]}",
+            )
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """Settings of the ``sglang`` rollout server."""
+
+    max_batch_size: int = option(256, help="requests decoded together", validator=ge(1))
+    tensor_parallel: int = option(1, help="GPUs of a replica", validator=ge(1))
+    memory_fraction: float = option(
+        0.85, help="of the device's memory, for weights and KV cache", validator=and_(gt(0.0), le(1.0))
+    )
+    prefix_caching: bool = option(True, help="keep what prompts have in common; forgotten at every update of weights")
+    deterministic: bool = option(
+        True, help="SGLang's deterministic kernels, without which seeds have no effect; false: faster"
+    )
+    staging: str = option(
+        "/dev/shm", help="an existing folder, in memory if it can be: new weights pass through files there"
+    )
+    start_seconds: float = option(600.0, help="for SGLang to load the model and answer", validator=gt(0.0))
+    arguments: Mapping[str, Any] = option(
+        factory=dict,
+        help="further arguments of sglang.launch_server, without the dashes in front; true: a flag",
+        validator=_is_free,
+    )

@@ -1,0 +1,168 @@
+"""What SGLang is told, and what its answers mean. Names and types are those of SGLang 0.5.23."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from jackfield.abc.engine import ModelSpec
+from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams
+from jackfield.errors import PluginError, RolloutError
+from jackfield.runtime.generation import mixed
+from jackfield_rollout_sglang.config import Config
+
+__all__ = ["Answer", "check_logprobs", "generate_body", "launch_arguments", "read_answer"]
+
+_MASK_TOKENS = 4096  #: SGLang's own default of --sampling-mask-max-tokens
+_FINISH: Mapping[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@attrs.frozen
+class Answer:
+    """Some further tokens of a request."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length", "abort"] | None
+    message: str = ""  #: of an abort that was SGLang's own
+
+
+def launch_arguments(config: Config, context: RolloutContext, port: int) -> list[str]:
+    """The command line behind ``python -m sglang.launch_server``."""
+    chosen: dict[str, Any] = {
+        **config.arguments,
+        "model-path": context.model.path,
+        "dtype": context.model.dtype,
+        "trust-remote-code": context.model.trust_remote_code,
+        "random-seed": context.seed,
+        "context-length": context.max_model_len,
+        "max-running-requests": config.max_batch_size,
+        "tp-size": config.tensor_parallel,
+        "mem-fraction-static": config.memory_fraction,
+        "disable-radix-cache": not config.prefix_caching,
+        "enable-deterministic-inference": config.deterministic,
+        "enable-memory-saver": True,
+        "enable-weights-cpu-backup": True,
+        "incremental-streaming-output": True,
+        "host": context.host,
+        "port": port,
+        **_lora_arguments(context.model),
+    }
+    line: list[str] = []
+    for name, value in chosen.items():
+        if value is True:
+            line.append(f"--{name}")
+        elif value is not None and value is not False:
+            line += [f"--{name}", str(value)]
+    return line
+
+
+def _lora_arguments(model: ModelSpec) -> dict[str, Any]:
+    if model.lora is None:
+        return {}
+    return {"enable-lora": True, "max-lora-rank": model.lora.rank, "lora-target-modules": "all"}
+
+
+def check_logprobs(request: GenerateRequest) -> None:
+    """Refuse log-probabilities that SGLang does not compute.
+
+    Its own are those before top-k, top-p and min-p, at the request's temperature. What was drawn from after these it
+    tells for a finite top-k alone.
+
+    Raises:
+        PluginError: ``plugin.capability``.
+    """
+    sampling = request.sampling
+    expected = None
+    if sampling.logprobs == "raw" and sampling.temperature not in (0, 1):
+        expected = "logprobs: raw with temperature 1 or 0"
+    if _asks_for_mask(sampling) and not 1 <= sampling.top_k <= _MASK_TOKENS:
+        expected = f"logprobs: processed with top_p or min_p needs a top_k of 1 to {_MASK_TOKENS}"
+    if expected is not None:
+        raise PluginError(
+            "SGLang does not compute these log-probabilities",
+            code="plugin.capability",
+            where=request.request_id,
+            expected=expected,
+            found={name: getattr(sampling, name) for name in ("temperature", "logprobs", "top_k", "top_p", "min_p")},
+        )
+
+
+def _asks_for_mask(sampling: SamplingParams) -> bool:
+    """Whether the distribution that is drawn from is not the softmax."""
+    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return sampling.temperature > 0 and sampling.logprobs == "processed" and filters
+
+
+def generate_body(
+    request: GenerateRequest, seed: int, made: Sequence[int], name: str, max_model_len: int, *, stream: bool,
+    adapter: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The body of ``/generate`` for what is left of a request.
+
+    Args:
+        request: the whole of it.
+        seed: of the whole of it; SGLang hashes it with each token's position.
+        made: tokens that it has already, with earlier weights or before a pause.
+        name: under which SGLang knows it.
+        max_model_len: tokens of prompt and response together.
+        stream: answer token by token.
+        adapter: a LoRA adapter that SGLang has loaded; None: the base model.
+    """
+    sampling = request.sampling
+    greedy = sampling.temperature == 0
+    budget = min(sampling.max_new_tokens, max_model_len - len(request.prompt_ids))
+    body: dict[str, Any] = {
+        "rid": name,
+        "input_ids": [*request.prompt_ids, *made],
+        "sampling_params": {
+            "max_new_tokens": budget - len(made),
+            "temperature": sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "top_k": -1 if greedy or not sampling.top_k else sampling.top_k,
+            "min_p": 0.0 if greedy else sampling.min_p,
+            "stop": list(sampling.stop) or None,
+            "stop_token_ids": list(sampling.stop_token_ids) or None,
+            "ignore_eos": sampling.ignore_eos,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+            "sampling_seed": mixed(seed),
+        },
+        "return_logprob": True,
+        "stream": stream,
+    }
+    if _asks_for_mask(sampling):
+        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+    if adapter is not None:
+        body["lora_path"] = adapter
+    return body
+
+
+def read_answer(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
+    """An answer of ``/generate``, whole or one of a stream (with what is new alone).
+
+    Raises:
+        RolloutError: ``rollout.failed``: an error of SGLang's, or tokens without log-probabilities.
+    """
+    if "error" in answer or "meta_info" not in answer:
+        raise RolloutError("SGLang refuses the request", code="rollout.failed", where=body["rid"], found=dict(answer))
+    meta = answer["meta_info"]
+    tokens = [int(token) for token in answer.get("output_ids") or ()]
+    if body.get("return_sampling_mask"):
+        log_probs = [float(value) for value in meta.get("output_token_sampling_logprobs") or ()]
+    else:
+        log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
+    if len(tokens) != len(log_probs):
+        raise RolloutError(
+            "SGLang tells another number of log-probabilities than of tokens",
+            code="rollout.failed",
+            where=body["rid"],
+            expected=len(tokens),
+            found=len(log_probs),
+        )
+    finish = meta.get("finish_reason")
+    if finish is None:
+        return Answer(tokens, log_probs, None)
+    return Answer(tokens, log_probs, _FINISH[finish["type"]], str(finish.get("message") or ""))
