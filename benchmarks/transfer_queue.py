@@ -6,9 +6,9 @@ Each backend that is installed is measured in this process: a batch of 64 rows o
 new keys each time; the median counts, after a first time that touches the memory. A get ends when the consumer has read
 every byte and the sum is right. The backend zmq is measured between processes, too: from the beginning of a put until a
 second process, which is then told, has got the batch (both messages, through pipes, included); a memcpy takes turns.
-Beside them: a memcpy of the same bytes into memory that was touched before, and the PyPI package TransferQueue 0.1.11,
-where it is installed (make benchmark-transfer-queue). PostgreSQL and Redis are started for the benchmark on loopback,
-PostgreSQL without fsync.
+Beside them: a memcpy of the same bytes into memory that was touched before, Ray's object store alone (an object for a
+batch), and the PyPI package TransferQueue 0.1.11, where it is installed (make benchmark-transfer-queue). PostgreSQL and
+Redis are started for the benchmark on loopback, PostgreSQL without fsync.
 
 The controller is measured over a backend that keeps nothing: rows are put until all are there, then leased, acked and
 committed; microseconds per row, and the growth of the process in bytes per row.
@@ -46,6 +46,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a copy by several threads waits
 
 ROWS = 64
 PEER = "TransferQueue 0.1.11"
+RAY = "Ray's object store"
 PEER_SECONDS, QUICK_PEER_SECONDS = 240.0, 40.0
 PEER_PYTHON = str(FOLDER.parent / ".venv-transfer-queue" / "bin" / "python")  #: made by make benchmark-transfer-queue
 HEADLINE_MB = 64
@@ -98,6 +99,13 @@ def measure(arguments: argparse.Namespace, say: Any) -> tuple[dict[str, Any], di
                     "zmq, between processes: {put_mb_per_s:,.0f} MB/s, memcpy {memcpy_mb_per_s:,.0f}, fraction "
                     "{memcpy_fraction:.2f}".format(**found["between_processes"])
                 )
+    if not arguments.backends or "ray" in arguments.backends:
+        one = in_a_process_of_its_own("ray", 120.0)
+        if "reason" in one:
+            reasons[RAY] = one["reason"]
+        else:
+            found["backends"][RAY] = one
+            say(line(RAY, one, arguments.sizes))
     if not arguments.backends or PEER in arguments.backends:
         python = PEER_PYTHON if Path(PEER_PYTHON).exists() else sys.executable
         peer = in_a_process_of_its_own("peer", QUICK_PEER_SECONDS if arguments.quick else PEER_SECONDS, python)
@@ -148,6 +156,8 @@ def only(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """A part that needs a process of its own."""
     if part == "peer":
         return peer(arguments.sizes, 2 if arguments.quick else 5)
+    if part == "ray":
+        return object_store(arguments.sizes, 2 if arguments.quick else 5)
     if part.startswith("reader:"):
         return asyncio.run(reader(part.partition(":")[2]))
     return asyncio.run(controller(int(part.partition(":")[2])))
@@ -294,6 +304,53 @@ async def backend(cls: Any, config: Any, folder: str, sizes: list[int], repeats:
         await store.get(GetRequest(partition="p", keys=(f"s-{row}",), columns=("x", "reward")))
         small_gets.append(time.perf_counter() - began)
     await store.close()
+    return {
+        "put": rates(bytes_of, puts),
+        "get": rates(bytes_of, gets),
+        "small_put_p50_ms": statistics.median(small_puts) * 1e3,
+        "small_get_p50_ms": statistics.median(small_gets) * 1e3,
+    }
+
+
+def object_store(sizes: list[int], repeats: int) -> dict[str, Any]:
+    """The same with Ray alone: one object for a batch, and one for a small row."""
+    import ray
+
+    own: dict[str, Any] = {
+        "num_cpus": 1,
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "configure_logging": False,
+    }
+    ray.init(address="local", _node_ip_address="127.0.0.2", **own)
+    puts: dict[str, list[float]] = {str(size): [] for size in sizes}
+    gets: dict[str, list[float]] = {str(size): [] for size in sizes}
+    bytes_of: dict[str, int] = {}
+    for size in sizes:
+        values = batch(size).numpy()
+        bytes_of[str(size)], expected = values.nbytes, int(values.view("int64").sum())
+        for repeat in range(1 + repeats):
+            began = time.perf_counter()
+            reference = ray.put(values)
+            took = time.perf_counter() - began
+            began = time.perf_counter()
+            found = ray.get(reference)
+            total = int(found.view("int64").sum())
+            if repeat:
+                puts[str(size)].append(took)
+                gets[str(size)].append(time.perf_counter() - began)
+            assert expected == total, "other bytes came back"
+            del found, reference
+    small_puts, small_gets = [], []
+    small = batch(1).numpy()[0, :32]
+    for _ in range(100 * repeats):
+        began = time.perf_counter()
+        reference = ray.put([small, small[:1]])
+        small_puts.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        ray.get(reference)
+        small_gets.append(time.perf_counter() - began)
+    ray.shutdown()
     return {
         "put": rates(bytes_of, puts),
         "get": rates(bytes_of, gets),

@@ -1,0 +1,1 @@
+"""Samples in the object store of a Ray cluster."""

@@ -1,0 +1,339 @@
+"""The backend: values as objects of Ray, one for each put, and an index of them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import ray
+import torch
+from ray import exceptions
+
+from jackfield.abc.transfer_queue import (
+    Column,
+    DeleteRequest,
+    DeleteResult,
+    GetRequest,
+    GetResult,
+    LostResult,
+    PutRequest,
+    PutResult,
+    SnapshotRequest,
+    SnapshotResult,
+    StatsResult,
+    TransferQueueBackend,
+    TransferQueueContext,
+)
+from jackfield.errors import QueueError
+from jackfield.queue.archive import ArchivedRow, batches, read_archive, write_archive
+from jackfield.queue.cells import Cell, cells_of, column_of
+from jackfield_transport_ray.clusters import joined
+from jackfield_transport_ray.config import Config
+from jackfield_transport_ray.index import Entry, Found, Index
+
+__all__ = ["RayBackend"]
+
+T = TypeVar("T")
+
+_NAMESPACE = "jackfield"
+_THREADS = 4  #: requests of Ray at a time
+_SHOWN = 1 << 16  #: bytes; smaller columns are copied, so that they do not keep an object
+
+
+class RayBackend(TransferQueueBackend):
+    """Each put is an object of Ray's store: an array of bytes for each column. Rows go with the process that put them,
+    or with the index."""
+
+    durable: ClassVar[bool] = False
+
+    def __init__(self, config: Config, context: TransferQueueContext) -> None:
+        super().__init__(config, context)
+        self._settings = config
+        self._owner = uuid.uuid4().hex
+        self._index: Any = None  #: of this process, or an actor
+        self._threads: ThreadPoolExecutor | None = None
+        self._own_cluster = False
+
+    # -- life
+
+    async def start(self) -> None:
+        """Be in a cluster, and have an index.
+
+        Raises:
+            QueueError: ``queue.unreachable``.
+        """
+        settings = self._settings
+        # in this thread: what Ray starts would end with another one
+        self._own_cluster = joined(settings.address, settings.object_store_bytes)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jackfield-ray")
+        if settings.queue is None:
+            self._index = Index()
+            return
+        options = {"name": f"queue {settings.queue}", "namespace": _NAMESPACE, "get_if_exists": True, "num_cpus": 0}
+        self._index = await self._in_thread(lambda: ray.remote(Index).options(**options).remote())
+
+    async def close(self) -> None:
+        """Forget everything."""
+        threads, self._threads = self._threads, None
+        self._index = None
+        if threads is not None:
+            threads.shutdown()
+        if self._own_cluster:
+            self._own_cluster = False
+            ray.shutdown()
+
+    def _open(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            raise QueueError("the ray backend is closed", code="queue.closed")
+        return self._threads
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Ask Ray.
+
+        Raises:
+            QueueError: ``queue.full`` or ``queue.unreachable``; what ``work`` raises.
+        """
+        try:
+            return await asyncio.wrap_future(self._open().submit(work))
+        except exceptions.ObjectStoreFullError as error:
+            raise QueueError(f"Ray's object store is full: {error}", code="queue.full") from error
+        except (exceptions.GetTimeoutError, exceptions.RayActorError, exceptions.RaySystemError) as error:
+            text = str(error).splitlines()[0] if str(error) else ""
+            raise QueueError(
+                f"Ray does not answer: {type(error).__name__}: {text}",
+                code="queue.unreachable",
+                where=f"index of queue {self._settings.queue}" if self._settings.queue else "Ray's object store",
+            ) from error
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        """Ask the index."""
+        self._open()
+        index = self._index
+        if isinstance(index, Index):
+            return getattr(index, method)(*arguments)
+        seconds = self._settings.seconds
+        return await self._in_thread(lambda: ray.get(getattr(index, method).remote(*arguments), timeout=seconds))
+
+    # -- rows
+
+    async def put(self, request: PutRequest) -> PutResult:
+        """Copy all columns into one object.
+
+        Raises:
+            QueueError: ``queue.full`` where Ray's object store is, and cannot be spilled to disk.
+        """
+        self._open()
+        keys, name = request.keys, uuid.uuid4().hex
+        if len(set(keys)) != len(keys):
+            raise QueueError("a row is named twice", expected="distinct keys", found=list(keys)[:4])
+        columns: list[list[Entry]] = []
+        for column_name, column in request.columns.items():
+            if len(column) != len(keys):
+                raise QueueError(
+                    f"column {column_name!r} has {len(column)} rows", expected=len(keys), where=column_name
+                )
+            columns.append(_entries(cells_of(column), name, len(columns)))
+        arrays = [_bytes(column.values) for column in request.columns.values()]
+        reference = await self._in_thread(lambda: ray.put(arrays))
+        entries = [entries[row] for row in range(len(keys)) for entries in columns]
+        names = list(request.columns)
+        await self._ask("put", request.partition, list(keys), names, entries, {name: reference}, self._owner)
+        return PutResult(bytes=sum(array.nbytes for array in arrays))
+
+    async def get(self, request: GetRequest) -> GetResult:
+        """Columns in the order of the keys. Large columns whose rows were put together are shown where they lie in
+        Ray's store, and must not be written to.
+
+        Raises:
+            QueueError: ``queue.unknown-row``, ``queue.column``; ``queue.lost`` naming rows that went with a process or
+                node; ``queue.unreachable`` at the deadline.
+        """
+        keys, columns = list(request.keys), list(request.columns)
+        found: Found = await self._ask("get", request.partition, keys, columns)
+        _name_what_lacks(request, found)
+        arrays = await self._fetched(found.objects, lambda names: _rows_of(found, names, keys, len(columns)), request)
+        width = len(columns)
+        return GetResult(
+            columns={name: _column(name, found.entries[n::width], arrays) for n, name in enumerate(columns)}
+        )
+
+    async def _fetched(
+        self, objects: Mapping[str, Any], rows_of: Callable[[set[str]], list[str]], request: GetRequest
+    ) -> dict[str, list[Any]]:
+        """The arrays of objects, by name."""
+        names, seconds = list(objects), self._settings.seconds
+        try:
+            arrays = await self._in_thread(lambda: ray.get([objects[name] for name in names], timeout=seconds))
+        except exceptions.ObjectLostError:
+            lost = await self._in_thread(lambda: _lost(objects, seconds))
+            raise _rows_lost(request.partition, rows_of(lost)) from None
+        return dict(zip(names, arrays, strict=True))
+
+    async def lost(self, request: GetRequest) -> LostResult:
+        """Rows of other processes that went with them or their node."""
+        others: dict[str, tuple[Any, list[str]]]
+        others = await self._ask("of_others", request.partition, list(request.keys), self._owner)
+        references, seconds = {name: reference for name, (reference, _) in others.items()}, self._settings.seconds
+        gone = await self._in_thread(lambda: _lost(references, seconds)) if references else set()
+        rows = {key for name in gone for key in others[name][1]}
+        return LostResult(keys=tuple(key for key in request.keys if key in rows))
+
+    async def delete(self, request: DeleteRequest) -> DeleteResult:
+        """Forget rows; unknown keys are ignored. An object goes with its last cell and its last reader."""
+        rows, size = await self._ask("delete", request.partition, list(request.keys))
+        return DeleteResult(rows=rows, bytes=size)
+
+    async def stats(self) -> StatsResult:
+        """Rows and bytes; in ``details`` how many objects."""
+        rows, size, objects = await self._ask("stats")
+        return StatsResult(rows=rows, bytes=size, details={"objects": float(objects)})
+
+    async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
+        """Write the rows of one moment; their objects cannot change, and stay until this has ended."""
+        rows, objects = await self._ask("everything")
+        seconds = self._settings.seconds
+        return await self._in_thread(lambda: write_archive(Path(request.folder), _archived(rows, objects, seconds)))
+
+    async def restore(self, request: SnapshotRequest) -> SnapshotResult:
+        """Replace everything by a checkpoint, at once."""
+        rows, objects = await self._in_thread(lambda: _staged(Path(request.folder)))
+        count, size = await self._ask("replace", rows, objects, self._owner)
+        return SnapshotResult(rows=count, bytes=size)
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def _bytes(values: torch.Tensor) -> Any:
+    """uint8 ``[bytes]``, which numpy and Ray take whatever the dtype was."""
+    return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _entries(cells: Sequence[Cell], name: str, number: int) -> list[Entry]:
+    """Of a column that lies in array ``number`` of an object."""
+    made: list[Entry] = []
+    start = 0
+    for cell in cells:
+        made.append((cell.kind, cell.dtype, cell.shape, name, number, start, len(cell.content)))
+        start += len(cell.content)
+    return made
+
+
+def _cell(entry: Entry, arrays: Mapping[str, Sequence[Any]]) -> Cell:
+    kind, dtype, shape, name, number, start, size = entry
+    return Cell.checked(kind, dtype, shape, memoryview(arrays[name][number])[start : start + size])
+
+
+def _column(name: str, entries: Sequence[Entry], arrays: Mapping[str, Sequence[Any]]) -> Column:
+    _, _, _, first, number, start, _ = entries[0]
+    end, together = start, True
+    for entry in entries:
+        together = together and entry[3:6] == (first, number, end)
+        end += entry[6]
+
+    def memory(size: int) -> torch.Tensor | None:
+        if size < _SHOWN or not together:
+            return None
+        return torch.from_numpy(np.asarray(_Shown(arrays[first][number], start, size)))
+
+    return column_of(name, [_cell(entry, arrays) for entry in entries], memory)
+
+
+class _Shown:
+    """Some bytes of an object. Ray's arrays cannot be written to; torch would warn of that at each of them."""
+
+    def __init__(self, array: Any, start: int, size: int) -> None:
+        self._array = array
+        address = array.ctypes.data + start
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def _archived(
+    rows: Mapping[tuple[str, str], Mapping[str, Entry]], objects: Mapping[str, Any], seconds: float
+) -> Iterator[ArchivedRow]:
+    for (partition, key), row in rows.items():
+        names = list(dict.fromkeys(entry[3] for entry in row.values()))
+        try:
+            found = ray.get([objects[name] for name in names], timeout=seconds)
+        except exceptions.ObjectLostError:
+            raise _rows_lost(partition, [key]) from None
+        arrays = dict(zip(names, found, strict=True))
+        cells = {column: _cell(entry, arrays) for column, entry in row.items()}
+        yield ArchivedRow(partition=partition, key=key, cells=cells)
+
+
+def _staged(folder: Path) -> tuple[dict[tuple[str, str], dict[str, Entry]], dict[str, Any]]:
+    """The rows of a checkpoint, as objects."""
+    rows: dict[tuple[str, str], dict[str, Entry]] = {}
+    objects: dict[str, Any] = {}
+    for batch in batches(read_archive(folder), lambda row: row.bytes):
+        name, content, start = uuid.uuid4().hex, [], 0
+        for row in batch:
+            entries = rows.setdefault((row.partition, row.key), {})
+            for column, cell in row.cells.items():
+                entries[column] = (cell.kind, cell.dtype, cell.shape, name, 0, start, len(cell.content))
+                content.append(cell.content)
+                start += len(cell.content)
+        if content:
+            objects[name] = ray.put([np.frombuffer(b"".join(content), dtype=np.uint8)])
+    return rows, objects
+
+
+# -- what is not there -------------------------------------------------------------------------------------------------
+
+
+def _lost(objects: Mapping[str, Any], seconds: float) -> set[str]:
+    """Names of objects that are gone."""
+    found = set()
+    for name, reference in objects.items():
+        try:
+            ray.get(reference, timeout=seconds)
+        except exceptions.ObjectLostError:
+            found.add(name)
+    return found
+
+
+def _rows_of(found: Found, names: set[str], keys: Sequence[str], width: int) -> list[str]:
+    """Rows with cells in some objects."""
+    return [
+        key
+        for number, key in enumerate(keys)
+        if any(entry[3] in names for entry in found.entries[number * width : (number + 1) * width])
+    ]
+
+
+def _rows_lost(partition: str, keys: Sequence[str]) -> QueueError:
+    return QueueError(
+        f"the process or node that had put {len(keys)} rows died: {', '.join(keys[:8])}{', …' * (len(keys) > 8)}",
+        code="queue.lost",
+        where=f"{partition}: {keys[0]}",
+        found=list(keys),
+        fix="make these rows anew; all others are there",
+    )
+
+
+def _name_what_lacks(request: GetRequest, found: Found) -> None:
+    if not request.keys:
+        raise QueueError("no rows are named", expected="one key at least")
+    if found.unknown:
+        key = found.unknown[0]
+        message = f"no row {key!r} is in the queue"
+        raise QueueError(message, code="queue.unknown-row", where=f"{request.partition}: {key}")
+    if found.lacking:
+        first, name, others = found.lacking[0]
+        count = sum(name == other for _, other, _ in found.lacking)
+        raise QueueError(
+            f"column {name!r} is not there in {count} rows, {first} first",
+            code="queue.column",
+            where=f"{request.partition}: {first}",
+            expected=f"one of {', '.join(others) or '(none)'}",
+            found=name,
+        )

@@ -1,0 +1,27 @@
+"""Settings of the backend; importable without Ray."""
+
+from __future__ import annotations
+
+import attrs
+from attrs.validators import ge, gt, optional
+
+from jackfield.structuring import option
+
+__all__ = ["Config"]
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """Which cluster, and who shares the rows."""
+
+    queue: str | None = option(
+        None, help="Name under which processes of one cluster share the rows; null: this process has them alone."
+    )
+    address: str | None = option(
+        None,
+        help="HOST:PORT of a cluster to join; null: the one that this process is in, or else one of its own.",
+    )
+    object_store_bytes: int | None = option(
+        None, help="Shared memory of a cluster of its own; null: Ray's default.", validator=optional(ge(80 * 10**6))
+    )
+    seconds: float = option(30.0, help="Longest time for one request.", validator=gt(0))

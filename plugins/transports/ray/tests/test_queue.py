@@ -1,0 +1,120 @@
+"""What is particular to the backend: several processes share rows, and die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from jackfield.abc.transfer_queue import GetRequest, PutRequest, TransferQueueContext
+from jackfield.errors import QueueError
+from jackfield.queue import dense_column
+from jackfield_testing import in_loop
+from jackfield_transport_ray.backend import RayBackend
+from jackfield_transport_ray.config import Config
+
+WIDTH = 1 << 15  #: float32 of a row
+
+cloudpickle: Any = ray.cloudpickle
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a worker of Ray cannot import this module
+
+
+@contextlib.asynccontextmanager
+async def opened(**settings: Any) -> AsyncIterator[RayBackend]:
+    """A started backend, closed at the end."""
+    backend = RayBackend(Config(**settings), TransferQueueContext())
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.close()
+
+
+async def put(backend: RayBackend, values: dict[str, float], column: str = "x") -> None:
+    """A row for each value, which fills it."""
+    rows = torch.tensor(list(values.values()))[:, None].expand(-1, WIDTH).contiguous()
+    await backend.put(PutRequest(partition="p", keys=tuple(values), columns={column: dense_column(rows)}))
+
+
+def asked(*keys: str, column: str = "x") -> GetRequest:
+    return GetRequest(partition="p", keys=keys, columns=(column,))
+
+
+async def values(backend: RayBackend, *keys: str) -> list[float]:
+    """The value of each row."""
+    return [float(row[-1]) for row in (await backend.get(asked(*keys))).columns["x"].values]
+
+
+async def until_it_fails(backend: RayBackend, *keys: str) -> None:
+    """Read again and again: Ray learns of deaths by and by."""
+    while True:
+        await values(backend, *keys)
+
+
+class Producer:
+    """A process that puts."""
+
+    async def begin(self, queue: str) -> int:
+        self.backend = RayBackend(Config(queue=queue), TransferQueueContext())
+        await self.backend.start()
+        await put(self.backend, {"b": 2.0, "c": 3.0})
+        await put(self.backend, {"a": 9.0}, "late")
+        return os.getpid()
+
+    async def read(self) -> list[float]:
+        return await values(self.backend, "a", "c")
+
+
+@pytest.mark.timeout(120)
+@in_loop
+async def test_rows_of_a_killed_process_are_lost_by_name_and_no_others() -> None:
+    """Each of two processes reads what the other has put. After a ``kill -9`` of one, exactly the rows are lost of
+    which it had put a column; they can be put anew."""
+    async with opened(queue="shared") as backend, opened() as alone:
+        await put(backend, {"a": 1.0, "d": 4.0})
+        await put(alone, {"a": 5.0})
+        producer: Any = ray.remote(Producer).options(num_cpus=0).remote()
+        pid: Any = ray.get(producer.begin.remote("shared"))
+        assert [1.0, 2.0, 3.0] == await values(backend, "a", "b", "c")
+        assert [1.0, 3.0] == ray.get(producer.read.remote())
+        assert () == (await backend.lost(asked("a", "b", "c", "d"))).keys
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(producer.read.remote())
+        with pytest.raises(QueueError) as caught:
+            await until_it_fails(backend, "d", "c", "b")
+        assert ("queue.lost", ["c", "b"]) == (caught.value.code, caught.value.found)
+        assert ("a", "b", "c") == (await backend.lost(asked("a", "b", "c", "d"))).keys
+        assert [1.0, 4.0] == await values(backend, "a", "d")  # this column was another's
+        await put(backend, {"b": 6.0, "c": 7.0})
+        assert [6.0, 7.0] == await values(backend, "b", "c")
+        assert [5.0] == await values(alone, "a")
+
+
+@in_loop
+async def test_large_columns_are_shown_where_they_lie() -> None:
+    """Two readers see the same memory, which stays as it was while they do, also when the row is replaced."""
+    async with opened() as backend:
+        await put(backend, {"a": 1.0, "b": 2.0})
+        first, second = [(await backend.get(asked("a", "b"))).columns["x"].values for _ in range(2)]
+        assert first.data_ptr() == second.data_ptr()
+        await put(backend, {"a": 8.0, "b": 9.0})
+        assert [1.0, 2.0] == first[:, 0].tolist()
+        assert [8.0, 9.0] == await values(backend, "a", "b")
+
+
+@in_loop
+async def test_an_index_that_has_gone_is_named() -> None:
+    async with opened(queue="going", seconds=20) as backend:
+        await put(backend, {"a": 1.0})
+        ray.kill(ray.get_actor("queue going", namespace="jackfield"))
+        with pytest.raises(QueueError, match="index of queue going") as caught:
+            await until_it_fails(backend, "a")
+        assert "queue.unreachable" == caught.value.code
