@@ -136,10 +136,12 @@ def lives(pid: int) -> bool:
 def joined(ray_run: RayRun, cluster: str) -> Path:
     """The folder of a run in a cluster that is there: two ranks and two replicas take turns, with all hand-overs.
 
-    Workers without state are killed on the way.
+    Workers without state are killed on the way, and a replica, which is made anew.
     """
-    kill = {"step 1": ["agent worker 0"], "step 2": ["reward worker 0"]}
+    kill = {"step 1": ["agent worker 0"], "step 2": ["reward worker 0"], "step 3": ["rollout replica 1"]}
     ended = ray_run("joined", "--address", cluster, "runtime.offload=true", kill=kill)
+    assert "rollout replica 1 died and is started again" in ended.stderr
+    assert "the run goes on after" not in ended.stderr
     assert "constructor arguments" not in ended.stderr, "Ray fears for actors that are to be started again"
     return ended.folder
 
@@ -165,7 +167,8 @@ def check_close(expected: list[dict[str, Any]], folder: Path, *, steps: int) -> 
 
 
 def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run: RayRun, joined: Path) -> None:
-    """The run goes on from its newest checkpoint, in a cluster of its own; weights are the same, bit for bit.
+    """In a cluster of its own a replica is made anew; else the run goes on from its newest checkpoint. In the end
+    weights are the same, bit for bit.
 
     Here ranks and replica have places of their own. Only who died has a new process.
     """
@@ -176,8 +179,12 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
     }
     places = ("runtime.ray.placement=separate", "runtime.rollout_replicas=1", "runtime.ray.num_cpus=3")
     ended = ray_run("recovered", *places, "checkpoint.every=1", kill=kill)
-    for step, (name,) in enumerate(kill.values(), start=1):
+    assert "rollout replica 0 died and is started again" in ended.stderr
+    assert ["seconds/revive" in line for line in by_step(metrics(ended.folder))] == [False, True, False, False]
+    for step in (2, 3):
+        (name,) = kill[f"checkpoint {step}"]
         assert f"{name} died; the run goes on after step {step}" in ended.stderr
+    assert 2 == ended.stderr.count("the run goes on after")
     check_equal(joined, ended.folder, besides=("replicas", "canary"))
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, SleepRequest, WakeUpRequest
+from jackfield.errors import WorkerLost
 from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.revival import LastingServer
 from jackfield.runtime.shared_device import SharedDevice
 from jackfield.weights import Canary, Replica, WeightSynchronizer
 
@@ -24,6 +26,8 @@ class Model:
 
 class Server:
     """A replica, and its place in a list of replicas."""
+
+    dead = False
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.server = name, log, self
@@ -81,6 +85,8 @@ class FakeCanary:
 
     async def ask(self, servers: Mapping[int, Any], version: int) -> list[str]:
         self.log.append(f"asks {list(servers)} with {version}")
+        if any(server.dead for server in servers.values()):
+            raise WorkerLost("a replica died")
         return ["answer"]
 
     async def compare(self, answers: Sequence[str]) -> None:
@@ -104,3 +110,32 @@ def test_the_canary_is_asked_and_compared_at_hand_overs() -> None:
 
     asyncio.run(main())
     assert ["version 3", "asks [5] with 3", "compares ['answer']"] == log
+
+
+class New(LastingServer, Server):  # type: ignore[misc]
+    """A replica that was made anew."""
+
+    behind = True
+
+    def __init__(self) -> None:
+        Server.__init__(self, "second", [])
+
+    sleep, wake_up = Server.sleep, Server.wake_up  # type: ignore[assignment]
+
+
+def test_who_has_no_weights_is_not_asked_and_who_dies_need_not_answer() -> None:
+    log: list[str] = []
+    servers = [Server("first", []), New()]
+    replicas = [Replica(cast(BaseRolloutServer, each), ServerInfo(replica=n)) for n, each in enumerate(servers)]
+    canary = cast(Canary, FakeCanary(log))
+    device = SharedDevice([], replicas, "cuda", cast(WeightSynchronizer, Synchronizer(log)), canary)
+
+    async def main() -> None:
+        for version in (3, 4):
+            await device.sync(version)
+            await device.enter_rollout()
+            await device.enter_train()
+            servers[0].dead = True
+
+    asyncio.run(main())
+    assert ["version 3", "asks [0] with 3", "compares ['answer']", "version 4", "asks [0] with 4"] == log

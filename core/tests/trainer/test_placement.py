@@ -83,3 +83,36 @@ def test_a_cancelled_wait_lets_the_next_in() -> None:
         return log
 
     assert ["rollout"] == clock.run(main())
+
+
+def test_whoever_is_waited_for_by_a_holder_comes_in_before_others() -> None:
+    clock = VirtualClock()
+    log: list[str] = []
+
+    async def main() -> None:
+        lease = PlacementLease(clock, 100)
+        joined = asyncio.Event()
+
+        async def train() -> None:
+            async with lease.hold("train"):
+                log.append("train")
+
+        async def join() -> None:
+            async with lease.hold("rollout", joins=True):
+                log.append("joined")
+                joined.set()
+
+        async with lease.hold("rollout"):
+            training = asyncio.create_task(train())
+            await clock.sleep(1.0)
+            joining = asyncio.create_task(join())
+            await joined.wait()
+        await asyncio.gather(training, joining)
+        async with lease.hold("train"):  # of another role it waits for its turn, as everybody
+            joining = asyncio.create_task(join())
+            await clock.sleep(1.0)
+            log.append("trained")
+        await joining
+
+    clock.run(main())
+    assert ["joined", "train", "trained", "joined"] == log

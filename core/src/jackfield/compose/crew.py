@@ -16,6 +16,7 @@ from jackfield.queue import Rows
 from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
+from jackfield.runtime.ray.replica import LastingReplica
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 
@@ -49,7 +50,8 @@ class Crew:
     rewards: Workers[RewardWorker] | None
     estimator: AdvantageWorker
     shares_devices: bool  #: whether engine and replicas take turns
-    watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a worker that has state dies
+    #: raises as soon as a worker that has state dies; a replica is made anew, and given to whoever brings it weights
+    watch: Callable[[Callable[[LastingReplica], Awaitable[None]]], Coroutine[Any, Any, None]] | None = None
 
 
 MakeCrew = Callable[[Needs, AsyncExitStack], Awaitable[Crew]]

@@ -23,6 +23,7 @@ from jackfield.queue import GroupSlot, TransferQueue
 from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.engine_rank import EngineRank
+from jackfield.runtime.ray.replica import LastingReplica
 from jackfield.runtime.revival import LastingServer, LastingWeights
 from jackfield.runtime.shared_device import SharedDevice
 from jackfield.runtime.workers import resubmitted
@@ -57,6 +58,7 @@ class Assembly:
     trainer: Trainer
     actor: EngineGroup
     checkpointer: Checkpointer
+    watch: Callable[[], Coroutine[Any, Any, None]] | None  #: raises when a worker dies that cannot be made anew
     background: tuple[Callable[[], Coroutine[Any, Any, None]], ...]  #: explorer and rewards, or the offline producer
 
 
@@ -111,14 +113,32 @@ class Parts:
             self.weights = LastingWeights(self.weights, lasting)
         checkpointer = self._checkpointer(actor, critic, ledger)
         trainer = self._trainer(actor, reference, critic, checkpointer)
+        watch = None
+        if crew.watch is not None:
+            watch = partial(crew.watch, partial(self._bring_up, synchronizer, trainer))
         for server in lasting:
-            assert synchronizer is not None
-            server.catch_up = partial(_catch_up, synchronizer, trainer)
+            if not isinstance(server, LastingReplica):
+                assert synchronizer is not None
+                server.catch_up = partial(_catch_up, synchronizer, trainer)
         trainer.register()
         task_for = self._task_order(self.tasks.train)
         loops = (self._explorer(task_for), self._rewards()) if self.explores else (self._producer(task_for),)
-        background = tuple(loop.run for loop in loops) + (() if crew.watch is None else (crew.watch,))
-        return Assembly(trainer=trainer, actor=actor, checkpointer=checkpointer, background=background)
+        background = tuple(loop.run for loop in loops)
+        return Assembly(trainer=trainer, actor=actor, checkpointer=checkpointer, watch=watch, background=background)
+
+    async def _bring_up(
+        self, synchronizer: WeightSynchronizer | None, trainer: Trainer, server: LastingReplica
+    ) -> None:
+        """Bring weights to a replica that was made anew, once the engine does not train."""
+        assert synchronizer is not None
+        assert server.info is not None
+        async with (
+            self.stages.measure("revive", "weights", trainer.updated),
+            self.train_placement.hold("rollout", joins=True),
+        ):
+            if server.behind:  # else it was given those of a synchronisation meanwhile
+                await _catch_up(synchronizer, trainer, server, server.info)
+                await server.admit()
 
     def _checkpointer(self, actor: EngineGroup, critic: Critic | None, ledger: Ledger) -> Checkpointer:
         return Checkpointer(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from jackfield.clock import Clock
 from jackfield.compose.crew import CRITIC_COLUMNS, Crew, Needs
 from jackfield.compose.inputs import check_tokens, read_model, read_tasks
 from jackfield.compose.recipe import make_recipe
+from jackfield.compose.resume import replace_text
 from jackfield.compose.selection import interpreters
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, plugin_sections
@@ -29,7 +30,17 @@ from jackfield.queue import Rows
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.ray import Cluster, ClusterOptions, Place, RemoteBackend, RemoteRank, RemoteServer, Storage, Stub
+from jackfield.runtime.ray import (
+    Cluster,
+    ClusterOptions,
+    LastingReplica,
+    Place,
+    RemoteBackend,
+    RemoteRank,
+    RemoteServer,
+    Storage,
+    Stub,
+)
 from jackfield.runtime.ray.cluster import check_interpreter
 from jackfield.runtime.ray.host import interface_of
 from jackfield.runtime.reward_worker import RewardWorker
@@ -47,6 +58,7 @@ class RayCrews:
     """Makes the workers of a run in a cluster, and again after a recovery: in what is left of their processes."""
 
     def __init__(self, make: WorkerFactory) -> None:
+        self._make = make
         self._config = make.config
         self._registry = make.registry
         self._cluster = Cluster(make.clock, make.config.deadlines.start)
@@ -71,7 +83,7 @@ class RayCrews:
             await self._cluster.open(options, sum(pools.values()) * chosen.cpus_per_place)
             self._interpreters = interpreters
         stack.push_async_callback(self._cluster.rest)
-        crew = _RayCrew(config, needs, self._cluster, self._interpreters)
+        crew = _RayCrew(self._make, needs, self._cluster, self._interpreters)
         return await crew.start({name: count for name, count in pools.items() if count})
 
     async def close(self) -> None:
@@ -83,12 +95,14 @@ class RayCrews:
 class _RayCrew:
     """Starts workers pool by pool."""
 
-    def __init__(self, config: RunConfig, needs: Needs, cluster: Cluster, interpreters: dict[str, str]) -> None:
-        self._config = config
+    def __init__(self, make: WorkerFactory, needs: Needs, cluster: Cluster, interpreters: dict[str, str]) -> None:
+        self._make = make
+        self._config = config = make.config
         self._needs = needs
         self._cluster = cluster
         self._interpreters = interpreters
         self._names: dict[str, Any] = {}
+        self._places: dict[str, Place] = {}
         self._deadlines = config.deadlines
 
     async def start(self, pools: dict[str, int]) -> Crew:
@@ -99,13 +113,13 @@ class _RayCrew:
         backend = RemoteBackend(Stub(storage, "the queue's storage worker", self._deadlines.batch))
         roles = ["actor", *(["reference"] if needs.reference else []), *(["critic"] if needs.critic else [])]
         ranks = {role: await self._ranks(role, groups) for role in roles}
-        replicas = config.runtime.rollout_replicas if needs.replicas else 0
-        servers = [await self._replica(number, groups) for number in range(replicas)]
+        count = config.runtime.rollout_replicas if needs.replicas else 0
+        servers = [await self._replica(number, groups) for number in range(count)]
         ray = config.runtime.ray
         agents = [await self._stateless("agent", number) for number in range(ray.agent_workers)]
         rewards = [await self._stateless("reward", number) for number in range(ray.reward_workers if servers else 0)]
-        places = await self._places()
-        stand_ins = [stand_in for _, stand_in in servers]
+        places = await self._find_places()
+        stand_ins = [RemoteServer(handle, name, self._longest) for handle, name in servers]
         makes: list[_Made] = [(storage, partial(make_storage, config, needs))]
         for role, made in ranks.items():
             makes += self._engine_group(role, [handle for handle, _ in made], places, backend)
@@ -114,26 +128,34 @@ class _RayCrew:
             for number, (handle, _) in enumerate(servers)
         ]
         makes += [
-            (handle, partial(make_agent_worker, config, backend, stand_ins, number))
+            (handle, partial(make_agent_worker, config, backend, cast(Any, stand_ins), number))
             for number, handle in enumerate(agents)
         ]
         makes += [(handle, partial(make_reward_worker, config, backend)) for handle in rewards]
         told = await asyncio.gather(*(cluster.make(handle, make) for handle, make in makes))
         again = {id(handle): made_by for (handle, _), made_by in zip(makes, told, strict=True)}
-        stateful = [storage, *(handle for made in ranks.values() for handle, _ in made), *(h for h, _ in servers)]
+        replicas = [self._lasting(number, handle, name) for number, (handle, name) in enumerate(servers)]
+        stateful = [storage, *(handle for made in ranks.values() for handle, _ in made)]
+
+        async def watch(bring_up: Callable[[LastingReplica], Awaitable[None]]) -> None:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(cluster.watch(stateful))
+                for replica in replicas:
+                    tasks.create_task(replica.keep(bring_up))
+
         return Crew(
             backend=backend,
             actor=[cast(EngineRank, stand_in) for _, stand_in in ranks["actor"]],
             reference=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("reference", ())],
             critic=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("critic", ())],
-            servers=stand_ins,
+            servers=replicas,
             agents=Workers([cast(AgentWorker, self._stub(handle, again)) for handle in agents]),
             rewards=Workers([cast(RewardWorker, self._stub(handle, again)) for handle in rewards]) if rewards else None,
             estimator=cast(
                 AdvantageWorker, Stub(storage, "the advantage worker", self._deadlines.engine, "estimator.")
             ),
             shares_devices=config.runtime.ray.placement == "shared",
-            watch=partial(cluster.watch, stateful),
+            watch=watch,
         )
 
     async def _ranks(self, role: str, groups: dict[str, Any]) -> list[tuple[Any, RemoteRank]]:
@@ -146,12 +168,37 @@ class _RayCrew:
             made.append((handle, RemoteRank(handle, name, self._deadlines.engine)))
         return made
 
-    async def _replica(self, number: int, groups: dict[str, Any]) -> tuple[Any, BaseRolloutServer]:
+    async def _replica(self, number: int, groups: dict[str, Any]) -> tuple[Any, str]:
+        """An actor that Ray starts again without end; how often it may die is looked at here."""
         name = f"rollout replica {number}"
         group = groups.get("rollout") or groups["shared"]
-        handle = await self._actor(name, kind="rollout", group=group, bundle=number, one_thread=True)
-        longest = max(self._deadlines.generate, self._deadlines.start, self._deadlines.sync)
-        return handle, cast(BaseRolloutServer, RemoteServer(handle, name, longest))
+        restarts = -1 if self._config.runtime.replica_restarts else 0
+        return await self._actor(
+            name, kind="rollout", group=group, bundle=number, restarts=restarts, one_thread=True
+        ), name
+
+    def _lasting(self, number: int, handle: Any, name: str) -> LastingReplica:
+        """The controller's stand-in for a replica."""
+        config = self._config
+
+        async def begin() -> None:
+            place = self._places[name] = await self._cluster.place(handle)
+            self._note_places()
+            await self._cluster.make(handle, partial(make_replica, config, number, host=place.address))
+
+        return LastingReplica(
+            handle,
+            name,
+            self._make.rollout_context(number),
+            begin,
+            restarts=config.runtime.replica_restarts,
+            start_seconds=self._deadlines.start,
+            seconds=self._longest,
+        )
+
+    @property
+    def _longest(self) -> float:
+        return max(self._deadlines.generate, self._deadlines.start, self._deadlines.sync)
 
     async def _stateless(self, kind: str, number: int) -> Any:
         return await self._actor(f"{kind} worker {number}", kind=kind, restarts=_RESTARTS)
@@ -191,13 +238,17 @@ class _RayCrew:
         longest = max(self._deadlines.generate, self._deadlines.reward) + self._deadlines.batch
         return Stub(handle, name, longest, make=again[id(handle)])
 
-    async def _places(self) -> dict[int, Place]:
-        """Find out where everybody lives, and leave a note of it, for people; places by their actor's ``id``."""
+    async def _find_places(self) -> dict[int, Place]:
+        """Find out where everybody lives; places by their actor's ``id``."""
         found = await asyncio.gather(*(self._cluster.place(handle) for handle in self._names.values()))
-        places = dict(zip(self._names, found, strict=True))
-        text = json.dumps({name: {"pid": at.pid, "node": at.address} for name, at in places.items()}, indent=1)
-        (Path(self._config.folder) / "workers.json").write_text(text, encoding="utf-8")
-        return {id(self._names[name]): place for name, place in places.items()}
+        self._places = dict(zip(self._names, found, strict=True))
+        self._note_places()
+        return {id(self._names[name]): place for name, place in self._places.items()}
+
+    def _note_places(self) -> None:
+        """Who lives where, for people."""
+        lines = {name: {"pid": place.pid, "node": place.address} for name, place in self._places.items()}
+        replace_text(Path(self._config.folder) / "workers.json", json.dumps(lines, indent=1))
 
     def _engine_group(
         self, role: str, handles: Sequence[Any], places: Mapping[int, Place], backend: RemoteBackend

@@ -197,6 +197,7 @@ async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
         ledger = Ledger(folder / "ledger.jsonl", resume=start.checkpoint is not None)
         stack.callback(ledger.close)
         run = await parts.build(stack, ledger)
+        watching = [] if run.watch is None else [tasks.create_task(run.watch())]
         restored = None
         if start.checkpoint is None:
             await parts.queue.clear(folder / "queue" / "empty")
@@ -208,7 +209,7 @@ async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
         steps = await run.trainer.run(start.step)
         await export_model(run.actor, folder / "model")
         mark_finished(folder, steps)
-        for task in background:
+        for task in (*background, *watching):
             task.cancel()
 
 

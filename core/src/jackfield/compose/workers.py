@@ -95,16 +95,7 @@ class WorkerFactory:
 
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
         """A replica; not started."""
-        config = self.config
-        context = RolloutContext(
-            model=config.model,
-            replica=replica,
-            device=config.runtime.device,
-            seed=config.seed + replica,
-            host=host,
-            max_model_len=config.runtime.max_model_len,
-            clock=self.clock,
-        )
+        config, context = self.config, self.rollout_context(replica, host=host)
         python = interpreters(config, self.registry).get("rollout") if config.runtime.name == "inline" else None
         if python is not None:
             return LastingServer(
@@ -113,6 +104,19 @@ class WorkerFactory:
                 start_seconds=config.deadlines.start,
             )
         return cast(BaseRolloutServer, self._plugin("rollout", context))
+
+    def rollout_context(self, replica: int, *, host: str = "127.0.0.1") -> RolloutContext:
+        """What a replica is told of its place in the run."""
+        config = self.config
+        return RolloutContext(
+            model=config.model,
+            replica=replica,
+            device=config.runtime.device,
+            seed=config.seed + replica,
+            host=host,
+            max_model_len=config.runtime.max_model_len,
+            clock=self.clock,
+        )
 
     def _rollout_process(self, context: RolloutContext, python: str) -> RolloutProcess:
         """A replica in a process, and an interpreter, of its own."""

@@ -317,7 +317,7 @@ class RuntimeConfig:
     rollout_replicas: int = option(1, help="rollout servers", validator=gt(0))
     replica_restarts: int = option(
         3,
-        help="how often a rollout server with a process of its own is started again when it dies (name: inline)",
+        help="how often a rollout server with a process of its own is started again when it dies",
         validator=ge(0),
     )
     max_model_len: int | None = option(

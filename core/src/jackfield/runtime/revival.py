@@ -31,7 +31,7 @@ from jackfield.abc.rollout import (
     WeightReceipt,
 )
 from jackfield.clock import Clock
-from jackfield.errors import JackfieldError, RolloutError, WorkerLost
+from jackfield.errors import JackfieldError, RolloutError
 from jackfield.weights import SyncReport
 
 __all__ = ["LastingServer", "LastingWeights", "state_of"]
@@ -56,6 +56,8 @@ class LastingServer(BaseRolloutServer):
     An update of weights is not made again here: the sender, too, has to begin anew (:class:`LastingWeights`).
     """
 
+    behind = False  #: whether requests are held back, because it has no weights yet
+
     def __init__(self, make: Callable[[], BaseRolloutServer], *, restarts: int, start_seconds: float) -> None:
         """
         Args:
@@ -74,6 +76,7 @@ class LastingServer(BaseRolloutServer):
         self._paused: PauseRequest | None = None
         self._asleep: SleepRequest | None = None
         self._stopped = False
+        self.info: ServerInfo | None = None  #: of the replica that was started last
         self.catch_up: CatchUp | None = None  #: brings weights to a new replica; None: those of the model's folder do
         self.revived = 0  #: times that it was made anew
 
@@ -86,7 +89,8 @@ class LastingServer(BaseRolloutServer):
 
     async def start(self) -> ServerInfo:
         """Start the first replica. What fails then is no death."""
-        return await self._server.start()
+        self.info = await self._server.start()
+        return self.info
 
     async def stop(self) -> None:
         """Stop whatever is there."""
@@ -160,6 +164,9 @@ class LastingServer(BaseRolloutServer):
         await self._ready()
         return await self._server.update_weights(request)
 
+    async def admit(self) -> None:
+        """Every weight that it was to have has been acknowledged; whoever holds requests back lets them in."""
+
     async def revive_if_dead(self, error: JackfieldError) -> bool:
         """Make the replica anew if it is not healthy, without weights: those of the next update are its first.
 
@@ -218,7 +225,8 @@ class LastingServer(BaseRolloutServer):
             logging.getLogger("jackfield").warning("%s died and is started again: %s", self._name, error)
             await self._server.stop()
             self._server = server = self._make()
-            info = await self._clock.wait_for(server.start(), self._start_seconds, f"{self._name} to start again")
+            starting = f"{self._name} to start again"
+            self.info = info = await self._clock.wait_for(server.start(), self._start_seconds, starting)
             if weights and self.catch_up is not None:
                 await self.catch_up(server, info)
             if self._paused is not None:
@@ -249,12 +257,18 @@ class LastingWeights:
             JackfieldError: what failed although every replica is well.
         """
         while True:
+            before = [server.revived for server in self._servers]
             try:
-                return await self._weights.sync(version)
+                report = await self._weights.sync(version)
             except JackfieldError as error:
                 revived = [await server.revive_if_dead(error) for server in self._servers]
-                if not any(revived):
+                if not any(revived) and before == [server.revived for server in self._servers]:
                     raise
+                continue
+            for server, count in zip(self._servers, before, strict=True):
+                if server.revived == count:
+                    await server.admit()
+            return report
 
 
 async def state_of(replica: BaseRolloutServer, clock: Clock, name: str, error: Exception | None = None) -> str | None:
@@ -266,7 +280,7 @@ async def state_of(replica: BaseRolloutServer, clock: Clock, name: str, error: E
         name: of the replica.
         error: of a request that it has failed; one that it has refused says that it is well.
     """
-    if isinstance(error, WorkerLost) or (isinstance(error, JackfieldError) and error.code in _REFUSALS):
+    if isinstance(error, JackfieldError) and error.code in _REFUSALS:
         return None
     try:
         report = await clock.wait_for(replica.health(), _HEALTH_SECONDS, f"{name} to tell its health")

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
 from jackfield.clock import Clock
-from jackfield.errors import JackfieldError, RolloutError
-from jackfield.runtime.revival import LastingServer, state_of
+from jackfield.errors import JackfieldError, RolloutError, WorkerLost
+from jackfield.runtime.revival import state_of
 
 __all__ = ["ReplicaRouter"]
 
@@ -49,7 +49,8 @@ class ReplicaRouter:
         try:
             return await self._replicas[index].generate(request)
         except Exception as error:
-            await self._require_alive(index, error)
+            if not isinstance(error, WorkerLost):  # that says all there is to say
+                await self._require_alive(index, error)
             raise
         finally:
             self._running[index] -= 1
@@ -58,8 +59,7 @@ class ReplicaRouter:
         return min(range(len(self._replicas)), key=lambda index: (not self._is_available(index), self._running[index]))
 
     def _is_available(self, index: int) -> bool:
-        replica = self._replicas[index]
-        return replica.available if isinstance(replica, LastingServer) else True
+        return bool(getattr(self._replicas[index], "available", True))
 
     async def _require_alive(self, index: int, error: Exception) -> None:
         """Tell a request that failed from a replica that died."""

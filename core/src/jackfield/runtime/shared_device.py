@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 from jackfield.abc.rollout import SleepRequest, WakeUpRequest
+from jackfield.errors import WorkerLost
 from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.revival import LastingServer
 from jackfield.weights import Canary, CanaryAnswer, Replica, SyncReport, WeightSynchronizer
 
 __all__ = ["SharedDevice"]
@@ -56,8 +59,13 @@ class SharedDevice:
         await self._wake_up(WakeUpRequest())
         version, self._unasked = self._unasked, None
         if self._canary is not None and version is not None:
-            servers = {replica.info.replica: replica.server for replica in self._replicas}
-            self._answers = await self._canary.ask(servers, version)
+            servers = {
+                replica.info.replica: replica.server
+                for replica in self._replicas
+                if not (isinstance(replica.server, LastingServer) and replica.server.behind)
+            }
+            with suppress(WorkerLost):  # who dies does not answer, and is made anew
+                self._answers = await self._canary.ask(servers, version)
 
     async def leave_rollout(self) -> None:
         """The replicas give weights and KV cache back."""

@@ -41,21 +41,25 @@ class PlacementLease:
         self._hand_over = asyncio.Lock()
 
     @asynccontextmanager
-    async def hold(self, role: str) -> AsyncIterator[None]:
+    async def hold(self, role: str, *, joins: bool = False) -> AsyncIterator[None]:
         """Hold the devices for ``role``.
+
+        Args:
+            role: for whom.
+            joins: come in together with a holder of this role even before others who wait: it waits for us.
 
         Raises:
             DeadlineExceeded: naming the role that holds them.
         """
-        await self._acquire(role)
+        await self._acquire(role, joins)
         try:
             await self._bring_in(role)
             yield
         finally:
             self._release()
 
-    async def _acquire(self, role: str) -> None:
-        if not self._waiting and self._role in (None, role):
+    async def _acquire(self, role: str, joins: bool) -> None:
+        if (joins and self._role == role) or (not self._waiting and self._role in (None, role)):
             self._role = role
             self._holders += 1
             return

@@ -181,7 +181,8 @@ class Cluster:
             RunError: ``runtime.cluster`` when it does not start, or has another version of Jackfield or Ray.
         """
         name = self._name(handle)
-        found: Place = await answer(handle.place.remote(), name, f"{name} to start", self._start_seconds, self._clock)
+        reference = handle.place.options(max_task_retries=-1).remote()  # Ray may be starting it again
+        found: Place = await answer(reference, name, f"{name} to start", self._start_seconds, self._clock)
         ours = {"jackfield": version("jackfield"), "ray": version("ray")}
         theirs = {package: found.versions[package] for package in ours}
         if theirs != ours:
@@ -218,8 +219,12 @@ class Cluster:
         Raises:
             WorkerLost: naming it.
         """
-        lives = [self._watch(handle) for handle in handles]
-        await asyncio.gather(*lives)
+        lives = [asyncio.create_task(self._watch(handle)) for handle in handles]
+        try:
+            await asyncio.gather(*lives)
+        finally:
+            for life in lives:
+                life.cancel()
 
     async def _watch(self, handle: Any) -> None:
         name = self._name(handle)

@@ -51,6 +51,7 @@ class Host:
         self._one_thread = one_thread
         self._worker: Any = None
         self._making = asyncio.Lock()
+        self._gate = asyncio.Event()
         self._pool: ThreadPoolExecutor | None = None
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -91,18 +92,38 @@ class Host:
         """
         target = self._worker
         if target is None:
-            raise WorkerLost(f"{self._name} died", where=self._name, found="its process was started again")
+            raise self._lost()
         for part in member.split("."):
             target = getattr(target, part)
         result = target(*arguments, **keywords) if callable(target) else target
         return await result if inspect.isawaitable(result) else result
 
+    async def open(self) -> None:
+        """Let in whoever comes by :meth:`serve`, until the worker ends."""
+        self._gate.set()
+
+    async def opened(self) -> None:
+        """Wait for that."""
+        await self._gate.wait()
+
+    async def serve(self, member: str, arguments: tuple[Any, ...]) -> Any:
+        """The same as :meth:`call`, behind the gate: for those who do not know what state the worker is in."""
+        await self._gate.wait()
+        return await self.call(member, arguments, {})
+
     async def live(self) -> None:
-        """Never returns: whoever waits for it learns of the death of this process at once."""
+        """Never returns: whoever waits for it learns of the death of this process at once.
+
+        Raises:
+            WorkerLost: Ray has started this process again, and there is no worker yet.
+        """
+        if self._worker is None:
+            raise self._lost()
         await asyncio.Event().wait()
 
     async def end(self) -> None:
         """Let the worker put its things away, if it has any."""
+        self._gate.clear()
         async with self._making:
             close: Callable[[], Awaitable[None]] | None = getattr(self._worker, "close", None)
             self._worker = None
@@ -110,6 +131,9 @@ class Host:
                 await close()
             del close
             gc.collect()  # its memory is the next one's
+
+    def _lost(self) -> WorkerLost:
+        return WorkerLost(f"{self._name} died", where=self._name, found="its process was started again")
 
 
 def interface_of(address: str) -> str | None:
