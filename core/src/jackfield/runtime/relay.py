@@ -18,15 +18,19 @@ from jackfield.abc.rollout import (
     GenerateRequest,
     GenerateResult,
     HealthReport,
+    PauseRequest,
+    PauseResult,
+    ResumeRequest,
+    ResumeResult,
     RolloutContext,
     UpdateWeightsRequest,
     WeightReceipt,
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
-from jackfield.runtime.generation import Running, check_request
+from jackfield.runtime.generation import Running, check_request, own_seed
 
-__all__ = ["MEMORY", "RelayServer"]
+__all__ = ["MEMORY", "InterruptingServer", "RelayServer"]
 
 MEMORY = (
     "weights",
@@ -301,6 +305,88 @@ class RelayServer(BaseRolloutServer):
             )
         if "weights" not in self._awake:
             raise WeightsError("the weights are asleep", fix="wake_up(tags=('weights',)) before the update")
+
+
+class InterruptingServer(RelayServer):
+    """A replica whose engine is emptied at every interruption (a pause, an update).
+
+    What is left of each request is asked for afterwards, behind the tokens that it has. So each answer was made by one
+    version of the weights, which this side knows, and nothing of an old KV cache is used. A stop string that begins
+    before an interruption and ends behind it is not seen.
+    """
+
+    def __init__(self, config: Any, context: RolloutContext) -> None:
+        super().__init__(config, context)
+        self._flows = asyncio.Event()  #: whether the engine may be asked to generate
+        self._flows.set()
+        self._interruptions = 0
+
+    @abstractmethod
+    async def _part(self, running: Running, left: int, seed: int, name: str) -> bool:
+        """Ask for what is left of a request, and take the answers; whether it has ended, and not been interrupted.
+
+        Args:
+            running: the request; its tokens so far stand behind the prompt.
+            left: how many tokens it may still get.
+            seed: of the whole of it.
+            name: under which the engine may know it; of no other request's.
+        """
+
+    @abstractmethod
+    async def _interrupt(self) -> None:
+        """Take everything that runs out of the engine; when it returns no forward pass runs."""
+
+    async def _continue(self) -> None:
+        """Undo what :meth:`_interrupt` has done to the engine."""
+        return
+
+    async def _read(self, running: Running) -> None:
+        request, sampling = running.request, running.request.sampling
+        self._requests += 1
+        seed = sampling.seed
+        if seed is None:
+            seed = own_seed(self.context.seed, self.context.replica, self._requests)
+        name = f"{self._requests}-{request.request_id}"
+        budget = min(sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids))
+        while True:
+            await self._flows.wait()
+            interruptions, left = self._interruptions, budget - len(running.token_ids)
+            if not left:
+                self._end(running, "length")  # it was interrupted behind its last token
+                return
+            if await self._part(running, left, seed, name):
+                return
+            if interruptions == self._interruptions:
+                raise self._error(f"{self.engine_name} gave request {request.request_id!r} up", "rollout.failed")
+
+    async def pause(self, request: PauseRequest) -> PauseResult:
+        """Stop decoding; when it returns no forward pass runs."""
+        self._require_running()
+        self._paused = True
+        self._flows.clear()
+        if request.mode == "wait":
+            begun = [each.ended for each in self._running.values() if each.token_ids]
+            await asyncio.gather(*begun, return_exceptions=True)
+        await self._hold()
+        if request.mode == "abort":
+            await self._abort([each for each in self._running.values() if each.token_ids])
+        return PauseResult(running=sum(bool(each.token_ids) for each in self._running.values()))
+
+    async def resume(self, request: ResumeRequest) -> ResumeResult:
+        """Go on decoding."""
+        self._require_running()
+        self._paused = False
+        await self._release()
+        return ResumeResult(running=sum(bool(each.token_ids) for each in self._running.values()))
+
+    async def _hold(self) -> None:
+        self._flows.clear()
+        self._interruptions += 1
+        await self._interrupt()
+
+    async def _release(self) -> None:
+        await self._continue()
+        self._flows.set()
 
 
 def _line(error: BaseException) -> str:

@@ -71,10 +71,11 @@ def make_request(name: str, *prompt: int, **sampling: Any) -> GenerateRequest:
     return GenerateRequest(request_id=name, prompt_ids=prompt or (5, 6), sampling=SamplingParams(**sampling))
 
 
-def weights_of(server: SglangServer) -> dict[str, torch.Tensor]:
+def weights_of(server: ServerOnFake) -> dict[str, torch.Tensor]:
     """New values for all of the model's tensors."""
+    assert server._staging is not None
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=generator) for name, shape in server._expected.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in server._staging.expected.items()}
 
 
 async def sync(

@@ -97,28 +97,26 @@ def _asks_for_mask(sampling: SamplingParams) -> bool:
 
 
 def generate_body(
-    request: GenerateRequest, seed: int, made: Sequence[int], name: str, max_model_len: int, *, stream: bool,
-    adapter: str | None,
-) -> dict[str, Any]:  # fmt: skip
+    request: GenerateRequest, made: Sequence[int], left: int, seed: int, name: str, *, stream: bool, adapter: str | None
+) -> dict[str, Any]:
     """The body of ``/generate`` for what is left of a request.
 
     Args:
         request: the whole of it.
-        seed: of the whole of it; SGLang hashes it with each token's position.
         made: tokens that it has already, with earlier weights or before a pause.
+        left: how many it may still get.
+        seed: of the whole of it; SGLang hashes it with each token's position.
         name: under which SGLang knows it.
-        max_model_len: tokens of prompt and response together.
         stream: answer token by token.
         adapter: a LoRA adapter that SGLang has loaded; None: the base model.
     """
     sampling = request.sampling
     greedy = sampling.temperature == 0
-    budget = min(sampling.max_new_tokens, max_model_len - len(request.prompt_ids))
     body: dict[str, Any] = {
         "rid": name,
         "input_ids": [*request.prompt_ids, *made],
         "sampling_params": {
-            "max_new_tokens": budget - len(made),
+            "max_new_tokens": left,
             "temperature": sampling.temperature,
             "top_p": 1.0 if greedy else sampling.top_p,
             "top_k": -1 if greedy or not sampling.top_k else sampling.top_k,

@@ -1,29 +1,15 @@
-"""The rollout server: the contract, on SGLang's HTTP server.
-
-Every interruption (a pause, an update) takes running requests out of SGLang, and what is left of them is asked for
-afterwards, behind the tokens that they have. So each answer was made by one version of the weights, known on this side.
-"""
+"""The rollout server: the contract, on SGLang's HTTP server."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
-import tempfile
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
-import attrs
-
-from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.rollout import (
     GenerateRequest,
-    PauseRequest,
-    PauseResult,
-    ResumeRequest,
-    ResumeResult,
     RolloutContext,
     ServerInfo,
     SleepRequest,
@@ -34,10 +20,9 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, PluginError, WeightsError
-from jackfield.plugins import load_plugin
-from jackfield.runtime.generation import Running, own_seed
-from jackfield.runtime.relay import MEMORY, RelayServer
-from jackfield.weights.staging import stage_adapter, stage_weights, tensors_of
+from jackfield.runtime.generation import Running
+from jackfield.runtime.relay import MEMORY, InterruptingServer
+from jackfield.runtime.staged import Staged, StagingArea
 from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.process import SglangProcess, free_port
 from jackfield_rollout_sglang.requests import check_logprobs, generate_body, launch_arguments, read_answer
@@ -47,15 +32,7 @@ __all__ = ["SglangServer"]
 _CONTROL_SECONDS = 120.0  #: for SGLang to pause, go on, sleep or wake up
 
 
-@attrs.frozen
-class _Staged:
-    """Weights in a folder that SGLang can read."""
-
-    folder: Path
-    digests: dict[str, str]
-
-
-class SglangServer(RelayServer):
+class SglangServer(InterruptingServer):
     """One replica: SGLang's server is a process that this one starts."""
 
     config: Config
@@ -65,11 +42,7 @@ class SglangServer(RelayServer):
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
         self._sglang: SglangProcess | None = None
-        self._flows = asyncio.Event()  #: whether SGLang may be asked to generate
-        self._flows.set()
-        self._interruptions = 0
-        self._expected: dict[str, tuple[int, ...]] = {}
-        self._tied = False
+        self._staging: StagingArea | None = None
         self._adapter: str | None = None
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -82,11 +55,9 @@ class SglangServer(RelayServer):
             RolloutError: ``engine.model`` when the folder cannot be served, ``rollout.stopped``.
             DeadlineExceeded: SGLang did not answer.
         """
-        folder = self._begin()
+        self._begin()
         self._require_sglang()
-        self._expected = tensors_of(folder)
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self._tied = bool({**described, **(described.get("text_config") or {})}.get("tie_word_embeddings"))
+        self._staging = StagingArea(self.context, self.config.staging)
         port = free_port(self.context.host)
         self._sglang = SglangProcess(self._clock, self.context.host, port)
         await self._open(self._sglang, launch_arguments(self.config, self.context, port))
@@ -127,32 +98,18 @@ class SglangServer(RelayServer):
     def _refuse(self, request: GenerateRequest) -> None:
         check_logprobs(request)
 
-    async def _read(self, running: Running) -> None:
-        """Ask for what is left until nothing is."""
-        request = running.request
-        self._requests += 1
-        seed = request.sampling.seed
-        if seed is None:
-            seed = own_seed(self.context.seed, self.context.replica, self._requests)
-        name = f"{self._requests}-{request.request_id}"
-        while True:
-            await self._flows.wait()
-            interruptions, version = self._interruptions, self._version
-            body = generate_body(
-                request, seed, running.token_ids, name, self._max_model_len,
-                stream=running.stream is not None, adapter=self._adapter,
-            )  # fmt: skip
-            if not body["sampling_params"]["max_new_tokens"]:
-                self._end(running, "length")  # it was interrupted behind its last token
-                return
-            if await self._part(running, body, version):
-                return
-            if interruptions == self._interruptions:
-                raise self._error(f"SGLang gave request {request.request_id!r} up", "rollout.failed")
-
-    async def _part(self, running: Running, body: dict[str, Any], version: int) -> bool:
-        """Take the answers to one question; whether the request has ended."""
+    async def _part(self, running: Running, left: int, seed: int, name: str) -> bool:
         assert self._sglang is not None
+        version = self._version
+        body = generate_body(
+            running.request,
+            running.token_ids,
+            left,
+            seed,
+            name,
+            stream=running.stream is not None,
+            adapter=self._adapter,
+        )
         try:
             async with aclosing(self._sglang.generate(body)) as answers:
                 async for each in answers:
@@ -170,34 +127,11 @@ class SglangServer(RelayServer):
 
     # -- pausing and memory ----------------------------------------------------------------------------------------
 
-    async def pause(self, request: PauseRequest) -> PauseResult:
-        """Stop decoding; when it returns no forward pass runs."""
-        self._require_running()
-        self._paused = True
-        self._flows.clear()
-        if request.mode == "wait":
-            begun = [each.ended for each in self._running.values() if each.token_ids]
-            await asyncio.gather(*begun, return_exceptions=True)
-        await self._hold()
-        if request.mode == "abort":
-            await self._abort([each for each in self._running.values() if each.token_ids])
-        return PauseResult(running=sum(bool(each.token_ids) for each in self._running.values()))
-
-    async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Go on decoding."""
-        self._require_running()
-        self._paused = False
-        await self._release()
-        return ResumeResult(running=sum(bool(each.token_ids) for each in self._running.values()))
-
-    async def _hold(self) -> None:
-        self._flows.clear()
-        self._interruptions += 1
+    async def _interrupt(self) -> None:
         await self._post("/pause_generation", {"mode": "abort"})
 
-    async def _release(self) -> None:
+    async def _continue(self) -> None:
         await self._post("/continue_generation", {})
-        self._flows.set()
 
     async def sleep(self, request: SleepRequest) -> SleepResult:
         """Give memory back; only while paused or idle.
@@ -226,51 +160,12 @@ class SglangServer(RelayServer):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    async def _receive(self, request: UpdateWeightsRequest) -> _Staged:
+    async def _receive(self, request: UpdateWeightsRequest) -> Staged:
         """Write what comes into a folder, while SGLang decodes."""
-        if len(request.connect) != 1:
-            raise WeightsError(
-                "connect arguments do not fit the replica's workers", expected=1, found=len(request.connect)
-            )
-        context = CheckpointEngineContext(
-            side="rollout",
-            rank=request.first_worker,
-            world_size=request.total_workers,
-            device="cpu",
-            host=self.context.host,
-            deadline_seconds=request.deadline_seconds,
-        )
-        settings = dict(request.checkpoint_engine_config)
-        engine: Any = load_plugin("checkpoint_engine", request.checkpoint_engine).build(settings, context)
-        folder = Path(tempfile.mkdtemp(prefix=f"jackfield-weights-{request.version}-", dir=self._staging()))
-        arguments = request.connect[0]
-        try:
-            if request.kind == "adapter":
-                peft_config = dict(request.peft_config or {})
-                digests = await stage_adapter(engine, arguments, request.version, peft_config, folder)
-            else:
-                config = Path(self.context.model.path) / "config.json"
-                shutil.copy(config, folder)
-                digests = await stage_weights(
-                    engine, arguments, request.version, self._expected, folder, tied=self._tied
-                )
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return _Staged(folder, digests)
+        assert self._staging is not None
+        return await self._staging.receive(request)
 
-    def _staging(self) -> str:
-        if not Path(self.config.staging).is_dir():
-            raise WeightsError(
-                "there is no folder for new weights",
-                code="weights.storage",
-                where="rollout.staging",
-                expected="an existing folder",
-                found=self.config.staging,
-            )
-        return self.config.staging
-
-    async def _load(self, request: UpdateWeightsRequest, received: _Staged) -> Sequence[WorkerReceipt]:
+    async def _load(self, request: UpdateWeightsRequest, received: Staged) -> Sequence[WorkerReceipt]:
         """Have SGLang read the folder, and remove it."""
         try:
             if request.kind == "adapter":
@@ -285,7 +180,7 @@ class SglangServer(RelayServer):
                 fix="see what SGLang has printed",
             ) from error
         finally:
-            shutil.rmtree(received.folder, ignore_errors=True)
+            received.remove()
         return [WorkerReceipt(worker=0, digests=received.digests)]
 
     async def _load_full(self, request: UpdateWeightsRequest, folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""A rollout server on TensorRT-LLM."""

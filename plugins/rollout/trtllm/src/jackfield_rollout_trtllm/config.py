@@ -1,0 +1,58 @@
+"""Settings of the plugin; importable without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from attrs.validators import and_, ge, gt, le
+
+from jackfield.errors import ConfigError
+from jackfield.structuring import option
+
+__all__ = ["Config"]
+
+#: Arguments of TensorRT-LLM's LLM that this plugin sets itself, with the setting that stands for each.
+_OURS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_seq_len": "runtime.max_model_len",
+    "max_batch_size": "rollout.max_batch_size",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "kv_cache_config": "rollout.memory_fraction and rollout.prefix_caching",
+    "orchestrator_type": "nothing: weights can be updated with Ray alone",
+    "ray_worker_extension_cls": "nothing: it is how weights come",
+    "quant_config": "nothing: weights come unquantised",
+}
+
+
+def _is_free(_: Any, __: attrs.Attribute[Any], value: Mapping[str, Any]) -> None:
+    for name in value:
+        if name in _OURS:
+            raise ConfigError(
+                f"the argument {name} of TensorRT-LLM is not free",
+                where=f"rollout.arguments.{name}",
+                expected="an argument that no setting stands for",
+                fix=f"use {_OURS[name]}",
+            )
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """Settings of the ``trtllm`` rollout server."""
+
+    max_batch_size: int = option(256, help="requests decoded together", validator=ge(1))
+    tensor_parallel: int = option(1, help="GPUs of a replica", validator=ge(1))
+    memory_fraction: float = option(
+        0.85, help="of the device's free memory, for the KV cache", validator=and_(gt(0.0), le(1.0))
+    )
+    prefix_caching: bool = option(True, help="keep what prompts have in common; forgotten at every update of weights")
+    staging: str = option(
+        "/dev/shm", help="an existing folder, in memory if it can be: new weights pass through files there"
+    )
+    start_seconds: float = option(900.0, help="for TensorRT-LLM to load the model", validator=gt(0.0))
+    arguments: Mapping[str, Any] = option(
+        factory=dict, help="further arguments of TensorRT-LLM's LLM, as it names them", validator=_is_free
+    )
