@@ -88,16 +88,20 @@ class Agent:
 
     def metadata(self) -> Future[bytes]:
         """What a peer has to know of this agent and its registered memory."""
-        return self._do(lambda: bytes(self._agent.get_agent_metadata()))
+        return self._do(self.metadata_now)
+
+    def metadata_now(self) -> bytes:
+        """The same, in this agent's thread."""
+        return bytes(self._agent.get_agent_metadata())
 
     def meet(self, metadata: bytes) -> Future[str]:
         """Know a peer; or more memory of a peer that is known. Returns its name."""
+        return self._do(lambda: self.meet_now(metadata))
 
-        def add() -> str:
-            name = self._agent.add_remote_agent(metadata)
-            return name.decode() if isinstance(name, bytes) else str(name)
-
-        return self._do(add)
+    def meet_now(self, metadata: bytes) -> str:
+        """The same, in this agent's thread."""
+        name = self._agent.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
 
     def forget(self, name: str) -> Future[None]:
         """Know a peer no longer."""

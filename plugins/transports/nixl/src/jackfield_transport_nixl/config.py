@@ -17,9 +17,13 @@ class EngineConfig:
     """How workers read weights."""
 
     bucket_bytes: int = option(
-        8 * 2**20,
-        help="Tensors are read in buckets of this size; a larger tensor in several.",
+        4 * 2**20,
+        help="Tensors are read in buckets of this size; a larger tensor in several, or in place.",
         validator=gt(0),
+    )
+    in_place: bool | None = option(
+        None,
+        help="Register tensors larger than a bucket, and read them where they lie; null: within a host.",
     )
     devices: str | None = option(None, help=_DEVICES)
     port: int = option(

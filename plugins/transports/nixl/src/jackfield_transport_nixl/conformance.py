@@ -9,8 +9,11 @@ __all__ = ["by_transfers", "patient"]
 
 
 def patient(folder: Path) -> dict[str, Any]:
-    """Making connections takes several threads their turns; a deadline that is too short would name the wrong one."""
-    return {"silence_seconds": 2.0}
+    """Making connections takes several threads their turns; a deadline that is too short would name the wrong one.
+    Large tensors in place, and copied."""
+    copied = {"in_place": False}
+    buckets = [{"bucket_bytes": 64}, {"bucket_bytes": 64, **copied}, {"bucket_bytes": 1000, **copied}, {}]
+    return {"silence_seconds": 1.5, "bucket_settings": buckets}
 
 
 def by_transfers(folder: Path) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class NIXLCheckpointEngine(CheckpointEngine):
             agent = self._agent = Agent(devices_of(self.config.devices, self.context.host))
             await finished(meeting, agent.start(), "NIXL to start", f"UCX on {agent.devices or 'all devices'}")
             self._buffers = Sending.slots(self._buffers, self.config.bucket_bytes, self.context.device)
-            self._sending = Sending(meeting, agent, self._buffers)
+            self._sending = Sending(meeting, agent, self._buffers, self._in_place(agent))
             await self._sending.begin()
         self._connected = True
 
@@ -103,6 +103,10 @@ class NIXLCheckpointEngine(CheckpointEngine):
         await meeting.enter(place["host"], place["port"], place["secret"], place["worker"], request.version)
         await finished(meeting, agent.start(), "NIXL to start", f"UCX on {agent.devices or 'all devices'}")
         await self._receiving.begin()
+
+    def _in_place(self, agent: Agent) -> bool:
+        """Within a host: a network card would have to pin the memory of each tensor."""
+        return agent.devices == "lo" if self.config.in_place is None else self.config.in_place
 
     def _heard(self, _: Peer, message: Mapping[str, Any]) -> None:
         if self._receiving is not None:

@@ -45,13 +45,15 @@ async def finished(meeting: Meeting, future: Future[T], who: str, where: str | N
 class Sending:
     """What one transfer sends. A tensor has been copied when :meth:`add` returns."""
 
-    def __init__(self, meeting: Meeting, agent: Agent, slots: Sequence[torch.Tensor]) -> None:
+    def __init__(self, meeting: Meeting, agent: Agent, slots: Sequence[torch.Tensor], in_place: bool) -> None:
         """
         Args:
             meeting: with every worker, one at least.
             agent: of the sender.
             slots: as :meth:`slots` makes them.
+            in_place: whether tensors larger than a bucket are read where they lie.
         """
+        self._in_place = in_place
         self._meeting = meeting
         self._agent = agent
         self._slots = slots
@@ -84,6 +86,9 @@ class Sending:
         if size > self._bucket_bytes:
             await self._flush()
             content, entry = raw(tensor), entry_of(name, tensor)
+            if self._in_place and content.device == self._slots[0].device:
+                await self._lend(content, entry)
+                return
             for start in range(0, size, self._bucket_bytes):
                 piece = content[start : start + self._bucket_bytes]
                 (await self._slot())[: len(piece)].copy_(piece)
@@ -96,6 +101,21 @@ class Sending:
         put(slot, entry, tensor)
         self._entries.append(entry)
         self._used = aligned(self._used + size)
+
+    async def _lend(self, content: torch.Tensor, entry: Entry) -> None:
+        """Have a tensor read where it lies, uint8 ``[bytes]``; its owner may write there again afterwards."""
+        agent, size = self._agent, content.numel()
+
+        def registered() -> bytes:
+            agent.register_now(content)
+            return agent.metadata_now()
+
+        metadata = await finished(self._meeting, agent.run(registered), "memory to be registered")
+        lent = {"agent": b64encode(metadata).decode(), "place": attrs.astuple(place_of(content))}
+        self._show(size, 0, size, [entry], lent)
+        last = self._made - 1
+        await self._meeting.until(lambda peer: peer.said.get("got", 0) > last, f"read bucket {last}")
+        agent.release(content)
 
     async def end(self) -> None:
         """Show what is left."""
@@ -115,11 +135,13 @@ class Sending:
             self._show(size, 0, size, entries)
             await asyncio.sleep(0)
 
-    def _show(self, length: int, start: int, size: int, entries: Sequence[Entry]) -> None:
-        """A piece of ``size`` bytes of tensors may be read."""
+    def _show(
+        self, length: int, start: int, size: int, entries: Sequence[Entry], lent: Mapping[str, Any] | None = None
+    ) -> None:
+        """A piece of ``size`` bytes of tensors may be read, in its bucket or where it lies."""
         if self._slots[0].device.type == "cuda":
             torch.cuda.current_stream(self._slots[0].device).synchronize()
-        shown = {"piece": self._made, "length": length, "start": start, "size": size}
+        shown = {"piece": self._made, "length": length, "start": start, "size": size, "lent": lent}
         self._meeting.tell({**shown, "tensors": [] if start else list(entries)})
         self._made += 1
 
@@ -224,10 +246,14 @@ class Receiving:
             job.add_done_callback(self._ended(slot, piece["size"] if whole else None, entries))
 
     def _reading(self, slot: _Slot, piece: Mapping[str, Any]) -> Callable[[], None]:
-        theirs = self._places[piece["piece"] % len(self._places)].part(0, piece["length"])
+        lent = piece["lent"]
+        bucket = self._places[piece["piece"] % len(self._places)] if lent is None else Place(*lent["place"])
+        theirs = bucket.part(0, piece["length"])
 
         def read() -> None:
             self._fit(slot, piece["size"])
+            if lent is not None:
+                self._agent.meet_now(b64decode(lent["agent"]))
             self._agent.read_now(self._name, theirs, place_of(slot.buffer).part(piece["start"], piece["length"]))
 
         return read
