@@ -1,12 +1,15 @@
-"""What is particular to the backend: several processes share rows, and die."""
+"""The backend in a real cluster that all of these tests share: its contract, and processes that share rows and die."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ import torch
 from jackfield.abc.transfer_queue import GetRequest, PutRequest, TransferQueueContext
 from jackfield.errors import QueueError
 from jackfield.queue import dense_column
+from jackfield_conformance import certify
+from jackfield_queue_model import check_against_model
 from jackfield_testing import in_loop
 from jackfield_transport_ray.backend import RayBackend
 from jackfield_transport_ray.config import Config
@@ -24,6 +29,42 @@ WIDTH = 1 << 15  #: float32 of a row
 
 cloudpickle: Any = ray.cloudpickle
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a worker of Ray cannot import this module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """A small one, whose files are in no home folder. The token stays: a process of Ray reads it once."""
+    folder = tempfile.mkdtemp(prefix="jackfield")  # the path of a socket is short
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", folder)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=100 * 10**6,
+            _node_ip_address="127.0.0.2",
+            _temp_dir=folder,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.timeout(180)
+def test_the_plugin_is_certified() -> None:
+    """The certificate run of ``jackfield plugins check ray``: every check passes."""
+    assert "full" == certify("transfer_queue:ray").level
+
+
+@pytest.mark.timeout(120)
+def test_the_queue_is_a_dict() -> None:
+    check_against_model(lambda context: RayBackend(Config(), context), examples=5)
 
 
 @contextlib.asynccontextmanager
