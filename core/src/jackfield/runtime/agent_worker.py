@@ -90,8 +90,9 @@ class AgentWorker:
         return self._keep(order.id, sequence_columns(order.task, sequences), tags)
 
     async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:
-        """The first tokens of a task's prompt, ``most`` of them at most."""
-        return self._tokenizer.encode_chat(task.messages)[:most]
+        """The first tokens of a task's prompt, ``most`` of them at most, and no more than a prompt may have."""
+        limit = most if self._max_prompt_tokens is None else min(most, self._max_prompt_tokens)
+        return self._tokenizer.encode_chat(task.messages)[:limit]
 
     async def answer(self, order: RunOrder, *, expert: bool = False) -> RunProduct:
         """Keep the task's own answer as a sample to learn from; a task with a worse answer, too, gives two rows.

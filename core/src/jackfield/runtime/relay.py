@@ -47,7 +47,7 @@ class RelayServer(BaseRolloutServer):
     """
 
     engine_name: ClassVar[str] = "the engine"  #: for messages
-    update_kinds: ClassVar[tuple[str, ...]] = ("full",)  #: of :class:`~jackfield.abc.rollout.UpdateWeightsRequest`
+    update_kinds: tuple[str, ...] = ("full",)  #: of :class:`~jackfield.abc.rollout.UpdateWeightsRequest`
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
         super().__init__(config, context)
@@ -209,7 +209,7 @@ class RelayServer(BaseRolloutServer):
             ) from error
         text = {**described, **(described.get("text_config") or {})}
         positions = int(text.get("max_position_embeddings") or self.context.max_model_len or 0)
-        self._vocabulary = int(text["vocab_size"])
+        self._vocabulary = int(text.get("vocab_size") or 0)
         self._max_model_len = min(self.context.max_model_len or positions, positions)
         return folder
 
