@@ -323,3 +323,20 @@ def test_a_cancelled_sync_leaves_nothing_running() -> None:
         assert 1 == len(asyncio.all_tasks())
 
     clock.run(main())
+
+
+def test_a_cause_that_has_just_ended_is_found_before_its_callbacks_run() -> None:
+    """The sender hears of a break in the same moment in which the replica that broke it off ends."""
+    from jackfield.weights.synchronizer import _cause
+
+    async def raising(error: WeightsError) -> None:
+        raise error
+
+    async def main() -> None:
+        sender = asyncio.ensure_future(raising(WeightsError("the receiver left")))
+        replica = asyncio.ensure_future(raising(WeightsError("no such tensor", code="weights.missing")))
+        await asyncio.wait([sender, replica])
+        tasks = {sender: "sender 0", replica: "replica 0"}
+        assert replica is await _cause([sender], [sender], tasks, VirtualClock())
+
+    VirtualClock().run(main())
