@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("ray")
 
+from ray.exceptions import RayActorError, RayTaskError
+
 from jackfield.errors import DeadlineExceeded, EngineError, RunError, WorkerLost
 from jackfield.runtime.ray import Cluster
 from jackfield.runtime.workers import resubmitted
@@ -110,6 +112,27 @@ def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(cluster: C
         assert [10, 10, 10] == [await stub.count() for stub in stubs], "made anew"
         after = [await stub.pid() for stub in stubs]
         assert [True, False, False] == [ours == theirs for ours, theirs in zip(before, after, strict=True)]
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_not_healthy_ends_with_its_process(hosted: Hosted) -> None:
+    """A request that fails, or is refused, ends nobody who is well."""
+
+    async def main() -> None:
+        counter, handle = await hosted("rollout replica 0", partial(make_counter, 10), restarts=1)
+        await handle.open.remote()
+        before = await counter.pid()
+        for member in ("stumble", "refuse"):
+            with pytest.raises(RayTaskError):
+                await handle.serve.remote(member, ())
+        assert (11, before) == (await handle.serve.remote("add", (1,)), await counter.pid())
+        await counter.add(-20)
+        with pytest.raises(RayActorError):
+            await handle.serve.remote("stumble", ())
+        with pytest.raises(WorkerLost):
+            await counter.pid()
+        assert before != await counter.pid(), "made anew"
 
     asyncio.run(main())
 

@@ -66,10 +66,11 @@ class Actor:
         if self.host is None:
             raise RayActorError
         call = asyncio.ensure_future(getattr(self.host, name)(*arguments))
-        death = asyncio.ensure_future(self.died.wait())
+        died = self.died
+        death = asyncio.ensure_future(died.wait())
         await asyncio.wait([call, death], return_when=asyncio.FIRST_COMPLETED)
         death.cancel()
-        if call.done():
+        if not died.is_set():
             return call.result()
         call.cancel()
         if retries:
@@ -225,6 +226,31 @@ def test_one_that_dies_too_often_is_lost(restarts: int) -> None:
 
     world.run(life)
     assert restarts + 1 == len(world.made)
+
+
+def test_a_server_that_dies_in_a_living_process_takes_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    dying: list[asyncio.Task[None]] = []
+
+    def end(code: int) -> None:
+        if not dying:
+            world.actor.died.set()
+            dying.append(asyncio.ensure_future(world.actor.die()))
+        raise asyncio.CancelledError  # nothing happens in this process any more
+
+    monkeypatch.setattr("os._exit", end)
+
+    async def life() -> None:
+        world.free.set()
+        running = world.generate(2)
+        await world.clock.sleep(1.5)
+        world.made[0].die()
+        results = await asyncio.gather(*running)
+        assert [(1, 2, 3, 4)] * 2 == [result.token_ids for result in results]
+        assert {1} == {version for result in results for version in result.weight_versions}
+
+    world.run(life)
+    assert (2, 1) == (len(world.made), world.replica.revived)
 
 
 def test_runs_leave_a_replica_that_is_made_anew() -> None:

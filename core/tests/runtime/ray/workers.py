@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
+from jackfield.abc.rollout import HealthReport
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import EngineError
 from jackfield.queue import Rows
@@ -33,6 +34,9 @@ class Counter:
 
     async def stumble(self) -> None:
         raise ZeroDivisionError("by nought")
+
+    async def health(self) -> HealthReport:
+        return HealthReport(healthy=self.count >= 0, detail="it counts below zero")
 
     async def hang(self) -> None:
         try:

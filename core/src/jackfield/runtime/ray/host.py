@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 import struct
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,8 +20,10 @@ from typing import Any
 
 import attrs
 
+from jackfield.clock import Clock
 from jackfield.errors import WorkerLost
 from jackfield.imports import collection_paused
+from jackfield.runtime.revival import state_of
 
 __all__ = ["Host", "Place", "interface_of"]
 
@@ -107,9 +110,21 @@ class Host:
         await self._gate.wait()
 
     async def serve(self, member: str, arguments: tuple[Any, ...]) -> Any:
-        """The same as :meth:`call`, behind the gate: for those who do not know what state the worker is in."""
+        """The same as :meth:`call`, behind the gate: for those who do not know what state the worker is in.
+
+        A server that fails and is not healthy any more (a process of its own has died) ends with this process, so that
+        its death is one of those that everybody knows of.
+        """
         await self._gate.wait()
-        return await self.call(member, arguments, {})
+        server = self._worker
+        try:
+            return await self.call(member, arguments, {})
+        except Exception as error:
+            state = None if server is None else await state_of(server, Clock(), self._name, error)
+            if state is not None and server is self._worker:
+                print(f"{self._name} is not healthy: {state}; after: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
+            raise
 
     async def live(self) -> None:
         """Never returns: whoever waits for it learns of the death of this process at once.
