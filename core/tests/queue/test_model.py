@@ -603,7 +603,8 @@ class QueueMachine(RuleBasedStateMachine):
                 if slot.group is None:
                     slot.claim, slot.handed = slot.claim + slot.handed, False
                 else:
-                    leased = {name for row in slot.group.rows.values() for name in row.lease}
+                    leases = [lease for row in slot.group.rows.values() for lease in row.lease.items()]
+                    leased = {name for name, (_, whole) in leases if whole}
                     slot.group.held -= leased
                     for row in slot.group.rows.values():
                         row.lease.clear()
@@ -630,12 +631,12 @@ class QueueMachine(RuleBasedStateMachine):
             assert self.do(self.queue.recover(folder, step, kept=sorted(kept)))
         self.model = self.without_leases()
         self.batches.clear()
-        self.model.again = set(self.model.tickets)
         self.rolled_back(step, kept)
         self.model.committed = step
         for row in self.model.rows().values():
             for consumer, (acked, _) in row.ack.items():
                 row.ack[consumer] = acked, acked is None or acked <= step
+        self.model.again = {number for number in self.model.tickets if not self.model.final(number)}
         self.consume()
         rows = self.model.rows().items()
         self.restored = {name: {key for key, row in rows if name in row.ack} for name in NEEDS}

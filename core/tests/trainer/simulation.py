@@ -289,6 +289,7 @@ class Simulation:
     folder: Path | None = None  #: of checkpoints and ledger; a run goes on from what is there
     checkpoint_every: int = 0
     store: DyingBackend | None = None  #: a durable one: the queue has a journal
+    max_rows: int | None = None  #: backpressure
     deaths: Sequence[float] = ()  #: when a part of the store dies
     kill_at: float | None = None  #: the moment in which everything ends
 
@@ -314,7 +315,7 @@ class Simulation:
         record = None if ledger is None else ledger.write
         journal = None if self.store is None or self.folder is None else self.folder / "journal"
         self.queue = queue = TransferQueue(
-            backend, clock, max_refills=self.max_refills, on_ledger=record, journal=journal
+            backend, clock, max_refills=self.max_refills, on_ledger=record, journal=journal, max_rows=self.max_rows
         )
         await queue.start()
         rows = Rows(backend)

@@ -53,6 +53,13 @@ def test_colocated_one_step_off_hides_the_wait_for_rewards() -> None:
     assert one_off.recorder.ended_at[-1] <= 12 * (10 + 6 + 1) + 8 + 10
 
 
+def test_who_waits_for_room_in_the_queue_leaves_the_devices_to_the_trainer() -> None:
+    """Room comes with the trainer's acks."""
+    run = simulate(steps=6, o=2, shared=True, max_rows=9, generate_seconds=1.0, update_seconds=20.0)
+    assert 6 == len(run.actor.updates)
+    assert 6 * 21 + 7 > run.recorder.ended_at[-1], "nobody waited for a deadline"
+
+
 def test_advantages_compare_the_runs_of_one_task() -> None:
     run = simulate(steps=2, runs=2)
     for batch, loss in run.actor.updates:

@@ -283,9 +283,17 @@ class Parts:
             ledger.write(entry)
             queue.ledger.clear()  # it is in the file
 
-        max_refills = self.config.schedule.max_refills
-        journal = Path(self.config.folder) / "queue" / "journal.jsonl" if self.config.queue.durable else None
-        queue = TransferQueue(self.crew.backend, self.clock, max_refills=max_refills, on_ledger=write, journal=journal)
+        config = self.config
+        queue = TransferQueue(
+            self.crew.backend,
+            self.clock,
+            max_rows=config.queue.max_rows,
+            max_bytes=config.queue.max_bytes,
+            max_refills=config.schedule.max_refills,
+            put_deadline_seconds=config.deadlines.batch,
+            on_ledger=write,
+            journal=Path(config.folder) / "queue" / "journal.jsonl" if config.queue.durable else None,
+        )
         stack.push_async_callback(queue.close)
         await queue.start()
         return queue

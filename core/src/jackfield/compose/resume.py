@@ -50,6 +50,8 @@ FREE = (
     "schedule.steps",
     "evaluation.every",
     "queue.durable",
+    "queue.max_bytes",
+    "queue.max_rows",
     "data.train",
     "data.eval",
     "data.expert",

@@ -231,6 +231,13 @@ class QueueConfig:
         help="a run that was killed keeps the rows that it had made since its newest checkpoint; needs a durable "
         "transfer_queue (sql, redis)",
     )
+    max_rows: int | None = option(
+        None,
+        help="rows in the queue, above which explorers wait; those of the batch that the trainer waits for are let in, "
+        "and rows count until the checkpoint after their step; null: no limit",
+        validator=optional(gt(0)),
+    )
+    max_bytes: int | None = option(None, help="the same in bytes of values; null: no limit", validator=optional(gt(0)))
     replay: ReplayConfig | None = option(None, help="train again on groups that were trained on before; null: never")
     expert: MixConfig | None = option(
         None, help="rows that an expert wrote, for a loss with an expert (mix, mix_chord); null: none"

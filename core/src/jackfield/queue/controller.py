@@ -572,12 +572,15 @@ class Controller:
         )
 
     def _demanded(self, ticket: TicketState) -> bool:
-        """Whether a consumer waits for just this ticket."""
+        """Whether a consumer waits for just this ticket, or in vain for any row while the others have nothing to do."""
         partition = ticket.partition
         if any(ticket.number in consumer.group_waiters for consumer in partition.consumers):
             return True
+        busy = [consumer for consumer in partition.consumers if consumer.ready or consumer.leased]
         starving = any(
-            consumer.sample_demand or (consumer.row_demand and not consumer.ready) for consumer in partition.consumers
+            (consumer.sample_demand or (consumer.row_demand and not consumer.ready))
+            and all(other is consumer for other in busy)
+            for consumer in partition.consumers
         )
         return starving and ticket is self._oldest_unfinished(partition)
 

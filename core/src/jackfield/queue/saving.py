@@ -88,5 +88,6 @@ def _save_group(group: Group) -> dict[str, Any]:
 
 
 def _leased(group: Group, consumer: Consumer) -> bool:
-    """Whether the group is in use for the first time."""
-    return any(row in consumer.leased and row not in consumer.acked for row in group.rows)
+    """Whether the group is in use, as a whole, for the first time."""
+    leases = [consumer.leased.get(row) for row in group.rows if row not in consumer.acked]
+    return any(lease is not None and lease.whole for lease in leases)

@@ -43,9 +43,9 @@ class TransferQueue(Producing, Consuming):
 
     **Backpressure.** :meth:`put_run` waits while ``max_rows`` or ``max_bytes`` would be exceeded (rows count until they
     are deleted, so acked rows count until their commit). Rows of a ticket that a consumer waits for *now*, and of the
-    oldest unfinished ticket while a consumer waits for any row in vain, are let in whatever the limits say; further
-    columns of rows that are there are never held back. So what a trainer waits for can always be finished: the limits
-    bound how far producers run ahead, not the batch itself.
+    oldest unfinished ticket while a consumer waits for any row in vain, and no other one has any to work on, are let in
+    whatever the limits say; further columns of rows that are there are never held back. So what a trainer waits for can
+    always be finished: the limits bound how far producers run ahead, not the batch itself.
 
     **Threads.** All methods are called on one event loop.
     """

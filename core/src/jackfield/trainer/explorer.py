@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -91,8 +92,7 @@ class Explorer:
             runs = self.runs + self.greedy_baseline
             tags = {"baseline_run": self.runs} if self.greedy_baseline else {}
             group = self.queue.open_group(slot, task_id=task.id, runs=runs, tags=tags)
-            async with self.placement.hold("rollout"):
-                await asyncio.gather(*(self._run(slot, group, task, run) for run in range(runs)))
+            await asyncio.gather(*(self._run(slot, group, task, run) for run in range(runs)))
         finally:
             self._running -= 1
             if not self._running:
@@ -124,16 +124,18 @@ class Explorer:
         worker = self.agents.of(order.id)
         # the worker has the run's own deadline; ours adds its way to us
         seconds, who = 1.1 * order.seconds + 10, f"the agent worker of sample {order.id}, task {order.task.id}"
-        try:
-            making = worker.answer(order, expert=True) if expert else worker.run(order)
-            product = await self.clock.wait_for(making, seconds, who)
-        except WorkerLost:
-            raise
-        except JackfieldError as error:
-            if ends_the_run(error):
+        # the devices are needed for this alone: a sample may then have to wait for room in the queue
+        async with nullcontext() if expert else self.placement.hold("rollout"):
+            try:
+                making = worker.answer(order, expert=True) if expert else worker.run(order)
+                product = await self.clock.wait_for(making, seconds, who)
+            except WorkerLost:
                 raise
-            self._fail(group, order, error)
-            return
+            except JackfieldError as error:
+                if ends_the_run(error):
+                    raise
+                self._fail(group, order, error)
+                return
 
         async def store() -> None:
             async with self.queue.ending_run(group, order.run, product.written, product.tags) as keys:
