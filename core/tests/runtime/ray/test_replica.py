@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+import ray
 from ray.exceptions import RayActorError
 
 from jackfield.abc.engine import ModelSpec
@@ -133,6 +134,7 @@ class World:
             await asyncio.gather(self.keeping, return_exceptions=True)
 
         self.clock.run(whole())
+        assert not ray.is_initialized()  # nobody here is in a cluster, and nobody may start one
 
     def generate(self, count: int) -> list[asyncio.Task[GenerateResult]]:
         return [asyncio.ensure_future(self.server.generate(request(name=f"{n}"))) for n in range(count)]

@@ -81,8 +81,9 @@ async def answer(reference: Any, name: str, waiting_for: str, seconds: float, cl
     try:
         return await clock.wait_for(_awaited(reference), seconds, waiting_for)
     except (asyncio.CancelledError, DeadlineExceeded):
-        with suppress(RayError):
-            ray.cancel(reference)
+        if ray.is_initialized():  # Ray would start a cluster in order to cancel
+            with suppress(RayError):
+                ray.cancel(reference)
         raise
     except RayTaskError as error:
         cause = error.cause
