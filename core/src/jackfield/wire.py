@@ -49,6 +49,7 @@ class Limits:
 
     head_bytes: int = 1 << 26
     buffers: int = 1 << 16  #: how many
+    buffer_bytes: int = 1 << 33  #: of one buffer
     total_bytes: int = 1 << 36  #: of all buffers together
 
 
@@ -139,12 +140,15 @@ class Wire:
 
     def _check_sizes(self, head: int, sizes: Sequence[int]) -> None:
         limits = self._limits
-        if head > limits.head_bytes or len(sizes) > limits.buffers or sum(sizes) > limits.total_bytes:
+        fine = head <= limits.head_bytes and len(sizes) <= limits.buffers and sum(sizes) <= limits.total_bytes
+        if not fine or max(sizes, default=0) > limits.buffer_bytes:
             raise WireError(
                 "a message is too large",
                 code="wire.size",
-                expected=f"{limits.head_bytes} bytes of head, {limits.buffers} buffers, {limits.total_bytes} bytes",
-                found=f"{head} bytes of head, {len(sizes)} buffers, {sum(sizes)} bytes",
+                expected=f"{limits.head_bytes} bytes of head, {limits.buffers} buffers of {limits.buffer_bytes} bytes, "
+                f"{limits.total_bytes} bytes together",
+                found=f"{head} bytes of head, {len(sizes)} buffers of up to {max(sizes, default=0)} bytes, "
+                f"{sum(sizes)} bytes together",
             )
 
     def _check_fields(self, kind: Any, fields: Any) -> None:

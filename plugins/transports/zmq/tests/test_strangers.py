@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -141,3 +143,24 @@ def test_cells_beyond_their_message_are_refused_and_nothing_is_stored(cell: list
     assert message in sent[0]["message"]
     unit.receive(b"client", wire.encode("stats", {"id": 2}))
     assert (0, 0) == (sent[1]["rows"], sent[1]["bytes"])
+
+
+@in_loop
+async def test_a_frame_that_nobody_could_hold_is_refused_before_it_comes(opened: Any) -> None:
+    """A stranger who speaks ZMTP announces more than 8 GiB: the connection is closed, and the unit goes on."""
+    async with opened() as backend:
+        address = backend._client.directory.units[0].address
+        reader, writer = await asyncio.open_unix_connection("\0" + address.removeprefix("ipc://@"))
+        try:
+            writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+            assert b"NULL" in await asyncio.wait_for(reader.readexactly(64), 20)
+            ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+            writer.write(bytes((4, len(ready))) + ready)
+            assert b"READY" in await asyncio.wait_for(reader.readuntil(b"ROUTER"), 20)
+            writer.write(b"\x00\x03abc" + b"\x02" + ((1 << 33) + 1).to_bytes(8, "big") + b"abc")
+            with suppress(ConnectionError):  # at once: who is kept hears a heartbeat first
+                assert b"PING" not in await asyncio.wait_for(reader.read(), 20)
+        finally:
+            writer.close()
+        stats = await backend.stats()
+        assert (0, 1.0) == (stats.rows, stats.details["unit 0 refused wire.malformed"]), "the small one before it came"

@@ -16,6 +16,8 @@ import attrs
 import zmq
 from zmq.utils import z85
 
+from jackfield.wire import Limits
+
 __all__ = ["Gate", "Keys", "dealer", "is_loopback", "listening", "readable"]
 
 _POLLIN = int(zmq.POLLIN)  #: an enumeration's own arithmetic takes longer than all the rest of a look
@@ -114,6 +116,7 @@ def _tune(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, Limits().buffer_bytes)  # else who announces more has it allocated
 
 
 class Gate:
