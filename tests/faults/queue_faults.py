@@ -125,12 +125,12 @@ class Worker:
 
     def __init__(self, spawner: socket.socket) -> None:
         self._spawner = spawner
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.pid = 0
 
     async def ask(self, do: str, keys: Sequence[str]) -> dict[str, Any]:
-        async with self._turn:
+        async with self.turn:
             if self._streams is None:
                 self._spawner.send(b"w")
                 pid, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, self._spawner, 32, 1)
@@ -185,6 +185,8 @@ class Controller:
             loops = (self.explore(tasks), self.score(), self.kill())
             background = [tasks.create_task(loop) for loop in loops]
             await self.train()
+            for worker in (*self.producers, self.consumer):
+                await worker.turn.acquire()  # what it writes is not broken off, to come after its rows' deletion
             for task in (*background, *self.fills):
                 task.cancel()
         await queue.commit(self.step - 1)

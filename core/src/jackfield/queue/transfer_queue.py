@@ -185,6 +185,7 @@ class TransferQueue(Producing, Consuming):
             self.load_state_dict(saved)
             self._marks = [saved["mark"]]
             self._begin_journal()
+        await self._delete_now()  # before a group is made again whose rows have the same keys
 
     async def recover(self, folder: str | Path, step: int, *, kept: Sequence[str] = ()) -> bool:
         """Go on with what the journal and a durable backend have, after the death of the process that wrote them.
@@ -226,6 +227,7 @@ class TransferQueue(Producing, Consuming):
             self._controller.offer_unfinished()
             self._marks = saved["marks"]
             self._begin_journal()
+        await self._delete_now()  # as after a restore
         return True
 
     async def flush(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
 from contextlib import suppress
 from typing import Any
 
@@ -123,6 +124,10 @@ def test_members_that_talk_nonsense_are_answered_and_the_unit_lives(history: Any
         unit.gone(identity)
 
 
+PUT = {"id": 1, "units": 0, "partition": "p", "keys": ["a", "b"], "columns": ["x"], "blocks": []}
+GOOD = ["dense", "float32", [2], 0, 0, 8]
+
+
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
@@ -136,13 +141,29 @@ def test_cells_beyond_their_message_are_refused_and_nothing_is_stored(cell: list
     sent: list[Any] = []
     wire = Wire({**REQUESTS, **REPLIES}, SECRET)
     unit = Unit(0, wire, lambda _, frames: sent.append(wire.decode(frames)), "")
-    good = ["dense", "float32", [2], 0, 0, 8]
-    fields = {"id": 1, "units": 0, "partition": "p", "keys": ["a", "b"], "columns": ["x"], "blocks": []}
-    unit.receive(b"client", wire.encode("put", {**fields, "cells": [good, cell]}, [bytes(8)]))
+    unit.receive(b"client", wire.encode("hello", {"pid": os.getpid(), "place": ""}))
+    unit.receive(b"client", wire.encode("put", {**PUT, "cells": [GOOD, cell]}, [bytes(8)]))
     assert "refused" == sent[0].kind
     assert message in sent[0]["message"]
     unit.receive(b"client", wire.encode("stats", {"id": 2}))
     assert (0, 0) == (sent[1]["rows"], sent[1]["bytes"])
+
+
+def test_what_comes_of_a_producer_after_its_death_is_not_stored() -> None:
+    """Its rows may have been deleted by then, and nobody would delete them again."""
+    sent: list[Any] = []
+    wire = Wire({**REQUESTS, **REPLIES}, SECRET)
+    unit = Unit(0, wire, lambda _, frames: sent.append(wire.decode(frames)), place_of_this_process())
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as producer:
+        unit.receive(b"producer", wire.encode("hello", {"pid": producer.pid, "place": place_of_this_process()}))
+        unit.receive(b"producer", wire.encode("put", {**PUT, "cells": [GOOD, GOOD]}, [bytes(8)]))
+    late = wire.encode("put", {**PUT, "id": 2, "keys": ["c", "d"], "cells": [GOOD, GOOD]}, [bytes(8)])
+    unit.receive(b"producer", late)
+    unit.gone(b"producer")
+    unit.receive(b"producer", late)
+    unit.receive(b"reader", wire.encode("stats", {"id": 3}))
+    assert [1, 3] == [reply.fields["id"] for reply in sent]
+    assert 2 == sent[1]["rows"]
 
 
 @in_loop

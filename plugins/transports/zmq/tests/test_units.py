@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,29 @@ async def test_a_killed_unit_fails_exactly_its_rows_by_name(opened: Any, tmp_pat
         assert (24, 2.0, 1.0) == (stats.rows, stats.details["units"], stats.details["lost units"])
         assert 24 == await delete(backend, keys)
         await joined.close()
+
+
+@in_loop
+async def test_a_unit_that_dies_between_its_answer_and_the_look_at_its_memory(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(units=2) as backend:
+        await put(backend, ["a", "b", "c", "d"], wide(1.0, 2.0, 3.0, 4.0))
+        unit = home(backend, "a")
+        slots = backend._reader.slots
+
+        def killed_first(*arguments: Any) -> Any:
+            with suppress(ProcessLookupError):
+                os.kill(units(backend)[unit], signal.SIGKILL)
+                ended = os.pidfd_open(units(backend)[unit])
+                select.select([ended], [], [])
+                os.close(ended)
+            return slots(*arguments)
+
+        monkeypatch.setattr(backend._reader, "slots", killed_first)
+        with pytest.raises(QueueError) as caught:
+            await get(backend, ["a"])
+        assert ("queue.lost", ["a"]) == (caught.value.code, caught.value.found)
 
 
 @in_loop

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import select
 import weakref
 from bisect import insort
 from collections import deque
@@ -21,7 +22,7 @@ import attrs
 
 from jackfield.errors import QueueError
 
-__all__ = ["Arena", "Arenas", "Block", "Held", "Mapping", "place_of_this_process"]
+__all__ = ["Arena", "Arenas", "Block", "Held", "Mapping", "has_ended", "place_of_this_process"]
 
 _ALIGNMENT = 64  #: of each block, in bytes: a multiple of every dtype's size
 _ARENA_BYTES = 64 * 2**20  #: larger blocks have an arena of their own
@@ -33,6 +34,13 @@ def place_of_this_process() -> str:
         return ""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()}:{os.stat('/proc/self/ns/pid').st_ino}:{os.getuid()}"
+
+
+def has_ended(process: int, milliseconds: int = 0) -> bool:
+    """Whether the process of a ``pidfd`` has, or does within so much time: its files are closed a moment earlier."""
+    poller = select.poll()
+    poller.register(process, select.POLLIN)
+    return bool(poller.poll(milliseconds))
 
 
 class Mapping:

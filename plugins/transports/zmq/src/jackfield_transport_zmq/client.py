@@ -121,6 +121,11 @@ class Client:
                 if other.number == number:
                     self._lost(other)
 
+    def notice_death(self, unit: int) -> bool:
+        """Whether a unit has died, of which nobody has told yet."""
+        line = self._lines.get(unit)
+        return line is None or line.notice_death()
+
     def places(self, partition: str, keys: Iterable[str]) -> dict[str, list[int]]:
         """Where each row may be, the unit for new rows first."""
         places = self.directory.places

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from jackfield.wire import Buffer
-from jackfield_transport_zmq.arenas import Mapping
+from jackfield_transport_zmq.arenas import Mapping, has_ended
 from jackfield_transport_zmq.protocol import CellEntry, Packer, content_of
 
 __all__ = ["Client", "Kept", "Memory", "Shared"]
@@ -87,6 +87,11 @@ class Client:
     def shares(self) -> bool:
         """Whether it can open our memory, and we notice its end."""
         return self.process is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process has, where we would notice."""
+        return self.process is not None and has_ended(self.process)
 
     def close(self) -> None:
         """Stop watching."""

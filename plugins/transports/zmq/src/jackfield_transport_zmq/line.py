@@ -14,13 +14,14 @@ import zmq
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, WireError
 from jackfield.wire import Buffer, Message, Wire
-from jackfield_transport_zmq.arenas import place_of_this_process
+from jackfield_transport_zmq.arenas import has_ended, place_of_this_process
 from jackfield_transport_zmq.directory import UnitAddress
 from jackfield_transport_zmq.sockets import Keys, dealer, readable
 
 __all__ = ["Line", "Lost", "Stale"]
 
 _GOODBYE_MS = 200  #: for the last words to leave
+_DEATH_MS = 1000  #: from the end of a process's memory to its own
 _LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie
 
 
@@ -89,6 +90,12 @@ class Line:
             self._loop.call_soon(self._died)
             return
         self._loop.add_reader(self._process, self._died)
+
+    def notice_death(self) -> bool:
+        """Whether the unit has died, where that can be seen; its memory goes before anybody is told."""
+        if self._process is not None and has_ended(self._process, _DEATH_MS):
+            self._died()
+        return self._socket is None
 
     def _died(self) -> None:
         if self._socket is not None:

@@ -67,7 +67,12 @@ class Reading:
         if reply["lacking"]:
             self._found.update((key, []) for key in there)
             return
-        slots = self._reader.slots(reply["cells"], reply["blocks"], reply.buffers, lease)
+        try:
+            slots = self._reader.slots(reply["cells"], reply["blocks"], reply.buffers, lease)
+        except QueueError:
+            if not self._client.notice_death(unit):
+                raise
+            return  # with its memory, after it had answered
         for number, key in enumerate(there):
             self._found[key] = slots[number * len(columns) : (number + 1) * len(columns)]
 

@@ -157,6 +157,9 @@ class Unit:
     # -- rows
 
     def _do_put(self, identity: bytes, message: Message) -> None:
+        client = self.clients.get(identity)
+        if client is None or client.has_ended:
+            return  # its rows may have been deleted already, because it died: nobody would delete them again
         stored, replaced = self._write(self._rows, identity, message)
         self._bytes += stored - replaced
         self._counted(identity, message, len(message["keys"]), stored)
