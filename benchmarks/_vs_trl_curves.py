@@ -25,8 +25,9 @@ class Comparison:
 
 
 def stretches(curve: Sequence[float]) -> list[float]:
-    """The means of :data:`STRETCHES` equal parts of a curve."""
-    bounds = [round(index * len(curve) / STRETCHES) for index in range(STRETCHES + 1)]
+    """The means of :data:`STRETCHES` equal parts of a curve; of a shorter one, its steps."""
+    parts = min(STRETCHES, len(curve))
+    bounds = [round(index * len(curve) / parts) for index in range(parts + 1)]
     return [sum(curve[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
 
 
@@ -43,7 +44,7 @@ def compare(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) ->
         rest = [index for index in everybody if index not in group]
         return max(
             abs(sum(curves[i][s] for i in group) / len(group) - sum(curves[i][s] for i in rest) / len(rest))
-            for s in range(STRETCHES)
+            for s in range(len(curves[0]))
         )
 
     found = difference(tuple(range(len(one))))

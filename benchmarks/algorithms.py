@@ -6,9 +6,9 @@ Each is measured on one batch of rows x length tokens in float32, with the threa
 row by row (GAE: token by token) on a small share of the rows and is scaled up. Memory is what the process grows by at
 most while the call runs, in copies of the ``[rows, length]`` input; a loss is measured with its gradient. Seconds are
 the best of the calls: what else the machine does only ever adds to them. Where ``verl`` can be imported, its own
-vectorised GRPO and RLOO, and its GAE, are measured on the same tensors; where not, the output says why. ``--quick``
-takes 200 rows x 50 tokens in one process: it shows that the benchmark works, and its figures mean nothing. With
-``--json`` the last line is one JSON object.
+vectorised GRPO and RLOO, and its GAE, are measured on the same tensors; where not, the output says why, and the exit
+status is 2. ``--quick`` takes 200 rows x 50 tokens in one process: it shows that the benchmark works, and its figures
+mean nothing. With ``--json`` the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -52,7 +52,13 @@ def main() -> None:
     if arguments.json:
         machine = {"machine": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
         print(json.dumps({**machine, "settings": vars(arguments), "verl": peers, "results": results}))
-        return
+    else:
+        table(arguments, peers, results)
+    sys.exit(0 if verl()[0] else 2)
+
+
+def table(arguments: argparse.Namespace, peers: str, results: list[dict[str, Any]]) -> None:
+    """The same for people."""
     print(f"verl: {peers}")
     print(f"{arguments.rows} rows x {arguments.length} tokens, groups of {arguments.group}")
     print(f"{'name':26}{'seconds':>10}{'copies':>8}{'loop':>10}{'times':>8}  verl")

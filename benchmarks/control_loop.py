@@ -224,10 +224,10 @@ def main() -> None:
     parser.add_argument("--runtime", nargs="+", default=["inline", "ray"], choices=["inline", "ray"])
     parser.add_argument("--samples", nargs="+", type=int, default=[256, 1024])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="three steps")
+    parser.add_argument("--quick", action="store_true", help="two steps")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
-    steps = 3 if arguments.quick else arguments.steps
+    steps = 2 if arguments.quick else arguments.steps
     found: dict[str, dict[str, float]] = {}
     for runtime in arguments.runtime:
         try:

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
     require_peer()
-    seeds, steps = (arguments.seeds[:1], 5) if arguments.quick else (arguments.seeds, arguments.steps)
+    seeds, steps = (arguments.seeds[:1], 3) if arguments.quick else (arguments.seeds, arguments.steps)
     if steps <= SKIPPED:
         parser.error(f"--steps must be more than {SKIPPED}")
     runs = measure(arguments.folder.resolve(), seeds, steps, arguments.threads)
