@@ -186,7 +186,8 @@ class Controller:
             background = [tasks.create_task(loop) for loop in loops]
             await self.train()
             for worker in (*self.producers, self.consumer):
-                await worker.turn.acquire()  # what it writes is not broken off, to come after its rows' deletion
+                with suppress(TimeoutError):  # what it writes is not broken off, to come after its rows' deletion
+                    await asyncio.wait_for(worker.turn.acquire(), 5)
             for task in (*background, *self.fills):
                 task.cancel()
         await queue.commit(self.step - 1)
