@@ -1,6 +1,7 @@
 """Processes of a queue are killed at random for a while: nothing is lost, and nothing is used twice.
 
-``JACKFIELD_FAULT_SECONDS=180 pytest -s tests/faults`` does it for longer, and on sql, too; ``JACKFIELD_FAULT_SEED`` chooses the seed.
+``JACKFIELD_FAULT_SECONDS=180 pytest -s tests/faults`` does it for longer, and on sql, too; ``JACKFIELD_FAULT_SEED``
+chooses the seed.
 """
 
 from __future__ import annotations
