@@ -258,18 +258,17 @@ class Controller:
         while True:
             batch = await self.queue.lease(SCORER, max_rows=3, deadline_seconds=600)
             while True:
-                living = [key for key in batch.keys if key in self.queue._state.rows]
-                if not living:
+                living = batch.select([index for index, key in enumerate(batch.keys) if key in self.queue._state.rows])
+                if not living.keys:
                     break
                 try:
-                    sizes = (await self.consumer.ask("score", living))["sizes"]
+                    sizes = (await self.consumer.ask("score", living.keys))["sizes"]
+                    # by the lease: rows whose ack did not outlive the controller may have been scored before
                     self.queue.announce(living, Written(columns=("score",), sizes=tuple(sizes)))
                     break
                 except Died:
                     continue
                 except QueueError as error:
-                    if error.code == "queue.column":  # a restored row that was scored before
-                        break
                     if error.code != "queue.lost":
                         raise
                     await self.queue.fail_lost(named=error.found)
