@@ -223,6 +223,7 @@ def test_manifest_names_another_interpreter(quick: Workplace) -> None:
         ("reward.ignore_kase=true", "config.unknown-key", "did you mean 'ignore_case'?"),
         ("data.max_prompt_tokens=126", "config.invalid-value", "126 + 4"),
         ("model.path=no/such/folder", "engine.model", "no such folder"),
+        ("reward={name: function, path: a.py:f, python: no/python}", "plugin.interpreter", "reward.python"),
     ],
 )
 def test_wrong_setting(quick: Workplace, override: str, code: str, told: str) -> None:

@@ -129,10 +129,9 @@ def test_a_wrong_path_shows_at_the_start_of_a_run(file: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_missing_interpreter_is_refused_before_anything_starts(file: Path) -> None:
-    config = FunctionRewardConfig(path=f"{file}:echo", python="/nowhere/bin/python")
+def test_a_missing_interpreter_is_refused_with_the_settings(file: Path) -> None:
     with pytest.raises(PluginError) as caught:
-        FunctionReward(config, RewardContext())
+        FunctionRewardConfig(path=f"{file}:echo", python="/nowhere/bin/python")
     found = (caught.value.code, caught.value.where, caught.value.found)
     assert ("plugin.interpreter", "reward.python", "no such file") == found
 

@@ -34,6 +34,8 @@ class FunctionRewardConfig:
     def __attrs_post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError("workers must be at least 1", where="workers", found=self.workers)
+        if self.python is not None:
+            resolve_interpreter(self.python, "reward.python")  # refuses it before a run has begun
 
 
 class FunctionReward(RewardAgent):
