@@ -35,6 +35,7 @@ from jackfield.clock import VirtualClock
 from jackfield.errors import RolloutError, WeightsError
 from jackfield.runtime.revival import LastingServer, LastingWeights
 from jackfield.runtime.router import ReplicaRouter
+from jackfield.weights import Replica
 
 
 class Mortal(BaseRolloutServer):
@@ -332,7 +333,7 @@ def test_a_synchronisation_in_which_a_replica_dies_is_made_again() -> None:
     weights = Weights(world, deaths=2)
 
     async def life() -> None:
-        assert 5 == await LastingWeights(weights, [world.server]).sync(5)  # type: ignore[comparison-overlap]
+        assert 5 == await LastingWeights(weights, [Replica(world.server, ServerInfo(replica=0))]).sync(5)  # type: ignore[comparison-overlap]
 
     world.run(life())
     assert [5, 5, 5] == weights.versions
@@ -345,7 +346,7 @@ def test_a_synchronisation_that_fails_by_itself_is_told_at_once() -> None:
 
     async def life() -> None:
         with pytest.raises(WeightsError, match="broke off"):
-            await LastingWeights(weights, [world.server]).sync(5)
+            await LastingWeights(weights, [Replica(world.server, ServerInfo(replica=0))]).sync(5)
 
     world.run(life())
     assert [5] == weights.versions

@@ -110,7 +110,7 @@ class Parts:
         self._placements(replicas, actor)
         lasting = [each.server for each in replicas if isinstance(each.server, LastingServer)]
         if lasting and self.weights is not None:
-            self.weights = LastingWeights(self.weights, lasting)
+            self.weights = LastingWeights(self.weights, replicas)
         checkpointer = self._checkpointer(actor, critic, ledger)
         trainer = self._trainer(actor, reference, critic, checkpointer)
         watch = None

@@ -32,7 +32,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, RolloutError
-from jackfield.weights import SyncReport
+from jackfield.weights import Replica, SyncReport
 
 __all__ = ["LastingServer", "LastingWeights", "state_of"]
 
@@ -245,9 +245,14 @@ class _Weights(Protocol):
 class LastingWeights:
     """A synchronisation that is made again when a replica has died in it."""
 
-    def __init__(self, weights: _Weights, servers: Sequence[LastingServer]) -> None:
+    def __init__(self, weights: _Weights, replicas: Sequence[Replica]) -> None:
+        """
+        Args:
+            weights: what synchronises.
+            replicas: read at the beginning of each synchronisation.
+        """
         self._weights = weights
-        self._servers = servers
+        self._replicas = replicas
 
     async def sync(self, version: int) -> SyncReport:
         """Bring ``version`` to every replica, those included that are made anew for it.
@@ -256,16 +261,17 @@ class LastingWeights:
             RolloutError: ``rollout.stopped``: a replica has died too often.
             JackfieldError: what failed although every replica is well.
         """
+        servers = [each.server for each in self._replicas if isinstance(each.server, LastingServer)]
         while True:
-            before = [server.revived for server in self._servers]
+            before = [server.revived for server in servers]
             try:
                 report = await self._weights.sync(version)
             except JackfieldError as error:
-                revived = [await server.revive_if_dead(error) for server in self._servers]
-                if not any(revived) and before == [server.revived for server in self._servers]:
+                revived = [await server.revive_if_dead(error) for server in servers]
+                if not any(revived) and before == [server.revived for server in servers]:
                     raise
                 continue
-            for server, count in zip(self._servers, before, strict=True):
+            for server, count in zip(servers, before, strict=True):
                 if server.revived == count:
                     await server.admit()
             return report

@@ -29,7 +29,7 @@ class SharedDevice:
         """
         Args:
             engines: of every model that the trainer works with on the device.
-            replicas: that work there in turns with them.
+            replicas: that work there in turns with them; somebody may add or remove some while replicas have it.
             device: where engines work.
             synchronizer: of the replicas.
             canary: replicas answer it when they have the device, the engine compares when it has it again, before it
@@ -77,6 +77,11 @@ class SharedDevice:
         report = await self._synchronizer.sync(version)
         self._unasked = version
         return report
+
+    async def join(self, replica: Replica, version: int) -> None:
+        """Have a replica answer the canary that has just got ``version``, while replicas have the device."""
+        if self._canary is not None:
+            self._answers += await self._canary.ask({replica.info.replica: replica.server}, version)
 
     async def _move(self, device: str) -> None:
         await asyncio.gather(*(engine.to(device) for engine in self._engines))

@@ -96,7 +96,8 @@ class WeightSynchronizer:
         """
         Args:
             senders: by trainer rank.
-            replicas: all of them, started; a bare server counts as one worker.
+            replicas: all of them, started; a bare server counts as one worker. Read at the beginning of each
+                synchronisation: somebody may add or remove some in between.
             name: of the checkpoint engine's plugin, by which each worker builds its receiver.
             engine_class: of the checkpoint engine, or what stands for it; decides the topology.
             clock: the run's.
@@ -106,10 +107,7 @@ class WeightSynchronizer:
                 synchronisation; None: nobody does, or somebody else.
         """
         self._senders = list(senders)
-        self._replicas = [
-            each if isinstance(each, Replica) else Replica(each, ServerInfo(replica=each.context.replica))
-            for each in replicas
-        ]
+        self._replicas = replicas
         self._name = name
         self._engine_class = engine_class
         self._clock = clock
@@ -131,14 +129,18 @@ class WeightSynchronizer:
             message = "a weight version goes backwards"
             raise WeightsError(message, code="weights.version", expected=f"above {self.version}", found=version)
         start = self._clock.time()
+        replicas = [
+            each if isinstance(each, Replica) else Replica(each, ServerInfo(replica=each.context.replica))
+            for each in self._replicas
+        ]
         try:
-            digests, receipts = await self._transfer(version)
+            digests, receipts = await self._transfer(replicas, version)
         finally:
             await self._finalize()
-        for replica, receipt in zip(self._replicas, receipts, strict=True):
+        for replica, receipt in zip(replicas, receipts, strict=True):
             _verify(replica.info, receipt, version, digests)
         if self._canary is not None:
-            await self._canary.check({each.info.replica: each.server for each in self._replicas}, version)
+            await self._canary.check({each.info.replica: each.server for each in replicas}, version)
         self.version = version
         return SyncReport(
             version=version,
@@ -149,7 +151,7 @@ class WeightSynchronizer:
         )
 
     async def catch_up(self, replica: Replica, version: int) -> SyncReport:
-        """Bring the engine's weights to one replica that was made anew.
+        """Bring the engine's weights to one replica that was made anew, or is to join the others.
 
         Args:
             replica: started.
@@ -167,11 +169,11 @@ class WeightSynchronizer:
         )
         return await alone.sync(version)
 
-    async def _transfer(self, version: int) -> tuple[dict[str, str], list[WeightReceipt]]:
+    async def _transfer(self, replicas: Sequence[Replica], version: int) -> tuple[dict[str, str], list[WeightReceipt]]:
         """What was sent, by name, and each replica's receipt."""
         peft_configs = [await _result(sender.open()) for sender in self._senders]
         prepared = [await _result(sender.prepare()) for sender in self._senders]
-        workers = sum(replica.info.workers for replica in self._replicas)
+        workers = sum(replica.info.workers for replica in replicas)
         metadata = tuple(result.metadata for result in prepared)
         request = TopologyRequest(trainer_metadata=metadata, rollout_workers=workers)
         topology: Topology = await _result(self._engine_class.build_topology(request))
@@ -179,7 +181,7 @@ class WeightSynchronizer:
             f"sender {rank}": self._send(sender, topology.trainer[rank], version)
             for rank, sender in enumerate(self._senders)
         }
-        for replica, update in self._requests(topology, version, peft_configs[0]):
+        for replica, update in self._requests(replicas, topology, version, peft_configs[0]):
             sides[f"replica {replica.info.replica}"] = replica.server.update_weights(update)
         results = await _all(sides, self._clock, self._deadline_seconds, f"weight version {version}")
         senders = len(self._senders)
@@ -191,11 +193,15 @@ class WeightSynchronizer:
         return await sender.send()
 
     def _requests(
-        self, topology: Topology, version: int, peft_config: Mapping[str, Any] | None
+        self,
+        replicas: Sequence[Replica],
+        topology: Topology,
+        version: int,
+        peft_config: Mapping[str, Any] | None,
     ) -> list[tuple[Replica, UpdateWeightsRequest]]:
         """Each replica's request, with its workers' share of the topology."""
         requests, first = [], 0
-        for replica in self._replicas:
+        for replica in replicas:
             request = UpdateWeightsRequest(
                 version=version,
                 checkpoint_engine=self._name,

@@ -14,12 +14,13 @@ import ray
 from ray.exceptions import RayActorError
 
 from jackfield.abc.engine import ModelSpec
-from jackfield.abc.rollout import GenerateResult, RolloutContext
+from jackfield.abc.rollout import GenerateResult, RolloutContext, ServerInfo
 from jackfield.clock import VirtualClock
 from jackfield.errors import WeightsError, WorkerLost
 from jackfield.runtime.ray import Host, LastingReplica, RemoteServer
 from jackfield.runtime.revival import LastingWeights
 from jackfield.runtime.router import ReplicaRouter
+from jackfield.weights import Replica
 
 from ..test_revival import Mortal, request
 
@@ -183,7 +184,7 @@ def test_a_synchronisation_that_is_faster_brings_the_weights(seconds: float) -> 
     async def life() -> None:
         running = world.generate(1)
         weights = Weights()
-        assert 7 == await LastingWeights(weights, [world.replica]).sync(7)
+        assert 7 == await LastingWeights(weights, [Replica(world.replica, ServerInfo(replica=0))]).sync(7)
         assert 2 == weights.versions
         assert not world.replica.behind
         assert (1, 2, 3, 4) == (await running[0]).token_ids
