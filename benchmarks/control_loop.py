@@ -30,7 +30,7 @@ from jackfield.clock import Clock
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
 from jackfield.plugins import hook_manager
-from jackfield.queue import BatchMeta, GroupSlot, Rows, TransferQueue
+from jackfield.queue import BatchMeta, GroupSlot, LocalQueue, Rows
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
@@ -162,7 +162,7 @@ async def measure(crew: Crew, samples: int, steps: int) -> list[float]:
     clock = Clock()
     hooks = hook_manager([], []).hook
     stages, version, steps_done = Stages(clock, hooks), Progress(clock), Progress(clock)
-    queue = TransferQueue(crew.backend, clock)
+    queue = LocalQueue(crew.backend, clock)
     await queue.start()
     actor = EngineGroup("actor", [crew.rank], queue, clock, seconds=SECONDS)
     await actor.initialize()

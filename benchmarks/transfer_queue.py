@@ -479,7 +479,7 @@ async def controller(rows: int) -> dict[str, Any]:
 
     from jackfield.abc.transfer_queue import Column, DeleteResult, PutResult, TransferQueueContext
     from jackfield.clock import Clock
-    from jackfield.queue import TransferQueue
+    from jackfield.queue import LocalQueue
     from jackfield.queue.memory import MemoryBackend, MemoryConfig
 
     class Nothing(MemoryBackend):
@@ -491,17 +491,17 @@ async def controller(rows: int) -> dict[str, Any]:
         async def delete(self, request: Any) -> DeleteResult:
             return DeleteResult(rows=0, bytes=0)
 
-    queue = TransferQueue(Nothing(MemoryConfig(), TransferQueueContext()), Clock(), on_ledger=lambda _: None)
+    queue = LocalQueue(Nothing(MemoryConfig(), TransferQueueContext()), Clock())
     await queue.start()
-    queue.register_consumer("trainer", partition="train", columns=("ids",))
+    await queue.register_consumer("trainer", partition="train", columns=("ids",))
     columns = {"ids": Column(values=torch.zeros(1, 8))}
     tickets, before = max(1, rows // 256), resident_bytes()
     began = time.perf_counter()
     for number in range(tickets):
-        ticket = queue.claim_ticket("train", explorer="e", groups=32)
+        ticket = await queue.claim_ticket("train", explorer="e", groups=32)
         slots = queue.slots(ticket, 1.0)
         for _ in range(32):
-            group = queue.open_group(await anext(slots), task_id=f"task-{number}", runs=8)
+            group = await queue.open_group(await anext(slots), task_id=f"task-{number}", runs=8)
             for run in range(8):
                 tags = {"task": f"task-{number}", "run": run, "prompt_tokens": 100, "response_tokens": 200 + run}
                 await queue.put_run(group, run, columns, [tags])

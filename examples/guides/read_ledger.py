@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from jackfield.trainer import effective_acks, read_ledger
+from jackfield.queue import effective_acks, read_ledger
 
 
 def samples_by_step(folder: Path) -> Counter[int]:

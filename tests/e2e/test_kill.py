@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.trainer import effective_acks, read_ledger
+from jackfield.queue import effective_acks, read_ledger
 
 from .conftest import QUICKSTART, metrics
 from .test_modes import GRADED, TIMES

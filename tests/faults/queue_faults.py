@@ -34,8 +34,18 @@ import torch
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.errors import QueueError
-from jackfield.queue import GroupSlot, Rows, Ticket, TransferQueue, Written, column_from_rows, dense_column, rows_of
-from jackfield.trainer import Ledger, effective_acks, read_ledger
+from jackfield.queue import (
+    GroupSlot,
+    LocalQueue,
+    Rows,
+    Ticket,
+    Written,
+    column_from_rows,
+    dense_column,
+    effective_acks,
+    read_ledger,
+    rows_of,
+)
 from jackfield_transport_sql.backend import SQLBackend
 from jackfield_transport_sql.config import Config as SQLConfig
 from jackfield_transport_zmq.backend import ZMQBackend
@@ -168,15 +178,13 @@ class Controller:
     async def run(self) -> None:
         """Until it is killed, or told to end."""
         newest = max((int(each.name) for each in (self.folder / "checkpoints").glob("[0-9]*")), default=None)
-        ledger = Ledger(self.folder / "ledger.jsonl", resume=newest is not None)
         journal = self.folder / "journal.jsonl" if self.name == "sql" else None
-        self.queue = queue = TransferQueue(
-            self.backend, Clock(), on_ledger=ledger.write, journal=journal, max_refills=1000
+        self.queue = queue = LocalQueue(
+            self.backend, Clock(), ledger=self.folder / "ledger.jsonl", journal=journal, max_refills=1000
         )
-        self.ledger = ledger
         await queue.start()
-        queue.register_consumer(SCORER, PARTITION, ("ids",))
-        queue.register_consumer(TRAINER, PARTITION, ("ids", "score"))
+        await queue.register_consumer(SCORER, PARTITION, ("ids",))
+        await queue.register_consumer(TRAINER, PARTITION, ("ids", "score"))
         if newest is None:
             await queue.clear(self.folder / "empty")
         else:
@@ -192,7 +200,7 @@ class Controller:
                 task.cancel()
         await queue.commit(self.step - 1)
         await queue.fail_lost()
-        self.note("end", rows=queue.stats()["rows"], stored=(await self.flushed()))
+        self.note("end", rows=(await queue.stats())["rows"], stored=(await self.flushed()))
         await queue.close()
 
     async def flushed(self) -> int:
@@ -200,16 +208,12 @@ class Controller:
         return (await self.backend.stats()).rows
 
     async def restore(self, folder: Path, step: int) -> None:
-        position = json.loads((folder / "position.json").read_text())
         self.step = step
         if await self.queue.recover(folder, step - 1, kept=(SCORER,)):
-            self.ledger.roll_back(position, step - 1, kept=(SCORER,))
             self.note("recovered")
             return
         assert self.name != "sql", "there is a journal"
-        self.ledger.roll_back(position, step - 1)
-        await self.queue.restore(folder)
-        await self.queue.commit(step - 1)
+        await self.queue.restore(folder, step - 1)
         self.note("restored")
 
     def note(self, event: str, **fields: Any) -> None:
@@ -219,7 +223,7 @@ class Controller:
 
     async def explore(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            ticket = self.queue.claim_ticket(PARTITION, "explorer", GROUPS)
+            ticket = await self.queue.claim_ticket(PARTITION, "explorer", GROUPS)
             while ticket.number >= self.step + AHEAD:
                 self.moved.clear()
                 await self.moved.wait()
@@ -231,10 +235,10 @@ class Controller:
                 tasks.create_task(self.make(slot))
 
     async def make(self, slot: GroupSlot) -> None:
-        group = self.queue.open_group(slot, f"task-{slot.index}", RUNS)
+        group = await self.queue.open_group(slot, f"task-{slot.index}", RUNS)
         for run in range(RUNS):
             if self.draw.random() < 0.03:
-                self.queue.fail_run(group, run, "no answer")
+                await self.queue.fail_run(group, run, "no answer")
                 continue
             await self.put(group, run)
 
@@ -264,7 +268,7 @@ class Controller:
                 try:
                     sizes = (await self.consumer.ask("score", living.keys))["sizes"]
                     # by the lease: rows whose ack did not outlive the controller may have been scored before
-                    self.queue.announce(living, Written(columns=("score",), sizes=tuple(sizes)))
+                    await self.queue.announce(living, Written(columns=("score",), sizes=tuple(sizes)))
                     break
                 except Died:
                     continue
@@ -281,14 +285,14 @@ class Controller:
             try:
                 assert (await self.consumer.ask("read", batch.keys))["right"], f"wrong values in {batch.keys}"
             except Died:
-                self.queue.release(batch)
+                await self.queue.release(batch)
                 continue
             except QueueError as error:
                 if error.code != "queue.lost":
                     raise
                 if not await self.queue.fail_lost(batch, error.found):
                     raise
-                self.queue.release(batch)
+                await self.queue.release(batch)
                 continue
             assert GROUPS * RUNS == len(batch)
             await self.queue.ack(batch, step=self.step)
@@ -299,9 +303,8 @@ class Controller:
 
     async def save(self) -> None:
         """A checkpoint is there when it has its name."""
-        partial, positions = self.folder / "checkpoints" / "partial", list[int]()
-        await self.queue.checkpoint(partial, at_cut=lambda: positions.append(self.ledger.position))
-        (partial / "position.json").write_text(json.dumps(positions[-1]))
+        partial = self.folder / "checkpoints" / "partial"
+        await self.queue.checkpoint(partial)
         partial.rename(partial.with_name(str(self.step)))
         await self.queue.commit(self.step - 1)
 

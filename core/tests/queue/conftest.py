@@ -10,7 +10,7 @@ import pytest
 
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import VirtualClock
-from jackfield.queue import GroupSlot, Ticket, TransferQueue, column_from_rows, dense_column
+from jackfield.queue import GroupSlot, LocalQueue, Ticket, TransferQueue, column_from_rows, dense_column
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 
 torch = pytest.importorskip("torch")
@@ -23,8 +23,8 @@ class Bench:
     queue: TransferQueue
     clock: VirtualClock
 
-    def claim(self, groups: int = 1, explorer: str = "explorer-0") -> Ticket:
-        return self.queue.claim_ticket("train", explorer=explorer, groups=groups)
+    async def claim(self, groups: int = 1, explorer: str = "explorer-0") -> Ticket:
+        return await self.queue.claim_ticket("train", explorer=explorer, groups=groups)
 
     async def vacant(self, ticket: Ticket) -> list[GroupSlot]:
         """The slots that are to be filled now."""
@@ -50,7 +50,7 @@ class Bench:
         """Fill all vacant slots with groups of one row per run."""
         groups = []
         for slot in await self.vacant(ticket) if slots is None else slots:
-            group = self.queue.open_group(slot, task_id=f"task-{slot.index}", runs=runs)
+            group = await self.queue.open_group(slot, task_id=f"task-{slot.index}", runs=runs)
             for run in range(runs):
                 await self.put(group, run)
             groups.append(group)
@@ -72,7 +72,7 @@ def run() -> Callable[..., None]:
 
         async def main() -> None:
             backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
-            queue = TransferQueue(backend, clock, **options)
+            queue = LocalQueue(backend, clock, **options)
             await queue.start()
             try:
                 await test(Bench(queue, clock))

@@ -21,9 +21,9 @@ def folder(run: Callable[..., None], tmp_path: Path) -> Path:
     """A group of two rows, one of them with a late reward; a consumer is done with both."""
 
     async def fill(bench: Any) -> None:
-        bench.queue.register_consumer("archive", partition="train", columns=("ids",))
-        (slot,) = await bench.vacant(bench.claim())
-        group = bench.queue.open_group(slot, task_id="t:1", runs=2)
+        await bench.queue.register_consumer("archive", partition="train", columns=("ids",))
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await bench.queue.open_group(slot, task_id="t:1", runs=2)
         for number in range(2):
             columns = {
                 "ids": column_from_rows([torch.arange(20 * number + 1)]),

@@ -35,7 +35,7 @@ class Calls:
 async def step(bench: Any, number: int) -> int:
     """A batch of 64 rows through reward and trainer; Python calls per row."""
     with Calls() as calls:
-        await bench.publish(bench.claim(groups=16), runs=4)
+        await bench.publish(await bench.claim(groups=16), runs=4)
         rewarding = await bench.queue.lease("reward", max_rows=64, deadline_seconds=0)
         await bench.queue.put(rewarding, {"reward": dense_column(torch.zeros(64))})
         await bench.queue.ack(rewarding, step=number)
@@ -47,13 +47,13 @@ async def step(bench: Any, number: int) -> int:
 
 def test_a_row_costs_the_same_however_many_there_are(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("reward", partition="train", columns=("ids",))
-        bench.queue.register_consumer("trainer", partition="train", columns=("ids", "reward"))
-        bench.queue.register_consumer("archive", partition="train", columns=("ids",))  # never acks: rows pile up
+        await bench.queue.register_consumer("reward", partition="train", columns=("ids",))
+        await bench.queue.register_consumer("trainer", partition="train", columns=("ids", "reward"))
+        await bench.queue.register_consumer("archive", partition="train", columns=("ids",))  # never acks: rows pile up
         first = [await step(bench, number) for number in range(3)][-1]
         for number in range(3, 60):
             last = await step(bench, number)
-        assert 60 * 64 == bench.queue.stats()["rows"]
+        assert 60 * 64 == (await bench.queue.stats())["rows"]
         assert last <= 1.1 * first, f"{first} calls per row at first, {last} at the end"
         assert first < 250
 
@@ -62,9 +62,9 @@ def test_a_row_costs_the_same_however_many_there_are(run: Run) -> None:
 
 def test_a_row_wakes_one_of_a_thousand_waiting_consumers(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", partition="train", columns=("ids",))
-        (slot,) = await bench.vacant(bench.claim())
-        group = bench.queue.open_group(slot, task_id="t", runs=2)
+        await bench.queue.register_consumer("a", partition="train", columns=("ids",))
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await bench.queue.open_group(slot, task_id="t", runs=2)
         waiting = [asyncio.ensure_future(bench.queue.lease("a", deadline_seconds=9)) for _ in range(1000)]
         await asyncio.sleep(0)
         with Calls() as calls:
@@ -95,8 +95,8 @@ def test_ten_thousand_waiting_consumers_wake_one_by_one(run: Run) -> None:
     async def test(bench: Any) -> None:
         queue = bench.queue
         for name in ("rows", "groups", "samples"):
-            queue.register_consumer(name, partition="train", columns=("ids",), sampler=Looks())
-        tickets = [bench.claim() for _ in range(8)]
+            await queue.register_consumer(name, partition="train", columns=("ids",), sampler=Looks())
+        tickets = [await bench.claim() for _ in range(8)]
         waits = {
             "rows": [queue.lease("rows", 1, deadline_seconds=9) for _ in range(10_000)],
             "groups": [queue.lease_groups("groups", number, deadline_seconds=9) for number in range(10_000)],
@@ -118,7 +118,7 @@ def test_ten_thousand_waiting_consumers_wake_one_by_one(run: Run) -> None:
             for task in some:
                 task.cancel()
             await asyncio.gather(*some, return_exceptions=True)
-        await bench.publish(bench.claim(), runs=1)
+        await bench.publish(await bench.claim(), runs=1)
         assert 1 == len(await queue.lease("rows", deadline_seconds=0)), "who leaves takes nothing along"
         assert 1 == len(await queue.sample_groups("samples", 1, 0, deadline_seconds=0))
 
@@ -130,8 +130,8 @@ def test_no_tensor_reaches_the_controller(run: Run) -> None:
     import gc
 
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
-        await bench.publish(bench.claim(groups=2), runs=2)
+        await bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
+        await bench.publish(await bench.claim(groups=2), runs=2)
         batch = await bench.queue.lease_groups("trainer", 0, deadline_seconds=0)
         seen: set[int] = set()
         left: list[Any] = [bench.queue._state, batch]

@@ -16,16 +16,16 @@ torch = pytest.importorskip("torch")
 Run = Callable[..., None]
 
 
-def reward_and_trainer(bench: Any) -> None:
-    bench.queue.register_consumer("reward", partition="train", columns=("ids",))
-    bench.queue.register_consumer("trainer", partition="train", columns=("ids", "reward"))
+async def reward_and_trainer(bench: Any) -> None:
+    await bench.queue.register_consumer("reward", partition="train", columns=("ids",))
+    await bench.queue.register_consumer("trainer", partition="train", columns=("ids", "reward"))
 
 
 def test_a_row_is_ready_when_its_columns_are_there_settled_or_not(run: Run) -> None:
     async def test(bench: Any) -> None:
-        reward_and_trainer(bench)
-        (slot,) = await bench.vacant(bench.claim())
-        group = bench.queue.open_group(slot, task_id="t", runs=2)
+        await reward_and_trainer(bench)
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await bench.queue.open_group(slot, task_id="t", runs=2)
         await bench.put(group, 1, rows=2)
         batch = await bench.queue.lease("reward", deadline_seconds=0)
         assert (f"{group}/1/0", f"{group}/1/1") == batch.keys
@@ -47,8 +47,8 @@ def test_a_row_is_ready_when_its_columns_are_there_settled_or_not(run: Run) -> N
 def test_each_consumer_sees_each_row_once(run: Run) -> None:
     async def test(bench: Any) -> None:
         for name in ("a", "b"):
-            bench.queue.register_consumer(name, partition="train", columns=("ids",))
-        await bench.publish(bench.claim(groups=3), runs=2)
+            await bench.queue.register_consumer(name, partition="train", columns=("ids",))
+        await bench.publish(await bench.claim(groups=3), runs=2)
         first = await bench.queue.lease("a", max_rows=4, deadline_seconds=0)
         rest = await bench.queue.lease("a", deadline_seconds=0, sampler=Sequential())
         assert (4, 2) == (len(first), len(rest))
@@ -60,9 +60,9 @@ def test_each_consumer_sees_each_row_once(run: Run) -> None:
 
 def test_waiting_consumers_share_what_comes_and_wake_one_by_one(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", partition="train", columns=("ids",))
-        (slot,) = await bench.vacant(bench.claim())
-        group = bench.queue.open_group(slot, task_id="t", runs=2)
+        await bench.queue.register_consumer("a", partition="train", columns=("ids",))
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await bench.queue.open_group(slot, task_id="t", runs=2)
         waiting = [asyncio.ensure_future(bench.queue.lease("a", max_rows=2, deadline_seconds=9)) for _ in range(4)]
         await asyncio.sleep(0)
         waiting[0].cancel()
@@ -80,9 +80,9 @@ def test_waiting_consumers_share_what_comes_and_wake_one_by_one(run: Run) -> Non
 
 def test_what_one_waiter_leaves_goes_to_the_next(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", partition="train", columns=("ids",))
-        (slot,) = await bench.vacant(bench.claim())
-        group = bench.queue.open_group(slot, task_id="t", runs=1)
+        await bench.queue.register_consumer("a", partition="train", columns=("ids",))
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await bench.queue.open_group(slot, task_id="t", runs=1)
         waiting = [asyncio.ensure_future(bench.queue.lease("a", max_rows=2, deadline_seconds=9)) for _ in range(3)]
         await asyncio.sleep(0)
         await bench.put(group, 0, rows=5)
@@ -93,9 +93,9 @@ def test_what_one_waiter_leaves_goes_to_the_next(run: Run) -> None:
 
 def test_a_cancelled_waiter_passes_on_what_it_was_woken_for(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", partition="train", columns=("ids",))
-        (slot,) = await bench.vacant(bench.claim())
-        group = bench.queue.open_group(slot, task_id="t", runs=1)
+        await bench.queue.register_consumer("a", partition="train", columns=("ids",))
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await bench.queue.open_group(slot, task_id="t", runs=1)
         first, second = [asyncio.ensure_future(bench.queue.lease("a", deadline_seconds=9)) for _ in range(2)]
         await asyncio.sleep(0)
         await bench.put(group, 0)  # wakes the first one
@@ -108,11 +108,11 @@ def test_a_cancelled_waiter_passes_on_what_it_was_woken_for(run: Run) -> None:
 
 def test_an_expired_lease_is_refused_and_its_rows_are_leased_again(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", partition="train", columns=("ids",), lease_seconds=10)
-        await bench.publish(bench.claim(), runs=2)
+        await bench.queue.register_consumer("a", partition="train", columns=("ids",), lease_seconds=10)
+        await bench.publish(await bench.claim(), runs=2)
         old = await bench.queue.lease("a", deadline_seconds=0)
         await bench.clock.sleep(6)
-        bench.queue.renew(old)
+        await bench.queue.renew(old)
         await bench.clock.sleep(6)
         waiting = asyncio.ensure_future(bench.queue.lease("a", deadline_seconds=100))
         new = await waiting  # woken by the expiry
@@ -122,7 +122,7 @@ def test_an_expired_lease_is_refused_and_its_rows_are_leased_again(run: Run) -> 
             await bench.queue.ack(old, step=0)
         for refused in (lambda: bench.queue.renew(old), lambda: bench.queue.release(old)):
             with pytest.raises(LeaseError):
-                refused()
+                await refused()
         with pytest.raises(LeaseError):
             await bench.queue.put(old, {"reward": dense_column(torch.ones(2))})
         await bench.queue.put(new, {"reward": dense_column(torch.ones(2))})
@@ -133,19 +133,19 @@ def test_an_expired_lease_is_refused_and_its_rows_are_leased_again(run: Run) -> 
 
 def test_a_ticket_is_leased_when_it_is_complete_in_the_order_of_slots_and_runs(run: Run) -> None:
     async def test(bench: Any) -> None:
-        reward_and_trainer(bench)
-        ticket = bench.claim(groups=3)
+        await reward_and_trainer(bench)
+        ticket = await bench.claim(groups=3)
         slots = await bench.vacant(ticket)
         waiting = asyncio.ensure_future(bench.queue.lease_groups("trainer", 0, deadline_seconds=9))
         for slot in reversed(slots):
             (group,) = await bench.publish(ticket, slots=[slot])
             assert not waiting.done()
-            await bench.reward(bench.queue.group(group).keys[::-1])
+            await bench.reward((await bench.queue.group(group)).keys[::-1])
         batch = await waiting
         assert tuple(f"train/0/{slot}/0/{number}/0" for slot in range(3) for number in range(2)) == batch.keys
         with pytest.raises(QueueError, match="has had all groups"):
             await bench.queue.lease_groups("trainer", 0, deadline_seconds=0)
-        bench.queue.release(batch)
+        await bench.queue.release(batch)
         assert batch.keys == (await bench.queue.lease_groups("trainer", ticket, deadline_seconds=0)).keys
 
     run(test)
@@ -153,8 +153,8 @@ def test_a_ticket_is_leased_when_it_is_complete_in_the_order_of_slots_and_runs(r
 
 def test_mini_batches_stream_whole_groups_as_they_become_ready(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
-        ticket = bench.claim(groups=5)
+        await bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
+        ticket = await bench.claim(groups=5)
         slots = await bench.vacant(ticket)
         taken: list[tuple[str, ...]] = []
 
@@ -174,11 +174,11 @@ def test_mini_batches_stream_whole_groups_as_they_become_ready(run: Run) -> None
 
 def test_groups_that_were_given_back_are_counted_again(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
-        ticket = bench.claim(groups=2)
+        await bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
+        ticket = await bench.claim(groups=2)
         first, second = await bench.vacant(ticket)
         await bench.publish(ticket, slots=[first])
-        bench.queue.release(await bench.queue.lease_groups("trainer", 0, groups=1, deadline_seconds=0))
+        await bench.queue.release(await bench.queue.lease_groups("trainer", 0, groups=1, deadline_seconds=0))
         with pytest.raises(DeadlineExceeded, match="slots without a group: 1"):
             await bench.queue.lease_groups("trainer", 0, deadline_seconds=1)
         await bench.publish(ticket, slots=[second])
@@ -189,8 +189,8 @@ def test_groups_that_were_given_back_are_counted_again(run: Run) -> None:
 
 def test_a_group_that_was_leased_as_a_whole_is_acked_as_a_whole(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
-        await bench.publish(bench.claim(groups=2), runs=2)
+        await bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
+        await bench.publish(await bench.claim(groups=2), runs=2)
         batch = await bench.queue.lease_groups("trainer", 0, deadline_seconds=0)
         with pytest.raises(QueueError, match="group train/0/0/0 was leased as a whole"):
             await bench.queue.ack(batch.select([0]), step=0)
@@ -202,8 +202,8 @@ def test_a_group_that_was_leased_as_a_whole_is_acked_as_a_whole(run: Run) -> Non
 
 def test_rows_are_deleted_when_every_consumer_acked_and_the_checkpoint_committed(run: Run) -> None:
     async def test(bench: Any) -> None:
-        reward_and_trainer(bench)
-        ticket = bench.claim()
+        await reward_and_trainer(bench)
+        ticket = await bench.claim()
         await bench.publish(ticket, runs=2)
         rewarding = await bench.queue.lease("reward", deadline_seconds=0)
         await bench.queue.put(rewarding, {"reward": dense_column(torch.zeros(2))})
@@ -215,7 +215,7 @@ def test_rows_are_deleted_when_every_consumer_acked_and_the_checkpoint_committed
         await bench.queue.ack(rewarding, step=0)  # of a step that is committed already: final
         await bench.queue.flush()
         assert 0 == (await bench.queue.backend.stats()).rows
-        assert {"rows": 0, "bytes": 0, "tickets": 0, "groups_open": 0, "rows_leased": 0} == bench.queue.stats()
+        assert {"rows": 0, "bytes": 0, "tickets": 0, "groups_open": 0, "rows_leased": 0} == await bench.queue.stats()
         with pytest.raises(QueueError, match=r"ticket 0 .* has been consumed"):
             await bench.queue.lease_groups("trainer", 0, deadline_seconds=0)
         assert () == await bench.queue.put(training.keys, {"late": dense_column(torch.zeros(2))})
@@ -227,10 +227,10 @@ def test_rows_are_deleted_when_every_consumer_acked_and_the_checkpoint_committed
 
 def test_rollback_gives_back_what_was_acked_after_the_step(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
+        await bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
         batches = []
         for step in range(3):
-            await bench.publish(bench.claim(), runs=2)
+            await bench.publish(await bench.claim(), runs=2)
             batches.append(await bench.queue.lease_groups("trainer", step, deadline_seconds=0))
             await bench.queue.ack(batches[-1], step=step)
         await bench.queue.commit(0)
@@ -254,15 +254,15 @@ def test_work_on_rows_that_were_dropped_meanwhile_is_ignored(run: Run) -> None:
     """A reward stage that scores a run of a group which is then dropped must not be punished for it."""
 
     async def test(bench: Any) -> None:
-        reward_and_trainer(bench)
-        (slot,) = await bench.vacant(bench.claim())
-        group = bench.queue.open_group(slot, task_id="t", runs=2)
+        await reward_and_trainer(bench)
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await bench.queue.open_group(slot, task_id="t", runs=2)
         await bench.put(group, 0)
         batch = await bench.queue.lease("reward", deadline_seconds=0)
-        bench.queue.fail_run(group, 1, "no answer")
+        await bench.queue.fail_run(group, 1, "no answer")
         assert () == await bench.queue.put(batch, {"reward": dense_column(torch.ones(1))})
         assert () == await bench.queue.ack(batch, step=0)
-        bench.queue.fail_rows(batch.keys, "gone already")
+        await bench.queue.fail_rows(batch.keys, "gone already")
         await bench.queue.flush()
         assert 0 == (await bench.queue.backend.stats()).rows
 
@@ -271,28 +271,28 @@ def test_work_on_rows_that_were_dropped_meanwhile_is_ignored(run: Run) -> None:
 
 def test_a_row_that_goes_while_its_column_is_written_leaves_no_bytes(run: Run) -> None:
     async def test(bench: Any) -> None:
-        reward_and_trainer(bench)
-        (group,) = await bench.publish(bench.claim(), runs=2)
-        keys, store = bench.queue.group(group).keys, bench.queue.backend.put
+        await reward_and_trainer(bench)
+        (group,) = await bench.publish(await bench.claim(), runs=2)
+        keys, store = (await bench.queue.group(group)).keys, bench.queue.backend.put
 
         async def interrupted(request: Any) -> Any:
-            bench.queue.drop_group(group, "filtered")
+            await bench.queue.drop_group(group, "filtered")
             await bench.queue.flush()
             return await store(request)
 
         bench.queue.backend.put = interrupted
         assert () == await bench.queue.put(keys, {"reward": dense_column(torch.ones(2))})
         await bench.queue.flush()
-        assert 0 == (await bench.queue.backend.stats()).rows == bench.queue.stats()["bytes"]
+        assert 0 == (await bench.queue.backend.stats()).rows == (await bench.queue.stats())["bytes"]
 
     run(test)
 
 
 def test_a_column_is_written_once_unless_a_lease_or_the_caller_says_otherwise(run: Run) -> None:
     async def test(bench: Any) -> None:
-        reward_and_trainer(bench)
-        (group,) = await bench.publish(bench.claim(), runs=2)
-        keys = bench.queue.group(group).keys
+        await reward_and_trainer(bench)
+        (group,) = await bench.publish(await bench.claim(), runs=2)
+        keys = (await bench.queue.group(group)).keys
         await bench.reward(keys)
         with pytest.raises(QueueError, match=r"column reward of row train/0/0/0/0/0 is written already") as caught:
             await bench.reward(keys)
@@ -302,34 +302,34 @@ def test_a_column_is_written_once_unless_a_lease_or_the_caller_says_otherwise(ru
             column = {"reward": dense_column(torch.full((2,), value))}
             await bench.queue.put(target, column, overwrite=overwrite)
             assert [value] * 2 == (await bench.queue.get(keys, ("reward",)))["reward"].values.tolist()
-        assert bench.queue.stats()["bytes"] == (await bench.queue.backend.stats()).bytes
+        assert (await bench.queue.stats())["bytes"] == (await bench.queue.backend.stats()).bytes
 
     run(test)
 
 
 def test_what_is_left_of_a_group_that_was_consumed_row_by_row_is_not_a_group(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
-        (group,) = await bench.publish(bench.claim(), runs=3)
+        await bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
+        (group,) = await bench.publish(await bench.claim(), runs=3)
         await bench.queue.ack(await bench.queue.lease("trainer", max_rows=2, deadline_seconds=0))
         with pytest.raises(DeadlineExceeded, match="rows leased one by one: 2 of train/0/0/0"):
             await bench.queue.lease_groups("trainer", 0, deadline_seconds=1)
         with pytest.raises(QueueError, match="cannot be changed any more"):
-            bench.queue.drop_group(group, "too late")
+            await bench.queue.drop_group(group, "too late")
         await bench.queue.ack(await bench.queue.lease("trainer", deadline_seconds=0))
-        assert 0 == bench.queue.stats()["tickets"]
+        assert 0 == (await bench.queue.stats())["tickets"]
 
     run(test)
 
 
 def test_a_late_consumer_sees_the_rows_that_are_there(run: Run) -> None:
     async def test(bench: Any) -> None:
-        await bench.publish(bench.claim(groups=2), runs=1)
-        bench.queue.register_consumer("late", partition="train", columns=("ids",))
-        bench.queue.register_consumer("late", partition="train", columns=("ids",))
+        await bench.publish(await bench.claim(groups=2), runs=1)
+        await bench.queue.register_consumer("late", partition="train", columns=("ids",))
+        await bench.queue.register_consumer("late", partition="train", columns=("ids",))
         assert 2 == len(await bench.queue.lease_groups("late", 0, deadline_seconds=0))
         with pytest.raises(QueueError, match="registered already"):
-            bench.queue.register_consumer("late", partition="train", columns=("ids", "reward"))
+            await bench.queue.register_consumer("late", partition="train", columns=("ids", "reward"))
         with pytest.raises(QueueError, match="no consumer 'nobody'") as caught:
             await bench.queue.lease("nobody")
         assert caught.value.code == "queue.unknown-consumer"
@@ -343,8 +343,8 @@ def test_a_sampler_cannot_choose_what_it_was_not_offered(run: Run) -> None:
             return [*ready, *ready]
 
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", partition="train", columns=("ids",))
-        await bench.publish(bench.claim(), runs=1)
+        await bench.queue.register_consumer("a", partition="train", columns=("ids",))
+        await bench.publish(await bench.claim(), runs=1)
         with pytest.raises(QueueError, match="a sampler of consumer 'a' chose rows"):
             await bench.queue.lease("a", deadline_seconds=0, sampler=Greedy())
         assert 1 == len(await bench.queue.lease("a", deadline_seconds=0))
@@ -360,9 +360,9 @@ def test_a_sampler_that_chooses_none_waits_and_lets_others_go_first(run: Run) ->
             return [key for key in ready if ready.tags(key)["run"] == 1]
 
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", partition="train", columns=("ids",))
-        (slot,) = await bench.vacant(bench.claim())
-        group = bench.queue.open_group(slot, task_id="t", runs=2)
+        await bench.queue.register_consumer("a", partition="train", columns=("ids",))
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await bench.queue.open_group(slot, task_id="t", runs=2)
         picky = asyncio.ensure_future(bench.queue.lease("a", deadline_seconds=9, sampler=Long()))
         plain = asyncio.ensure_future(bench.queue.lease("a", deadline_seconds=9))
         await asyncio.sleep(0)
@@ -381,9 +381,9 @@ def test_samplers_that_choose_none_wait_for_news_without_waking_each_other(run: 
             return []
 
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", partition="train", columns=("ids",))
-        (slot,) = await bench.vacant(bench.claim())
-        group = bench.queue.open_group(slot, task_id="t", runs=1)
+        await bench.queue.register_consumer("a", partition="train", columns=("ids",))
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await bench.queue.open_group(slot, task_id="t", runs=1)
         waits = [bench.queue.lease("a", deadline_seconds=9, sampler=Nothing()) for _ in range(3)]
         waiting = asyncio.gather(*waits, return_exceptions=True)
         await asyncio.sleep(0)
@@ -398,10 +398,10 @@ def test_samplers_that_choose_none_wait_for_news_without_waking_each_other(run: 
 
 def test_closing_ends_every_wait(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", partition="train", columns=("ids",))
-        ticket = bench.claim(groups=2)
+        await bench.queue.register_consumer("a", partition="train", columns=("ids",))
+        ticket = await bench.claim(groups=2)
         first, _ = await bench.vacant(ticket)
-        group = bench.queue.open_group(first, task_id="t", runs=1)
+        group = await bench.queue.open_group(first, task_id="t", runs=1)
         waits = [
             asyncio.ensure_future(wait)
             for wait in (
@@ -427,7 +427,7 @@ def test_closing_ends_every_wait(run: Run) -> None:
 
 def test_unknown_rows_and_empty_requests_are_refused(run: Run) -> None:
     async def test(bench: Any) -> None:
-        (group,) = await bench.publish(bench.claim(), runs=1)
+        (group,) = await bench.publish(await bench.claim(), runs=1)
         for key in ("nonsense", "train/7/0/0/0/0", "train/x/0/0/0/0", "other/0/0/0/0/0"):
             with pytest.raises(QueueError) as caught:
                 await bench.queue.put([key], {"x": dense_column(torch.ones(1))})
@@ -444,8 +444,8 @@ def test_unknown_rows_and_empty_requests_are_refused(run: Run) -> None:
 
 def test_batches_select_and_split_under_one_lease(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", partition="train", columns=("ids",))
-        await bench.publish(bench.claim(groups=7), runs=1)
+        await bench.queue.register_consumer("a", partition="train", columns=("ids",))
+        await bench.publish(await bench.claim(groups=7), runs=1)
         batch = await bench.queue.lease("a", deadline_seconds=0)
         parts = batch.split(3)
         assert [3, 2, 2] == [len(part) for part in parts]

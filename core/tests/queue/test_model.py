@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import VirtualClock, _VirtualTimeLoop
 from jackfield.errors import DeadlineExceeded, LeaseError, QueueError
-from jackfield.queue import BatchMeta, Claim, GroupSlot, TransferQueue, dense_column
+from jackfield.queue import BatchMeta, Claim, GroupSlot, LocalQueue, TransferQueue, dense_column
 from jackfield.queue.journal import Entry, Journal, read_journal
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 
@@ -181,7 +181,7 @@ def comparable(state: Any) -> Any:
     """Without what the journal does not have, or has otherwise: epochs go on higher, and more rows may be forgotten."""
     for consumer in state["consumers"].values():
         del consumer["epoch"]
-    for name in ("discarded", "marks", "mark"):
+    for name in ("discarded", "ledger", "marks", "mark"):
         state.pop(name, None)
     return state
 
@@ -214,11 +214,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.backend = backend or Lasting(MemoryConfig(), TransferQueueContext())
         path = Path(self.journals.name) / "journal"
         settings = {"lease_seconds": LEASE_SECONDS, "max_refills": MAX_REFILLS, "journal": path}
-        queue = TransferQueue(self.backend, self.clock, **settings)
+        queue = LocalQueue(self.backend, self.clock, **settings)
         queue._journal = Watched(self, path)
         await queue.start()
         for name, columns in NEEDS.items():
-            queue.register_consumer(name, partition="p", columns=tuple(sorted(columns)))
+            await queue.register_consumer(name, partition="p", columns=tuple(sorted(columns)))
         return queue
 
     def teardown(self) -> None:
@@ -256,7 +256,7 @@ class QueueMachine(RuleBasedStateMachine):
     def explore(self, groups: int, runs: int, minimum: int | None) -> None:
         """Claim whatever is offered first, or a new ticket; open a group in each vacant slot."""
         offered = self.offered()
-        ticket = self.queue.claim_ticket("p", explorer="e", groups=groups)
+        ticket = self.do(self.queue.claim_ticket("p", explorer="e", groups=groups))
         if offered:
             assert min(offered) == ticket.number
         else:
@@ -271,7 +271,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert expected == [(place.index, place.attempt, place.claim) for place in given]
         for place in given:
             slots[place.index].handed = True
-            group = self.queue.open_group(place, task_id="t", runs=runs, minimum_rows=minimum)
+            group = self.do(self.queue.open_group(place, task_id="t", runs=runs, minimum_rows=minimum))
             slots[place.index].group = MGroup(group, runs, minimum)
 
     async def pull(self, ticket: Any) -> list[GroupSlot]:
@@ -315,7 +315,7 @@ class QueueMachine(RuleBasedStateMachine):
     @action(1, when=lambda self: self.open_runs())
     def fail_run(self, data: st.DataObject) -> None:
         group, number = data.draw(st.sampled_from(self.open_runs()))
-        self.queue.fail_run(group.id, number, "failed")
+        self.do(self.queue.fail_run(group.id, number, "failed"))
         self.end_run(group, number)
 
     def end_run(self, group: MGroup, number: int) -> None:
@@ -348,9 +348,9 @@ class QueueMachine(RuleBasedStateMachine):
         group = next(group for group in self.model.groups() if key in group.rows)
         if group.held or group.consumed:
             with pytest.raises(QueueError):
-                self.queue.fail_rows([key], "bad")
+                self.do(self.queue.fail_rows([key], "bad"))
             return
-        self.queue.fail_rows([key], "bad")
+        self.do(self.queue.fail_rows([key], "bad"))
         del group.rows[key]
         if group.published and not group.satisfied():
             self.refill(group)
@@ -388,14 +388,14 @@ class QueueMachine(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(self.model.groups()))
         if group.held or group.consumed:
             with pytest.raises(QueueError):
-                self.queue.drop_group(group.id, "filtered")
+                self.do(self.queue.drop_group(group.id, "filtered"))
             return
-        self.queue.drop_group(group.id, "filtered")
+        self.do(self.queue.drop_group(group.id, "filtered"))
         self.refill(group)
 
     @action(1, when=lambda self: self.open_runs())
     def explorer_dies(self) -> None:
-        self.queue.release_tickets("e")
+        self.do(self.queue.release_tickets("e"))
         for slots in self.model.tickets.values():
             for slot in slots:
                 if slot.handed and (slot.group is None or not slot.group.published):
@@ -516,9 +516,9 @@ class QueueMachine(RuleBasedStateMachine):
         batch = data.draw(st.sampled_from(self.batches))
         if not self.holds(batch):
             with pytest.raises(LeaseError):
-                self.queue.release(batch)
+                self.do(self.queue.release(batch))
             return
-        self.queue.release(batch)
+        self.do(self.queue.release(batch))
         held = claim(batch)
         self.give_back(held.consumer, lambda row: row.lease.get(held.consumer, (0, 0))[0] == held.epoch)
 
@@ -701,7 +701,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         for group in self.model.groups():
-            view = self.queue.group(group.id)
+            view = self.do(self.queue.group(group.id))
             assert ("published" if group.published else "open", tuple(group.ordered())) == (view.state, view.keys)
         partition = self.queue._state.partition("p")
         assert set(self.model.tickets) == set(partition.tickets)
@@ -719,7 +719,7 @@ class QueueMachine(RuleBasedStateMachine):
         rows = self.model.rows()
         size = 8 * sum(len(row.columns) for row in rows.values())
         assert (len(rows), size) == (stats.rows, stats.bytes)
-        assert (len(rows), size) == (self.queue.stats()["rows"], self.queue.stats()["bytes"])
+        assert (len(rows), size) == (self.do(self.queue.stats())["rows"], self.do(self.queue.stats())["bytes"])
 
     @invariant()
     def no_row_is_with_a_consumer_twice(self) -> None:

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import VirtualClock, _VirtualTimeLoop
 from jackfield.errors import DeadlineExceeded
-from jackfield.queue import BatchMeta, Priority, Reuse, TransferQueue, dense_column
+from jackfield.queue import BatchMeta, LocalQueue, Priority, Reuse, TransferQueue, dense_column
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 
 torch = pytest.importorskip("torch")
@@ -129,9 +129,9 @@ class ReuseMachine(RuleBasedStateMachine):
         self.queue = self.do(self.make())
 
     async def make(self) -> TransferQueue:
-        queue = TransferQueue(MemoryBackend(MemoryConfig(), TransferQueueContext()), self.clock)
+        queue = LocalQueue(MemoryBackend(MemoryConfig(), TransferQueueContext()), self.clock)
         await queue.start()
-        queue.register_consumer("a", "p", ("x",), sampler=Priority(decay=DECAY), reuse=REUSE)
+        await queue.register_consumer("a", "p", ("x",), sampler=Priority(decay=DECAY), reuse=REUSE)
         return queue
 
     def teardown(self) -> None:
@@ -149,12 +149,12 @@ class ReuseMachine(RuleBasedStateMachine):
         self.do(self.put(groups))
 
     async def put(self, groups: int) -> None:
-        ticket = self.queue.claim_ticket("p", "e", groups)
-        while not self.queue.vacancies(ticket):  # a restored one is offered again
-            ticket = self.queue.claim_ticket("p", "e", groups)
+        ticket = await self.queue.claim_ticket("p", "e", groups)
+        while not await self.queue.vacancies(ticket):  # a restored one is offered again
+            ticket = await self.queue.claim_ticket("p", "e", groups)
         async for slot in self.queue.slots(ticket, 0.0, until="published"):
             self.model.version += 1
-            group = self.queue.open_group(slot, "t", runs=1)
+            group = await self.queue.open_group(slot, "t", runs=1)
             column = {"x": dense_column(torch.zeros(2))}
             await self.queue.put_run(group, 0, column, [{"weight_version_min": self.model.version}] * 2)
             self.model.groups[group] = MGroup(self.model.version)
@@ -203,7 +203,7 @@ class ReuseMachine(RuleBasedStateMachine):
             self.ack(batch)
             return
         self.batches.remove(batch)
-        self.queue.release(batch)
+        self.do(self.queue.release(batch))
         for name in batch.group_ids:
             self.model.groups[name].leased = False
 
@@ -257,7 +257,11 @@ class ReuseMachine(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         self.do(self.queue.flush())
-        assert 2 * len(self.model.groups) == self.do(self.queue.backend.stats()).rows == self.queue.stats()["rows"]
+        assert (
+            2 * len(self.model.groups)
+            == self.do(self.queue.backend.stats()).rows
+            == self.do(self.queue.stats())["rows"]
+        )
 
 
 ReuseMachine.TestCase.settings = settings(

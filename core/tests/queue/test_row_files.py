@@ -142,9 +142,9 @@ def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_p
     saved, file, made = tmp_path / "saved", tmp_path / f"rows.{suffix}", tmp_path / "made"
 
     async def fill(bench: Any) -> None:
-        slots = await bench.vacant(bench.claim(groups=2))
+        slots = await bench.vacant(await bench.claim(groups=2))
         for number, slot in enumerate(slots):
-            group = bench.queue.open_group(slot, task_id=f"t{number}", runs=2)
+            group = await bench.queue.open_group(slot, task_id=f"t{number}", runs=2)
             for index in range(2):
                 columns = {
                     "ids": column_from_rows([torch.arange(5 * number + index)]),
@@ -189,11 +189,11 @@ def test_the_tree_outlives_the_rows(run: Callable[..., None], tmp_path: Path) ->
 
     async def test(bench: Any) -> None:
         queue = bench.queue
-        queue.register_consumer("trainer", "train", ("ids",))
+        await queue.register_consumer("trainer", "train", ("ids",))
 
         async def derive(operation: str, parents: list[str], index: int) -> str:
-            (slot,) = await bench.vacant(bench.claim())
-            group = queue.open_group(slot, "t", runs=1)
+            (slot,) = await bench.vacant(await bench.claim())
+            group = await queue.open_group(slot, "t", runs=1)
             lineage = [Lineage(operation, tuple(parents))] if parents else None
             (key,) = await queue.put_run(group, 0, bench.columns(1), lineage=lineage)
             return str(key)
@@ -202,7 +202,7 @@ def test_the_tree_outlives_the_rows(run: Callable[..., None], tmp_path: Path) ->
         repaired = await derive("repair", [first], 2)
         await queue.ack(await queue.lease("trainer", deadline_seconds=0))
         await derive("mix", [repaired, second, "else/0/0/0/0/0"], 3)
-        assert 1 == queue.stats()["rows"]
+        assert 1 == (await queue.stats())["rows"]
         batch = await queue.lease("trainer", deadline_seconds=0)
         assert ("mix", [repaired, second, "else/0/0/0/0/0"]) == (batch.tags[0]["operation"], batch.tags[0]["parents"])
         await queue.checkpoint(saved)
@@ -225,17 +225,17 @@ def test_the_tree_outlives_the_rows(run: Callable[..., None], tmp_path: Path) ->
 def test_lineage_without_living_descendants_is_forgotten(run: Callable[..., None]) -> None:
     async def test(bench: Any) -> None:
         queue = bench.queue
-        queue.register_consumer("trainer", "train", ("ids",))
+        await queue.register_consumer("trainer", "train", ("ids",))
         queue._state.lineage_limit = 4
         for _ in range(9):
-            (slot,) = await bench.vacant(bench.claim())
-            group = queue.open_group(slot, "t", runs=1)
+            (slot,) = await bench.vacant(await bench.claim())
+            group = await queue.open_group(slot, "t", runs=1)
             await queue.put_run(group, 0, bench.columns(1), lineage=[Lineage("copy", ("x",))])
             await queue.ack(await queue.lease("trainer", deadline_seconds=0))
             queue._state.lineage_limit = min(queue._state.lineage_limit, 4)
         assert len(queue._state.lineage) <= 4
-        (slot,) = await bench.vacant(bench.claim())
-        group = queue.open_group(slot, "t", runs=1)
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await queue.open_group(slot, "t", runs=1)
         with pytest.raises(QueueError, match="one lineage, for each row"):
             await queue.put_run(group, 0, bench.columns(1), lineage=[])
 

@@ -22,16 +22,16 @@ def rewards(count: int) -> dict[str, Any]:
 def test_a_run_ends_around_a_write_that_somebody_else_does(run: Run) -> None:
     async def test(bench: Any) -> None:
         queue, rows = bench.queue, Rows(bench.queue.backend)
-        queue.register_consumer("trainer", partition="train", columns=("ids",))
-        (slot,) = await bench.vacant(bench.claim())
-        group = queue.open_group(slot, task_id="t", runs=1)
+        await queue.register_consumer("trainer", partition="train", columns=("ids",))
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await queue.open_group(slot, task_id="t", runs=1)
         columns = bench.columns(2)
         written = Written(columns=("ids",), sizes=(24, 24))
         async with queue.ending_run(group, 0, written, [{"n": 0}, {"n": 1}]) as keys:
             assert written == await rows.put("train", keys, columns)
-            assert 0 == len(queue.group(group).keys), "nobody sees a row before its values are there"
-        assert keys == queue.group(group).keys
-        assert 48 == queue.stats()["bytes"]
+            assert 0 == len((await queue.group(group)).keys), "nobody sees a row before its values are there"
+        assert keys == (await queue.group(group)).keys
+        assert 48 == (await queue.stats())["bytes"]
         batch = await queue.lease("trainer", deadline_seconds=0)
         assert [0, 1] == [tags["n"] for tags in batch.tags]
         found = await rows.get("train", batch.keys, ("ids",))
@@ -45,15 +45,15 @@ def test_a_write_that_fails_leaves_the_run_to_be_ended_again(run: Run) -> None:
 
     async def test(bench: Any) -> None:
         queue = bench.queue
-        (slot,) = await bench.vacant(bench.claim())
-        group = queue.open_group(slot, task_id="t", runs=1)
+        (slot,) = await bench.vacant(await bench.claim())
+        group = await queue.open_group(slot, task_id="t", runs=1)
         with pytest.raises(ZeroDivisionError):
             async with queue.ending_run(group, 0, Written(columns=("ids",), sizes=(24,)), [{}]) as lost:
                 raise ZeroDivisionError
-        assert (0, 0) == (queue.stats()["rows"], queue.stats()["bytes"])
+        assert (0, 0) == ((await queue.stats())["rows"], (await queue.stats())["bytes"])
         (key,) = await bench.put(group, 0)
         assert key not in lost
-        assert "published" == queue.group(group).state
+        assert "published" == (await queue.group(group)).state
 
     run(test)
 
@@ -61,20 +61,20 @@ def test_a_write_that_fails_leaves_the_run_to_be_ended_again(run: Run) -> None:
 def test_announced_columns_complete_rows_as_put_ones_do(run: Run) -> None:
     async def test(bench: Any) -> None:
         queue, rows = bench.queue, Rows(bench.queue.backend)
-        queue.register_consumer("trainer", partition="train", columns=("ids", "reward"))
-        (group,) = await bench.publish(bench.claim())
-        keys = queue.group(group).keys
+        await queue.register_consumer("trainer", partition="train", columns=("ids", "reward"))
+        (group,) = await bench.publish(await bench.claim())
+        keys = (await queue.group(group)).keys
         written = await rows.put("train", keys, rewards(2))
-        assert keys == queue.announce(keys, written)
+        assert keys == await queue.announce(keys, written)
         batch = await queue.lease_groups("trainer", 0, deadline_seconds=0)
         assert keys == batch.keys
         with pytest.raises(QueueError) as caught:
-            queue.announce(keys, written)
+            await queue.announce(keys, written)
         assert "queue.column" == caught.value.code
-        queue.announce(batch, await rows.put("train", keys, rewards(2)))  # the holder of a lease may write again
-        queue.release(batch)
+        await queue.announce(batch, await rows.put("train", keys, rewards(2)))  # the holder of a lease may write again
+        await queue.release(batch)
         with pytest.raises(LeaseError):
-            queue.announce(batch, written)
+            await queue.announce(batch, written)
 
     run(test)
 
@@ -82,11 +82,11 @@ def test_announced_columns_complete_rows_as_put_ones_do(run: Run) -> None:
 def test_what_is_written_to_rows_that_went_meanwhile_is_deleted(run: Run) -> None:
     async def test(bench: Any) -> None:
         queue, rows = bench.queue, Rows(bench.queue.backend)
-        (group,) = await bench.publish(bench.claim())
-        keys = queue.group(group).keys
-        queue.drop_group(group, "for a test")
+        (group,) = await bench.publish(await bench.claim())
+        keys = (await queue.group(group)).keys
+        await queue.drop_group(group, "for a test")
         await queue.flush()
-        assert () == queue.announce(keys, await rows.put("train", keys, rewards(2)))
+        assert () == await queue.announce(keys, await rows.put("train", keys, rewards(2)))
         await queue.flush()
         assert 0 == (await queue.backend.stats()).rows
 

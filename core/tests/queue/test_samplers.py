@@ -17,6 +17,7 @@ from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import ConfigError, DeadlineExceeded, QueueError
 from jackfield.queue import (
     BatchMeta,
+    LocalQueue,
     Priority,
     Random,
     Ready,
@@ -25,12 +26,12 @@ from jackfield.queue import (
     Sequential,
     TransferQueue,
     dense_column,
+    effective_acks,
     make_sampler,
     register_sampler,
 )
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.samplers import SAMPLERS
-from jackfield.trainer import effective_acks
 
 torch = pytest.importorskip("torch")
 
@@ -39,8 +40,8 @@ Run = Callable[..., None]
 
 async def publish(bench: Any, versions: Sequence[int | None], rows: int = 2) -> None:
     """One ticket, a group of ``rows`` rows for each version."""
-    for slot, version in zip(await bench.vacant(bench.claim(groups=len(versions))), versions, strict=True):
-        group = bench.queue.open_group(slot, task_id=f"task-{version}", runs=1)
+    for slot, version in zip(await bench.vacant(await bench.claim(groups=len(versions))), versions, strict=True):
+        group = await bench.queue.open_group(slot, task_id=f"task-{version}", runs=1)
         tags = {} if version is None else {"weight_version_min": version, "weight_version_max": version}
         await bench.queue.put_run(group, 0, bench.columns(rows), [tags] * rows)
 
@@ -64,8 +65,8 @@ def effective(ledger: Sequence[dict[str, Any]]) -> dict[int, int | None]:
     return {int(key.split("/")[2]) + 1: step for key, step in uses.items()}
 
 
-def register(bench: Any, sampler: Sampler | None = None, reuse: Reuse | None = None) -> None:
-    bench.queue.register_consumer("trainer", "train", ("ids",), sampler=sampler, reuse=reuse)
+async def register(bench: Any, sampler: Sampler | None = None, reuse: Reuse | None = None) -> None:
+    await bench.queue.register_consumer("trainer", "train", ("ids",), sampler=sampler, reuse=reuse)
 
 
 # -- Trinity-RFT: the priority queue of its experience buffer
@@ -75,7 +76,7 @@ def test_priority_decays_with_each_use(run: Run) -> None:
     """Version less 0.6 for each use, two of five groups at a time; ties go to the older group."""
 
     async def test(bench: Any) -> None:
-        register(bench, Priority(decay=0.6), Reuse())
+        await register(bench, Priority(decay=0.6), Reuse())
         await publish(bench, [1, 2, 3, 4])
         found = [await use(bench, 2, step) for step in range(6)]
         # priorities before each draw, of versions 1, 2, 3, 4:
@@ -87,18 +88,18 @@ def test_priority_decays_with_each_use(run: Run) -> None:
 
 def test_a_group_is_used_as_often_as_it_may_and_then_deleted(run: Run) -> None:
     async def test(bench: Any) -> None:
-        register(bench, Priority(decay=1.2), Reuse(max_uses=2))
+        await register(bench, Priority(decay=1.2), Reuse(max_uses=2))
         await publish(bench, [1, 2, 3, 4])
         assert [4, 3] == await use(bench, 2, 0)
         assert [4, 2] == await use(bench, 2, 1)
         await bench.queue.commit(1)
-        assert 6 == bench.queue.stats()["rows"], "the newest is used up"
+        assert 6 == (await bench.queue.stats())["rows"], "the newest is used up"
         assert [3, 1] == await use(bench, 2, 2)
         await bench.queue.commit(2)
-        assert 4 == bench.queue.stats()["rows"]
+        assert 4 == (await bench.queue.stats())["rows"]
         assert [2, 1] == await use(bench, 2, 3)
         await bench.queue.commit(3)
-        assert 0 == bench.queue.stats()["rows"]
+        assert 0 == (await bench.queue.stats())["rows"]
         with pytest.raises(DeadlineExceeded, match="2 groups of partition 'train' for consumer 'trainer', 0 are ready"):
             await use(bench, 2, 4)
 
@@ -109,7 +110,7 @@ def test_without_reuse_a_group_is_given_once_newest_first(run: Run) -> None:
     """What is new is never thrown away for what is newer, as a priority queue of a fixed capacity does."""
 
     async def test(bench: Any) -> None:
-        register(bench, Priority(decay=0.6))
+        await register(bench, Priority(decay=0.6))
         await publish(bench, list(range(12)), rows=1)
         assert [11, 10, 9, 8, 7, 6, 5, 4] == await use(bench, 8, 12)
         assert [3, 2, 1, 0] == await use(bench, 4, 13)
@@ -121,12 +122,12 @@ def test_without_reuse_a_group_is_given_once_newest_first(run: Run) -> None:
 
 def test_capacity_keeps_the_used_groups_that_the_sampler_prefers(run: Run) -> None:
     async def test(bench: Any) -> None:
-        register(bench, Priority(decay=0.1), Reuse(capacity=2))
+        await register(bench, Priority(decay=0.1), Reuse(capacity=2))
         await publish(bench, [5, 1, 4, 2])
         assert [5, 4, 2, 1] == await use(bench, 4, 6)
         assert [5, 4] == await use(bench, 4, 7, fresh=False)
         await bench.queue.commit(7)
-        assert 4 == bench.queue.stats()["rows"], "the others are gone with the commit"
+        assert 4 == (await bench.queue.stats())["rows"], "the others are gone with the commit"
 
     run(test)
 
@@ -135,7 +136,7 @@ def test_a_used_group_rests(run: Run) -> None:
     """The cooldown is counted in steps: a run that resumes chooses the same groups however long it takes."""
 
     async def test(bench: Any) -> None:
-        register(bench, Priority(decay=0.0), Reuse(cooldown=2))
+        await register(bench, Priority(decay=0.0), Reuse(cooldown=2))
         await publish(bench, [1, 2])
         assert [2] == await use(bench, 1, 0)
         assert [1] == await use(bench, 1, 1)
@@ -151,7 +152,7 @@ def test_what_is_too_stale_is_let_go(run: Run, sampler: Sampler) -> None:
     """Of 20 versions, at step 15 with a bound of 3: from 12 on. What nobody generated is never stale."""
 
     async def test(bench: Any) -> None:
-        register(bench, sampler, Reuse(max_uses=1, max_staleness=3))
+        await register(bench, sampler, Reuse(max_uses=1, max_staleness=3))
         await publish(bench, [*range(15), None], rows=1)
         batch = await bench.queue.sample_groups("trainer", 4, 15, deadline_seconds=0)
         assert {12, 13, 14, None} == {tags.get("weight_version_min") for tags in batch.tags}
@@ -159,16 +160,16 @@ def test_what_is_too_stale_is_let_go(run: Run, sampler: Sampler) -> None:
             await use(bench, 1, 15)
         (retired,) = [entry for entry in bench.queue.ledger if entry["event"] == "retire"]
         assert (12, 15, "trainer") == (len(retired["keys"]), retired["step"], retired["consumer"])
-        assert 16 == bench.queue.stats()["rows"], "until the commit"
+        assert 16 == (await bench.queue.stats())["rows"], "until the commit"
         await bench.queue.commit(15)
-        assert 4 == bench.queue.stats()["rows"]
+        assert 4 == (await bench.queue.stats())["rows"]
 
     run(test)
 
 
 def test_a_wait_for_groups_ends_when_there_are_enough(run: Run) -> None:
     async def test(bench: Any) -> None:
-        register(bench, Priority())
+        await register(bench, Priority())
         waiting = asyncio.ensure_future(bench.queue.sample_groups("trainer", 3, 0, deadline_seconds=9))
         await publish(bench, [0, 1])
         await asyncio.sleep(0)
@@ -181,7 +182,7 @@ def test_a_wait_for_groups_ends_when_there_are_enough(run: Run) -> None:
 
 def test_a_wait_for_groups_ends_when_one_may_be_used_again(run: Run) -> None:
     async def test(bench: Any) -> None:
-        register(bench, reuse=Reuse())
+        await register(bench, reuse=Reuse())
         await publish(bench, [3])
         batch = await bench.queue.sample_groups("trainer", 1, 0, deadline_seconds=0)
         waiting = asyncio.ensure_future(bench.queue.sample_groups("trainer", 1, 1, deadline_seconds=9))
@@ -199,8 +200,8 @@ def test_a_wait_for_groups_ends_when_one_may_be_used_again(run: Run) -> None:
 
 def test_sequential_gives_what_there_is_in_order(run: Run) -> None:
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", "train", ("ids",))
-        await bench.publish(bench.claim(), runs=5)
+        await bench.queue.register_consumer("a", "train", ("ids",))
+        await bench.publish(await bench.claim(), runs=5)
         first = await bench.queue.lease("a", 3, deadline_seconds=0)
         rest = await bench.queue.lease("a", 8, deadline_seconds=0)
         assert [0, 1, 2] == [tags["run"] for tags in first.tags]
@@ -213,10 +214,10 @@ def test_groups_are_whole_by_their_id_never_by_neighbouring_numbers(run: Run) ->
     """Rows of a group need not be neighbours, nor groups of one size; a group that lacks a row waits."""
 
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("trainer", "train", ("ids", "reward"))
-        slots = await bench.vacant(bench.claim(groups=3))
+        await bench.queue.register_consumer("trainer", "train", ("ids", "reward"))
+        slots = await bench.vacant(await bench.claim(groups=3))
         sizes = (3, 2, 3)
-        groups = [bench.queue.open_group(slot, "t", runs=size) for slot, size in zip(slots, sizes, strict=True)]
+        groups = [await bench.queue.open_group(slot, "t", runs=size) for slot, size in zip(slots, sizes, strict=True)]
         keys: dict[str, list[str]] = {group: [] for group in groups}
         for number in range(3):  # siblings come between each other
             for group, size in zip(groups, sizes, strict=True):
@@ -237,9 +238,9 @@ def test_groups_are_whole_by_their_id_never_by_neighbouring_numbers(run: Run) ->
 def test_partitions_and_consumers_have_their_own_progress(run: Run) -> None:
     async def test(bench: Any) -> None:
         for name, partition in (("a", "train"), ("b", "train"), ("c", "eval")):
-            bench.queue.register_consumer(name, partition, ("ids",))
+            await bench.queue.register_consumer(name, partition, ("ids",))
             if name != "b":
-                ticket = bench.queue.claim_ticket(partition, "e", 2)
+                ticket = await bench.queue.claim_ticket(partition, "e", 2)
                 await bench.publish(ticket, runs=1)
         taken = {name: (await bench.queue.sample_groups(name, 2, 0, deadline_seconds=0)).keys for name in "abc"}
         assert taken["a"] == taken["b"] != taken["c"]
@@ -251,10 +252,10 @@ def test_rows_are_sampled_as_groups_are(run: Run) -> None:
     """By the sampler that the consumer was registered with, or by that of the call."""
 
     async def test(bench: Any) -> None:
-        bench.queue.register_consumer("a", "train", ("ids",), sampler=Priority(tag="length"))
-        (slot,) = await bench.vacant(bench.claim())
+        await bench.queue.register_consumer("a", "train", ("ids",), sampler=Priority(tag="length"))
+        (slot,) = await bench.vacant(await bench.claim())
         lengths = [3, 9, 1, 7, 5]
-        group = bench.queue.open_group(slot, "t", runs=1)
+        group = await bench.queue.open_group(slot, "t", runs=1)
         await bench.queue.put_run(group, 0, bench.columns(5), [{"length": length} for length in lengths])
         longest = await bench.queue.lease("a", 2, deadline_seconds=0)
         assert [9, 7] == [tags["length"] for tags in longest.tags]
@@ -273,7 +274,7 @@ def test_random_draws_follow_from_the_seed_alone(run: Run) -> None:
 
     def drawing(seed: int) -> Callable[[Any], Any]:
         async def test(bench: Any) -> None:
-            register(bench, Random(seed=seed), Reuse())
+            await register(bench, Random(seed=seed), Reuse())
             await publish(bench, list(range(16)), rows=1)
             draws[seed].append([version for step in range(8) for version in await use(bench, 2, step)])
 
@@ -292,12 +293,12 @@ def test_a_restored_queue_samples_what_it_would_have_sampled(run: Run, tmp_path:
     options = {"seed": 3, **({"sigma": 2.0, "decay": 1.0} if sampler == "priority" else {})}
 
     async def test(bench: Any) -> None:
-        def begin(queue: TransferQueue) -> None:
+        async def begin(queue: TransferQueue) -> None:
             reuse = Reuse(max_uses=3, cooldown=1, capacity=7)
             made = make_sampler(sampler, options)
-            queue.register_consumer("trainer", "train", ("ids",), sampler=made, reuse=reuse)
+            await queue.register_consumer("trainer", "train", ("ids",), sampler=made, reuse=reuse)
 
-        begin(bench.queue)
+        await begin(bench.queue)
         await publish(bench, list(range(8)), rows=1)
         for step in range(3):
             await use(bench, 3, step)
@@ -306,14 +307,14 @@ def test_a_restored_queue_samples_what_it_would_have_sampled(run: Run, tmp_path:
         ahead = [await use(bench, 2, step, fresh=False) for step in range(3, 8)]
         assert any(ahead)
         backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
-        other = type(bench)(TransferQueue(backend, bench.clock), bench.clock)
+        other = type(bench)(LocalQueue(backend, bench.clock), bench.clock)
         await other.queue.start()
-        begin(other.queue)
+        await begin(other.queue)
         await other.queue.restore(tmp_path)
         assert ahead == [await use(other, 2, step, fresh=False) for step in range(3, 8)]
         await other.queue.commit(7)
         await bench.queue.commit(7)
-        assert bench.queue.stats() == other.queue.stats()
+        assert await bench.queue.stats() == await other.queue.stats()
         await other.queue.close()
 
     run(test)
@@ -321,7 +322,7 @@ def test_a_restored_queue_samples_what_it_would_have_sampled(run: Run, tmp_path:
 
 def test_a_rollback_takes_uses_back(run: Run) -> None:
     async def test(bench: Any) -> None:
-        register(bench, Priority(decay=0.6), Reuse(max_uses=2))
+        await register(bench, Priority(decay=0.6), Reuse(max_uses=2))
         await publish(bench, [1, 2])
         assert [2] == await use(bench, 1, 0)
         assert [2] == await use(bench, 1, 1)
@@ -331,22 +332,22 @@ def test_a_rollback_takes_uses_back(run: Run) -> None:
         assert [2] == await use(bench, 1, 1, fresh=False)
         assert [1] == await use(bench, 1, 2)
         await bench.queue.commit(2)
-        assert 2 == bench.queue.stats()["rows"]
+        assert 2 == (await bench.queue.stats())["rows"]
 
     run(test)
 
 
 def test_a_used_group_that_is_given_back_waits_for_its_next_use(run: Run) -> None:
     async def test(bench: Any) -> None:
-        register(bench, reuse=Reuse())
+        await register(bench, reuse=Reuse())
         await publish(bench, [0])
         await use(bench, 1, 0)
         for step in (1, 2):
             batch = await bench.queue.sample_groups("trainer", 1, step, fresh=False)
             assert 0 == len(await bench.queue.sample_groups("trainer", 1, step, fresh=False)), "it is leased"
             with pytest.raises(QueueError, match="acked or given back in part"):
-                bench.queue.release(batch.select([0]))
-            bench.queue.release(batch)
+                await bench.queue.release(batch.select([0]))
+            await bench.queue.release(batch)
         with pytest.raises(DeadlineExceeded):
             await bench.queue.lease("trainer", deadline_seconds=0)
         assert 2 == len(await bench.queue.sample_groups("trainer", 1, 3, fresh=False))
@@ -358,8 +359,8 @@ def test_a_batch_of_several_partitions_is_read_written_and_acked_as_one(run: Run
     async def test(bench: Any) -> None:
         batches = []
         for partition, value in (("train", 3), ("expert", 5)):
-            bench.queue.register_consumer(partition, partition, ("ids",))
-            await bench.publish(bench.queue.claim_ticket(partition, "e", 2), runs=value - 1)
+            await bench.queue.register_consumer(partition, partition, ("ids",))
+            await bench.publish(await bench.queue.claim_ticket(partition, "e", 2), runs=value - 1)
             batches.append(await bench.queue.sample_groups(partition, 2, 0, deadline_seconds=0))
         batch = batches[0].joined(batches[1]).select([5, 0, 4, 1, 2, 3, 6, 7, 8, 9, 10, 11])
         numbers = torch.arange(12, dtype=torch.float32)

@@ -49,7 +49,7 @@ class FakeQueue:
     def __init__(self) -> None:
         self.announced: list[tuple[str, ...]] = []
 
-    def announce(self, batch: BatchMeta, written: Written) -> None:
+    async def announce(self, batch: BatchMeta, written: Written) -> None:
         assert len(batch) == len(written.sizes)
         self.announced.append(batch.keys)
 

@@ -31,7 +31,7 @@ from jackfield.data.tasks import Task
 from jackfield.errors import QueueError
 from jackfield.plugins import hook_manager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
-from jackfield.queue import BatchMeta, GroupSlot, Random, Reuse, Rows, TransferQueue, column_from_rows
+from jackfield.queue import BatchMeta, GroupSlot, LocalQueue, Random, Reuse, Rows, TransferQueue, column_from_rows
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantageEstimation, AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
@@ -44,7 +44,6 @@ from jackfield.trainer import (
     Critic,
     Experts,
     Explorer,
-    Ledger,
     PlacementLease,
     Progress,
     RewardPipeline,
@@ -311,11 +310,10 @@ class Simulation:
             store = CheckpointStore(self.folder / "checkpoints")
             store.clean()
             newest = store.newest()
-            ledger = Ledger(self.folder / "ledger.jsonl", resume=newest is not None)
-        record = None if ledger is None else ledger.write
+            ledger = self.folder / "ledger.jsonl"
         journal = None if self.store is None or self.folder is None else self.folder / "journal"
-        self.queue = queue = TransferQueue(
-            backend, clock, max_refills=self.max_refills, on_ledger=record, journal=journal, max_rows=self.max_rows
+        self.queue = queue = LocalQueue(
+            backend, clock, max_refills=self.max_refills, ledger=ledger, journal=journal, max_rows=self.max_rows
         )
         await queue.start()
         rows = Rows(backend)
@@ -331,12 +329,11 @@ class Simulation:
         if self.critic_warmup is not None:
             critic = Critic(engine=self.critic, loss_options={"clip": 0.1}, warmup_steps=self.critic_warmup)
         checkpointer = None
-        if store is not None and ledger is not None:
+        if store is not None:
             checkpointer = Checkpointer(
                 store=store,
                 engines={"actor": self.actor},
                 queue=queue,
-                ledger=ledger,
                 description={},
                 stages=stages,
                 hooks=hooks,
@@ -373,7 +370,7 @@ class Simulation:
             batch_seconds=500.0,
             sources=() if self.replay is None else (_replay(self.replay),),
         )
-        trainer.register()
+        await trainer.register()
         rewards = RewardPipeline(
             queue=queue,
             workers=Workers([scorer]),
@@ -384,7 +381,7 @@ class Simulation:
             equal_groups_replaced=self.equal_groups_replaced,
             max_failed_groups=self.max_refills,
         )
-        rewards.register()
+        await rewards.register()
         explorer = Explorer(
             name="explorer-0",
             queue=queue,
@@ -418,11 +415,9 @@ class Simulation:
                 await trainer.run(self.first_step)
                 for task in background:
                     task.cancel()
-            self.rows_left = queue.stats()["rows"]
+            self.rows_left = (await queue.stats())["rows"]
         finally:
             await queue.close()
-            if ledger is not None:
-                ledger.close()
 
     async def _kill_parts(self, backend: DyingBackend) -> None:
         for moment in self.deaths:

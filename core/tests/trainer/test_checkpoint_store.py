@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jackfield.errors import RunError
-from jackfield.trainer import CheckpointStore, Ledger, effective_acks, open_checkpoint, read_ledger
+from jackfield.queue import Ledger, effective_acks, read_ledger
+from jackfield.trainer import CheckpointStore, open_checkpoint
 
 
 def write(store: CheckpointStore, step: int, text: str = "weights") -> None:
@@ -70,7 +71,7 @@ def test_a_damaged_checkpoint_is_recognised(tmp_path: Path, damage: str) -> None
 
 def test_the_ledger_goes_on_after_a_torn_line_and_takes_back_what_is_not_restored(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path, resume=False)
+    ledger = Ledger(path)
     ledger.write({"event": "ack", "consumer": "trainer", "step": 0, "keys": ["a", "b"]})
     position = ledger.position
     ledger.write({"event": "ack", "consumer": "trainer", "step": 1, "keys": ["c"]})
@@ -79,7 +80,7 @@ def test_the_ledger_goes_on_after_a_torn_line_and_takes_back_what_is_not_restore
     with path.open("a") as file:
         file.write('{"event": "ack", "consumer": "tr')
     for _ in range(2):  # and a second kill before anything was done again
-        again = Ledger(path, resume=True)
+        again = Ledger(path)
         again.roll_back(position, step=0)
         again.close()
     entries = list(read_ledger(path))
@@ -87,5 +88,7 @@ def test_the_ledger_goes_on_after_a_torn_line_and_takes_back_what_is_not_restore
         (entry["consumer"], entry["step"], entry["keys"]) for entry in entries if entry["event"] == "rollback"
     ]
     assert {"trainer": {"a": 0, "b": 0}} == effective_acks(entries)
-    Ledger(path, resume=False).close()
+    again = Ledger(path)
+    again.clear()
+    again.close()
     assert [] == list(read_ledger(path))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jackfield.queue import Reuse
-from jackfield.trainer import Schedule, effective_acks, read_ledger
+from jackfield.queue import Reuse, effective_acks, read_ledger
+from jackfield.trainer import Schedule
 
 from .simulation import DyingBackend, Simulation
 

@@ -12,7 +12,7 @@ from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointReques
 from jackfield.config import RunConfig, make_config
 from jackfield.errors import EngineError, JackfieldError, RunError
 from jackfield.plugins import Registry, discover
-from jackfield.queue.transfer_queue import STATE_FILE
+from jackfield.queue.local import STATE_FILE
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.trainer import Checkpoint, CheckpointStore, open_checkpoint
 

@@ -19,7 +19,7 @@ from jackfield.compose.mixing import make_sources
 from jackfield.compose.recipe import Recipe
 from jackfield.config import KLConfig, RunConfig, as_plain
 from jackfield.data.tasks import SeededOrder, Task, TaskSet
-from jackfield.queue import GroupSlot, TransferQueue
+from jackfield.queue import GroupSlot, LocalQueue, TransferQueue
 from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.engine_rank import EngineRank
@@ -35,7 +35,6 @@ from jackfield.trainer import (
     Evaluator,
     Experts,
     Explorer,
-    Ledger,
     OfflineProducer,
     PlacementLease,
     Progress,
@@ -93,14 +92,14 @@ class Parts:
             sync_offset=config.schedule.sync_offset,
         )
 
-    async def build(self, stack: AsyncExitStack, ledger: Ledger) -> Assembly:
+    async def build(self, stack: AsyncExitStack) -> Assembly:
         """Make, connect and start everything.
 
         Raises:
             JackfieldError: the first part that does not work.
         """
         self.crew = crew = await self.make_crew(self._needs(), stack)
-        self.queue = await self._queue(stack, ledger)
+        self.queue = await self._queue(stack)
         actor = await self._engine_group(stack, "actor", crew.actor)
         replicas = await self._replicas(stack)
         synchronizer = self._weights(replicas, actor) if replicas else None
@@ -111,7 +110,7 @@ class Parts:
         lasting = [each.server for each in replicas if isinstance(each.server, LastingServer)]
         if lasting and self.weights is not None:
             self.weights = LastingWeights(self.weights, replicas)
-        checkpointer = self._checkpointer(actor, critic, ledger)
+        checkpointer = self._checkpointer(actor, critic)
         trainer = self._trainer(actor, reference, critic, checkpointer)
         watch = None
         if crew.watch is not None:
@@ -120,9 +119,9 @@ class Parts:
             if not isinstance(server, LastingReplica):
                 assert synchronizer is not None
                 server.catch_up = partial(_catch_up, synchronizer, trainer)
-        trainer.register()
+        await trainer.register()
         task_for = self._task_order(self.tasks.train)
-        loops = (self._explorer(task_for), self._rewards()) if self.explores else (self._producer(task_for),)
+        loops = (self._explorer(task_for), await self._rewards()) if self.explores else (self._producer(task_for),)
         background = tuple(loop.run for loop in loops)
         return Assembly(trainer=trainer, actor=actor, checkpointer=checkpointer, watch=watch, background=background)
 
@@ -140,12 +139,11 @@ class Parts:
                 await _catch_up(synchronizer, trainer, server, server.info)
                 await server.admit()
 
-    def _checkpointer(self, actor: EngineGroup, critic: Critic | None, ledger: Ledger) -> Checkpointer:
+    def _checkpointer(self, actor: EngineGroup, critic: Critic | None) -> Checkpointer:
         return Checkpointer(
             store=self.store,
             engines={"actor": actor} if critic is None else {"actor": actor, "critic": critic.engine},
             queue=self.queue,
-            ledger=ledger,
             description={"config": as_plain(self.config), "data": self.tasks.digests},
             stages=self.stages,
             hooks=self.hooks,
@@ -233,7 +231,7 @@ class Parts:
             task_for=lambda slot: cast(Task, tasks[order.index(slot.ticket * rows + slot.index - groups)]),
         )
 
-    def _rewards(self) -> RewardPipeline:
+    async def _rewards(self) -> RewardPipeline:
         assert self.crew.rewards is not None
         pipeline = RewardPipeline(
             queue=self.queue,
@@ -245,7 +243,7 @@ class Parts:
             max_failed_groups=self.config.schedule.max_refills,
             equal_groups_replaced=self.config.schedule.max_refills if self.recipe.dynamic_sampling else 0,
         )
-        pipeline.register()
+        await pipeline.register()
         return pipeline
 
     def _producer(self, task_for: Callable[[GroupSlot], Task]) -> OfflineProducer:
@@ -278,21 +276,17 @@ class Parts:
             recorded=self.config.observe.samples_per_evaluation,
         )
 
-    async def _queue(self, stack: AsyncExitStack, ledger: Ledger) -> TransferQueue:
-        def write(entry: dict[str, Any]) -> None:
-            ledger.write(entry)
-            queue.ledger.clear()  # it is in the file
-
-        config = self.config
-        queue = TransferQueue(
+    async def _queue(self, stack: AsyncExitStack) -> TransferQueue:
+        config, folder = self.config, Path(self.config.folder)
+        queue = LocalQueue(
             self.crew.backend,
             self.clock,
             max_rows=config.queue.max_rows,
             max_bytes=config.queue.max_bytes,
             max_refills=config.schedule.max_refills,
             put_deadline_seconds=config.deadlines.batch,
-            on_ledger=write,
-            journal=Path(config.folder) / "queue" / "journal.jsonl" if config.queue.durable else None,
+            ledger=folder / "ledger.jsonl",
+            journal=folder / "queue" / "journal.jsonl" if config.queue.durable else None,
         )
         stack.push_async_callback(queue.close)
         await queue.start()

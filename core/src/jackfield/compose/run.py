@@ -43,7 +43,6 @@ from jackfield.observe import listeners
 from jackfield.plugins import HookManager, Registry, discover, hook_manager
 from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.queue import register_sampler
-from jackfield.trainer import Ledger
 
 __all__ = ["RunResult", "run", "run_async"]
 
@@ -194,9 +193,7 @@ def _make_folder(folder: Path) -> None:
 async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
     """Build, start or go on, train, save; end everything in reverse order, whatever happens."""
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-        ledger = Ledger(folder / "ledger.jsonl", resume=start.checkpoint is not None)
-        stack.callback(ledger.close)
-        run = await parts.build(stack, ledger)
+        run = await parts.build(stack)
         watching = [] if run.watch is None else [tasks.create_task(run.watch())]
         restored = None
         if start.checkpoint is None:

@@ -14,8 +14,10 @@ from jackfield.queue.columns import (
     take,
     to_nested,
 )
+from jackfield.queue.ledger import Ledger, effective_acks, read_ledger
 from jackfield.queue.lineage import Lineage
-from jackfield.queue.meta import BatchMeta, Claim, GroupSlot, GroupView, Ticket
+from jackfield.queue.local import LocalQueue
+from jackfield.queue.meta import BatchMeta, Claim, GroupSlot, GroupView, Notice, Ticket
 from jackfield.queue.reuse import Reuse
 from jackfield.queue.rows import Rows, Written
 from jackfield.queue.samplers import (
@@ -36,7 +38,10 @@ __all__ = [
     "Claim",
     "GroupSlot",
     "GroupView",
+    "Ledger",
     "Lineage",
+    "LocalQueue",
+    "Notice",
     "Priority",
     "Random",
     "Ready",
@@ -51,9 +56,11 @@ __all__ = [
     "column_from_rows",
     "concatenate",
     "dense_column",
+    "effective_acks",
     "from_nested",
     "json_column",
     "make_sampler",
+    "read_ledger",
     "register_sampler",
     "row_bytes",
     "rows_of",

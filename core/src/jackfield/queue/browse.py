@@ -13,9 +13,9 @@ from jackfield.errors import QueueError
 from jackfield.queue.archive import read_archive
 from jackfield.queue.cells import Cell
 from jackfield.queue.lineage import Lineage
+from jackfield.queue.local import STATE_FILE, VALUES_FOLDER
 from jackfield.queue.row_files import StoredRow
 from jackfield.queue.snapshot import FORMAT
-from jackfield.queue.transfer_queue import STATE_FILE, VALUES_FOLDER
 
 __all__ = ["Ancestor", "plain_values", "saved_rows", "trace"]
 

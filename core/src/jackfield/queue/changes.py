@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import wraps
-from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import attrs
@@ -38,24 +37,16 @@ class Changes:
             self.slots[slot] = None
 
 
-def journaled(method: Callable[Concatenate[Q, P], T]) -> Callable[Concatenate[Q, P], T]:
+def journaled(
+    method: Callable[Concatenate[Q, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Q, P], Coroutine[Any, Any, T]]:
     """A method of the queue that changes what the journal has: it is there when the call has ended."""
-    if iscoroutinefunction(method):
-
-        @wraps(method)
-        async def awaited(self: Any, *arguments: P.args, **keywords: P.kwargs) -> Any:
-            try:
-                return await method(self, *arguments, **keywords)
-            finally:
-                self._write_changes()
-
-        return cast(Callable[Concatenate[Q, P], T], awaited)
 
     @wraps(method)
-    def called(self: Any, *arguments: P.args, **keywords: P.kwargs) -> T:
+    async def called(self: Any, *arguments: P.args, **keywords: P.kwargs) -> T:
         try:
-            return method(self, *arguments, **keywords)
+            return await method(self, *arguments, **keywords)
         finally:
             self._write_changes()
 
-    return cast(Callable[Concatenate[Q, P], T], called)
+    return cast(Callable[Concatenate[Q, P], Coroutine[Any, Any, T]], called)

@@ -1,13 +1,12 @@
-"""The consumers' side of the queue: leases, reads, acks."""
+"""What trainers and other consumers call: leases, reads, acks."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from jackfield.abc.transfer_queue import Column
+from jackfield.abc.transfer_queue import Column, TransferQueueBackend
 from jackfield.errors import QueueError
-from jackfield.queue.changes import journaled
-from jackfield.queue.lifetime import Lifetime
 from jackfield.queue.meta import BatchMeta, Ticket, partition_of
 from jackfield.queue.reuse import Reuse
 from jackfield.queue.rows import Rows
@@ -16,11 +15,13 @@ from jackfield.queue.samplers import Sampler
 __all__ = ["Consuming"]
 
 
-class Consuming(Lifetime):
-    """What trainers and other consumers call."""
+class Consuming(ABC):
+    """The consumers' side of a :class:`~jackfield.queue.TransferQueue`."""
 
-    @journaled
-    def register_consumer(
+    backend: TransferQueueBackend  #: where this process writes and reads values
+
+    @abstractmethod
+    async def register_consumer(
         self,
         name: str,
         partition: str,
@@ -48,9 +49,8 @@ class Consuming(Lifetime):
         Raises:
             QueueError: when the name is registered for something else.
         """
-        seconds = self._lease_seconds if lease_seconds is None else lease_seconds
-        self._controller.register_consumer(name, partition, columns, seconds, sampler, reuse)
 
+    @abstractmethod
     async def lease(
         self,
         consumer: str,
@@ -69,9 +69,8 @@ class Consuming(Lifetime):
         Raises:
             DeadlineExceeded: naming the columns that rows lack and the runs that have not ended.
         """
-        self._check()
-        return await self._leases.lease(consumer, max_rows, deadline_seconds, sampler)
 
+    @abstractmethod
     async def lease_groups(
         self, consumer: str, ticket: int | Ticket, groups: int | None = None, deadline_seconds: float = 600.0
     ) -> BatchMeta:
@@ -88,11 +87,8 @@ class Consuming(Lifetime):
             DeadlineExceeded: naming slots without a group, runs that have not ended, columns that rows lack.
             QueueError: when the ticket has failed, naming the reasons, or has been consumed.
         """
-        self._check()
-        number = ticket.number if isinstance(ticket, Ticket) else ticket
-        return await self._leases.lease_groups(consumer, number, groups, deadline_seconds)
 
-    @journaled
+    @abstractmethod
     async def sample_groups(
         self, consumer: str, groups: int, step: int, *, fresh: bool = True, deadline_seconds: float = 600.0
     ) -> BatchMeta:
@@ -111,10 +107,6 @@ class Consuming(Lifetime):
         Raises:
             DeadlineExceeded: naming runs that have not ended, columns that rows lack, and how many groups are used up.
         """
-        self._check()
-        if groups < 1:
-            raise QueueError("at least one group is sampled", expected="1 or more", found=groups)
-        return await self._leases.sample_groups(consumer, groups, step, fresh=fresh, deadline_seconds=deadline_seconds)
 
     async def get(self, target: BatchMeta | Sequence[str], columns: Sequence[str]) -> dict[str, Column]:
         """Read columns of rows, in order, without leasing.
@@ -122,7 +114,6 @@ class Consuming(Lifetime):
         Raises:
             QueueError: ``queue.unknown-row``, ``queue.column``.
         """
-        self._check()
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
         if not keys:
             raise QueueError("no rows are named", expected="one key at least")
@@ -131,23 +122,23 @@ class Consuming(Lifetime):
             return await rows.read(target, columns)
         return await rows.get(partition_of(keys[0]), keys, columns)
 
-    def renew(self, batch: BatchMeta) -> None:
+    @abstractmethod
+    async def renew(self, batch: BatchMeta) -> None:
         """Begin the lease's time anew, for all rows that were leased together.
 
         Raises:
             LeaseError: when it does not hold any more.
         """
-        self._leases.renew(batch)
 
-    def release(self, batch: BatchMeta) -> None:
+    @abstractmethod
+    async def release(self, batch: BatchMeta) -> None:
         """Give leased rows back; they are ready again for the same consumer.
 
         Raises:
             LeaseError: when the lease does not hold any more.
         """
-        self._leases.release(batch)
 
-    @journaled
+    @abstractmethod
     async def ack(self, batch: BatchMeta, step: int | None = None) -> tuple[str, ...]:
         """Be done with rows, provisionally: final with the commit of ``step``. Returns the keys that were acked.
 
@@ -158,27 +149,19 @@ class Consuming(Lifetime):
         Raises:
             LeaseError: when the lease does not hold any more; then nothing is acked.
         """
-        self._check()
-        keys, consumed = self._leases.ack(batch, step)
-        self._controller.consume(consumed)
-        return tuple(keys)
 
-    @journaled
+    @abstractmethod
     async def commit(self, step: int) -> None:
         """The trainer's checkpoint that contains all steps up to ``step`` is durable: their acks are final.
 
         Rows that every consumer has acked finally are deleted; the backend forgets them in the background
         (:meth:`flush`).
         """
-        self._check()
-        self._controller.consume(self._leases.commit(step))
 
-    @journaled
+    @abstractmethod
     async def rollback(self, step: int) -> tuple[str, ...]:
         """Take back the acks of all steps after ``step``; returns the keys of the rows that are ready again.
 
         Raises:
             QueueError: when later steps are committed already.
         """
-        self._check()
-        return tuple(self._leases.rollback(step))

@@ -10,9 +10,10 @@ from jackfield.clock import Clock
 from jackfield.errors import QueueError
 from jackfield.queue.cells import column_of
 from jackfield.queue.lineage import Lineage
+from jackfield.queue.local import STATE_FILE, LocalQueue
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.row_files import StoredRow, read_rows
-from jackfield.queue.transfer_queue import STATE_FILE, TransferQueue
+from jackfield.queue.transfer_queue import TransferQueue
 
 __all__ = ["import_file", "put_rows"]
 
@@ -47,20 +48,22 @@ async def put_rows(
         groups.setdefault(number if row.group is None else (row.partition, row.group), []).append(row)
     if not groups:
         return 0
-    ticket = queue.claim_ticket(partition, _WHO, len(groups))
-    while not queue.vacancies(ticket):  # of an earlier import: a restored queue offers it again
-        ticket = queue.claim_ticket(partition, _WHO, len(groups))
+    ticket = await queue.claim_ticket(partition, _WHO, len(groups))
+    while not await queue.vacancies(ticket):  # of an earlier import: a restored queue offers it again
+        ticket = await queue.claim_ticket(partition, _WHO, len(groups))
     left = iter(groups.values())
     async for slot in queue.slots(ticket, _SECONDS, until="published"):
         members = next(left)
         task = members[0].task
-        group = queue.open_group(slot, task_id=task if task is not None else f"row-{slot.index}", runs=len(members))
+        group = await queue.open_group(
+            slot, task_id=task if task is not None else f"row-{slot.index}", runs=len(members)
+        )
         for run, row in enumerate(map(complete, members)):
             parent = origin if row.key is None else f"{origin}:{row.key}"
             columns, lineage = _columns(row), Lineage(_WHO, (parent,))
             await queue.put_run(group, run, columns, [row.tags], lineage=[lineage], deadline_seconds=_SECONDS)
             if "operation" in row.tags and "parents" in row.tags:
-                queue.remember_lineage(parent, Lineage(row.tags["operation"], tuple(row.tags["parents"])))
+                await queue.remember_lineage(parent, Lineage(row.tags["operation"], tuple(row.tags["parents"])))
     return sum(map(len, groups.values()))
 
 
@@ -75,7 +78,7 @@ async def import_file(file: Path, folder: Path, partition: str) -> int:
         QueueError: where the file is no file of rows, or the folder holds something else than a queue.
     """
     context = TransferQueueContext()
-    queue = TransferQueue(MemoryBackend(MemoryConfig(), context), Clock())
+    queue = LocalQueue(MemoryBackend(MemoryConfig(), context), Clock())
     await queue.start()
     try:
         if (folder / STATE_FILE).is_file():

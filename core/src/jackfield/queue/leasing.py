@@ -302,11 +302,18 @@ class Leasing:
         """Take back the leases whose time is over."""
         now = self._state.clock.time() + _ROUNDING
         while (expires := self.next_expiry()) is not None and expires <= now:
-            lease = heapq.heappop(self._expiries)[2]
-            consumer = lease.consumer
-            keys = [row.key for row in lease.rows]
-            self._state.record("expire", consumer=consumer.name, epoch=lease.epoch, keys=keys)
-            self._give_back(lease, list(lease.rows))
+            self._end(heapq.heappop(self._expiries)[2])
+
+    def end_all(self) -> None:
+        """Take all leases back: nobody is there any more who holds one."""
+        for consumer in self._state.consumers.values():
+            for lease in list(consumer.leases.values()):
+                self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        keys = [row.key for row in lease.rows]
+        self._state.record("expire", consumer=lease.consumer.name, epoch=lease.epoch, keys=keys)
+        self._give_back(lease, list(lease.rows))
 
     def renew(self, batch: BatchMeta) -> None:
         """See :meth:`jackfield.queue.TransferQueue.renew`."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from jackfield.abc.transfer_queue import DeleteRequest, TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.controller import Controller
 from jackfield.queue.journal import Journal
+from jackfield.queue.ledger import Ledger
 from jackfield.queue.saving import save_slot
 from jackfield.queue.state import State
 
@@ -32,7 +31,7 @@ class Lifetime:
         max_refills: int = 8,
         lease_seconds: float = 3600.0,
         put_deadline_seconds: float = 3600.0,
-        on_ledger: Callable[[dict[str, Any]], None] | None = None,
+        ledger: Path | None = None,
         journal: Path | None = None,
     ) -> None:
         """
@@ -44,13 +43,15 @@ class Lifetime:
             max_refills: how often one slot of a ticket may be refilled before the ticket fails.
             lease_seconds: how long a lease holds without :meth:`renew`; a consumer may have its own.
             put_deadline_seconds: how long :meth:`put_run` waits for room, if it is not told otherwise.
-            on_ledger: called with each entry of the ledger, as a plain dict, when it is made.
+            ledger: file that gets each entry of the ledger when it is made; None: they are in :attr:`ledger`.
             journal: file in which what the controller knows survives its process, beside a durable backend. It begins
                 with :meth:`clear`, :meth:`restore` or :meth:`recover`.
         """
         self.backend = backend
         self.clock = clock
-        self._state = State(clock, on_ledger, closed=True)
+        self._state = State(clock, closed=True)
+        self._ledger_path = ledger
+        self._ledger: Ledger | None = None
         self._controller = Controller(self._state, max_rows=max_rows, max_bytes=max_bytes, max_refills=max_refills)
         self._controller.write_changes = self._write_changes
         self._journal = None if journal is None else Journal(journal)
@@ -66,6 +67,9 @@ class Lifetime:
     async def start(self) -> None:
         """Start the backend and the housekeeping (deletion, expiry of leases)."""
         await self.backend.start()
+        if self._ledger_path is not None:
+            self._ledger = Ledger(self._ledger_path)
+            self._state.on_ledger = self._ledger.write
         self._state.closed = False
         self._tasks = [asyncio.create_task(self._delete_discarded()), asyncio.create_task(self._expire_leases())]
 
@@ -74,6 +78,7 @@ class Lifetime:
         self._state.closed = True
         self._leases.wake_all()
         self._state.room.notify()
+        self._state.noticed.notify()
         for partition in self._state.partitions.values():
             partition.fed.notify()
             partition.offers.notify()
@@ -89,6 +94,8 @@ class Lifetime:
                 await task
         if self._journal is not None:
             self._journal.close()
+        if self._ledger is not None:
+            self._ledger.close()
         await self.backend.close()
 
     def _write_changes(self) -> None:

@@ -10,7 +10,7 @@ import attrs
 
 from jackfield.errors import QueueError
 
-__all__ = ["BatchMeta", "Claim", "GroupSlot", "GroupView", "Ticket", "partition_of"]
+__all__ = ["BatchMeta", "Claim", "GroupSlot", "GroupView", "Notice", "Ticket", "partition_of"]
 
 T = TypeVar("T")
 
@@ -59,6 +59,14 @@ class GroupView:
     key_runs: tuple[int, ...]  #: the run of each key
     columns: frozenset[str]  #: that every surviving row has
     tags: Mapping[str, Any]
+
+
+@attrs.frozen
+class Notice:
+    """The newest that somebody posted of a topic."""
+
+    number: int  #: from 1; a later notice of the topic has a higher one
+    value: Mapping[str, Any]
 
 
 @attrs.frozen

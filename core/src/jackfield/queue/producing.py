@@ -1,59 +1,57 @@
-"""The producers' side of the queue: tickets, groups, runs and columns."""
+"""What explorers, reward agents and other producers call: tickets, groups, runs and columns."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
-from jackfield.abc.transfer_queue import Column, GetRequest, PutRequest, TagsRequest, TransferQueueBackend
-from jackfield.errors import QueueError
-from jackfield.queue.changes import journaled
+from jackfield.abc.transfer_queue import Column, PutRequest, TransferQueueBackend
 from jackfield.queue.columns import take
-from jackfield.queue.lifetime import Lifetime
-from jackfield.queue.lineage import Lineage, with_lineage
+from jackfield.queue.lineage import Lineage
 from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket, partition_of
 from jackfield.queue.rows import Written, check_columns
-from jackfield.queue.state import Row
 
 __all__ = ["Producing"]
 
 
-class Producing(Lifetime):
-    """What explorers, reward agents and other producers call."""
+class Producing(ABC):
+    """The producers' side of a :class:`~jackfield.queue.TransferQueue`."""
+
+    backend: TransferQueueBackend  #: where this process writes and reads values
 
     # -- tickets and groups -------------------------------------------------------------------------------------------
 
-    @journaled
-    def claim_ticket(self, partition: str, explorer: str, groups: int) -> Ticket:
+    @abstractmethod
+    async def claim_ticket(self, partition: str, explorer: str, groups: int) -> Ticket:
         """Take the next batch to make.
 
         Tickets that were given back, with the groups that they had published, come first; they keep their own number
         of groups. New ones are numbered from 0.
         """
-        return self._controller.claim_ticket(partition, explorer, groups)
 
-    def vacancies(self, ticket: Ticket) -> int:
+    @abstractmethod
+    async def vacancies(self, ticket: Ticket) -> int:
         """How many slots of a ticket nobody fills now. A ticket that is handed out again may have none."""
-        return self._controller.vacancies(ticket)
 
-    @journaled
-    def release_tickets(self, explorer: str) -> tuple[Ticket, ...]:
+    @abstractmethod
+    async def release_tickets(self, explorer: str) -> tuple[Ticket, ...]:
         """Take the unfinished tickets of a dead explorer back; they are handed out again.
 
         Their open groups are dropped (without counting as refills) and the same attempts are made again; published
         groups stay.
         """
-        return self._controller.release_tickets(explorer)
 
+    @abstractmethod
     async def wait_offer(self, partition: str, deadline_seconds: float) -> int:
         """Wait until a ticket is to be handed out again; its number. :meth:`claim_ticket` then gets it.
 
         Raises:
             DeadlineExceeded: when none was.
         """
-        return await self._controller.wait_offer(partition, deadline_seconds)
 
+    @abstractmethod
     def slots(
         self, ticket: Ticket, deadline_seconds: float, *, until: Literal["acked", "published"] = "acked"
     ) -> AsyncIterator[GroupSlot]:
@@ -74,10 +72,9 @@ class Producing(Lifetime):
             DeadlineExceeded: naming the runs, slots or consumers that are waited for.
             QueueError: when a slot was refilled too often, naming the reasons; or the ticket was taken back.
         """
-        return self._controller.slots(ticket, deadline_seconds, until)
 
-    @journaled
-    def open_group(
+    @abstractmethod
+    async def open_group(
         self,
         slot: GroupSlot,
         task_id: str,
@@ -97,33 +94,32 @@ class Producing(Lifetime):
         Raises:
             QueueError: when the slot is filled or taken back, or the ticket has failed.
         """
-        return self._controller.open_group(slot, task_id, runs, minimum_rows, tags or {})
 
-    @journaled
-    def drop_group(self, group: str, reason: str) -> None:
+    @abstractmethod
+    async def drop_group(self, group: str, reason: str) -> None:
         """Drop a group that no consumer has leased as a whole, and refill its slot. Dropped already: no effect.
 
         Raises:
             QueueError: when it is leased, or unknown.
         """
-        self._controller.drop_group(group, reason)
 
-    def group(self, group: str) -> GroupView:
+    @abstractmethod
+    async def group(self, group: str) -> GroupView:
         """A group as it is now.
 
         Raises:
             QueueError: ``queue.unknown-row`` when it is unknown or its ticket has been consumed.
         """
-        return self._state.group(group).view()
 
+    @abstractmethod
     async def wait_group_settled(self, group: str, deadline_seconds: float) -> GroupView:
         """Wait until a group is published or dropped.
 
         Raises:
             DeadlineExceeded: naming the runs that go on.
         """
-        return await self._controller.wait_group_settled(group, deadline_seconds)
 
+    @abstractmethod
     def settled_groups(self, partition: str, deadline_seconds: float | None = None) -> AsyncIterator[GroupView]:
         """Every group that is published, once: first those that are there, then each as it comes.
 
@@ -132,9 +128,8 @@ class Producing(Lifetime):
         Raises:
             DeadlineExceeded: when ``deadline_seconds`` pass between two groups.
         """
-        return self._controller.settled_groups(partition, deadline_seconds)
 
-    # -- producers ------------------------------------------------------------------------------------------------
+    # -- runs --------------------------------------------------------------------------------------------------------
 
     async def put_run(
         self,
@@ -167,12 +162,11 @@ class Producing(Lifetime):
             group, run, written, tags, lineage=lineage, deadline_seconds=deadline_seconds
         ) as keys:
             if keys:
-                partition = self._state.group(group).partition.name
-                await self.backend.put(PutRequest(partition=partition, keys=keys, columns=columns))
+                await self.backend.put(PutRequest(partition=partition_of(keys[0]), keys=keys, columns=columns))
         return keys
 
-    @asynccontextmanager
-    async def ending_run(
+    @abstractmethod
+    def ending_run(
         self,
         group: str,
         run: int,
@@ -181,7 +175,7 @@ class Producing(Lifetime):
         *,
         lineage: Sequence[Lineage | None] | None = None,
         deadline_seconds: float | None = None,
-    ) -> AsyncIterator[tuple[str, ...]]:
+    ) -> AbstractAsyncContextManager[tuple[str, ...]]:
         """End a run with rows whose values somebody else writes: yields their keys, and seals them when left.
 
         Inside, the values have to get to the backend under these keys. What raises inside leaves the run as it was.
@@ -198,45 +192,21 @@ class Producing(Lifetime):
             QueueFull: when there was no room in time.
             QueueError: when the run has ended, or its group was dropped.
         """
-        self._check()
-        sizes, rows = written.sizes, len(written.sizes)
-        if len(tags) != rows or (lineage is not None and len(lineage) != rows):
-            found = f"{len(tags)} tags, {'no' if lineage is None else len(lineage)} lineages"
-            raise QueueError("there is one mapping of tags, and one lineage, for each row", expected=rows, found=found)
-        tags = with_lineage(tags, lineage)
-        if rows and self._controller.limited:
-            self._controller.run_keys(group, run, rows)
-            seconds = self._put_deadline_seconds if deadline_seconds is None else deadline_seconds
-            await self._controller.wait_room(group, run, rows, sum(sizes), seconds)
-        keys = self._controller.run_keys(group, run, rows)
-        try:
-            with self._controller.writing(group, run, keys, sum(sizes)):
-                yield keys
-                if rows and self._shows_tags:
-                    partition = self._state.group(group).partition.name
-                    await self.backend.put_tags(TagsRequest(partition=partition, keys=keys, tags=tuple(tags)))
-                self._controller.end_run(group, run, keys, written.columns, sizes, tags)
-                for key, made in zip(keys, lineage or (), strict=False):
-                    if made is not None:
-                        self._state.derive(key, made)
-        finally:
-            self._write_changes()
 
-    @journaled
-    def remember_lineage(self, name: str, lineage: Lineage) -> None:
+    @abstractmethod
+    async def remember_lineage(self, name: str, lineage: Lineage) -> None:
         """Say what a row of another queue was made of, which is a parent of rows here."""
-        self._state.derive(name, lineage)
 
-    @journaled
-    def fail_run(self, group: str, run: int, reason: str) -> None:
+    @abstractmethod
+    async def fail_run(self, group: str, run: int, reason: str) -> None:
         """End a run without rows, because it failed.
 
         Raises:
             QueueError: when the run has ended, or its group was dropped.
         """
-        self._controller.fail_run(group, run, reason)
 
-    @journaled
+    # -- columns ----------------------------------------------------------------------------------------------------
+
     async def put(
         self,
         target: BatchMeta | Sequence[str],
@@ -250,7 +220,7 @@ class Producing(Lifetime):
         Rows that failed, expired or were consumed are skipped. Returns the keys of the others.
 
         Args:
-            target: keys of one partition; or a leased batch, whose lease must still hold.
+            target: keys; or a leased batch, whose lease must still hold.
             columns: one row for each key.
             tags: to be added to the rows' tags.
             overwrite: let columns be replaced that are there; the holder of a lease always may.
@@ -259,40 +229,39 @@ class Producing(Lifetime):
             LeaseError: when the batch's lease does not hold any more.
             QueueError: ``queue.unknown-row``, or ``queue.column`` for a column that is there.
         """
-        self._check()
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
-        sizes = check_columns(columns, len(keys))
-        if tags is not None and len(tags) != len(keys):
-            raise QueueError("there is one mapping of tags for each row", expected=len(keys), found=len(tags))
-        batch = target if isinstance(target, BatchMeta) else None
-        found = self._controller.begin_columns(keys, tuple(columns), batch, overwrite)
-        living = [index for index, row in enumerate(found) if row is not None]
-        rows = [row for row in found if row is not None]
-        if len(living) < len(keys):
-            columns = {name: take(column, living) for name, column in columns.items()}
-            tags = None if tags is None else [tags[index] for index in living]
-            sizes = tuple(sizes[index] for index in living)
-        written = False
-        try:
-            if rows and columns:
-                await self._put(rows, columns)
-            written = True
-        finally:
-            kept = self._controller.end_columns(rows, tuple(columns), sizes, tags, written=written)
-        return kept
+        written = Written(columns=tuple(columns), sizes=check_columns(columns, len(keys)))
+        async with self.adding(target, written, tags, overwrite=overwrite) as living:
+            places: dict[str, list[int]] = {}
+            for index, key in enumerate(keys):
+                if columns and key in living:
+                    places.setdefault(partition_of(key), []).append(index)
+            for partition, chosen in places.items():
+                some = columns
+                if len(chosen) < len(keys):
+                    some = {name: take(column, chosen) for name, column in columns.items()}
+                names = tuple(keys[index] for index in chosen)
+                await self.backend.put(PutRequest(partition=partition, keys=names, columns=some))
+        return tuple(key for key in keys if key in living)
 
-    async def _put(self, rows: Sequence[Row], columns: Mapping[str, Column]) -> None:
-        """Write columns of rows, partition by partition."""
-        places: dict[str, list[int]] = {}
-        for index, row in enumerate(rows):
-            places.setdefault(row.group.partition.name, []).append(index)
-        for partition, chosen in places.items():
-            keys = tuple(rows[index].key for index in chosen)
-            some = columns if len(places) == 1 else {name: take(column, chosen) for name, column in columns.items()}
-            await self.backend.put(PutRequest(partition=partition, keys=keys, columns=some))
+    @abstractmethod
+    def adding(
+        self,
+        target: BatchMeta | Sequence[str],
+        written: Written,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> AbstractAsyncContextManager[set[str]]:
+        """Columns of rows that are there, whose values somebody else writes: yields the keys that are to be written.
 
-    @journaled
-    def announce(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
+        Inside, the values have to get to the backend; when it is left, consumers whose columns are complete wake, and
+        rows that went meanwhile are not in the set any more. What raises inside leaves the rows as they were. See
+        :meth:`put`.
+        """
+
+    @abstractmethod
+    async def announce(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
         """A worker has written columns of rows that are there; consumers whose columns are complete wake.
 
         Rows that failed, expired or were consumed meanwhile are skipped, and the backend forgets what was written.
@@ -306,20 +275,8 @@ class Producing(Lifetime):
             LeaseError: when the batch's lease does not hold any more.
             QueueError: ``queue.unknown-row``, or ``queue.column`` for a column that was there.
         """
-        self._check()
-        keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
-        if len(written.sizes) != len(keys):
-            raise QueueError("something is written for each row", expected=len(keys), found=len(written.sizes))
-        batch = target if isinstance(target, BatchMeta) else None
-        found = self._controller.begin_columns(keys, written.columns, batch, overwrite=False)
-        for key, row in zip(keys, found, strict=True):
-            if row is None:
-                self._state.discard(partition_of(key), key)
-        rows = [row for row in found if row is not None]
-        sizes = [size for size, row in zip(written.sizes, found, strict=True) if row is not None]
-        return self._controller.end_columns(rows, written.columns, sizes, None, written=True)
 
-    @journaled
+    @abstractmethod
     async def fail_lost(self, batch: BatchMeta | None = None, named: Sequence[str] = ()) -> tuple[str, ...]:
         """Fail the rows whose values the backend has lost; groups with too few rows left are refilled.
 
@@ -336,25 +293,11 @@ class Producing(Lifetime):
         Raises:
             LeaseError: when the batch's lease does not hold any more.
         """
-        self._check()
-        if type(self.backend).lost is TransferQueueBackend.lost and not named:
-            return ()
-        places: dict[tuple[str, int], list[str]] = {}
-        for row in self._state.rows.values():
-            places.setdefault((row.group.partition.name, row.columns), []).append(row.key)
-        lost = list(named)
-        for (partition, columns), keys in places.items():
-            names = self._state.partition(partition).names(columns)
-            request = GetRequest(partition=partition, keys=tuple(keys), columns=names)
-            lost += (await self.backend.lost(request)).keys
-        self._controller.lose_rows(lost, batch, "its values went with a part of the store")
-        return tuple(key for key in dict.fromkeys(lost) if key not in self._state.rows)
 
-    @journaled
-    def fail_rows(self, keys: Sequence[str], reason: str) -> None:
+    @abstractmethod
+    async def fail_rows(self, keys: Sequence[str], reason: str) -> None:
         """Fail rows; the policy of their groups decides again. Rows that are gone already are skipped.
 
         Raises:
             QueueError: when a consumer has leased such a group as a whole; then no row is failed.
         """
-        self._controller.fail_rows(keys, reason)

@@ -15,7 +15,7 @@ from jackfield.queue.state import Ack, Group, Partition, Row, Slot, TicketState
 __all__ = ["FORMAT", "load_state", "state_dict"]
 
 #: The version of the format.
-FORMAT = 3
+FORMAT = 4
 
 
 def state_dict(controller: Controller) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jackfield.clock import Clock
 from jackfield.errors import QueueError
 from jackfield.queue.changes import Changes
 from jackfield.queue.lineage import Lineage, ancestors
-from jackfield.queue.meta import GroupSlot, GroupView, Ticket
+from jackfield.queue.meta import GroupSlot, GroupView, Notice, Ticket
 from jackfield.queue.reuse import Reuse, Uses
 from jackfield.queue.samplers import Sampler, Sequential
 from jackfield.queue.waiting import Line, Signal
@@ -306,7 +306,6 @@ class State:
     """Everything the controller knows."""
 
     clock: Clock
-    on_ledger: Callable[[dict[str, Any]], None] | None = None
     partitions: dict[str, Partition] = attrs.field(factory=dict)
     consumers: dict[str, Consumer] = attrs.field(factory=dict)
     groups: dict[str, Group] = attrs.field(factory=dict)  #: until their ticket is consumed
@@ -315,7 +314,10 @@ class State:
     row_count: int = 0  #: in the backend or on the way there
     byte_count: int = 0
     committed: int | None = None  #: the last step whose acks are final
-    ledger: list[dict[str, Any]] = attrs.field(factory=list)
+    ledger: list[dict[str, Any]] = attrs.field(factory=list)  #: empty where something else keeps the entries
+    on_ledger: Callable[[dict[str, Any]], None] = attrs.field(
+        default=attrs.Factory(lambda self: self.ledger.append, takes_self=True)
+    )
     lineage: dict[str, Lineage] = attrs.field(factory=dict)  #: of rows that were made of others, and of their ancestors
     lineage_limit: int = 1024  #: entries, before those without a living descendant are forgotten
     failures: dict[str, str] = attrs.field(factory=dict)
@@ -325,6 +327,8 @@ class State:
     closed: bool = False
     changes: Changes = attrs.field(factory=Changes)  #: for the journal
     in_flight: dict[str, str] = attrs.field(factory=dict)  #: partitions by key: rows whose values are being put
+    notices: dict[str, Notice] = attrs.field(factory=dict)  #: by topic
+    noticed: Signal = attrs.field(factory=Signal)
 
     def partition(self, name: str) -> Partition:
         if name not in self.partitions:
@@ -376,10 +380,13 @@ class State:
 
     def record(self, event: str, **fields: Any) -> None:
         """Append to the ledger."""
-        entry = {"event": event, "time": self.clock.time(), **fields}
-        self.ledger.append(entry)
-        if self.on_ledger is not None:
-            self.on_ledger(entry)
+        self.on_ledger({"event": event, "time": self.clock.time(), **fields})
+
+    def post(self, topic: str, value: Mapping[str, Any]) -> None:
+        """Let everybody know the newest of a topic."""
+        before = self.notices.get(topic)
+        self.notices[topic] = Notice(1 if before is None else before.number + 1, dict(value))
+        self.noticed.notify()
 
     def derive(self, key: str, lineage: Lineage) -> None:
         """Remember what a row was made of, as long as it or a row made of it lives; the ledger keeps it for ever."""

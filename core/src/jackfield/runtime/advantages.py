@@ -65,13 +65,13 @@ class AdvantageEstimation:
         what = f"the advantages of {len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"
         work = self._worker.estimate(batch, kl_coefficient)
         metrics, written = await self._clock.wait_for(work, self._seconds, what)
-        self._queue.announce(trained(batch), written)
+        await self._queue.announce(trained(batch), written)
         return metrics
 
     async def prepare(self, batch: BatchMeta) -> None:
         """See :meth:`AdvantageWorker.prepare`."""
         what = f"what the loss has to know of {len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"
-        self._queue.announce(batch, await self._clock.wait_for(self._worker.prepare(batch), self._seconds, what))
+        await self._queue.announce(batch, await self._clock.wait_for(self._worker.prepare(batch), self._seconds, what))
 
 
 class AdvantageWorker:

@@ -28,25 +28,16 @@ class Workers(Generic[T]):
         return self._workers[xxhash.xxh3_64_intdigest(subject.encode()) % len(self._workers)]
 
 
-async def resubmitted(work: Callable[[], Awaitable[T]], give_up: Callable[[WorkerLost], T] | None = None) -> T:
-    """Do work that a dead worker has lost once more, with the worker that was started in its place.
-
-    Args:
-        work: from its beginning.
-        give_up: what comes of it when that does not help; None: the error.
+async def resubmitted(work: Callable[[], Awaitable[T]]) -> T:
+    """Do work that a dead worker has lost once more, from its beginning, with the worker that took its place.
 
     Raises:
-        WorkerLost: of the last attempt, without ``give_up``.
+        WorkerLost: of the last attempt.
     """
     for _ in range(ATTEMPTS - 1):
         with suppress(WorkerLost):
             return await work()
-    try:
-        return await work()
-    except WorkerLost as error:
-        if give_up is None:
-            raise
-        return give_up(error)
+    return await work()
 
 
 def is_lost(error: JackfieldError) -> bool:

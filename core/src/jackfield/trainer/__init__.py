@@ -6,7 +6,6 @@ from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore, open_checkpoint
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.explorer import Experts, Explorer
-from jackfield.trainer.ledger import Ledger, effective_acks, read_ledger
 from jackfield.trainer.mixing import Source
 from jackfield.trainer.offline import OfflineProducer
 from jackfield.trainer.placement import PlacementLease
@@ -25,7 +24,6 @@ __all__ = [
     "Evaluator",
     "Experts",
     "Explorer",
-    "Ledger",
     "OfflineProducer",
     "PlacementLease",
     "Progress",
@@ -35,7 +33,5 @@ __all__ = [
     "Stages",
     "Trainer",
     "WeightPublisher",
-    "effective_acks",
     "open_checkpoint",
-    "read_ledger",
 ]

@@ -19,7 +19,6 @@ from jackfield.errors import JackfieldError, QueueError, RunError
 from jackfield.plugins.hooks import CheckpointSaved
 from jackfield.queue import TransferQueue
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore
-from jackfield.trainer.ledger import Ledger
 from jackfield.trainer.reward_pipeline import CONSUMER as REWARD
 from jackfield.trainer.stages import Stages
 
@@ -33,12 +32,11 @@ _KEPT = (REWARD,)  #: consumers whose work is in the queue
 
 @attrs.define(kw_only=True, eq=False)
 class Checkpointer:
-    """Saves and loads everything that a run consists of: engines, queue, ledger position, random state."""
+    """Saves and loads everything that a run consists of: engines, queue, random state."""
 
     store: CheckpointStore
     engines: Mapping[str, EngineGroup]  #: by role: those that are trained
     queue: TransferQueue
-    ledger: Ledger
     description: Mapping[str, Any]  #: of the run, for whoever resumes it: configuration, digests of the data
     stages: Stages
     hooks: Any
@@ -72,14 +70,10 @@ class Checkpointer:
             "step": steps,
             "trainer": dict(trainer),
             "versions": {"jackfield": __version__, "python": platform.python_version()},
+            "random": random_state(),
             **self.description,
         }
-
-        def cut() -> None:
-            state.update(ledger=self.ledger.position, random=random_state())
-
-        await self.queue.checkpoint(folder / "queue", at_cut=cut)
-        await asyncio.to_thread(self.ledger.sync)
+        await self.queue.checkpoint(folder / "queue")
         return await asyncio.to_thread(self.store.commit, steps, state)
 
     def _failure(self, steps: int, error: Exception, free: int) -> RunError:
@@ -95,7 +89,7 @@ class Checkpointer:
         )
 
     async def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Put engines, queue, ledger and random state back to where ``checkpoint`` was cut; the trainer's own state.
+        """Put engines, queue and random state back to where ``checkpoint`` was cut; the trainer's own state.
 
         Consumers of the queue are registered, and nobody works yet.
 
@@ -107,12 +101,8 @@ class Checkpointer:
         state = checkpoint.state()
         for role, engine in self.engines.items():
             await engine.load(str(checkpoint.folder / role))
-        if await self._recover(checkpoint):
-            self.ledger.roll_back(state["ledger"], checkpoint.step - 1, kept=_KEPT)
-        else:
-            self.ledger.roll_back(state["ledger"], checkpoint.step - 1)
-            await self.queue.restore(checkpoint.folder / "queue")
-            await self.queue.commit(checkpoint.step - 1)
+        if not await self._recover(checkpoint):
+            await self.queue.restore(checkpoint.folder / "queue", checkpoint.step - 1)
         load_random_state(state["random"])
         trainer: dict[str, Any] = state["trainer"]
         return trainer

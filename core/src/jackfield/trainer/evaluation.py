@@ -93,8 +93,10 @@ class Evaluator:
         key = f"{EVAL}/{version}/{task.id}"
         sampling = {**self.sampling, "seed": evaluation_seed(self.seed, version, task.id)}
         order = RunOrder(id=key, task=task, sampling=sampling, seconds=self.run_seconds)
-        attempt = lambda: written_again(lambda: self._attempt(order))  # noqa: E731
-        return await resubmitted(attempt, lambda error: _failed(order, error))
+        try:
+            return await resubmitted(lambda: written_again(lambda: self._attempt(order)))
+        except WorkerLost as error:
+            return _failed(order, error)
 
     async def _attempt(self, order: RunOrder) -> _Outcome:
         agent, rewards, key = self.agents.of(order.id), self.rewards.of(order.id), order.id

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import attrs
@@ -60,13 +59,13 @@ class Explorer:
         """Explore until every ticket of the schedule is complete; what a restored queue lacks comes first."""
         groups = self.groups + (self.experts.rows if self.experts else 0)
         async with asyncio.TaskGroup() as tickets:
-            while (ticket := self.queue.claim_ticket(TRAIN, self.name, groups)).number < self.schedule.steps:
+            while (ticket := await self.queue.claim_ticket(TRAIN, self.name, groups)).number < self.schedule.steps:
                 await self.version.until(
                     lambda version, number=ticket.number: self.schedule.may_start(number, version),  # type: ignore[misc]
                     self.batch_seconds,
                     f"the trainer's weights, by {self.name} to start batch {ticket.number}",
                 )
-                if not self.queue.vacancies(ticket):  # restored with all its groups: it may still lose one
+                if not await self.queue.vacancies(ticket):  # restored with all its groups: it may still lose one
                     tickets.create_task(self._explore(ticket))
                     continue
                 self._idle.clear()
@@ -91,7 +90,7 @@ class Explorer:
             task = self.task_for(slot)
             runs = self.runs + self.greedy_baseline
             tags = {"baseline_run": self.runs} if self.greedy_baseline else {}
-            group = self.queue.open_group(slot, task_id=task.id, runs=runs, tags=tags)
+            group = await self.queue.open_group(slot, task_id=task.id, runs=runs, tags=tags)
             await asyncio.gather(*(self._run(slot, group, task, run) for run in range(runs)))
         finally:
             self._running -= 1
@@ -109,15 +108,21 @@ class Explorer:
             sampling=sampling,
             seconds=self.run_seconds,
         )
-        await resubmitted(lambda: self._make(group, order), lambda error: self._fail(group, order, error))
+        await self._made(group, order)
 
     async def _copy_expert(self, experts: Experts, slot: GroupSlot) -> None:
         """A group of one run, which an expert did."""
         task = experts.task_for(slot)
-        group = self.queue.open_group(slot, task_id=task.id, runs=1, tags={"expert": True})
+        group = await self.queue.open_group(slot, task_id=task.id, runs=1, tags={"expert": True})
         order = RunOrder(id=f"{group}/0", task=task, seconds=self.run_seconds)
-        work = partial(self._make, group, order, expert=True)
-        await resubmitted(work, lambda error: self._fail(group, order, error))
+        await self._made(group, order, expert=True)
+
+    async def _made(self, group: str, order: RunOrder, *, expert: bool = False) -> None:
+        """Make a sample; workers may die."""
+        try:
+            await resubmitted(lambda: self._make(group, order, expert=expert))
+        except WorkerLost as error:
+            await self._fail(group, order, error)
 
     async def _make(self, group: str, order: RunOrder, *, expert: bool = False) -> None:
         """Have a worker make a sample, then have it written under the keys that the queue gives it."""
@@ -134,7 +139,7 @@ class Explorer:
             except JackfieldError as error:
                 if ends_the_run(error):
                     raise
-                self._fail(group, order, error)
+                await self._fail(group, order, error)
                 return
 
         async def store() -> None:
@@ -143,5 +148,5 @@ class Explorer:
 
         await written_again(store)
 
-    def _fail(self, group: str, order: RunOrder, error: JackfieldError) -> None:
-        self.queue.fail_run(group, order.run, reason=f"{error.code}: {error}")
+    async def _fail(self, group: str, order: RunOrder, error: JackfieldError) -> None:
+        await self.queue.fail_run(group, order.run, reason=f"{error.code}: {error}")

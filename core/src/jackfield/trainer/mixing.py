@@ -22,10 +22,10 @@ class Source:
     sampler: Sampler
     reuse: Reuse
 
-    def register(self, queue: TransferQueue, trainer: str, columns: tuple[str, ...]) -> None:
+    async def register(self, queue: TransferQueue, trainer: str, columns: tuple[str, ...]) -> None:
         """Announce the consumer of this source."""
         name = self._consumer(trainer)
-        queue.register_consumer(name, self.partition, columns, sampler=self.sampler, reuse=self.reuse)
+        await queue.register_consumer(name, self.partition, columns, sampler=self.sampler, reuse=self.reuse)
 
     async def sample(self, queue: TransferQueue, trainer: str, step: int, own: int, seconds: float) -> BatchMeta | None:
         """The groups of a step whose ticket has ``own`` groups; None: none.

@@ -39,7 +39,7 @@ class OfflineProducer:
     async def run(self) -> None:
         """Produce until every ticket of the schedule is complete; what a restored queue lacks comes first."""
         async with asyncio.TaskGroup() as tickets:
-            while (ticket := self.queue.claim_ticket(TRAIN, "offline", self.groups)).number < self.schedule.steps:
+            while (ticket := await self.queue.claim_ticket(TRAIN, "offline", self.groups)).number < self.schedule.steps:
                 await self.steps_done.until(
                     lambda done, number=ticket.number: number < done + _AHEAD,  # type: ignore[misc]
                     self.batch_seconds,
@@ -51,7 +51,7 @@ class OfflineProducer:
         """Fill the ticket's slots, until the trainer is done with it: rows may be lost."""
         async for slot in self.queue.slots(ticket, self.batch_seconds):
             task = self.task_for(slot)
-            group = self.queue.open_group(slot, task_id=task.id, runs=1)
+            group = await self.queue.open_group(slot, task_id=task.id, runs=1)
             await resubmitted(lambda task=task, group=group: self._make(task, group))  # type: ignore[misc]
 
     async def _make(self, task: Task, group: str) -> None:

@@ -49,10 +49,10 @@ class RewardPipeline:
     _failed_groups: int = attrs.field(default=0, init=False)  #: the last ones in a row without a score
     _pruned: int = attrs.field(default=-1, init=False)  #: the last ticket at which dropped groups were forgotten
 
-    def register(self) -> None:
+    async def register(self) -> None:
         """Announce the consumer to the queue, before any row is put."""
         seconds = self.score_seconds + self.idle_seconds
-        self.queue.register_consumer(CONSUMER, TRAIN, REWARD_INPUTS, lease_seconds=seconds)
+        await self.queue.register_consumer(CONSUMER, TRAIN, REWARD_INPUTS, lease_seconds=seconds)
 
     async def run(self) -> None:
         """Score until cancelled."""
@@ -67,15 +67,15 @@ class RewardPipeline:
                 for index, group in enumerate(batch.group_ids):
                     groups.setdefault(group, []).append(index)
                 for group, indexes in groups.items():
-                    if self._has_rewards(group):  # a restored one, whose acks were not saved any more
+                    if await self._has_rewards(group):  # a restored one, whose acks were not saved any more
                         tasks.create_task(self._pass(batch.select(indexes)))
                         continue
                     for index in indexes:
                         self._lease_of(batch.keys[index]).set_result(_Lease(batch, index))
                     tasks.create_task(self._begin(group, [batch.keys[index] for index in indexes]))
 
-    def _has_rewards(self, group: str) -> bool:
-        return not self._is_gone(group) and "reward" in self.queue.group(group).columns
+    async def _has_rewards(self, group: str) -> bool:
+        return not await self._is_gone(group) and "reward" in (await self.queue.group(group)).columns
 
     async def _pass(self, rows: BatchMeta) -> None:
         """There is nothing left to do for rows of one group."""
@@ -103,7 +103,7 @@ class RewardPipeline:
             try:
                 leases = [await self._lease(key) for key in group.keys]
             except DeadlineExceeded:
-                if self._is_gone(group.id):
+                if await self._is_gone(group.id):
                     return  # its rows were lost before anybody could have them
                 raise
             await self._reward_what_is_left(group)
@@ -121,15 +121,17 @@ class RewardPipeline:
 
     async def _reward_what_is_left(self, group: GroupView) -> None:
         """Rows may be lost meanwhile; what is left of the group may be enough of it."""
-        while not self._is_gone(group.id):
-            group = self.queue.group(group.id)
-            fail = lambda error: self.queue.fail_rows(group.keys, f"reward failed: {error}")  # noqa: B023, E731
+        while not await self._is_gone(group.id):
+            group = await self.queue.group(group.id)
             try:
-                await resubmitted(lambda: self._reward(group), fail)  # noqa: B023
+                await resubmitted(lambda: self._reward(group))  # noqa: B023
+                return
+            except WorkerLost as error:
+                await self.queue.fail_rows(group.keys, f"reward failed: {error}")
                 return
             except QueueError as error:
                 lost = await self.queue.fail_lost(named=lost_keys(error)) if is_lost(error) else ()
-                if not self._is_gone(group.id) and not set(lost) & set(group.keys):
+                if not await self._is_gone(group.id) and not set(lost) & set(group.keys):
                     raise
 
     async def _reward(self, group: GroupView) -> None:
@@ -143,12 +145,12 @@ class RewardPipeline:
         )
         self._require_some_score(group, scored)
         if self._gives_nothing(group, [each for each in scored if each.key not in apart]):
-            self.queue.drop_group(group.id, "all rewards of the group are equal")
+            await self.queue.drop_group(group.id, "all rewards of the group are equal")
             return
-        self.queue.announce([each.key for each in scored if each.error is None], written)
+        await self.queue.announce([each.key for each in scored if each.error is None], written)
         for each in scored:
             if each.error is not None:
-                self.queue.fail_rows([each.key], each.error)
+                await self.queue.fail_rows([each.key], each.error)
 
     def _require_some_score(self, group: GroupView, scored: Sequence[Scored]) -> None:
         """Groups are refilled, but not when it is the reward that is wrong."""
@@ -181,14 +183,14 @@ class RewardPipeline:
             if not future.done():
                 continue
             group = future.result().batch.group_ids[future.result().index]
-            if self._is_gone(group):
+            if await self._is_gone(group):
                 self._leases.pop(key, None)  # unless its own task was faster
                 with suppress(WorkerLost):  # it has forgotten
                     await self.workers.of(group).forget([key])
 
-    def _is_gone(self, group: str) -> bool:
+    async def _is_gone(self, group: str) -> bool:
         try:
-            return self.queue.group(group).state == "dropped"
+            return (await self.queue.group(group)).state == "dropped"
         except QueueError:
             return True
 

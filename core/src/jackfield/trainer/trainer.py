@@ -117,13 +117,13 @@ class Trainer:
     updated: int = attrs.field(default=0, init=False)  #: steps that are in the engine's weights
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
-    def register(self) -> None:
+    async def register(self) -> None:
         """Announce the consumer to the queue, before any row is put."""
         columns = ("prompt_ids", "response_ids", "response_mask")
         needed = ("rollout_log_probs", "reward") if self.explores else ()
-        self.queue.register_consumer(CONSUMER, partition=TRAIN, columns=(*columns, *needed))
+        await self.queue.register_consumer(CONSUMER, partition=TRAIN, columns=(*columns, *needed))
         for source in self.sources:
-            source.register(self.queue, CONSUMER, (*columns, *needed))
+            await source.register(self.queue, CONSUMER, (*columns, *needed))
 
     async def begin(self, first_step: int = 0, restored: Mapping[str, Any] | None = None) -> None:
         """Before anybody explores: evaluate the initial model, or bring restored weights to the replicas.
@@ -174,7 +174,7 @@ class Trainer:
                 lost = await self.queue.fail_lost(batch, lost_keys(error))
                 if not set(lost) & set(batch.keys):
                     raise
-                self.queue.release(batch)
+                await self.queue.release(batch)
 
     async def _next_batch(self, step: int) -> BatchMeta:
         async with self.stages.measure("wait", "trainer", step):
@@ -307,7 +307,7 @@ class Trainer:
         if self.sources:
             metrics |= self._shares(batch, step)
         self.hooks.step_ended(event=StepEnded(step=step + 1, metrics=metrics))
-        failed = self.queue.drain_failures()
+        failed = await self.queue.drain_failures()
         if failed:
             self.hooks.samples_failed(event=SamplesFailed(step=step + 1, reasons=failed))
         if self.recorded:

@@ -19,7 +19,7 @@ import torch
 from jackfield.abc.transfer_queue import GetRequest, TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
-from jackfield.queue import Lineage, TransferQueue, column_from_rows, dense_column
+from jackfield.queue import Lineage, LocalQueue, TransferQueue, column_from_rows, dense_column
 from jackfield.queue.browse import trace
 from jackfield_transport_sql.backend import SQLBackend
 from jackfield_transport_sql.config import Config
@@ -40,19 +40,19 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def opened(folder: Path) -> TransferQueue:
     backend = SQLBackend(Config(), TransferQueueContext(folder=str(folder / "queue")))
-    queue = TransferQueue(backend, Clock())
+    queue = LocalQueue(backend, Clock())
     await queue.start()
-    queue.register_consumer("trainer", "train", ("ids", "reward"))
+    await queue.register_consumer("trainer", "train", ("ids", "reward"))
     return queue
 
 
 async def live_and_be_killed(folder: Path, moment: str) -> None:
     """Two rows, one of them with its reward, and a checkpoint; then the other's reward comes, or not in time."""
     queue = await opened(folder)
-    ticket = queue.claim_ticket("train", "explorer", 2)
+    ticket = await queue.claim_ticket("train", "explorer", 2)
     keys: list[str] = []
     async for slot in queue.slots(ticket, 0.0, until="published"):
-        group = queue.open_group(slot, "task", runs=1)
+        group = await queue.open_group(slot, "task", runs=1)
         keys += await queue.put_run(group, 0, {"ids": column_from_rows([torch.arange(slot.index + 1)])})
     reward = {"reward": dense_column(torch.ones(1))}
     await queue.put(keys[:1], reward)
@@ -97,11 +97,11 @@ def test_a_row_is_ready_when_its_reward_is_there_and_not_before(killed: Path, mo
 async def derive_and_be_killed(folder: Path) -> None:
     """A row that was repaired, from one that is consumed before the checkpoint."""
     queue = await opened(folder)
-    first, second = queue.claim_ticket("train", "explorer", 1), queue.claim_ticket("train", "explorer", 1)
+    first, second = await queue.claim_ticket("train", "explorer", 1), await queue.claim_ticket("train", "explorer", 1)
     keys: list[str] = []
     for ticket in (first, second):
         async for slot in queue.slots(ticket, 0.0, until="published"):
-            group = queue.open_group(slot, "task", runs=1)
+            group = await queue.open_group(slot, "task", runs=1)
             columns = {"ids": column_from_rows([torch.arange(2)]), "reward": dense_column(torch.ones(1))}
             lineage = [Lineage("repair", tuple(keys))] if keys else None
             keys += await queue.put_run(group, 0, columns, [{"length": 2}], lineage=lineage)

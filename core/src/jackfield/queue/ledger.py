@@ -18,18 +18,24 @@ __all__ = ["Ledger", "effective_acks", "read_ledger"]
 class Ledger:
     """The file, open for appending."""
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
+    def __init__(self, path: Path) -> None:
         """
         Args:
-            path: of the file.
-            resume: go on after what is there, without the line that a kill tore; False: begin anew.
+            path: of the file; what is there stays, without the line that a kill tore.
         """
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         self._path = path
         self._file = path.open("r+b", buffering=0)  # unbuffered: one entry is one write of the operating system
-        kept = path.read_bytes().rfind(b"\n") + 1 if resume else 0
-        self._file.truncate(kept)
-        self._file.seek(kept)
+        self._end_at(path.read_bytes().rfind(b"\n") + 1)
+
+    def _end_at(self, position: int) -> None:
+        self._file.truncate(position)
+        self._file.seek(position)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._end_at(0)
 
     @property
     def position(self) -> int:
@@ -42,12 +48,12 @@ class Ledger:
         while rest:
             rest = rest[self._file.write(rest) :]
 
-    def roll_back(self, position: int, step: int, *, kept: Sequence[str] = ()) -> None:
+    def roll_back(self, position: int, step: int | None, *, kept: Sequence[str] = ()) -> None:
         """Take back, for the record, the acks after ``position``: the state that is restored does not have them.
 
         Args:
             position: of the ledger when the checkpoint was cut.
-            step: the last one that the checkpoint contains.
+            step: the last one that the checkpoint contains, where somebody said.
             kept: consumers whose acks the state has.
         """
         for consumer, uses in _uses(read_ledger(self._path, position)).items():

@@ -1,0 +1,189 @@
+"""The producers' side, where the controller lives in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from jackfield.abc.transfer_queue import GetRequest, TagsRequest, TransferQueueBackend
+from jackfield.errors import QueueError
+from jackfield.queue.changes import journaled
+from jackfield.queue.lifetime import Lifetime
+from jackfield.queue.lineage import Lineage, with_lineage
+from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket, partition_of
+from jackfield.queue.producing import Producing
+from jackfield.queue.rows import Written
+
+__all__ = ["LocalProducing"]
+
+
+class LocalProducing(Lifetime, Producing):
+    """Asks the controller."""
+
+    @journaled
+    async def claim_ticket(self, partition: str, explorer: str, groups: int) -> Ticket:
+        """See :meth:`~jackfield.queue.TransferQueue.claim_ticket`."""
+        return self._controller.claim_ticket(partition, explorer, groups)
+
+    async def vacancies(self, ticket: Ticket) -> int:
+        """See :meth:`~jackfield.queue.TransferQueue.vacancies`."""
+        return self._controller.vacancies(ticket)
+
+    @journaled
+    async def release_tickets(self, explorer: str) -> tuple[Ticket, ...]:
+        """See :meth:`~jackfield.queue.TransferQueue.release_tickets`."""
+        return self._controller.release_tickets(explorer)
+
+    async def wait_offer(self, partition: str, deadline_seconds: float) -> int:
+        """See :meth:`~jackfield.queue.TransferQueue.wait_offer`."""
+        return await self._controller.wait_offer(partition, deadline_seconds)
+
+    def slots(
+        self, ticket: Ticket, deadline_seconds: float, *, until: Literal["acked", "published"] = "acked"
+    ) -> AsyncIterator[GroupSlot]:
+        """See :meth:`~jackfield.queue.TransferQueue.slots`."""
+        return self._controller.slots(ticket, deadline_seconds, until)
+
+    @journaled
+    async def open_group(
+        self,
+        slot: GroupSlot,
+        task_id: str,
+        runs: int,
+        minimum_rows: int | None = None,
+        tags: Mapping[str, Any] | None = None,
+    ) -> str:
+        """See :meth:`~jackfield.queue.TransferQueue.open_group`."""
+        return self._controller.open_group(slot, task_id, runs, minimum_rows, tags or {})
+
+    @journaled
+    async def drop_group(self, group: str, reason: str) -> None:
+        """See :meth:`~jackfield.queue.TransferQueue.drop_group`."""
+        self._controller.drop_group(group, reason)
+
+    async def group(self, group: str) -> GroupView:
+        """See :meth:`~jackfield.queue.TransferQueue.group`."""
+        return self._state.group(group).view()
+
+    async def wait_group_settled(self, group: str, deadline_seconds: float) -> GroupView:
+        """See :meth:`~jackfield.queue.TransferQueue.wait_group_settled`."""
+        return await self._controller.wait_group_settled(group, deadline_seconds)
+
+    def settled_groups(self, partition: str, deadline_seconds: float | None = None) -> AsyncIterator[GroupView]:
+        """See :meth:`~jackfield.queue.TransferQueue.settled_groups`."""
+        return self._controller.settled_groups(partition, deadline_seconds)
+
+    @asynccontextmanager
+    async def ending_run(
+        self,
+        group: str,
+        run: int,
+        written: Written,
+        tags: Sequence[Mapping[str, Any]],
+        *,
+        lineage: Sequence[Lineage | None] | None = None,
+        deadline_seconds: float | None = None,
+    ) -> AsyncIterator[tuple[str, ...]]:
+        """See :meth:`~jackfield.queue.TransferQueue.ending_run`."""
+        self._check()
+        sizes, rows = written.sizes, len(written.sizes)
+        if len(tags) != rows or (lineage is not None and len(lineage) != rows):
+            found = f"{len(tags)} tags, {'no' if lineage is None else len(lineage)} lineages"
+            raise QueueError("there is one mapping of tags, and one lineage, for each row", expected=rows, found=found)
+        tags = with_lineage(tags, lineage)
+        if rows and self._controller.limited:
+            self._controller.run_keys(group, run, rows)
+            seconds = self._put_deadline_seconds if deadline_seconds is None else deadline_seconds
+            await self._controller.wait_room(group, run, rows, sum(sizes), seconds)
+        keys = self._controller.run_keys(group, run, rows)
+        try:
+            with self._controller.writing(group, run, keys, sum(sizes)):
+                yield keys
+                if rows and self._shows_tags:
+                    partition = self._state.group(group).partition.name
+                    await self.backend.put_tags(TagsRequest(partition=partition, keys=keys, tags=tuple(tags)))
+                self._controller.end_run(group, run, keys, written.columns, sizes, tags)
+                for key, made in zip(keys, lineage or (), strict=False):
+                    if made is not None:
+                        self._state.derive(key, made)
+        finally:
+            self._write_changes()
+
+    @journaled
+    async def remember_lineage(self, name: str, lineage: Lineage) -> None:
+        """See :meth:`~jackfield.queue.TransferQueue.remember_lineage`."""
+        self._state.derive(name, lineage)
+
+    @journaled
+    async def fail_run(self, group: str, run: int, reason: str) -> None:
+        """See :meth:`~jackfield.queue.TransferQueue.fail_run`."""
+        self._controller.fail_run(group, run, reason)
+
+    @asynccontextmanager
+    async def adding(
+        self,
+        target: BatchMeta | Sequence[str],
+        written: Written,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> AsyncIterator[set[str]]:
+        """See :meth:`~jackfield.queue.TransferQueue.adding`."""
+        self._check()
+        keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
+        for what, found in (("one mapping of tags", tags), ("something written", written.sizes)):
+            if found is not None and len(found) != len(keys):
+                raise QueueError(f"there is {what} for each row", expected=len(keys), found=len(found))
+        batch = target if isinstance(target, BatchMeta) else None
+        rows = self._controller.begin_columns(keys, written.columns, batch, overwrite)
+        living = [index for index, row in enumerate(rows) if row is not None]
+        some = None if tags is None else [tags[index] for index in living]
+        sizes, done = [written.sizes[index] for index in living], False
+        named = {keys[index] for index in living}
+        try:
+            yield named
+            done = True
+        finally:
+            there = [row for row in rows if row is not None]
+            kept = self._controller.end_columns(there, written.columns, sizes, some, written=done)
+            named.intersection_update(kept)
+            self._write_changes()
+
+    @journaled
+    async def announce(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
+        """See :meth:`~jackfield.queue.TransferQueue.announce`."""
+        self._check()
+        keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
+        if len(written.sizes) != len(keys):
+            raise QueueError("something is written for each row", expected=len(keys), found=len(written.sizes))
+        batch = target if isinstance(target, BatchMeta) else None
+        found = self._controller.begin_columns(keys, written.columns, batch, overwrite=False)
+        for key, row in zip(keys, found, strict=True):
+            if row is None:
+                self._state.discard(partition_of(key), key)
+        rows = [row for row in found if row is not None]
+        sizes = [size for size, row in zip(written.sizes, found, strict=True) if row is not None]
+        return self._controller.end_columns(rows, written.columns, sizes, None, written=True)
+
+    @journaled
+    async def fail_lost(self, batch: BatchMeta | None = None, named: Sequence[str] = ()) -> tuple[str, ...]:
+        """See :meth:`~jackfield.queue.TransferQueue.fail_lost`."""
+        self._check()
+        if type(self.backend).lost is TransferQueueBackend.lost and not named:
+            return ()
+        places: dict[tuple[str, int], list[str]] = {}
+        for row in self._state.rows.values():
+            places.setdefault((row.group.partition.name, row.columns), []).append(row.key)
+        lost = list(named)
+        for (partition, columns), keys in places.items():
+            names = self._state.partition(partition).names(columns)
+            request = GetRequest(partition=partition, keys=tuple(keys), columns=names)
+            lost += (await self.backend.lost(request)).keys
+        self._controller.lose_rows(lost, batch, "its values went with a part of the store")
+        return tuple(key for key in dict.fromkeys(lost) if key not in self._state.rows)
+
+    @journaled
+    async def fail_rows(self, keys: Sequence[str], reason: str) -> None:
+        """See :meth:`~jackfield.queue.TransferQueue.fail_rows`."""
+        self._controller.fail_rows(keys, reason)
