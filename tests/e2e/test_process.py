@@ -57,11 +57,13 @@ class Killer:
 def test_a_server_elsewhere_that_is_killed_after_every_step_changes_no_loss(small_run: Run, python: str) -> None:
     """Another one takes its place, with the weights of the step, and generates what it would have.
 
-    Weights reach it by ``shared``, which the configuration chooses by itself; its output is in the run's folder.
+    Weights reach it by ``shared``, which the configuration chooses by itself, as deltas to those with which it was made
+    anew; its output is in the run's folder.
     """
     _, here = small_run("here", *SAME)
     killer = Killer(python)
-    result, there = small_run("there", *SAME, f"runtime.interpreters={{rollout: {python}}}", hooks=[killer])
+    settings = (*SAME, f"runtime.interpreters={{rollout: {python}}}", "weights.kind=delta")
+    result, there = small_run("there", *settings, hooks=[killer])
     assert 3 == len(set(killer.killed))
     for one, other in zip(steps(here), steps(there), strict=True):
         assert [pytest.approx(one[name], abs=1e-5) for name in OURS] == [other[name] for name in OURS]

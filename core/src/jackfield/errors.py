@@ -135,6 +135,7 @@ CODES: dict[str, str] = {
     "weights.digest": "A replica loaded other bytes than the engine sent.",
     "weights.missing": "A tensor that was sent did not arrive, or arrived twice.",
     "weights.canary": "A replica computes other log-probs than the engine, with the same weights.",
+    "weights.base": "A delta came for a version of the weights that the replica, or the sender, does not hold.",
     "weights.version": "A weight version went backwards or does not match.",
     "weights.transfer": "A weight transfer broke off.",
     "weights.storage": "A folder of weights cannot be written or read: no room, no permission, a damaged file.",

@@ -29,7 +29,15 @@ def test_every_event_is_one_line_that_is_there_when_the_hook_returns(make_run):
 
     assert [
         {"kind": "evaluation", "step": 0, "time": 0.0, "score": 0.25},
-        {"kind": "sync", "step": 1, "time": 0.0, "seconds": 0.5, "paused_seconds": 0.2, "replicas": 2},
+        {
+            "kind": "sync",
+            "step": 1,
+            "time": 0.0,
+            "seconds": 0.5,
+            "paused_seconds": 0.2,
+            "replicas": 2,
+            "sent_bytes": 0,
+        },
         {"kind": "step", "step": 1, "time": 2.5, "loss": 0.5, "tokens": 7},
     ] == read(run.folder)
 

@@ -28,7 +28,12 @@ from mutants.harness import Mutant, Reference
 
 __all__ = ["CHILDREN", "MUTANTS", "REFERENCE", "SHARED"]
 
-REFERENCE = Reference(cls=BucketEngine, config_class=BucketsConfig, fixture={"silence_seconds": 0.05})
+REFERENCE = Reference(
+    cls=BucketEngine,
+    config_class=BucketsConfig,
+    fixture={"silence_seconds": 0.05},
+    capabilities={"delta": "full"},
+)
 MUTANTS: dict[str, Mutant] = {}
 CHILDREN: list[subprocess.Popen[bytes]] = []  #: what leaky mutants leave, for the tests to end
 SHARED: dict[Path, torch.Tensor] = {}
@@ -454,6 +459,24 @@ class OneShareForAllRanks(BucketEngine):
     def build_topology(cls, request: TopologyRequest) -> Topology:
         made = super().build_topology(request)
         return attrs.evolve(made, trainer=made.trainer[:1])
+
+
+# -- deltas ------------------------------------------------------------------------------------------------------------
+
+
+@mutant("CKE-045")
+class KnowsTheTensorsOfTheFirstTransfer(BucketEngine):
+    """What was not among the tensors of the first transfer is not sent."""
+
+    known: frozenset[str] = frozenset()
+
+    def drawn(self, weights: Weights) -> Weights:
+        seen = set()
+        for name, tensor in weights:
+            seen.add(name)
+            if not self.known or name in self.known:
+                yield name, tensor
+        self.known = self.known or frozenset(seen)
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------

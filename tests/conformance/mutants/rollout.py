@@ -11,7 +11,13 @@ __all__ = ["MUTANTS", "REFERENCE"]
 REFERENCE = Reference(
     cls=ReferenceServer,
     config_class=Config,
-    capabilities={"sleep": "full", "stop_strings": "full", "weights_adapter": "full", "openai": "full"},
+    capabilities={
+        "sleep": "full",
+        "stop_strings": "full",
+        "weights_adapter": "full",
+        "weights_delta": "full",
+        "openai": "full",
+    },
 )
 
 MUTANTS: dict[str, Mutant] = {

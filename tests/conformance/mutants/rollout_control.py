@@ -33,7 +33,7 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WeightsError
-from jackfield.weights import digest
+from jackfield.weights import WeightReceiver, digest
 from mutants.rollout_server import Job, Model, ReferenceServer
 from mutants.rollout_tokens import mutant
 
@@ -262,6 +262,34 @@ class AddsAdaptersUp(ReferenceServer):
     def load_adapter(self, received: dict[str, Tensor], request: UpdateWeightsRequest) -> dict[str, str]:
         self.bases = {}
         return super().load_adapter(received, request)
+
+
+class LoadsNoDelta(ReferenceServer):
+    async def receive_delta(self, receiver: WeightReceiver, request: UpdateWeightsRequest) -> dict[str, str]:
+        changes = await receiver.changes(request.connect[0], request.version, request.base_version)
+        digests = self.held.unchanged(changes)
+        for _ in self.held.apply(changes, request.version, digests):
+            pass
+        return digests
+
+
+class SignsForChangesAlone(ReferenceServer):
+    async def receive_delta(self, receiver: WeightReceiver, request: UpdateWeightsRequest) -> dict[str, str]:
+        digests = await super().receive_delta(receiver, request)
+        names = [name for name in digests if "layernorm" not in name]
+        return {name: digests[name] for name in names}
+
+
+class TakesAnyBase(ReferenceServer):
+    def check_base(self, request: UpdateWeightsRequest) -> None:
+        self.held.version = request.base_version
+
+
+class RefusesOnlyAfterwards(ReferenceServer):
+    """A delta is refused when it has begun: what runs has failed by then."""
+
+    def check_base(self, request: UpdateWeightsRequest) -> None:
+        return
 
 
 class GoesBack(ReferenceServer):
@@ -498,6 +526,10 @@ MUTANTS = (
     mutant(DropsAdapters, "an adapter is acknowledged and not applied", "075"),
     mutant(DoesNotScaleAdapters, "lora_alpha is ignored", "075"),
     mutant(AddsAdaptersUp, "a second adapter is added to the first", "075"),
+    mutant(LoadsNoDelta, "a delta is acknowledged and not loaded", "083"),
+    mutant(SignsForChangesAlone, "the receipt of a delta lacks what has not changed", "083"),
+    mutant(TakesAnyBase, "a delta is applied to any weights", "084"),
+    mutant(RefusesOnlyAfterwards, "requests fail with a delta that is refused", "084"),
     mutant(GoesBack, "an older version is loaded", "076"),
     mutant(MissesNothing, "a missing tensor is not missed", "077"),
     mutant(DropsTheUnknown, "an unknown tensor is dropped", "078"),

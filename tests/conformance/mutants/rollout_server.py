@@ -38,11 +38,11 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.clock import Clock
-from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
+from jackfield.errors import JackfieldError, RolloutError, WeightsError
 from jackfield.plugins import load_plugin
 from jackfield.runtime.openai import EndpointConfig
 from jackfield.runtime.openai.endpoint import OpenAIEndpoint
-from jackfield.weights import WeightReceiver, digest
+from jackfield.weights import HeldWeights, WeightReceiver, digest
 
 __all__ = ["Config", "Job", "Model", "ReferenceServer"]
 
@@ -125,6 +125,7 @@ class ReferenceServer(BaseRolloutServer):
         self.drained = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.endpoint: OpenAIEndpoint | None = None
+        self.held = HeldWeights()
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -439,7 +440,7 @@ class ReferenceServer(BaseRolloutServer):
 
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
         if request.kind == "delta":
-            raise PluginError("no deltas", code="plugin.capability")
+            self.check_base(request)
         clock = Clock()
         began = clock.time()
         try:
@@ -460,6 +461,7 @@ class ReferenceServer(BaseRolloutServer):
         self.work.set()
 
     def become_stale(self, reason: str) -> None:
+        self.held.forget()
         self.stale = reason
         for job in list(self.jobs.values()):
             self.fail(job, RolloutError(reason, code="rollout.stale"))
@@ -469,13 +471,27 @@ class ReferenceServer(BaseRolloutServer):
             raise WeightsError("weights go backwards", code="weights.version")
         context = CheckpointEngineContext(side="rollout", deadline_seconds=request.deadline_seconds)
         plugin = load_plugin("checkpoint_engine", request.checkpoint_engine)
-        receiver = WeightReceiver(plugin.build(request.checkpoint_engine_config, context))
+        engine: Any = plugin.build(request.checkpoint_engine_config, context)
+        if request.kind == "delta":
+            return await self.receive_delta(WeightReceiver(engine, self.held), request)
+        self.held.forget()
+        receiver = WeightReceiver(engine, self.held if request.deltas_follow else None)
         received: dict[str, Tensor] = {}
         async with aclosing(receiver.tensors(request.connect[0], request.version)) as tensors:
             async for name, tensor in tensors:
                 received[name] = tensor.clone()
         load: Callable[..., dict[str, str]] = self.load_adapter if request.kind == "adapter" else self.load
         return load(received, request)
+
+    def check_base(self, request: UpdateWeightsRequest) -> None:
+        self.held.check(request.base_version)
+
+    async def receive_delta(self, receiver: WeightReceiver, request: UpdateWeightsRequest) -> dict[str, str]:
+        changes = await receiver.changes(request.connect[0], request.version, request.base_version)
+        digests = self.held.unchanged(changes)
+        for name, tensor in self.held.apply(changes, request.version, digests):
+            self.copy(self.model.state[name], tensor)
+        return digests
 
     def load(self, received: dict[str, Tensor], request: UpdateWeightsRequest) -> dict[str, str]:
         state = self.model.state

@@ -398,7 +398,10 @@ MUTANTS = (
     mutant(TakesNegativeTemperatures, "a negative temperature is taken for greedy", "038"),
     mutant(ReplacesRequests, "a request with the id of a running one replaces it", "039"),
     mutant(IgnoresImages, "inputs beside tokens are ignored", "040"),
-    mutant(TakesDeltas, "a delta is loaded as if it were the weights", "040"),
+    attrs.evolve(
+        mutant(TakesDeltas, "a delta is loaded as if it were the weights", "040"),
+        capabilities={"sleep": "full", "stop_strings": "full", "weights_adapter": "full", "openai": "full"},
+    ),
     mutant(StreamsDrawAnew, "a stream draws other tokens than generate", "050"),
     mutant(StreamsEndSilently, "the last chunk has no finish reason", "050"),
     mutant(StreamsInLumps, "a stream yields 12 tokens at a time", "051"),

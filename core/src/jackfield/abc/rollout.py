@@ -197,6 +197,8 @@ class UpdateWeightsRequest:
     kind: Literal["full", "adapter", "delta"] = "full"
     peft_config: Mapping[str, Any] | None = None
     deadline_seconds: float = 600.0
+    base_version: int | None = None  #: of a delta: the version that it changes (capability ``weights_delta``)
+    deltas_follow: bool = False  #: what is loaded now has to be held for a delta (capability ``weights_delta``)
 
 
 @attrs.frozen(kw_only=True)
@@ -298,7 +300,8 @@ class BaseRolloutServer(ABC):
 
         Raises:
             WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``; the replica then serves
-                nothing until a later update succeeds.
+                nothing until a later update succeeds. ``weights.base`` for a delta to a version that the replica does
+                not hold: nothing has changed then, and it goes on serving.
         """
 
     @abstractmethod

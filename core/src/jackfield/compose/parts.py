@@ -354,6 +354,8 @@ class Parts:
             settings=section.settings,
             deadline_seconds=self.config.deadlines.sync,
             canary=None if self._takes_turns else self._canary(actor),
+            kind=self.config.weights.kind,
+            without_base=self.config.weights.without_base,
         )
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jackfield.config import PluginSection, RunConfig, plugin_sections, validate_plugins
-from jackfield.errors import PluginError, PluginNotFound
+from jackfield.errors import ConfigError, PluginError, PluginNotFound
 from jackfield.plugins import Manifest, PluginRecord, Registry, require_capability
 from jackfield.plugins.doctor import PluginReport, examine
 from jackfield.plugins.environments import environment_python
@@ -45,6 +45,21 @@ def check_plugins(config: RunConfig, registry: Registry) -> None:
     if config.model.lora is not None:
         require_capability(registry.find("engine", config.engine.name), "lora", "model.lora is set")
         require_capability(registry.find("rollout", config.rollout.name), "weights_adapter", "model.lora is set")
+    if config.weights.kind == "delta":
+        _check_deltas(config, registry)
+
+
+def _check_deltas(config: RunConfig, registry: Registry) -> None:
+    because = "weights.kind is delta"
+    if config.model.lora is not None:
+        raise ConfigError(
+            "a run that trains an adapter synchronises the adapter, and never a delta",
+            where="weights.kind",
+            expected="full",
+            found="delta",
+        )
+    require_capability(registry.find("checkpoint_engine", config.checkpoint_engine.name), "delta", because)
+    require_capability(registry.find("rollout", config.rollout.name), "weights_delta", because)
 
 
 def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> None:

@@ -82,7 +82,14 @@ class WorkerFactory:
             deadline_seconds=config.deadlines.sync,
         )
         transport: CheckpointEngine | None = self._plugin("checkpoint_engine", place) if actor else None
-        return EngineRank(engine, rows, loss_columns=loss_columns, renamed=renamed, transport=transport)
+        return EngineRank(
+            engine,
+            rows,
+            loss_columns=loss_columns,
+            renamed=renamed,
+            transport=transport,
+            block_bytes=config.weights.block_bytes if config.weights.kind == "delta" else 0,
+        )
 
     def _model(self, role: str) -> ModelSpec:
         """Adapters are the actor's alone; a critic has a value head."""

@@ -32,6 +32,7 @@ from jackfield.config.sections import (
     RuntimeConfig,
     SamplerConfig,
     ScheduleConfig,
+    WeightsConfig,
 )
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "RuntimeConfig",
     "SamplerConfig",
     "ScheduleConfig",
+    "WeightsConfig",
     "as_plain",
     "explain",
     "load_config",

@@ -38,6 +38,7 @@ __all__ = [
     "RuntimeConfig",
     "SamplerConfig",
     "ScheduleConfig",
+    "WeightsConfig",
 ]
 
 _WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugin that can have an interpreter of their own
@@ -168,6 +169,25 @@ class CheckpointConfig:
     at_end: bool = option(True, help="checkpoint after the last step, too")
     resume: bool = option(
         True, help="go on from the folder's newest checkpoint; false: remove what is there and begin anew"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class WeightsConfig:
+    """How replicas get the weights of each synchronisation."""
+
+    kind: Literal["full", "delta"] = option(
+        "full",
+        help="full: all of them; delta: the blocks of bytes that have changed since the last synchronisation. A LoRA "
+        "adapter (model.lora) is sent alone in any case",
+    )
+    block_bytes: int = option(
+        4096, help="of a block of a delta; the engine remembers 8 bytes for each", validator=ge(8)
+    )
+    without_base: Literal["full", "stop"] = option(
+        "full",
+        help="where a replica does not hold the weights that a delta changes (it has just come, or was started "
+        "again); full: everything is sent; stop: the run ends (weights.base)",
     )
 
 
@@ -373,6 +393,7 @@ class RunConfig:
     queue: QueueConfig = option(factory=QueueConfig, help="replay and mixing")
     evaluation: EvaluationConfig = option(factory=EvaluationConfig, help="held-out tasks")
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
+    weights: WeightsConfig = option(factory=WeightsConfig, help="how replicas get them")
     canary: CanaryConfig = option(factory=CanaryConfig, help="log-probs of replicas against the engine's")
     runtime: RuntimeConfig = option(factory=RuntimeConfig, help="where workers live")
     deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="longest waits")

@@ -49,9 +49,14 @@ class MetricsFile(Listener):
 
     @listens()
     def weights_synced(self, event: WeightsSynced) -> None:
-        """Write how long a synchronisation took, and of it the longest pause of a replica, in seconds."""
+        """Write how long a synchronisation took, of it the longest pause of a replica, in seconds, and bytes sent."""
         paused = max((receipt.paused_seconds for receipt in event.receipts), default=0.0)
-        metrics = {"seconds": event.seconds, "paused_seconds": paused, "replicas": len(event.receipts)}
+        metrics = {
+            "seconds": event.seconds,
+            "paused_seconds": paused,
+            "replicas": len(event.receipts),
+            "sent_bytes": event.sent_bytes,
+        }
         self._write("sync", event.version, metrics)
 
     @listens()

@@ -127,6 +127,7 @@ class WeightsSynced:
     version: int
     receipts: tuple[WeightReceipt, ...]
     seconds: float
+    sent_bytes: int = 0  #: of the weights, to a worker: fewer of a delta
 
 
 @attrs.frozen(kw_only=True)

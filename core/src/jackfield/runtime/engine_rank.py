@@ -41,6 +41,7 @@ class EngineRank:
         loss_columns: Sequence[str] = (),
         renamed: Mapping[str, str] | None = None,
         transport: CheckpointEngine | None = None,
+        block_bytes: int = 0,
     ) -> None:
         """
         Args:
@@ -49,13 +50,16 @@ class EngineRank:
             loss_columns: what the loss reads beside the sample itself.
             renamed: column name in the queue by the name that the loss knows it under.
             transport: this rank's end of the weight plane; None: it publishes nothing.
+            block_bytes: of deltas of the weights; 0: none will be sent.
         """
         self._engine = engine
         self._rows = rows
         self._loss_columns = tuple(loss_columns)
         self._renamed = dict(renamed or {})
         self._transport = transport
-        self.sender = None if transport is None else WeightSender(transport, engine.get_per_tensor_param)
+        self.sender = None
+        if transport is not None:
+            self.sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=block_bytes)
         self._known: tuple[tuple[str, ...], tuple[str, ...], TensorDict] | None = None  #: keys, columns, values
 
     async def initialize(self) -> EngineLayout:

@@ -257,7 +257,9 @@ class Trainer:
             async with self.stages.measure("sync", "weights", step):
                 report = await self.weights.sync(step + 1)
             self.hooks.weights_synced(
-                event=WeightsSynced(version=step + 1, receipts=report.receipts, seconds=report.seconds)
+                event=WeightsSynced(
+                    version=step + 1, receipts=report.receipts, seconds=report.seconds, sent_bytes=report.bytes
+                )
             )
             self._published = step + 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jackfield.weights.adapters import MergedAdapter
 from jackfield.weights.canary import Canary, CanaryAnswer, Scorer
+from jackfield.weights.delta import HeldWeights
 from jackfield.weights.digest import digest
 from jackfield.weights.ends import WeightReceiver, Weights, WeightSender, WeightSource
 from jackfield.weights.synchronizer import Replica, Sender, SyncReport, WeightSynchronizer
@@ -11,6 +12,7 @@ from jackfield.weights.synchronizer import Replica, Sender, SyncReport, WeightSy
 __all__ = [
     "Canary",
     "CanaryAnswer",
+    "HeldWeights",
     "MergedAdapter",
     "Replica",
     "Scorer",

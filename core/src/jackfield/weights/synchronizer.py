@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import attrs
 
 from jackfield.abc.checkpoint_engine import PrepareResult, Topology, TopologyRequest
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
+from jackfield.errors import WeightsError
 from jackfield.weights.canary import Canary
+from jackfield.weights.sides import GRACE_SECONDS, run_all
 
 __all__ = ["Replica", "Sender", "SyncReport", "Topologist", "WeightSynchronizer"]
 
+Kind: TypeAlias = Literal["full", "adapter", "delta"]
 T = TypeVar("T")
 
 _SHOWN = 4  #: names in a message
-_CAUSE_SECONDS = 1.0  #: after a transfer broke off, for the side that did it to say why
-_GRACE_SECONDS = 10.0  #: for a cancelled side to end
 
 
 class Sender(Protocol):
@@ -42,8 +42,12 @@ class Sender(Protocol):
         """Meet the workers."""
         ...
 
-    async def send(self) -> dict[str, str]:
-        """Send the weights; digests by name."""
+    def knows(self, version: int) -> bool | Awaitable[bool]:
+        """Whether a delta to ``version`` can be sent."""
+        ...
+
+    async def send(self, *, base: int | None = None) -> dict[str, str]:
+        """Send the weights, or what has changed of them since version ``base``; digests of all by name."""
         ...
 
     async def finalize(self) -> None:
@@ -75,7 +79,8 @@ class SyncReport:
     receipts: tuple[WeightReceipt, ...]  #: by replica
     seconds: float
     paused_seconds: float  #: of the replica that paused longest
-    bytes: int  #: of the weights, once
+    bytes: int  #: that were sent to a worker
+    kind: Kind = "full"
 
 
 class WeightSynchronizer:
@@ -92,6 +97,8 @@ class WeightSynchronizer:
         settings: Mapping[str, Any] | None = None,
         deadline_seconds: float = 600.0,
         canary: Canary | None = None,
+        kind: Literal["full", "delta"] = "full",
+        without_base: Literal["full", "stop"] = "full",
     ) -> None:
         """
         Args:
@@ -105,6 +112,8 @@ class WeightSynchronizer:
             deadline_seconds: of one synchronisation.
             canary: compares what replicas compute with what the engine computes, at the end of each
                 synchronisation; None: nobody does, or somebody else.
+            kind: delta: send what has changed since the last version that everybody acknowledged.
+            without_base: where somebody does not hold that version; full: send everything, stop: ``weights.base``.
         """
         self._senders = list(senders)
         self._replicas = replicas
@@ -114,6 +123,8 @@ class WeightSynchronizer:
         self._settings = dict(settings or {})
         self._deadline_seconds = deadline_seconds
         self._canary = canary
+        self._kind = kind
+        self._without_base: Literal["full", "stop"] = without_base
         self.version: int | None = None  #: the last one that every replica has acknowledged
 
     async def sync(self, version: int) -> SyncReport:
@@ -122,7 +133,8 @@ class WeightSynchronizer:
         Raises:
             WeightsError: ``weights.version`` when it is not newer than the last one or a replica acknowledges another;
                 ``weights.missing`` or ``weights.digest`` naming replica, worker and tensors; ``weights.transfer`` when
-                a side fails, and the other sides are then cancelled; ``weights.canary``. Every end is finalized.
+                a side fails, and the other sides are then cancelled; ``weights.base``; ``weights.canary``. Every end
+                is finalized.
             DeadlineExceeded: naming who had not finished.
         """
         if self.version is not None and version <= self.version:
@@ -133,10 +145,7 @@ class WeightSynchronizer:
             each if isinstance(each, Replica) else Replica(each, ServerInfo(replica=each.context.replica))
             for each in self._replicas
         ]
-        try:
-            digests, receipts = await self._transfer(replicas, version)
-        finally:
-            await self._finalize()
+        kind, digests, receipts = await self._transferred(replicas, version)
         for replica, receipt in zip(replicas, receipts, strict=True):
             _verify(replica.info, receipt, version, digests)
         if self._canary is not None:
@@ -148,6 +157,7 @@ class WeightSynchronizer:
             seconds=self._clock.time() - start,
             paused_seconds=max((receipt.paused_seconds for receipt in receipts), default=0.0),
             bytes=self._senders[0].sent_bytes,
+            kind=kind,
         )
 
     async def catch_up(self, replica: Replica, version: int) -> SyncReport:
@@ -166,37 +176,93 @@ class WeightSynchronizer:
             settings=self._settings,
             deadline_seconds=self._deadline_seconds,
             canary=self._canary,
+            kind=self._kind,
         )
         return await alone.sync(version)
 
-    async def _transfer(self, replicas: Sequence[Replica], version: int) -> tuple[dict[str, str], list[WeightReceipt]]:
-        """What was sent, by name, and each replica's receipt."""
+    async def _base(self, replicas: Sequence[Replica]) -> int | None:
+        """The version that a delta can be made to; None: everything has to be sent.
+
+        Raises:
+            WeightsError: ``weights.base``, where that is to stop the run.
+        """
+        if self._kind != "delta" or self.version is None:
+            return None
+        lacking = [
+            f"sender {rank}" for rank, each in enumerate(self._senders) if not await _result(each.knows(self.version))
+        ]
+        asked = asyncio.gather(*(replica.server.health() for replica in replicas))
+        who = f"replicas to say which weights they hold, before version {self.version} is followed by another"
+        reports = await self._clock.wait_for(asked, self._deadline_seconds, who)
+        for replica, report in zip(replicas, reports, strict=True):
+            if not report.healthy or report.weight_version != self.version:
+                lacking.append(f"replica {replica.info.replica}")
+        if not lacking:
+            return self.version
+        self._without(f"{' and '.join(lacking)}: no weights of version {self.version}", None)
+        return None
+
+    def _without(self, why: str, error: WeightsError | None) -> None:
+        """Send everything, or stop."""
+        if self._without_base == "stop":
+            raise WeightsError(
+                f"a delta cannot be sent: {why}",
+                code="weights.base",
+                expected=f"version {self.version} at every sender and replica",
+                fix="weights.without_base: full sends everything instead",
+            ) from error
+        logging.getLogger("jackfield").info("weights are sent as a whole, not as a delta: %s", why)
+
+    async def _transferred(
+        self, replicas: Sequence[Replica], version: int
+    ) -> tuple[Kind, dict[str, str], list[WeightReceipt]]:
+        """Transfer, once more as a whole where a delta is refused; the kind, digests of all tensors, receipts."""
+        base = await self._base(replicas)
+        try:
+            return await self._transfer(replicas, version, base)
+        except WeightsError as error:
+            if base is None or error.code != "weights.base":
+                raise
+            self._without(error.message, error)
+        finally:
+            await self._finalize()
+        try:
+            return await self._transfer(replicas, version, None)
+        finally:
+            await self._finalize()
+
+    async def _transfer(
+        self, replicas: Sequence[Replica], version: int, base: int | None
+    ) -> tuple[Kind, dict[str, str], list[WeightReceipt]]:
+        """The kind of update, what was sent or left as it was, by name, and each replica's receipt."""
         peft_configs = [await _result(sender.open()) for sender in self._senders]
+        base = base if peft_configs[0] is None else None  # an adapter is sent whole
         prepared = [await _result(sender.prepare()) for sender in self._senders]
         workers = sum(replica.info.workers for replica in replicas)
         metadata = tuple(result.metadata for result in prepared)
         request = TopologyRequest(trainer_metadata=metadata, rollout_workers=workers)
         topology: Topology = await _result(self._engine_class.build_topology(request))
         sides: dict[str, Coroutine[Any, Any, Any]] = {
-            f"sender {rank}": self._send(sender, topology.trainer[rank], version)
+            f"sender {rank}": self._send(sender, topology.trainer[rank], version, base)
             for rank, sender in enumerate(self._senders)
         }
-        for replica, update in self._requests(replicas, topology, version, peft_configs[0]):
+        for replica, update in self._requests(replicas, topology, version, base, peft_configs[0]):
             sides[f"replica {replica.info.replica}"] = replica.server.update_weights(update)
-        results = await _all(sides, self._clock, self._deadline_seconds, f"weight version {version}")
+        results = await run_all(sides, self._clock, self._deadline_seconds, f"weight version {version}")
         senders = len(self._senders)
-        return results[0], results[senders:]
+        return _kind(base, peft_configs[0]), results[0], results[senders:]
 
     @staticmethod
-    async def _send(sender: Sender, arguments: Mapping[str, Any], version: int) -> dict[str, str]:
+    async def _send(sender: Sender, arguments: Mapping[str, Any], version: int, base: int | None) -> dict[str, str]:
         await sender.connect(arguments, version)
-        return await sender.send()
+        return await (sender.send() if base is None else sender.send(base=base))
 
     def _requests(
         self,
         replicas: Sequence[Replica],
         topology: Topology,
         version: int,
+        base: int | None,
         peft_config: Mapping[str, Any] | None,
     ) -> list[tuple[Replica, UpdateWeightsRequest]]:
         """Each replica's request, with its workers' share of the topology."""
@@ -209,8 +275,10 @@ class WeightSynchronizer:
                 connect=topology.rollout[first : first + replica.info.workers],
                 first_worker=first,
                 total_workers=len(topology.rollout),
-                kind="full" if peft_config is None else "adapter",
+                kind=_kind(base, peft_config),
                 peft_config=peft_config,
+                base_version=base,
+                deltas_follow=self._kind == "delta",
                 deadline_seconds=self._deadline_seconds,
             )
             requests.append((replica, request))
@@ -219,83 +287,17 @@ class WeightSynchronizer:
 
     async def _finalize(self) -> None:
         for rank, sender in enumerate(self._senders):
-            await self._clock.wait_for(sender.finalize(), _GRACE_SECONDS, f"sender {rank} to finalize")
+            await self._clock.wait_for(sender.finalize(), GRACE_SECONDS, f"sender {rank} to finalize")
+
+
+def _kind(base: int | None, peft_config: Mapping[str, Any] | None) -> Kind:
+    if peft_config is not None:
+        return "adapter"
+    return "full" if base is None else "delta"
 
 
 async def _result(value: T | Awaitable[T]) -> T:
     return await value if inspect.isawaitable(value) else value
-
-
-async def _all(sides: Mapping[str, Coroutine[Any, Any, Any]], clock: Clock, seconds: float, what: str) -> list[Any]:
-    """Run all sides to their end; when one fails or time runs out, end the others and say who it was."""
-    tasks = {asyncio.ensure_future(side): name for name, side in sides.items()}
-    ended: list[asyncio.Task[Any]] = []  # in order: what fails first is the cause, the rest are consequences
-    for task in tasks:
-        task.add_done_callback(ended.append)
-    try:
-        await clock.wait_for(asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION), seconds, what)
-    except DeadlineExceeded:
-        late = [name for task, name in tasks.items() if not task.done()]
-        stuck = await _cancel(tasks, clock)
-        raise DeadlineExceeded(
-            f"waited {seconds:.6g} s for {what}; not finished: {', '.join(late)}" + stuck,
-            fix="look at why they did not answer, or raise the deadline of the sync",
-        ) from None
-    except BaseException:
-        await _cancel(tasks, clock)
-        raise
-    failed = [task for task in ended if task.cancelled() or task.exception() is not None]
-    if failed:
-        cause = await _cause(failed, ended, tasks, clock)
-        stuck = await _cancel(tasks, clock)
-        error = None if cause.cancelled() else cause.exception()
-        raise _failure(tasks[cause], error, what, stuck) from error
-    return [task.result() for task in tasks]
-
-
-async def _cause(
-    failed: Sequence[asyncio.Task[Any]],
-    ended: Sequence[asyncio.Task[Any]],
-    tasks: Mapping[asyncio.Task[Any], str],
-    clock: Clock,
-) -> asyncio.Task[Any]:
-    """The side that failed by itself. A peer may learn of a break before the side that broke it off has ended."""
-
-    def broken_off(task: asyncio.Task[Any]) -> bool:
-        error = None if task.cancelled() else task.exception()
-        return isinstance(error, WeightsError) and error.code == "weights.transfer"
-
-    running = [task for task in tasks if not task.done()]
-    if running and all(map(broken_off, failed)):
-        with suppress(DeadlineExceeded):
-            await clock.wait_for(asyncio.wait(running), _CAUSE_SECONDS, "the side that broke off")
-    late = [task for task in tasks if task.done() and task not in ended]  # so lately that no callback has run yet
-    candidates = [task for task in (*ended, *late) if task.cancelled() or task.exception() is not None]
-    return next((task for task in candidates if not broken_off(task)), candidates[0])
-
-
-async def _cancel(tasks: Mapping[asyncio.Task[Any], str], clock: Clock) -> str:
-    """End what still runs; names who does not end."""
-    running = [task for task in tasks if not task.done()]
-    for task in running:
-        task.cancel()
-    if running:
-        try:
-            await clock.wait_for(asyncio.wait(running), _GRACE_SECONDS, "cancelled sides")
-        except DeadlineExceeded:
-            return f" (and {', '.join(tasks[task] for task in running if not task.done())} cannot be cancelled)"
-    for task in running:
-        if not task.cancelled():
-            task.exception()  # it is told below, if it came first; otherwise it is a consequence
-    return ""
-
-
-def _failure(name: str, error: BaseException | None, what: str, stuck: str) -> JackfieldError:
-    code = error.code if isinstance(error, WeightsError | DeadlineExceeded) else "weights.transfer"
-    text = "was cancelled" if error is None else error.message if isinstance(error, JackfieldError) else repr(error)
-    kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WeightsError
-    details = {key: getattr(error, key, None) for key in ("expected", "found", "fix")}
-    return kind(f"{name} failed while {what} was synchronised: {text}{stuck}", code=code, where=name, **details)
 
 
 def _verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping[str, str]) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from jackfield.abc.rollout import GenerateResult, PauseRequest, ResumeRequest, SleepRequest, WakeUpRequest
-from jackfield.errors import PluginError, RolloutError, WeightsError
+from jackfield.errors import RolloutError, WeightsError
 from jackfield.weights import digest
+from jackfield.weights.delta import SentVersions
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft
 
@@ -238,15 +239,29 @@ def test_a_cancelled_update_leaves_the_replica_stale(
     asyncio.run(main())
 
 
-def test_a_delta_is_refused_and_changes_nothing(serve: Any, make_request: Any, send: Any) -> None:
-    """It is a capability that the manifest does not declare."""
+def test_a_delta_changes_weights_that_were_cast(
+    serve: Any, make_request: Any, other_model: Any, named_weights: Any, send: Any
+) -> None:
+    """Blocks of float32 change a copy of what was sent; the bfloat16 parameter is cast from it anew."""
+    weights = named_weights(other_model)
+    name = "model.layers.1.mlp.up_proj.weight"
+    changed = weights[name].clone()
+    changed[3, 4] += 1e-4  # less than bfloat16 shows of most values, more than a digest forgives
+    changed[7] *= 2
+    sent = SentVersions(64)
+    sent.remember(1, {each: sent.blocks(tensor) for each, tensor in weights.items()})
+    part = sent.change(name, changed, sent.blocks(changed), 1)
+    assert part is not None
 
     async def main() -> None:
-        async with serve() as server:
-            with pytest.raises(PluginError) as caught:
-                await server.update_weights(send(1, {}, kind="delta"))
-            assert caught.value.code == "plugin.capability"
-            await server.generate(greedy(make_request, "a", 1))
+        async with serve(dtype="bfloat16") as server:
+            await server.update_weights(send(1, weights, deltas_follow=True))
+            receipt = await server.update_weights(send(2, dict([part]), kind="delta", base_version=1))
+            wanted = {each: digest(tensor) for each, tensor in {**weights, name: changed}.items()}
+            assert wanted == receipt.workers[0].digests
+            assert torch.equal(changed.bfloat16(), server._weights.targets()[name].data)
+            result = await server.generate(greedy(make_request, "a", 1))
+            assert (2,) == result.weight_versions
 
     asyncio.run(main())
 

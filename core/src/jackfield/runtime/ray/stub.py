@@ -173,8 +173,8 @@ class RemoteSender(Stub):
 
     sent_bytes = 0
 
-    async def send(self) -> dict[str, str]:
-        """Send the weights; digests by name."""
-        digests: dict[str, str] = await self._call("send")
+    async def send(self, *, base: int | None = None) -> dict[str, str]:
+        """Send the weights, or what has changed of them since version ``base``; digests of all by name."""
+        digests: dict[str, str] = await self._call("send", base=base)
         self.sent_bytes = await self._call("sent_bytes")
         return digests

@@ -33,7 +33,7 @@ from jackfield.abc.rollout import (
     WeightReceipt,
     WorkerReceipt,
 )
-from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
+from jackfield.errors import JackfieldError, RolloutError, WeightsError
 from jackfield.plugins import load_plugin
 from jackfield.runtime.generation import check_request
 from jackfield.weights import WeightReceiver, digest
@@ -320,19 +320,16 @@ class TransformersServer(BaseRolloutServer):
         with ``rollout.stale``, and so does every request until an update succeeds.
 
         Raises:
-            WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``.
-            PluginError: ``plugin.capability`` for a delta; nothing has changed then.
+            WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``; ``weights.base`` for a delta
+                to a version that is not held: nothing has changed then.
         """
         self._require_running()
-        if request.kind == "delta":
-            raise PluginError(
-                "the rollout server 'transformers' cannot load a delta",
-                code="plugin.capability",
-                expected="full or adapter",
-            )
         async with self._update_lock:
             self._require_running()
-            task = self._update_task = asyncio.create_task(self._receive(request))
+            if request.kind == "delta":
+                self._weights.held.check(request.base_version)
+            receive = self._receive_delta if request.kind == "delta" else self._receive
+            task = self._update_task = asyncio.create_task(receive(request))
             what = f"weights of version {request.version} for replica {self.context.replica}"
             try:
                 return await self._clock.wait_for(task, request.deadline_seconds, what)
@@ -341,6 +338,7 @@ class TransformersServer(BaseRolloutServer):
                     refusal = self._refusal()
                     assert refusal is not None
                     raise refusal from None
+                self._weights.held.forget()  # what has come of it is not what is loaded
                 self._become_stale(f"the update to version {request.version} failed: {_line(error)}")
                 if isinstance(error, WeightsError) or not isinstance(error, Exception):
                     raise
@@ -375,9 +373,25 @@ class TransformersServer(BaseRolloutServer):
                 paused = self._clock.time()
             digests = await self._in_thread(update.finish, receiver.digests)
             self._enter_version(request.version)
-            ended = self._clock.time()
+        return self._receipt(request.version, digests, began, paused)
+
+    async def _receive_delta(self, request: UpdateWeightsRequest) -> WeightReceipt:
+        """Decoding goes on until all that has changed is there, and the digests of what has not are taken."""
+        began = self._clock.time()
+        self._check_update(request)
+        weights, receiver = self._weights, self._receiver(request)
+        changes = await receiver.changes(request.connect[0], request.version, request.base_version)
+        digests = await asyncio.to_thread(weights.held.unchanged, changes)
+        async with self._between_hops():
+            paused = self._clock.time()
+            digests |= await self._in_thread(weights.apply, changes, request.version)
+            self._enter_version(request.version)
+        return self._receipt(request.version, digests, began, paused)
+
+    def _receipt(self, version: int, digests: dict[str, str], began: float, paused: float) -> WeightReceipt:
+        ended = self._clock.time()
         return WeightReceipt(
-            version=request.version,
+            version=version,
             replica=self.context.replica,
             workers=(WorkerReceipt(worker=0, digests=digests),),
             seconds=ended - began,
@@ -412,6 +426,10 @@ class TransformersServer(BaseRolloutServer):
         )
         loaded = load_plugin("checkpoint_engine", request.checkpoint_engine)
         engine: Any = loaded.build(request.checkpoint_engine_config, context)
+        held = self._weights.held
+        if request.kind == "delta" or (request.kind == "full" and request.deltas_follow):
+            return WeightReceiver(engine, held)
+        held.forget()
         return WeightReceiver(engine)
 
     def _enter_version(self, version: int) -> None:

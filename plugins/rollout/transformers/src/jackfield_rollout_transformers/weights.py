@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jackfield.abc.rollout import UpdateWeightsRequest
 from jackfield.errors import WeightsError
-from jackfield.weights import MergedAdapter
+from jackfield.weights import HeldWeights, MergedAdapter
 from jackfield_rollout_transformers.model import LoadedModel
 
 __all__ = ["AdapterUpdate", "FullUpdate", "ModelWeights"]
@@ -25,6 +25,7 @@ class ModelWeights:
     def __init__(self, model: LoadedModel) -> None:
         self.model = model
         self.adapter = MergedAdapter(self._weight_of, self._modules)
+        self.held = HeldWeights(lambda name: self.targets().get(name))
         self.intact = True  #: whether the base weights are known to be whole
         self._shapes: list[torch.Size] = [parameter.shape for parameter in model.parameters()]
 
@@ -45,6 +46,25 @@ class ModelWeights:
             return AdapterUpdate(self, request.peft_config or {}, digest)
         return FullUpdate(self, digest)
 
+    @torch.no_grad()
+    def apply(self, changes: Mapping[str, Tensor], version: int) -> dict[str, str]:
+        """Load what :meth:`~jackfield.weights.WeightReceiver.changes` received; digests of what has changed, by name.
+
+        Raises:
+            WeightsError: ``weights.missing`` for a name, ``weights.transfer`` for a shape or blocks that do not fit.
+        """
+        digests: dict[str, str] = {}
+        self.intact = False
+        targets = self.targets()
+        for name, tensor in self.held.apply(changes, version, digests):
+            if name not in targets:
+                _refuse_names("the model has no such parameter", [name])
+            if targets[name].shape != tensor.shape:
+                _refuse_shapes([f"{name} (model {tuple(targets[name].shape)}, sent {tuple(tensor.shape)})"])
+            targets[name].data.copy_(tensor)
+        self.intact = True
+        return digests
+
     def to(self, device: torch.device | Literal["cpu"]) -> int:
         """Move every parameter; return the bytes that left their device."""
         moved = 0
@@ -58,6 +78,7 @@ class ModelWeights:
         """Give the parameters' memory back, their contents with it; return the bytes."""
         freed = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.adapter.bases.values()])
         self.adapter.forget()
+        self.held.forget()
         self.intact = False
         for parameter in self.model.parameters():
             parameter.data = parameter.data.new_empty(0)

@@ -21,7 +21,7 @@ from jackfield.abc.checkpoint_engine import Topology, TopologyRequest
 from jackfield.abc.rollout import UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
-from jackfield.weights import WeightReceiver, WeightSender, WeightSynchronizer, digest
+from jackfield.weights import HeldWeights, WeightReceiver, WeightSender, WeightSynchronizer, digest
 from jackfield_conformance.registry import Capability, check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import checkpoint_engine as support
@@ -30,6 +30,7 @@ from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
 __all__ = ["CAPABILITIES"]
 
 CAPABILITIES: dict[str, Capability] = {
+    "delta": Capability(what="moves changed blocks to workers that hold the version before"),
     "gpu": Capability(what="moves tensors of a GPU"),
     "multi_host": Capability(what="works between machines"),
 }
@@ -37,6 +38,7 @@ CAPABILITIES: dict[str, Capability] = {
 _TENSORS = "docs/plugins/checkpoint_engine.md#tensors"
 _ORDER = "docs/plugins/checkpoint_engine.md#order-of-calls"
 _BREAKS = "docs/plugins/checkpoint_engine.md#failures"
+_DELTAS = "docs/plugins/checkpoint_engine.md#deltas"
 _TOPOLOGY = "docs/plugins/checkpoint_engine.md#topology"
 
 Weights = Generator[tuple[str, torch.Tensor], None, None]
@@ -468,6 +470,29 @@ async def a_synchronisation_is_proved(subject: Subject) -> None:
             for receipt in report.receipts:
                 for worker in receipt.workers:
                     assert worker.digests == wanted, f"worker {worker.worker} has loaded other values of {version}"
+
+
+# -- deltas ------------------------------------------------------------------------------------------------------------
+
+
+@check("CKE-045", capability="delta", page=_DELTAS)
+async def deltas_arrive(subject: Subject) -> None:
+    """Changed blocks bring workers from version to version, bit for bit; a version without a change, too."""
+    tensors = {**support.numbers(), "half": torch.zeros(2000, dtype=torch.bfloat16)}
+    held = [HeldWeights(), HeldWeights()]
+    async with support.ends(subject, workers=2) as made:
+        made.senders = [WeightSender(engine, block_bytes=64) for engine in made.trainers]
+        for version in range(1, 5):
+            if version == 2:
+                tensors["half"][::700] = 1.5  # three blocks, the last one of them short
+                tensors["layer.1.weight"][3, 3] += 1
+            if version == 4:
+                tensors["layer.2.weight"] = tensors["layer.2.weight"] + 1
+            found = await support.sync_delta(made, tensors, held, version)
+            wanted = {name: digest(tensor) for name, tensor in tensors.items()}
+            for worker, digests in enumerate(found):
+                wrong = sorted(name for name in wanted if digests.get(name) != wanted[name])
+                assert not wrong, f"worker {worker} holds other values of {wrong[:4]} after version {version}"
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from jackfield.abc.checkpoint_engine import (
     TopologyRequest,
 )
 from jackfield.errors import DeadlineExceeded, WeightsError
-from jackfield.weights import WeightReceiver, WeightSender, digest
+from jackfield.weights import HeldWeights, WeightReceiver, WeightSender, digest
 from jackfield_conformance.subject import Subject
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "silence_seconds",
     "source",
     "sync",
+    "sync_delta",
     "within",
 ]
 
@@ -193,6 +194,36 @@ async def sync(
     return found
 
 
+async def sync_delta(made: Ends, tensors: Tensors, held: Sequence[HeldWeights], version: int) -> list[dict[str, str]]:
+    """A transfer of what has changed since the version before, which of the first version is everything.
+
+    Returns:
+        Digests of what each worker holds then, by name.
+    """
+    topology, base = made.prepare(), version - 1 or None
+
+    async def take(worker: int) -> dict[str, str]:
+        receiver = WeightReceiver(made.workers[worker], held[worker])
+        if base is None:
+            async with aclosing(receiver.tensors(topology.rollout[worker], version)) as stream:
+                async for _ in stream:
+                    pass
+            return receiver.digests
+        changes = await receiver.changes(topology.rollout[worker], version, base)
+        digests = held[worker].unchanged(changes)
+        for _ in held[worker].apply(changes, version, digests):
+            pass
+        return digests
+
+    async def take_all() -> list[dict[str, str]]:
+        return list(await asyncio.gather(*(take(worker) for worker in range(len(held)))))
+
+    weights = [source(tensors) for _ in made.senders]
+    found = await made.together(send(made, topology, weights, version, base), take_all())
+    await made.finalize()
+    return found
+
+
 async def receive_all(
     made: Ends,
     topology: Topology,
@@ -209,12 +240,13 @@ async def send(
     topology: Topology,
     weights: Sequence[Generator[tuple[str, torch.Tensor], None, None]],
     version: int = 1,
+    base: int | None = None,
 ) -> None:
-    """The trainer's side of a transfer, all ranks."""
+    """The trainer's side of a transfer, all ranks; of a delta, where there is a base."""
 
     async def one(rank: int) -> None:
         await made.senders[rank].connect(topology.trainer[rank], version)
-        await made.senders[rank].send(weights[rank])
+        await made.senders[rank].send(weights[rank], base=base)
 
     await asyncio.gather(*(one(rank) for rank in range(len(made.senders))))
 

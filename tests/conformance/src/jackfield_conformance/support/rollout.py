@@ -48,12 +48,14 @@ __all__ = [
     "Pushed",
     "Reader",
     "Weights",
+    "adapted_weights",
     "adapter",
     "assert_greedy",
     "assert_log_probs",
     "breathe",
     "checkpoint_engine",
     "decode",
+    "delta_sender",
     "ended",
     "forward_passes",
     "greedy",
@@ -177,6 +179,15 @@ def _float64(which: Which) -> Any:
 def named_weights(which: Which = "other") -> dict[str, torch.Tensor]:
     """What an engine would export: Hugging Face names, tied tensors once."""
     return {name: parameter.detach().clone() for name, parameter in _float32(which).named_parameters()}
+
+
+def adapted_weights() -> dict[str, torch.Tensor]:
+    """The base model's with the adapter merged: two layers of each of the model's have changed."""
+    weights = named_weights("base")
+    for name, parameter in _float64("adapted").named_parameters():
+        if name.removesuffix(".weight") in _ADAPTED:
+            weights[name] = parameter.detach().float()
+    return weights
 
 
 def adapter() -> dict[str, torch.Tensor]:
@@ -464,6 +475,18 @@ def checkpoint_engine(subject: Subject) -> tuple[str, Mapping[str, Any]]:
     return subject.fixture.get("checkpoint_engine", "in_process"), subject.fixture.get("checkpoint_engine_config", {})
 
 
+def _sender(subject: Subject, block_bytes: int) -> WeightSender:
+    name, settings = checkpoint_engine(subject)
+    context = CheckpointEngineContext(side="trainer", deadline_seconds=20.0)
+    engine: Any = load_plugin("checkpoint_engine", name).build(settings, context)
+    return WeightSender(engine, block_bytes=block_bytes)
+
+
+def delta_sender(subject: Subject) -> WeightSender:
+    """A sender for several updates: what has changed since one of them can be sent."""
+    return _sender(subject, 64)
+
+
 async def push(
     subject: Subject,
     server: BaseRolloutServer,
@@ -474,6 +497,8 @@ async def push(
     breaks_after: int | None = None,
     never_comes: bool = False,
     deadline_seconds: float = 20.0,
+    sender: WeightSender | None = None,
+    base: int | None = None,
 ) -> Pushed:
     """Send weights (default: the other model's) to a server of one worker; raises what ``update_weights`` raises.
 
@@ -482,14 +507,15 @@ async def push(
     Args:
         breaks_after: the sender raises after so many tensors.
         never_comes: the sender does not connect.
+        sender: of :func:`delta_sender`, where deltas follow; None: a new one.
+        base: of a delta, the version that it changes.
     """
     weights = named_weights() if weights is None else weights
     name, settings = checkpoint_engine(subject)
-    plugin = load_plugin("checkpoint_engine", name)
-    context = CheckpointEngineContext(side="trainer", deadline_seconds=20.0)
-    sender = WeightSender(plugin.build(settings, context))
+    cls: Any = load_plugin("checkpoint_engine", name).cls
+    deltas_follow = sender is not None
+    sender = sender or _sender(subject, 0)
     metadata = sender.prepare().metadata
-    cls: Any = plugin.cls
     topology = cls.build_topology(TopologyRequest(trainer_metadata=(metadata,), rollout_workers=1))
     update = UpdateWeightsRequest(
         version=version,
@@ -499,11 +525,13 @@ async def push(
         kind=kind,
         peft_config=PEFT_CONFIG if kind == "adapter" else None,
         deadline_seconds=deadline_seconds,
+        base_version=base,
+        deltas_follow=deltas_follow,
     )
 
     async def send() -> dict[str, str]:
         await sender.connect(topology.trainer[0], version)
-        return await sender.send(_tensors(weights, breaks_after))
+        return await sender.send(_tensors(weights, breaks_after), base=base if sender.knows(base or 0) else None)
 
     updating = spawn(server.update_weights(update), "update")
     sending: asyncio.Task[Any] = spawn(asyncio.Event().wait() if never_comes else send(), "sender")

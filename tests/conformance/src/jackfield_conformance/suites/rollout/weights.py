@@ -26,11 +26,13 @@ from jackfield_conformance.support.rollout import (
     PAGE,
     Reader,
     Weights,
+    adapted_weights,
     adapter,
     assert_greedy,
     assert_log_probs,
     breathe,
     checkpoint_engine,
+    delta_sender,
     ended,
     forward_passes,
     greedy,
@@ -195,6 +197,55 @@ async def adapters_are_applied(subject: Subject) -> None:
         await push(subject, server, 3, named_weights("base"))
         sent = greedy("plain again", 8)
         assert_log_probs(subject, sent, await server.generate(sent), "base")
+
+
+# -- deltas ----------------------------------------------------------------------------------------------------------
+
+
+@check("ROL-083", capability="weights_delta", page=PAGE + "deltas")
+async def deltas_are_applied(subject: Subject) -> None:
+    """After a delta the next token is the new weights', and the receipt has the digests of all tensors, whole."""
+    async with serving(subject) as server:
+        sender = delta_sender(subject)
+        await push(subject, server, 1, named_weights("base"), sender=sender)
+        for version, which, weights in (
+            (2, "adapted", adapted_weights()), (3, "adapted", adapted_weights()), (4, "base", named_weights("base")),
+        ):  # fmt: skip
+            pushed = await push(subject, server, version, weights, kind="delta", sender=sender, base=version - 1)
+            assert sender.sent_bytes < sum(tensor.nbytes for tensor in weights.values()) / 2, "it was no delta"
+            for worker in pushed.receipt.workers:
+                assert dict(worker.digests) == dict(pushed.digests), (
+                    f"version {version}: the receipt's digests are not those of all tensors"
+                )
+            sent = greedy(f"delta-{version}", 8)
+            result = await server.generate(sent)
+            _assert_version(result, version)
+            assert_log_probs(subject, sent, result, "adapted" if which == "adapted" else "base")
+
+
+@check("ROL-084", capability="weights_delta", page=PAGE + "deltas")
+async def deltas_need_their_base(subject: Subject) -> None:
+    """A delta to weights that are not held is refused with ``weights.base``; the server serves what it has."""
+    async with serving(subject) as server:
+        sender = delta_sender(subject)
+        await _assert_base_refused(subject, server, 0, base=0)
+        await push(subject, server, 1, sender=sender)
+        await _assert_base_refused(subject, server, 1, base=0)
+        await push(subject, server, 2)  # nobody has said that deltas follow
+        await _assert_base_refused(subject, server, 2, base=1)
+        with refused(WeightsError, "weights.transfer"):
+            await push(subject, server, 3, sender=sender, breaks_after=2)
+        with refused(WeightsError, "weights.base"):
+            await push(subject, server, 4, kind="delta", base=2)
+        await _assert_heals(subject, server, 5)
+
+
+async def _assert_base_refused(subject: Subject, server: BaseRolloutServer, version: int, base: int) -> None:
+    reader = Reader(server, greedy(f"running-{version}", 24))
+    await reader.at_least(2)
+    with refused(WeightsError, "weights.base"):
+        await push(subject, server, version + 1, kind="delta", base=base)
+    _assert_version(await reader.result(), version)
 
 
 # -- bad updates -----------------------------------------------------------------------------------------------------
