@@ -195,7 +195,7 @@ class SignsForAnother(ReferenceServer):
 class SignsForLess(ReferenceServer):
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
         receipt = await super().update_weights(request)
-        if request.kind == "adapter":
+        if request.kind != "full" or request.deltas_follow:
             return receipt
         digests = {name: value for name, value in receipt.workers[0].digests.items() if "layernorm" not in name}
         return attrs.evolve(receipt, workers=(WorkerReceipt(worker=0, digests=digests),))
