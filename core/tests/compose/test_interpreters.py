@@ -15,7 +15,7 @@ from jackfield.compose.environments import make_environment
 from jackfield.compose.selection import interpreters
 from jackfield.config import RunConfig, make_config
 from jackfield.errors import ConfigError, JackfieldError, PluginError
-from jackfield.plugins import discover
+from jackfield.plugins import discover, environments
 from jackfield.plugins.environments import EnvironmentPlan, create_environment, environment_python
 
 #: Plugins of the core alone; there is no rollout server to find, unless it is asked for.
@@ -43,19 +43,22 @@ def test_a_kind_that_has_no_worker_is_refused() -> None:
     assert "'tracker' is not one of engine, rollout, agent, reward" in caught.value.message
 
 
+def wheel(folder: Path, name: str, version: str = "1.0", summary: str = "nothing") -> str:
+    """A wheel that holds nothing."""
+    folder.mkdir(exist_ok=True)
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: {summary}\n"
+        file.writestr(f"{info}/METADATA", metadata)
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return str(path)
+
+
 @pytest.fixture
-def tiny(tmp_path: Path) -> tuple[str, ...]:
-    """Two wheels that hold nothing: ``tiny`` and ``other``."""
-    paths = []
-    for name in ("tiny", "other"):
-        path = tmp_path / f"{name}-1.0-py3-none-any.whl"
-        info = f"{name}-1.0.dist-info"
-        with zipfile.ZipFile(path, "w") as wheel:
-            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{info}/RECORD", "")
-        paths.append(str(path))
-    return tuple(paths)
+def tiny(tmp_path: Path) -> tuple[str, str]:
+    """Wheels of ``tiny`` and ``other``."""
+    return wheel(tmp_path, "tiny"), wheel(tmp_path, "other")
 
 
 def found(folder: Path, *names: str) -> dict[str, str | None]:
@@ -73,13 +76,27 @@ def found(folder: Path, *names: str) -> dict[str, str | None]:
 
 
 @pytest.mark.timeout(180)
-def test_an_environment_is_made_once_and_anew_when_its_plan_changes(tmp_path: Path, tiny: tuple[str, ...]) -> None:
-    """What is not wanted is removed, and a step that fails is named and leaves no stamp."""
+def test_an_environment_is_made_once_and_anew_when_its_plan_changes(
+    tmp_path: Path, tiny: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not wanted is removed; a new wheel of what comes along is all that is installed; a failure is named."""
+    comes, other = tiny
+    monkeypatch.setattr(environments, "requirement_as_installed", lambda name: [comes])
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: None)
     folder = tmp_path / "made"
-    plan = EnvironmentPlan(folder=folder, requires=tiny, without=("other",))
+    plan = EnvironmentPlan(folder=folder, requires=(other,), installed=("tiny",), without=("other",))
     assert create_environment(plan, 120.0)
     assert {"tiny": "1.0", "other": None} == found(folder, "tiny", "other")
     assert not create_environment(plan, 120.0)
+
+    wheel(tmp_path, "tiny", summary="the same name and version, built again")
+    (folder / "kept").touch()
+    assert create_environment(plan, 120.0)
+    (metadata,) = (folder / "lib").glob("*/site-packages/tiny-1.0.dist-info/METADATA")
+    assert "built again" in metadata.read_text()
+    assert (folder / "kept").exists()
+    assert not create_environment(plan, 120.0)
+
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)

@@ -10,7 +10,12 @@ from jackfield.config import RunConfig
 from jackfield.errors import ConfigError, PluginError
 from jackfield.plugins import PluginRecord, Registry
 from jackfield.plugins.doctor import PluginReport, examine
-from jackfield.plugins.environments import EnvironmentPlan, create_environment, environment_python
+from jackfield.plugins.environments import (
+    EnvironmentPlan,
+    create_environment,
+    environment_python,
+    requirement_as_installed,
+)
 
 __all__ = ["check_environment", "make_environment"]
 
@@ -31,13 +36,16 @@ def make_environment(config: RunConfig, registry: Registry, name: str, seconds: 
             fix=f"describe it under environments.{name}",
         )
     chosen, folder = config.environments[name], environment_folder(config, name)
-    there = [record.distribution for record in _workers(config, registry, name)]
+    there, requires = [record.distribution for record in _workers(config, registry, name)], chosen.requires
     if there:
         there.append(registry.resolve(config.checkpoint_engine.name, "checkpoint_engine").distribution)
+    if there and config.runtime.name == "ray":  # whose workers read and write rows, and have one version of Ray
+        there.append(registry.resolve(config.transfer_queue.name, "transfer_queue").distribution)
+        requires = (*requires, *requirement_as_installed("ray"))
     plan = EnvironmentPlan(
         folder=folder,
         python=chosen.python,
-        requires=chosen.requires,
+        requires=requires,
         installed=tuple(dict.fromkeys(["jackfield", *there])),
         constraints=None if chosen.constraints is None else Path(chosen.constraints),
         without=chosen.without,

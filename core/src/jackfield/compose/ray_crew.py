@@ -279,9 +279,13 @@ def _interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
 
 
 def _factory(config: RunConfig) -> WorkerFactory:
+    """An interpreter of a worker's own need not have the plugins of the others."""
     registry = installed()
-    manifests = [registry.find(kind, getattr(config, section).name) for section, kind in plugin_sections().items()]
-    hook_manager([], manifests).hook.register_parts(register=register_part)
+    chosen = {kind: getattr(config, section).name for section, kind in plugin_sections().items()}
+    here = [record.manifest for record in registry.records() if record.name == chosen[record.kind]]
+    hook_manager([], [manifest for manifest in here if manifest is not None]).hook.register_parts(
+        register=register_part
+    )
     return WorkerFactory(config=config, registry=registry, clock=Clock())
 
 

@@ -44,8 +44,8 @@ def environment_python(folder: Path) -> str:
 def create_environment(plan: EnvironmentPlan, seconds: float) -> bool:
     """Make an environment, unless it is there as planned. pip's output goes to stderr.
 
-    An environment that another plan has made, or that was left half made, is made anew; a folder that is something
-    else is left alone.
+    Where only what comes along from here has changed, it alone is installed again. An environment that another plan has
+    made, or that was left half made, is made anew; a folder that is something else is left alone.
 
     Args:
         plan: what is to be there.
@@ -58,8 +58,10 @@ def create_environment(plan: EnvironmentPlan, seconds: float) -> bool:
         PluginError: ``plugin.environment``, with the step that failed; ``plugin.interpreter``.
     """
     base = resolve_interpreter(plan.python, "environments.*.python")
-    stamp, digest = plan.folder / _STAMP, _digest(plan, base)
-    if stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")).get("digest") == digest:
+    ours = [part for name in plan.installed for part in requirement_as_installed(name)]
+    stamp, digests = plan.folder / _STAMP, {"digest": _digest(plan, base), "installed": _digest_installed(ours)}
+    made = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else {}
+    if digests.items() <= made.items():
         return False
     if plan.folder.exists() and any(plan.folder.iterdir()) and not (plan.folder / "pyvenv.cfg").is_file():
         raise PluginError(
@@ -70,15 +72,18 @@ def create_environment(plan: EnvironmentPlan, seconds: float) -> bool:
             fix="name another folder in the configuration",
         )
     ends = time.monotonic() + seconds
-    shutil.rmtree(plan.folder, ignore_errors=True)
-    _run([base, "-m", "venv", str(plan.folder)], ends, plan)
     pip = [environment_python(plan.folder), "-m", "pip", "--disable-pip-version-check"]
     keep = [] if plan.constraints is None else ["--constraint", str(plan.constraints)]
-    ours = [part for name in plan.installed for part in requirement_as_installed(name)]
-    _run([*pip, "install", *keep, *plan.requires, *ours], ends, plan)
-    if plan.without:
-        _run([*pip, "uninstall", "--yes", *plan.without], ends, plan)
-    stamp.write_text(json.dumps({"digest": digest, "requires": [*plan.requires, *ours]}, indent=1), encoding="utf-8")
+    stamp.unlink(missing_ok=True)
+    if made.get("digest") == digests["digest"]:
+        _run([*pip, "install", "--force-reinstall", "--no-deps", *ours], ends, plan)
+    else:
+        shutil.rmtree(plan.folder, ignore_errors=True)
+        _run([base, "-m", "venv", str(plan.folder)], ends, plan)
+        _run([*pip, "install", *keep, *plan.requires, *ours], ends, plan)
+        if plan.without:
+            _run([*pip, "uninstall", "--yes", *plan.without], ends, plan)
+    stamp.write_text(json.dumps({**digests, "requires": [*plan.requires, *ours]}, indent=1), encoding="utf-8")
     return True
 
 
@@ -129,8 +134,16 @@ def _shown(command: Sequence[str]) -> Iterable[str]:
 
 
 def _digest(plan: EnvironmentPlan, base: str) -> str:
-    parts = [base, sys.version, *plan.requires, "", *plan.without, ""]
-    parts += [part for name in plan.installed for part in (name, *requirement_as_installed(name))]
+    """Of all but what comes along, of which it is what that needs."""
+    parts = [base, sys.version, *plan.requires, "", *plan.without, "", *plan.installed, ""]
+    parts += sorted(line for name in plan.installed for line in importlib.metadata.requires(name) or ())
     if plan.constraints is not None:
         parts.append(plan.constraints.read_text(encoding="utf-8"))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _digest_installed(arguments: Sequence[str]) -> str:
+    """Of pip's arguments, and of the wheels that they name."""
+    parts = [part.encode() for part in arguments]
+    parts += [hashlib.sha256(Path(part).read_bytes()).digest() for part in arguments if Path(part).is_file()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
