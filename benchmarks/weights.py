@@ -21,6 +21,10 @@ a ROUTER to a DEALER for each receiver, within the host as the engine, in pieces
 sender. `nixl_raw_fraction`: total of `nixl` over the best of NIXL itself, over UCX: each receiver reads the sender's
 registered memory into its own, in pieces of 4 and 32 MB, one at a time, and as a whole. All are of large tensors
 without digests at the largest size, and the smallest over the numbers of receivers.
+deltas: by the first of `zmq`, `shared`, `nccl`, `nixl` that is there, to one receiver, large tensors, with digests. Of
+so many of the 4096-byte blocks one number each is changed: the bytes that are sent for it, of those of all weights,
+and the seconds until the receiver has loaded and proved every tensor, beside those of a full update.
+
 ``--quick`` takes 0.1 GB, fewer cases and rounds.
 """
 
@@ -52,6 +56,8 @@ MODULES = {
     "zmq": "jackfield_transport_zmq",
     "nixl": "jackfield_transport_nixl",
 }
+BLOCK = 4096  #: bytes of a block of a delta
+CHANGED = (0.0, 0.01, 0.1, 0.5, 1.0)  #: of the blocks
 WITHOUT_LOADING = ("nccl", "zmq", "nixl")  #: receivers of these only take what comes
 
 
@@ -77,6 +83,12 @@ def main() -> None:
             for result in bench.size(gigabytes, there):
                 results.append(result)
                 print(row(result), flush=True)
+        deltas = list(bench.deltas(max(arguments.gigabytes), there))
+        for delta in deltas:
+            print(
+                f"delta of {delta['changed']:6.1%} of the blocks: {delta['sent']:7.2%} of the bytes, "
+                f"{delta['seconds']:.3f} s; full: {delta['full_seconds']:.3f} s"
+            )
     summary = {
         "shared_memcpy_fraction": smallest(results, "shared", "memcpy"),
         "nccl_raw_fraction": smallest(results, "nccl", "raw"),
@@ -88,6 +100,7 @@ def main() -> None:
             if name not in there
         ),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load average {load[0]:.1f} before",
+        "deltas": deltas,
         "results": results,
     }
     for name in ("shared_memcpy_fraction", "nccl_raw_fraction", "zmq_raw_fraction", "nixl_raw_fraction"):
@@ -186,6 +199,39 @@ class Bench:
             answer(member)
         return True
 
+    def deltas(self, gigabytes: float, engines: list[str]) -> Iterator[dict[str, Any]]:
+        """What updates cost that change a part of the weights."""
+        engine = next((name for name in ("zmq", "shared", "nccl", "nixl") if name in engines), None)
+        if engine is None:
+            return
+        each = min(LARGE, int(gigabytes * 1e9) // 8) // BLOCK * BLOCK
+        count = int(gigabytes * 1e9) // each
+        ask([self.sender], "weights", count, each, True)
+        ask(self.receivers[:1], "weights", count, each, False)
+        self.make(engine, 1)
+        full = [self.delta(0.0, full=True)[1] for _ in range(self.arguments.rounds + 1)]
+        for changed in (0.01, 0.1) if self.arguments.quick else CHANGED:
+            found = [self.delta(changed) for _ in range(self.arguments.rounds)]
+            seconds, sent = min(second for _, second in found), found[-1][0]
+            case = {"engine": engine, "gigabytes": gigabytes, "changed": changed, "sent": sent / (count * each)}
+            yield {**case, "seconds": round(seconds, 4), "full_seconds": round(min(full), 4)}
+        ask(self.all, "forget")
+
+    def delta(self, changed: float, full: bool = False) -> tuple[int, float]:
+        """One update: bytes sent, and seconds."""
+        ask([self.sender], "change", changed)
+        (topology,) = ask([self.sender], "prepare", 1)
+        self.count += 1
+        base = None if full else self.count - 1
+        self.sender.send(("send_delta", topology[0], self.count, base))
+        self.receivers[0].send(("receive_delta", topology[1][0], self.count, base))
+        sent, digests = answer(self.sender)
+        seconds, received = answer(self.receivers[0])
+        if digests != received:
+            raise ValueError("the receiver holds other weights")
+        ask([self.sender], "finalize")
+        return sent, seconds
+
     def make(self, engine: str, receivers: int) -> None:
         settings = {"folder": str(self.folder / "weights"), "poll_seconds": 0.005} if engine == "file" else {}
         ask([self.sender], "make", engine, settings, "trainer")
@@ -261,6 +307,8 @@ class End:
         self.group: Any = None
         self.socket: Any = None
         self.peers = 0
+        self.delta_sender: Any = None
+        self.held: Any = None
         self.buffer: Any = None
         self.agent: Any = None
         self.others: list[Any] = []
@@ -419,16 +467,19 @@ class End:
         if self.socket is not None:
             self.socket.close(0)
         self.socket, self.peers = None, 0
+        self.delta_sender = self.held = None
         self.group = self.engine = self.buffer = self.agent = self.address = None
 
     def do_make(self, name: str, settings: dict[str, Any], side: Any) -> None:
         """One end of an engine."""
         from jackfield.abc.checkpoint_engine import CheckpointEngineContext
         from jackfield.plugins import load_plugin
+        from jackfield.weights import WeightSender
 
         context = CheckpointEngineContext(side=side, deadline_seconds=SECONDS)
         self.engine = load_plugin("checkpoint_engine", name).build(settings, context)
         self.runner = asyncio.Runner()
+        self.delta_sender, self.held = WeightSender(self.engine, block_bytes=BLOCK), None
 
     def do_prepare(self, workers: int) -> tuple[Any, Any]:
         """The topology."""
@@ -437,6 +488,49 @@ class End:
         metadata = self.engine.prepare().metadata
         topology = self.engine.build_topology(TopologyRequest(trainer_metadata=(metadata,), rollout_workers=workers))
         return topology.trainer[0], topology.rollout
+
+    def do_change(self, fraction: float) -> None:
+        """A number in each of so many of the model's blocks."""
+        import torch
+
+        step = BLOCK // 2  # numbers of a block
+        per_tensor = self.tensors[0][1].numel() // step
+        chosen = torch.randperm(per_tensor * len(self.tensors))[: round(fraction * per_tensor * len(self.tensors))]
+        for place in chosen.tolist():
+            tensor = self.tensors[place // per_tensor][1]
+            tensor[place % per_tensor * step] = 1 - tensor[place % per_tensor * step]
+
+    def do_send_delta(self, share: Any, version: int, base: int | None) -> tuple[int, dict[str, str]]:
+        """Bytes sent, and digests of all tensors."""
+
+        async def send() -> dict[str, str]:
+            await self.delta_sender.connect(share, version)
+            return await self.delta_sender.send((item for item in self.tensors), base=base)
+
+        digests = self.runner.run(send())
+        return self.delta_sender.sent_bytes, digests
+
+    def do_receive_delta(self, share: Any, version: int, base: int | None) -> tuple[float, dict[str, str]]:
+        """Seconds until all is loaded and proved, and digests."""
+        return self.runner.run(self._receive_delta(share, version, base))
+
+    async def _receive_delta(self, share: Any, version: int, base: int | None) -> tuple[float, dict[str, str]]:
+        from jackfield.weights import HeldWeights, WeightReceiver, digest
+
+        own = {f"layer.{n}.weight": tensor for n, tensor in enumerate(self.own)}
+        held = self.held = self.held or HeldWeights(own.get)
+        receiver = WeightReceiver(self.engine, held)
+        start = time.perf_counter()
+        if base is None:
+            async for name, tensor in receiver.tensors(share, version):
+                own[name].copy_(tensor)
+            digests = {name: digest(tensor) for name, tensor in own.items()}
+        else:
+            changes = await receiver.changes(share, version, base)
+            digests = held.unchanged(changes)
+            for name, tensor in held.apply(changes, version, digests):
+                own[name].copy_(tensor)
+        return time.perf_counter() - start, digests
 
     def do_finalize(self) -> None:
         """After a transfer."""
