@@ -145,6 +145,8 @@ def test_old_log_probs_are_recomputed_only_where_somebody_reads_them() -> None:
         (("data.expert=e.jsonl",), "data.expert", "config.invalid-value"),
         (("algorithm.reward_dimensions=[score]",), "algorithm.reward_dimensions", "config.invalid-value"),
         (("critic.clip=null",), "critic", "config.invalid-value"),
+        (("weights.block_bytes=64",), "weights", "config.invalid-value"),
+        (("weights.without_base=stop",), "weights", "config.invalid-value"),
         (("algorithm.kl.target=1",), "algorithm.kl.target", "config.invalid-value"),
         (
             ("algorithm.name=gdpo", "algorithm.reward_dimensions=[score]", "algorithm.shaping.normalize=true"),
@@ -180,13 +182,16 @@ def test_whole_batches_are_refused_where_mini_batches_are_streamed() -> None:
 
 
 def test_the_canary_allows_what_rounding_explains() -> None:
-    assert [0.01, 0.25, 0.25, 0.5] == [
+    assert [0.01, 0.25, 0.25, 0.25, 0.01, 0.5, 0.75] == [
         recipe(*overrides).canary_bound
         for overrides in (
             (),
             ("model.dtype=bfloat16",),
             ("engine={name: fsdp, mixed_precision: bfloat16}",),
-            ("model.dtype=bfloat16", "canary.bound=0.5"),
+            ("weights.dtype=bfloat16",),
+            ("weights.dtype=float32",),
+            ("weights.dtype=float8_e4m3fn",),
+            ("weights.dtype=float8_e4m3fn", "canary.bound=0.75"),
         )
     ]
 

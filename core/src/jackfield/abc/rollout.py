@@ -44,6 +44,7 @@ __all__ = [
 class RolloutContext:
     """What a replica is told at its construction, beside the plugin's own config."""
 
+    #: its dtype is what weights are cast to as they are loaded; ``float8_e4m3fn`` belongs to ``weights_float8``
     model: ModelSpec
     replica: int = 0
     device: str = "cpu"

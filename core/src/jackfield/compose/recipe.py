@@ -9,7 +9,7 @@ import attrs
 
 from jackfield.algorithms import Algorithm, Part, algorithm, names, part
 from jackfield.algorithms.losses import COUNTS, ROW_INPUTS, TOKEN_INPUTS
-from jackfield.config import CriticConfig, PartConfig, RunConfig
+from jackfield.config import CriticConfig, PartConfig, RunConfig, WeightsConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
 from jackfield.runtime.advantages import AdvantagePlan
@@ -17,7 +17,7 @@ from jackfield.runtime.advantages import AdvantagePlan
 __all__ = ["Recipe", "make_recipe"]
 
 #: How far a replica's log-probs may be from the engine's on average, in nats, where none is configured.
-_EXACT_BOUND, _ROUNDED_BOUND = 0.01, 0.25
+_EXACT_BOUND, _ROUNDED_BOUND, _FLOAT8_BOUND = 0.01, 0.25, 0.5
 
 #: What an estimator can get beside values, reward dimensions and the greedy run's reward, which the recipe adds.
 _ESTIMATOR_INPUTS = frozenset(
@@ -182,12 +182,14 @@ def _numerics_differ(config: RunConfig, rollout: Manifest) -> bool:
 def _rounds(config: RunConfig) -> bool:
     """Whether anything is computed with fewer bits than float32 has."""
     mixed = config.engine.settings.get("mixed_precision", "none") not in (None, "none")
-    return mixed or config.model.dtype != "float32"
+    return mixed or config.model.dtype != "float32" or config.weights.dtype not in (None, "float32")
 
 
 def _canary_bound(config: RunConfig) -> float:
     if config.canary.bound is not None:
         return config.canary.bound
+    if config.weights.dtype == "float8_e4m3fn":
+        return _FLOAT8_BOUND
     return _ROUNDED_BOUND if _rounds(config) else _EXACT_BOUND
 
 
@@ -351,6 +353,10 @@ def _check_effect(config: RunConfig, recipe: Recipe) -> None:
             and settings.shaping.active
             and _takes(recipe.algorithm.advantages, "reward_dimensions"),
             "an estimator of one reward",
+        ),
+        "weights": (
+            config.weights.kind == "full" and attrs.evolve(config.weights, dtype=None) != WeightsConfig(),
+            "weights.kind: delta, for block_bytes and without_base",
         ),
         "data.format.rejected_key": (
             config.data.format.rejected_key is not None and not recipe.pairs,

@@ -16,7 +16,15 @@ from jackfield.plugins.environments import environment_python
 from jackfield.plugins.handshake import check_interpreter
 from jackfield.plugins.interpreters import resolve_interpreter
 
-__all__ = ["check_plugins", "environment_folder", "import_plugins", "interpreters", "manifests", "records_of"]
+__all__ = [
+    "check_plugins",
+    "check_weights",
+    "environment_folder",
+    "import_plugins",
+    "interpreters",
+    "manifests",
+    "records_of",
+]
 
 #: Kinds whose plugins import torch: they come last.
 HEAVY = ("engine", "rollout")
@@ -45,21 +53,36 @@ def check_plugins(config: RunConfig, registry: Registry) -> None:
     if config.model.lora is not None:
         require_capability(registry.find("engine", config.engine.name), "lora", "model.lora is set")
         require_capability(registry.find("rollout", config.rollout.name), "weights_adapter", "model.lora is set")
+    check_weights(config, registry)
+
+
+def check_weights(config: RunConfig, registry: Registry) -> None:
+    """What the section ``weights`` asks of plugins.
+
+    Raises:
+        PluginError: a plugin has not declared it.
+        ConfigError: it does not go together with an adapter.
+    """
+    rollout = registry.find("rollout", config.rollout.name)
+    if config.weights.dtype == "float8_e4m3fn":
+        _refuse_with_adapter(config, "weights.dtype", "bfloat16")
+        require_capability(rollout, "weights_float8", "weights.dtype is float8_e4m3fn")
     if config.weights.kind == "delta":
-        _check_deltas(config, registry)
+        because = "weights.kind is delta"
+        _refuse_with_adapter(config, "weights.kind", "full")
+        require_capability(registry.find("checkpoint_engine", config.checkpoint_engine.name), "delta", because)
+        require_capability(rollout, "weights_delta", because)
 
 
-def _check_deltas(config: RunConfig, registry: Registry) -> None:
-    because = "weights.kind is delta"
+def _refuse_with_adapter(config: RunConfig, where: str, expected: str) -> None:
     if config.model.lora is not None:
+        section, key = where.split(".")
         raise ConfigError(
-            "a run that trains an adapter synchronises the adapter, and never a delta",
-            where="weights.kind",
-            expected="full",
-            found="delta",
+            "a run that trains an adapter sends the adapter alone, as it is",
+            where=where,
+            expected=f"{expected}, or no model.lora",
+            found=getattr(getattr(config, section), key),
         )
-    require_capability(registry.find("checkpoint_engine", config.checkpoint_engine.name), "delta", because)
-    require_capability(registry.find("rollout", config.rollout.name), "weights_delta", because)
 
 
 def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> None:

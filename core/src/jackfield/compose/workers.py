@@ -115,8 +115,9 @@ class WorkerFactory:
     def rollout_context(self, replica: int, *, host: str = "127.0.0.1") -> RolloutContext:
         """What a replica is told of its place in the run."""
         config = self.config
+        model = config.model if config.weights.dtype is None else attrs.evolve(config.model, dtype=config.weights.dtype)
         return RolloutContext(
-            model=config.model,
+            model=model,
             replica=replica,
             device=config.runtime.device,
             seed=config.seed + replica,

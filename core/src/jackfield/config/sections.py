@@ -189,6 +189,11 @@ class WeightsConfig:
         help="where a replica does not hold the weights that a delta changes (it has just come, or was started "
         "again); full: everything is sent; stop: the run ends (weights.base)",
     )
+    dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = option(
+        None,
+        help="what a replica casts the weights to as it loads them; the engine sends its own. float8_e4m3fn: weights "
+        "of linear layers, with one scale per tensor, the rest in bfloat16; null: model.dtype",
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -198,8 +203,8 @@ class CanaryConfig:
     tokens: int = option(2, help="that each replica generates and the engine scores; 0: no canary", validator=ge(0))
     bound: float | None = option(
         None,
-        help="mean distance of a replica's log-probs from the engine's, in nats; null: 0.01, and 0.25 where anything "
-        "computes with fewer bits than float32",
+        help="mean distance of a replica's log-probs from the engine's, in nats; null: 0.01, 0.25 where anything "
+        "computes with fewer bits than float32, 0.5 with weights.dtype: float8_e4m3fn",
         validator=optional(gt(0.0)),
     )
     beyond: Literal["stop", "correct"] = option(

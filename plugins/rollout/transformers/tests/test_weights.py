@@ -13,6 +13,7 @@ from jackfield.abc.rollout import GenerateResult, PauseRequest, ResumeRequest, S
 from jackfield.errors import RolloutError, WeightsError
 from jackfield.weights import digest
 from jackfield.weights.delta import SentVersions
+from jackfield_rollout_transformers.float8 import rounded
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft
 
@@ -262,6 +263,52 @@ def test_a_delta_changes_weights_that_were_cast(
             assert torch.equal(changed.bfloat16(), server._weights.targets()[name].data)
             result = await server.generate(greedy(make_request, "a", 1))
             assert (2,) == result.weight_versions
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 0.05), ("float8_e4m3fn", 0.5)])
+def test_weights_are_cast_where_they_are_loaded(
+    serve: Any, make_request: Any, other_model: Any, named_weights: Any, send: Any, dtype: str, allowed: float
+) -> None:
+    """The receipt proves the float32 that was sent; the parameters are those that the dtype has for it."""
+    weights = named_weights(other_model)
+
+    def cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if dtype == "bfloat16" or "_proj" not in name:
+            return tensor.bfloat16()
+        scale = tensor.abs().max() / 448
+        return ((tensor / scale).to(torch.float8_e4m3fn).float() * scale).bfloat16()
+
+    async def main() -> GenerateResult:
+        async with serve(dtype=dtype) as server:
+            receipt = await server.update_weights(send(1, weights))
+            assert {name: digest(tensor) for name, tensor in weights.items()} == receipt.workers[0].digests
+            loaded = server._weights.targets()
+            assert all(torch.equal(cast(name, tensor), loaded[name].data) for name, tensor in weights.items())
+            result: GenerateResult = await server.generate(greedy(make_request, "a"))
+            return result
+
+    result = asyncio.run(main())
+    exact = forward_log_probs(other_model, PROMPT, result.token_ids)
+    distances = [abs(one - other) for one, other in zip(result.log_probs, exact, strict=True)]
+    assert 0 < sum(distances) / len(distances) < allowed
+
+
+def test_the_first_weights_are_cast_too(serve: Any, other_model: Any) -> None:
+    """A tensor without any value but zero keeps it; an adapter has nothing that it could be merged into."""
+    zero = torch.zeros(3, 4)
+    assert torch.equal(zero, rounded(zero))
+    values = torch.tensor([-448.0, 447.0, 1.0, 1.0625, 1e-9])
+    assert [-448.0, 448.0, 1.0, 1.0, 0.0] == rounded(values).tolist()
+
+    async def main() -> None:
+        async with serve(dtype="float8_e4m3fn") as server:
+            assert 21 == len(server._model.float8)
+            for name in server._model.float8:
+                weight = server._weights.targets()[name].data
+                assert torch.equal(weight, rounded(weight).bfloat16()), name
+                assert len(weight.unique()) < 256, name
 
     asyncio.run(main())
 

@@ -15,11 +15,18 @@ from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import RolloutError
 from jackfield_rollout_transformers import attention
 from jackfield_rollout_transformers.config import Config
+from jackfield_rollout_transformers.float8 import rounded, rounded_names
 from jackfield_rollout_transformers.norms import use_operator
 
 __all__ = ["LoadedModel", "load_decode", "load_model", "unusable"]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FLOAT8 = "float8_e4m3fn"  #: a simulation: see ``float8``
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    _FLOAT8: torch.bfloat16,  # what it computes in
+}
 _TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
 _ROTARY_PER_BATCH = ("dynamic", "longrope")  # frequencies depend on the longest row of a pass
 
@@ -35,6 +42,7 @@ class LoadedModel:
     end_ids: frozenset[int]  #: the model's own end tokens
     max_model_len: int  #: prompt and response together
     device: torch.device
+    float8: frozenset[str] = frozenset()  #: names of the weights that are rounded through float8_e4m3fn
 
     def parameters(self) -> list[Tensor]:
         """All parameters, tied ones once."""
@@ -73,6 +81,10 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
         module.set_attn_implementation(attention.NAME)
     module = module.to(device).eval().requires_grad_(False)
     use_operator(module)
+    float8 = rounded_names(module) if spec.dtype == _FLOAT8 else frozenset()
+    for name in float8:
+        weight = module.get_parameter(name)
+        weight.copy_(rounded(weight))
     settings = module.config.get_text_config()
     limit = _model_limit(settings, context.max_model_len)
     _check_architecture(path, settings, limit)
@@ -87,6 +99,7 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
         end_ids=_end_ids(module),
         max_model_len=limit,
         device=device,
+        float8=float8,
     )
 
 

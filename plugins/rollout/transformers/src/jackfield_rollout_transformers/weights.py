@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from jackfield.abc.rollout import UpdateWeightsRequest
-from jackfield.errors import WeightsError
+from jackfield.errors import PluginError, WeightsError
 from jackfield.weights import HeldWeights, MergedAdapter
+from jackfield_rollout_transformers.float8 import rounded
 from jackfield_rollout_transformers.model import LoadedModel
 
 __all__ = ["AdapterUpdate", "FullUpdate", "ModelWeights"]
@@ -25,7 +26,7 @@ class ModelWeights:
     def __init__(self, model: LoadedModel) -> None:
         self.model = model
         self.adapter = MergedAdapter(self._weight_of, self._modules)
-        self.held = HeldWeights(lambda name: self.targets().get(name))
+        self.held = HeldWeights(lambda name: None if name in model.float8 else self.targets().get(name))
         self.intact = True  #: whether the base weights are known to be whole
         self._shapes: list[torch.Size] = [parameter.shape for parameter in model.parameters()]
 
@@ -46,6 +47,14 @@ class ModelWeights:
             return AdapterUpdate(self, request.peft_config or {}, digest)
         return FullUpdate(self, digest)
 
+    def store(self, name: str, target: Tensor, tensor: Tensor) -> None:
+        """Copy a tensor into its parameter, cast to what that holds."""
+        target.data.copy_(rounded(tensor) if name in self.model.float8 else tensor)
+
+    def shows(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether the parameter holds what was sent, in ``dtype``, bit for bit."""
+        return name not in self.model.float8 and self.targets()[name].dtype == dtype
+
     @torch.no_grad()
     def apply(self, changes: Mapping[str, Tensor], version: int) -> dict[str, str]:
         """Load what :meth:`~jackfield.weights.WeightReceiver.changes` received; digests of what has changed, by name.
@@ -61,7 +70,7 @@ class ModelWeights:
                 _refuse_names("the model has no such parameter", [name])
             if targets[name].shape != tensor.shape:
                 _refuse_shapes([f"{name} (model {tuple(targets[name].shape)}, sent {tuple(tensor.shape)})"])
-            targets[name].data.copy_(tensor)
+            self.store(name, targets[name], tensor)
         self.intact = True
         return digests
 
@@ -112,13 +121,13 @@ class FullUpdate:
         elif target.shape != tensor.shape:
             self._misshapen.append(f"{name} (model {tuple(target.shape)}, sent {tuple(tensor.shape)})")
         else:
-            target.data.copy_(tensor)
+            self._weights.store(name, target, tensor)
             self._loaded[name] = tensor.dtype
 
     def finish(self, received: Mapping[str, str]) -> dict[str, str]:
         """Check that the model is complete; return the digests of what it holds now, by name.
 
-        Where a tensor was cast to the model's dtype, the digest is that of the tensor ``received``.
+        Where a tensor was cast, to the model's dtype or through float8, the digest is that of the tensor ``received``.
 
         Raises:
             WeightsError: ``weights.missing`` for names, ``weights.transfer`` for shapes.
@@ -129,7 +138,7 @@ class FullUpdate:
         self._weights.adapter.forget()
         self._weights.intact = True
         return {
-            name: self._digest(self._targets[name].data) if self._targets[name].dtype == dtype else received[name]
+            name: self._digest(self._targets[name].data) if self._weights.shows(name, dtype) else received[name]
             for name, dtype in self._loaded.items()
         }
 
@@ -150,6 +159,12 @@ class AdapterUpdate:
         self._config = config
         self._digest = digest
         self._tensors: dict[str, Tensor] = {}
+        if weights.model.float8:
+            raise PluginError(
+                "adapters cannot be merged into weights that were rounded through float8_e4m3fn",
+                code="plugin.capability",
+                expected="weights.dtype: bfloat16, float16 or float32",
+            )
         if not weights.intact:
             raise WeightsError(
                 "an adapter arrived for a model whose base weights are lost", fix="send a full update first"
