@@ -1,5 +1,5 @@
 # The two commands of the README, and a few for those who work on Jackfield.
-.PHONY: quickstart test wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue vllm-environment sglang-environment clean
+.PHONY: quickstart test wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue interpreters clean
 
 PYTHON = .venv/bin/python
 
@@ -39,13 +39,8 @@ benchmark-transfer-queue: ## install TransferQueue into an environment of its ow
 	python3 -m venv .venv-transfer-queue
 	.venv-transfer-queue/bin/python -m pip install --quiet --requirement benchmarks/requirements-transfer-queue.txt
 
-vllm-environment: develop ## make the environment in which tests run vLLM: 6 minutes and 3.5 GB
-	.venv/bin/jackfield env create vllm plugins/rollout/vllm/tests/environment.yaml
-
-sglang-environment: ## make the environment in which a test compares requests with SGLang's types
-	python3 -m venv environments/sglang
-	environments/sglang/bin/python -m pip install --quiet --requirement plugins/rollout/sglang/tests/requirements.txt
-	environments/sglang/bin/python -m pip install --quiet --no-deps sglang==0.5.23
+interpreters: develop ## make the environments in which tests run vLLM and read SGLang's types: 5 minutes and 4 GB
+	@python3 tools/environment.py interpreters
 
 clean: ## remove what was made: environments, wheels, caches
 	rm -rf .venv .venv-transfer-queue .tox dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

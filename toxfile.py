@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tox.config.sets import ConfigSet
     from tox.session.state import State
 
-#: What every package's tests run with.
+#: What every package's tests run with. Interpreters that all tests share are left to the session over all packages.
 CONFORMANCE = "jackfield-conformance"
 TEST_TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 
@@ -50,9 +50,10 @@ def _settings(package: Package, arguments: tuple[str, ...]) -> dict[str, object]
     wanted = {CONFORMANCE: frozenset[str](), package.name: package.test_extras}
     wheels = " ".join(str(PACKAGES[name].wheel.relative_to(ROOT)) for name in closure(PACKAGES, wanted))
     install = f"python -m pip install --quiet --no-compile --no-deps --force-reinstall {wheels}"
+    tests = str(package.tests.relative_to(ROOT))
     return {
         "description": f"the tests of {package.name} against its wheel",
         "deps": "\n".join(["-c constraints.txt", *sorted({*TEST_TOOLS, *third_party(PACKAGES, wanted)})]),
         "commands_pre": [install, "python -m pip check"],
-        "commands": [Command(["python", "-m", "pytest", str(package.tests.relative_to(ROOT)), *arguments])],
+        "commands": [Command(["python", "-m", "pytest", "-m", "not shared_interpreter", tests, *arguments])],
     }

@@ -104,6 +104,11 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
     pytest = [PYTHON, "-m", "pytest", "--continue-on-collection-errors"]
     pytest += ["--numprocesses", str(TESTERS), "--dist", "loadfile"]  # a file's fixtures are made once
     pytest += ["--no-loadscope-reorder", "--durations", "30"]  # whole runs come first, and end beside the rest
+    interpreters = Stage(
+        "interpreters",
+        "environments of vLLM and SGLang for tests",
+        _command([sys.executable, "tools/environment.py", "interpreters"], 1200),
+    )
     checks = [
         Stage("lint", "ruff: rules", _command([*ruff, "check", "."], 120)),
         Stage("format", "ruff: layout", _command([*ruff, "format", "--check", "."], 120)),
@@ -120,7 +125,7 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
     return [
         Stage("environment", "servers for tests; tools and requirements in .venv", lambda: _environment(packages)),
         Stage("wheels", "all wheels into dist/ and .venv", lambda: _wheels(list(packages.values()))),
-        *(dataclasses.replace(check, group="checks") for check in checks),
+        *(dataclasses.replace(check, group="checks") for check in [interpreters, *checks]),
         Stage("tox", "each package's tests against its wheel, alone", _command(tox, 1800)),
         Stage("session", "one pytest session over all wheels", _command(pytest, 1800)),
     ]

@@ -3,6 +3,7 @@
     python3 tools/environment.py quickstart   # the quickstart's packages, editable
     python3 tools/environment.py develop      # the tools and every package, editable
     python3 tools/environment.py tools        # the tools and all third-party requirements, for tools/ci.py
+    python3 tools/environment.py interpreters # what tests run beside .venv: vLLM, and SGLang's types
 
 Standard library only: the interpreter that runs it has nothing installed.
 """
@@ -26,7 +27,15 @@ import tomllib
 
 from packages import ROOT, Package, closure, discover, requirement_name, third_party
 
-__all__ = ["PYTHON", "install_editable", "install_requirements", "install_servers", "install_wheels", "make"]
+__all__ = [
+    "PYTHON",
+    "install_editable",
+    "install_requirements",
+    "install_servers",
+    "install_wheels",
+    "make",
+    "make_interpreters",
+]
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -36,6 +45,9 @@ STAMPS = VENV / "jackfield-stamps.json"
 
 #: Debian's packages of the servers that tests start, each with a path that shows that it is there.
 SERVERS = {"postgresql": "usr/lib/postgresql/*/bin/postgres", "redis-server": "usr/bin/redis-server"}
+VLLM = ROOT / "plugins" / "rollout" / "vllm" / "tests" / "environment.yaml"
+SGLANG = ROOT / "plugins" / "rollout" / "sglang" / "tests" / "requirements.txt"
+
 POLICY = Path("/usr/sbin/policy-rc.d")  #: Debian asks it whether a package may start its service
 
 #: What building a wheel or an editable install takes, without build isolation.
@@ -45,9 +57,12 @@ BUILD_REQUIREMENTS = ("editables", "hatchling")
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("purpose", choices=["quickstart", "develop", "tools"])
+    parser.add_argument("purpose", choices=["quickstart", "develop", "tools", "interpreters"])
     purpose = parser.parse_args().purpose
     started = time.monotonic()
+    if purpose == "interpreters":
+        make_interpreters()
+        return
     packages = discover()
     make()
     if purpose == "quickstart":
@@ -119,6 +134,33 @@ def install_servers() -> None:
     finally:
         if ours:
             POLICY.unlink()
+
+
+def make_interpreters() -> None:
+    """Make the environments that tests share, where they are not there as described: vLLM's, with the plugin that is
+    installed in ``.venv``, and SGLang's, which lies over ``.venv``, where much of what it wants is.
+    """
+    sglang = ROOT / "environments" / "sglang"
+    command = [str(VENV / "bin" / "jackfield"), "env", "create", "vllm", str(VLLM)]
+    _run(command, {"PIP_NO_COMPILE": "0", "PIP_QUIET": "1"})  # pip takes 0 for: do not compile
+    stamp = _digest(SGLANG.read_text(encoding="utf-8"), CONSTRAINTS.read_text(encoding="utf-8"), sys.version)
+    if _stamps().get("sglang") == stamp and sglang.exists():
+        return
+    _run([sys.executable, "-m", "venv", "--clear", str(sglang)])
+    ((below, over),) = zip(VENV.glob("lib/*/site-packages"), sglang.glob("lib/*/site-packages"), strict=True)
+    (over / "below.pth").write_text(f"{below}\n", encoding="utf-8")
+    pip = [
+        str(sglang / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-compile",
+    ]
+    _run([*pip, "--requirement", str(SGLANG)])
+    _run([*pip, "--no-deps", "sglang==0.5.23"])  # its own requirements are a GPU's libraries
+    _stamp("sglang", stamp)
 
 
 def install_editable(packages: list[Package]) -> None:

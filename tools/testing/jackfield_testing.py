@@ -64,16 +64,18 @@ TOOLS: dict[str, Callable[[], bool]] = {
     "node": lambda: shutil.which("node") is not None,
     "postgres": lambda: postgres_programs() is not None,
     "redis": lambda: redis_program() is not None,
+    "sglang": lambda: sglang_python() is not None,
+    "vllm": lambda: vllm_python() is not None,
 }
 
 
 def vllm_python() -> Path | None:
-    """The interpreter in which tests run vLLM: ``JACKFIELD_VLLM_PYTHON``, or that of ``make vllm-environment``."""
+    """The interpreter in which tests run vLLM: ``JACKFIELD_VLLM_PYTHON``, or that of ``make interpreters``."""
     return _python("vllm")
 
 
 def sglang_python() -> Path | None:
-    """The interpreter that has SGLang's types: ``JACKFIELD_SGLANG_PYTHON``, or that of ``make sglang-environment``."""
+    """The interpreter that has SGLang's types: ``JACKFIELD_SGLANG_PYTHON``, or that of ``make interpreters``."""
     return _python("sglang")
 
 
@@ -83,13 +85,11 @@ def _python(name: str) -> Path | None:
     return python if python.exists() else None
 
 
-#: What a machine of CI may lack: hardware, the rights of an administrator, environments of gigabytes.
+#: What a machine of CI may lack: hardware, and the rights of an administrator.
 HARDWARE: dict[str, Callable[[], bool]] = {
     "cuda": _cuda,
     "mount": lambda: _may("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"),
     "network namespaces": lambda: _may("sh", "-c", _CABLE),
-    "sglang": lambda: sglang_python() is not None,
-    "vllm": lambda: vllm_python() is not None,
 }
 
 _ALLOWED = pytest.StashKey[str]()
@@ -98,6 +98,7 @@ _ALLOWED = pytest.StashKey[str]()
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "needs(*tools): skip where a tool is missing; under CI=true fail instead")
+    config.addinivalue_line("markers", "shared_interpreter: uses an interpreter that all tests of the session share")
     config.addinivalue_line("markers", "needs_data(folder): skip where that folder of the shared data is missing")
 
 

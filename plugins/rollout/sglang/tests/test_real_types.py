@@ -1,6 +1,6 @@
 """Everything that this plugin asks, asked of SGLang's own routes and types: see ``real_types.py``.
 
-The environment: ``make sglang-environment``. Without it the test is skipped. It says that SGLang understands the
+The environment: ``make interpreters``. Without it the test is skipped. It says that SGLang understands the
 requests; what it does then, only a GPU can say.
 """
 
@@ -49,6 +49,7 @@ async def everything(serve: Serve) -> dict[str, Any]:
         return {"arguments": arguments, "asked": asked, "read": READ, "vocabulary": server._vocabulary}
 
 
+@pytest.mark.shared_interpreter
 @pytest.mark.needs("sglang")
 @pytest.mark.timeout(240)  # SGLang takes half a minute to import on a busy machine
 def test_sglang_understands_what_it_is_asked(serve: Serve) -> None:

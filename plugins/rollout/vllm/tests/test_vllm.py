@@ -25,7 +25,8 @@ from jackfield_rollout_vllm.config import Config
 
 from .conftest import Kept, descendants
 
-pytestmark = [pytest.mark.needs("vllm"), pytest.mark.timeout(400)]  # the first one waits for vLLM
+# the first one waits for vLLM
+pytestmark = [pytest.mark.shared_interpreter, pytest.mark.needs("vllm"), pytest.mark.timeout(400)]
 
 _RECORD = installed().resolve("vllm", "rollout")
 assert _RECORD.manifest is not None
