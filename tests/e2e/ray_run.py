@@ -1,10 +1,12 @@
 """``jackfield run`` without what tensors are made of in the controller, which kills its workers or itself; for
 test_ray.py.
 
-    python ray_run.py '{"workers": {"step 1": ["agent worker 0"]}, "all": null}' ARGUMENT OF jackfield run ...
+    python ray_run.py '{"workers": {"step 1": ["agent worker 0"]}, "scale": [], "all": null}' ARGUMENT ...
 
 After step 1 the agent worker is killed; ``"checkpoint 1"`` is the moment at which the checkpoint after step 1 has been
-saved. ``"all": ["anywhere", 40]`` ends the controller at this moment (see ``killed_runs.py``), and with an even number
+saved, ``"wait 0"`` the end of that stage of the first step; ``"storage unit 2"`` is one of the queue's, of the backend
+zmq. ``"scale": [[1, 2, 3]]``: after step 1 two replicas are asked for, and the run waits for them after step 3.
+``"all": ["anywhere", 40]`` ends the controller at this moment (see ``killed_runs.py``), and with an even number
 all of its workers just before it.
 """
 
@@ -51,6 +53,9 @@ class WorkerKiller:
     def __init__(self, workers: Workers, kill: dict[str, list[str]]) -> None:
         self.workers, self.kill = workers, kill
 
+    def stage_ended(self, event: Any) -> None:
+        self._kill(f"{event.name} {event.step}")
+
     def step_ended(self, event: Any) -> None:
         self._kill(f"step {event.step}")
 
@@ -59,12 +64,21 @@ class WorkerKiller:
 
     def _kill(self, moment: str) -> None:
         for name in self.kill.pop(moment, ()):
-            os.kill(self.workers.pids()[name], signal.SIGKILL)
+            os.kill(self._pid(name), signal.SIGKILL)
+            print(f"killed {name}", file=sys.stderr)
+
+    def _pid(self, name: str) -> int:
+        if name.startswith("storage unit"):
+            units = json.loads((self.workers.file.parent / "queue" / "units.json").read_text())["units"]
+            pid: int = units[int(name.split()[-1])][1]
+            return pid
+        return self.workers.pids()[name]
 
 
 def killers(folder: Path, kill: dict[str, Any]) -> list[object]:
     """Listeners that do what ``kill`` says."""
     from killed_runs import Killer
+    from scaling import Scaler
 
     from jackfield.plugins import hookimpl
 
@@ -80,9 +94,9 @@ def killers(folder: Path, kill: dict[str, Any]) -> list[object]:
                         os.kill(pid, signal.SIGKILL)
             super().end()
 
-    for name in ("step_ended", "checkpoint_saved"):
+    for name in ("stage_ended", "step_ended", "checkpoint_saved"):
         setattr(WorkerKiller, name, hookimpl(getattr(WorkerKiller, name)))
-    listeners: list[object] = [WorkerKiller(workers, kill["workers"])]
+    listeners: list[object] = [WorkerKiller(workers, kill["workers"]), Scaler(folder, kill["scale"])]
     return listeners if kill["all"] is None else [*listeners, RunKiller(str(folder), *kill["all"])]
 
 

@@ -48,6 +48,24 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
 
 
+def check_refilled(folder: Path, lines: list[dict[str, Any]], *, prompts: int, runs: int) -> None:
+    """Rows were lost, each is named once, and every step trained on a full batch; only what was lost was made anew."""
+    replayed = [line.get("samples/replayed", 0) for line in lines]
+    assert [prompts * runs] * 3 == [line["samples"] - more for line, more in zip(lines, replayed, strict=True)]
+    entries = ledger(folder)
+    lost = [key for entry in entries if entry["event"] == "lose" for key in entry["keys"]]
+    assert lost
+    assert {1} == set(Counter(lost).values()), "each is named once"
+    for step in range(3):
+        acks = [entry for entry in entries if entry["event"] == "ack" and entry["consumer"] == "trainer"]
+        keys = [key for entry in acks if entry["step"] == step for key in entry["keys"]]
+        own = [key for key in keys if key.split("/")[1] == str(step)]
+        assert prompts == len({key.split("/")[2] for key in own})
+        assert prompts * runs == len(set(own))
+    refilled = [entry["group"] for entry in entries if entry["event"] == "drop"]
+    assert set(refilled) <= {key.rsplit("/", 2)[0] for key in lost}, "nothing else is made again"
+
+
 @pytest.mark.parametrize(
     ("moments", "settings"),
     [
@@ -64,17 +82,4 @@ def test_every_step_trains_on_a_full_batch_though_units_are_killed(
     killer = Killer(tmp_path / "run", *moments)
     result, lines = small_run("run", *SETTINGS, *settings, hooks=[killer])
     assert ([], 3) == (killer.moments, len(set(killer.killed)))
-    replayed = [line.get("samples/replayed", 0) for line in steps(lines)]
-    assert [GROUPS * RUNS] * 3 == [line["samples"] - more for line, more in zip(steps(lines), replayed, strict=True)]
-    entries = ledger(result.folder)
-    lost = [key for entry in entries if entry["event"] == "lose" for key in entry["keys"]]
-    assert lost
-    assert {1} == set(Counter(lost).values()), "each is named once"
-    for step in range(3):
-        acks = [entry for entry in entries if entry["event"] == "ack" and entry["consumer"] == "trainer"]
-        keys = [key for entry in acks if entry["step"] == step for key in entry["keys"]]
-        own = [key for key in keys if key.split("/")[1] == str(step)]
-        assert GROUPS == len({key.split("/")[2] for key in own})
-        assert GROUPS * RUNS == len(set(own))
-    refilled = [entry["group"] for entry in entries if entry["event"] == "drop"]
-    assert set(refilled) <= {key.rsplit("/", 2)[0] for key in lost}, "nothing else is made again"
+    check_refilled(result.folder, steps(lines), prompts=GROUPS, runs=RUNS)

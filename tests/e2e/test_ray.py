@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ pytest.importorskip("ray")
 from .conftest import QUICKSTART, Run, metrics
 from .test_bad_input import marked
 from .test_kill import DONE, check_equal, check_ledger, kill_again_and_again
+from .test_lost_units import check_refilled
 from .test_modes import GRADED
 from .test_modes import steps as by_step
 
@@ -81,6 +83,7 @@ class Ended:
     """How a run ended."""
 
     code: int
+    stdout: str
     stderr: str
     folder: Path
 
@@ -97,7 +100,11 @@ def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, ray_environmen
     workers: dict[str, set[int]] = defaultdict(set)
 
     def do(
-        name: str, *overrides: str, kill: dict[str, list[str]] | None = None, moment: tuple[str, int] | None = None
+        name: str,
+        *overrides: str,
+        kill: dict[str, list[str]] | None = None,
+        scale: Sequence[tuple[int, int, int]] = (),
+        moment: tuple[str, int] | None = None,
     ) -> Ended:
         folder = runs / name
         small = [
@@ -106,7 +113,7 @@ def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, ray_environmen
             "evaluation.every=0", "observe.progress=false", "observe.curve=false", "observe.tensorboard=false",
             f"runtime={GUIDE.read_text()}", "runtime.ray.object_store_bytes=200000000", *SAME, *GRADED,
         ]  # fmt: skip
-        kills = json.dumps({"workers": kill or {}, "all": moment})
+        kills = json.dumps({"workers": kill or {}, "scale": scale, "all": moment})
         command = [sys.executable, str(SCRIPT), kills, str(QUICKSTART / "grpo.yaml"), *small, *overrides]
         mark = {"JACKFIELD_TEST_MARK": uuid.uuid4().hex}
         ended = subprocess.run(
@@ -115,11 +122,13 @@ def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, ray_environmen
         if (folder / "workers.json").is_file():
             noted = json.loads((folder / "workers.json").read_text())
             workers[name].update(worker["pid"] for worker in noted.values())
+        for noted in re.findall(r"^processes ([\d ]+)$", ended.stderr, re.MULTILINE):
+            workers[name].update(map(int, noted.split()))
         if moment is None or ended.returncode != -signal.SIGKILL:
             assert 0 == ended.returncode, ended.stderr[-3000:]
             assert [] == [pid for pid in workers[name] if lives(pid)], "workers outlive their run"
             assert [] == list(marked(*mark.values())), "a part of the run's own cluster outlives it"
-        return Ended(ended.returncode, ended.stderr, folder)
+        return Ended(ended.returncode, ended.stdout, ended.stderr, folder)
 
     return do
 
@@ -134,12 +143,17 @@ def lives(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def joined(ray_run: RayRun, cluster: str) -> Path:
-    """The folder of a run in a cluster that is there: two ranks and two replicas take turns, with all hand-overs.
+    """The folder of a run in a cluster that is there: two ranks and a replica take turns, with all hand-overs.
 
-    Workers without state are killed on the way, and a replica, which is made anew.
+    A second replica is added, and removed again. Workers without state are killed on the way, and that replica, which
+    is made anew.
     """
-    kill = {"step 1": ["agent worker 0"], "step 2": ["reward worker 0"], "step 3": ["rollout replica 1"]}
-    ended = ray_run("joined", "--address", cluster, "runtime.offload=true", kill=kill)
+    kill = {"step 1": ["agent worker 0"], "step 2": ["rollout replica 1"], "step 3": ["reward worker 0"]}
+    scale = [(1, 2, 1), (3, 1, 4)]
+    settings = ("runtime.rollout_replicas=1", "runtime.offload=true", "runtime.metrics_port=0")
+    ended = ray_run("joined", "--address", cluster, *settings, kill=kill, scale=scale)
+    for replicas in ([0, 1], [0]):
+        assert f"scaled to replicas {replicas}, Prometheus reads {replicas}\n" in ended.stderr
     assert "rollout replica 1 died and is started again" in ended.stderr
     assert "the run goes on after" not in ended.stderr
     assert "constructor arguments" not in ended.stderr, "Ray fears for actors that are to be started again"
@@ -153,8 +167,23 @@ def test_a_run_in_a_cluster_is_the_inline_run(small_run: Run, joined: Path) -> N
     # they take turns on the device: a version is compared at the turn after the step that made it
     assert all(line["canary/distance"] < 1e-4 for line in by_step(metrics(joined))[1:])
     workers = json.loads((joined / "workers.json").read_text())
-    names = {"the actor engine, rank 1", "rollout replica 1", "agent worker 0", "reward worker 0"}
+    names = {"the actor engine, rank 1", "rollout replica 0", "agent worker 0", "reward worker 0"}
     assert names <= set(workers)
+    assert "rollout replica 1" not in workers
+    synced = [line["replicas"] for line in metrics(joined) if line["kind"] == "sync"]
+    assert [1, 2, 2] == synced[:3]
+    assert not (joined / "samples" / "failed.jsonl").exists(), "a request was lost"
+
+
+def test_every_step_trains_on_a_full_batch_though_storage_units_are_killed(ray_run: RayRun, cluster: str) -> None:
+    """They are processes of the storage worker, which lives: only their rows are lost, by name, and made anew."""
+    kill = {"wait 0": ["storage unit 0"], "advantages 1": ["storage unit 1"], "reward 2": ["storage unit 2"]}
+    places = ("runtime.rollout_replicas=1", "runtime.ray.engine_ranks=1", "transfer_queue={name: zmq, units: 4}")
+    small = ("schedule.steps=3", "data.prompts_per_step=3", "data.runs_per_prompt=2", "checkpoint.every=1")
+    ended = ray_run("units", "--address", cluster, *places, *small, kill=kill)
+    assert 3 == ended.stderr.count("killed storage unit")
+    assert "died" not in ended.stderr, "no worker did"
+    check_refilled(ended.folder, by_step(metrics(ended.folder)), prompts=3, runs=2)
 
 
 def check_close(expected: list[dict[str, Any]], folder: Path, *, steps: int) -> None:
@@ -185,6 +214,7 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
         (name,) = kill[f"checkpoint {step}"]
         assert f"{name} died; the run goes on after step {step}" in ended.stderr
     assert 2 == ended.stderr.count("the run goes on after")
+    assert "so the task will be retried" not in ended.stdout, "Ray tells of calls that wait for the replica"
     check_equal(joined, ended.folder, besides=("replicas", "canary"))
 
 

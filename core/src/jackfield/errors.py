@@ -148,6 +148,7 @@ CODES: dict[str, str] = {
     "run.checkpoint-write": "A checkpoint could not be written; the earlier ones are as before.",
     "run.checkpoint-damaged": "A file of a checkpoint is missing or is not what was written.",
     "run.not-finite": "A loss or gradient norm became NaN or infinite.",
+    "run.not-running": "No run that has replicas goes on in a folder.",
     "run.failed": "A part of the run failed.",
     "worker.start": "A worker process cannot start, or cannot load the user's code.",
     "runtime.cluster": "A Ray cluster cannot be started or joined, or has no room for a worker.",

@@ -279,7 +279,7 @@ def test_the_router_prefers_replicas_that_serve() -> None:
     other.clock = other.made[0].world.clock = world.clock
 
     async def life() -> None:
-        router = ReplicaRouter([world.server, other.server], world.clock)
+        router = ReplicaRouter({0: world.server, 1: other.server}, world.clock)
         world.made[0].die()
         first = asyncio.create_task(router.generate(request(name="first")))
         await world.clock.sleep(1.0)
@@ -297,7 +297,7 @@ def test_a_run_leaves_a_replica_that_is_made_anew() -> None:
     other.clock = other.made[0].world.clock = world.clock
 
     async def life() -> None:
-        router = ReplicaRouter([world.server, other.server], world.clock)
+        router = ReplicaRouter({0: world.server, 1: other.server}, world.clock)
         generate = router.of_one_run()
         await generate(request(name="first"))
         world.made[0].die()

@@ -37,7 +37,7 @@ class FakeReplica:
 
 def generate(clock: VirtualClock, *replicas: FakeReplica, requests: int = 1) -> None:
     async def all_of_them() -> None:
-        router = ReplicaRouter(replicas, clock)  # type: ignore[arg-type]
+        router = ReplicaRouter(dict(enumerate(replicas)), clock)  # type: ignore[arg-type]
         await asyncio.gather(*(router.generate(REQUEST) for _ in range(requests)))
 
     clock.run(all_of_them())
@@ -55,7 +55,7 @@ def test_turns_of_one_run_go_where_its_first_went() -> None:
     replicas = [FakeReplica(clock), FakeReplica(clock)]
 
     async def turns() -> None:
-        router = ReplicaRouter(replicas, clock)  # type: ignore[arg-type]
+        router = ReplicaRouter(dict(enumerate(replicas)), clock)  # type: ignore[arg-type]
         first, second = router.of_one_run(), router.of_one_run()
         await asyncio.gather(first(REQUEST), second(REQUEST))
         for _ in range(3):

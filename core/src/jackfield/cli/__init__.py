@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "json_option", "main"]
 #: Command to the object that implements it and its line of ``jackfield --help``.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("jackfield.cli.run:run", "Do the run that a configuration file describes."),
+    "replicas": ("jackfield.cli.replicas:replicas", "Look at a run's replicas while it goes on; add or remove some."),
     "checkpoint": ("jackfield.cli.checkpoint:checkpoint", "Look at a run's checkpoints, and take models out of them."),
     "queue": ("jackfield.cli.queue:queue", "Look at the rows of a checkpointed queue."),
     "config": ("jackfield.cli.config:config", "Look at a run's configuration."),

@@ -16,7 +16,7 @@ from jackfield.queue import Rows
 from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.ray.replica import LastingReplica
+from jackfield.runtime.replicas import Fleet
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 
@@ -50,8 +50,8 @@ class Crew:
     rewards: Workers[RewardWorker] | None
     estimator: AdvantageWorker
     shares_devices: bool  #: whether engine and replicas take turns
-    #: raises as soon as a worker that has state dies; a replica is made anew, and given to whoever brings it weights
-    watch: Callable[[Callable[[LastingReplica], Awaitable[None]]], Coroutine[Any, Any, None]] | None = None
+    fleet: Fleet  #: of the servers
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a rank or the storage dies
 
 
 MakeCrew = Callable[[Needs, AsyncExitStack], Awaitable[Crew]]
@@ -74,7 +74,7 @@ async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack)
     rows = Rows(backend)
     replicas = make.config.runtime.rollout_replicas if needs.replicas else 0
     servers = [make.rollout_server(replica) for replica in range(replicas)]
-    agents = Workers([make.agent_worker(rows, servers, run_id=make.config.name)])
+    agent = make.agent_worker(rows, dict(enumerate(servers)), run_id=make.config.name)
     rewards = None
     if needs.replicas:
         worker = await make.reward_worker(rows)
@@ -86,8 +86,26 @@ async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack)
         reference=[make.engine_rank(rows, "reference")] if needs.reference else [],
         critic=[make.engine_rank(rows, "critic", loss_columns=CRITIC_COLUMNS)] if needs.critic else [],
         servers=servers,
-        agents=agents,
+        agents=Workers([agent]),
         rewards=rewards,
         estimator=AdvantageWorker(rows, needs.plan),
         shares_devices=True,
+        fleet=_InlineFleet(make, agent),
     )
+
+
+@attrs.frozen
+class _InlineFleet:
+    """Replicas in this process, or processes that they start themselves."""
+
+    make: WorkerFactory
+    agent: AgentWorker
+
+    async def add(self, number: int) -> BaseRolloutServer:
+        return self.make.rollout_server(number)
+
+    async def remove(self, number: int) -> None:
+        return
+
+    async def route(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
+        return await self.agent.reroute(replicas, seconds)

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import attrs
 
-from jackfield.abc.rollout import BaseRolloutServer, ServerInfo
 from jackfield.algorithms import AdaptiveKLController, FixedKLController
 from jackfield.clock import Clock
 from jackfield.compose.crew import MakeCrew, Needs
 from jackfield.compose.inputs import Tasks
+from jackfield.compose.joining import joining
 from jackfield.compose.mixing import make_sources
 from jackfield.compose.recipe import Recipe
 from jackfield.config import KLConfig, RunConfig, as_plain
@@ -23,7 +23,7 @@ from jackfield.queue import GroupSlot, LocalQueue, TransferQueue
 from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.ray.replica import LastingReplica
+from jackfield.runtime.replicas import Replicas
 from jackfield.runtime.revival import LastingServer, LastingWeights
 from jackfield.runtime.shared_device import SharedDevice
 from jackfield.runtime.workers import resubmitted
@@ -57,7 +57,8 @@ class Assembly:
     trainer: Trainer
     actor: EngineGroup
     checkpointer: Checkpointer
-    watch: Callable[[], Coroutine[Any, Any, None]] | None  #: raises when a worker dies that cannot be made anew
+    replicas: Replicas | None  #: None: nobody generates
+    watch: tuple[Callable[[], Coroutine[Any, Any, None]], ...]  #: raise when a worker dies that cannot be made anew
     background: tuple[Callable[[], Coroutine[Any, Any, None]], ...]  #: explorer and rewards, or the offline producer
 
 
@@ -102,42 +103,31 @@ class Parts:
         self.queue = await self._queue(stack)
         actor = await self._engine_group(stack, "actor", crew.actor)
         replicas = await self._replicas(stack)
-        synchronizer = self._weights(replicas, actor) if replicas else None
+        synchronizer = self._weights(replicas.members, actor) if replicas else None
         self.weights: WeightSynchronizer | SharedDevice | LastingWeights | None = synchronizer
         reference = await self._reference(stack, actor)
         critic = await self._critic(stack)
-        self._placements(replicas, actor)
-        lasting = [each.server for each in replicas if isinstance(each.server, LastingServer)]
-        if lasting and self.weights is not None:
-            self.weights = LastingWeights(self.weights, replicas)
+        shared = self._placements([] if replicas is None else replicas.members, actor)
+        if replicas and self.weights and any(isinstance(each.server, LastingServer) for each in replicas.members):
+            self.weights = LastingWeights(self.weights, replicas.members)
         checkpointer = self._checkpointer(actor, critic)
         trainer = self._trainer(actor, reference, critic, checkpointer)
-        watch = None
-        if crew.watch is not None:
-            watch = partial(crew.watch, partial(self._bring_up, synchronizer, trainer))
-        for server in lasting:
-            if not isinstance(server, LastingReplica):
-                assert synchronizer is not None
-                server.catch_up = partial(_catch_up, synchronizer, trainer)
+        watch = [] if crew.watch is None else [crew.watch]
+        if replicas and synchronizer:
+            replicas.connect(joining(synchronizer, shared, trainer, actor, self.train_placement, self.stages))
+            watch.append(replicas.keep)
         await trainer.register()
         task_for = self._task_order(self.tasks.train)
         loops = (self._explorer(task_for), await self._rewards()) if self.explores else (self._producer(task_for),)
         background = tuple(loop.run for loop in loops)
-        return Assembly(trainer=trainer, actor=actor, checkpointer=checkpointer, watch=watch, background=background)
-
-    async def _bring_up(
-        self, synchronizer: WeightSynchronizer | None, trainer: Trainer, server: LastingReplica
-    ) -> None:
-        """Bring weights to a replica that was made anew, once the engine does not train."""
-        assert synchronizer is not None
-        assert server.info is not None
-        async with (
-            self.stages.measure("revive", "weights", trainer.updated),
-            self.train_placement.hold("rollout", joins=True),
-        ):
-            if server.behind:  # else it was given those of a synchronisation meanwhile
-                await _catch_up(synchronizer, trainer, server, server.info)
-                await server.admit()
+        return Assembly(
+            trainer=trainer,
+            actor=actor,
+            checkpointer=checkpointer,
+            replicas=replicas,
+            watch=tuple(watch),
+            background=background,
+        )
 
     def _checkpointer(self, actor: EngineGroup, critic: Critic | None) -> Checkpointer:
         return Checkpointer(
@@ -318,21 +308,31 @@ class Parts:
             options["length_norm"] = recipe.loss_options["length_norm"]
         return Critic(engine=group, loss_options=options, warmup_steps=settings.warmup_steps)
 
-    async def _replicas(self, stack: AsyncExitStack) -> list[Replica]:
-        replicas: list[Replica] = []
-        for number, server in enumerate(self.crew.servers):
-            stack.push_async_callback(server.stop)
-            name = f"rollout replica {number} ({self.config.rollout.name}) to start"
-            info = await self.clock.wait_for(server.start(), self.config.deadlines.start, name)
-            replicas.append(Replica(server, info))
+    async def _replicas(self, stack: AsyncExitStack) -> Replicas | None:
+        if not self.crew.servers:
+            return None
+        config = self.config
+        replicas = Replicas(
+            self.crew.fleet,
+            self.clock,
+            name=config.rollout.name,
+            start_seconds=config.deadlines.start,
+            drain_seconds=config.deadlines.drain,
+        )
+        stack.push_async_callback(replicas.close)
+        await replicas.start(self.crew.servers)
         return replicas
 
-    def _placements(self, replicas: Sequence[Replica], actor: EngineGroup) -> None:
-        """Leases on the devices of trainer and explorer: one and the same where engines and replicas share them."""
-        config, seconds = self.config, self.config.deadlines.batch
+    def _placements(self, replicas: Sequence[Replica], actor: EngineGroup) -> SharedDevice | None:
+        """Leases on the devices of trainer and explorer: one and the same where engines and replicas share them.
+
+        Returns:
+            what they share where they take turns.
+        """
+        config, seconds, shared = self.config, self.config.deadlines.batch, None
         if not self.crew.shares_devices:
             self.train_placement, self.rollout_placement = (PlacementLease(self.clock, seconds) for _ in range(2))
-            return
+            return None
         enter, leave = {}, {}
         if self._takes_turns and isinstance(self.weights, WeightSynchronizer):
             self.weights = shared = SharedDevice(
@@ -342,6 +342,7 @@ class Parts:
             leave = {"rollout": shared.leave_rollout, "train": shared.leave_train}
         self.train_placement = PlacementLease(self.clock, seconds, enter=enter, leave=leave)
         self.rollout_placement = self.train_placement
+        return shared
 
     def _weights(self, replicas: Sequence[Replica], actor: EngineGroup) -> WeightSynchronizer:
         section, ranks = self.config.checkpoint_engine, self.crew.actor
@@ -399,14 +400,3 @@ def _kl_controller(kl: KLConfig) -> FixedKLController | AdaptiveKLController:
     if kl.target is None:
         return FixedKLController(coefficient=kl.coefficient)
     return AdaptiveKLController(coefficient=kl.coefficient, target=kl.target, horizon=kl.horizon)
-
-
-async def _catch_up(
-    synchronizer: WeightSynchronizer, trainer: Trainer, server: BaseRolloutServer, info: ServerInfo
-) -> None:
-    """Bring the engine's weights to a replica that was made anew.
-
-    Whoever asks for it generates, or hands the devices over: the engine does not train meanwhile.
-    """
-    if trainer.updated:  # else they are those of the model's folder, which it has loaded
-        await synchronizer.catch_up(Replica(server, info), trainer.updated)

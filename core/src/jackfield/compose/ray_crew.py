@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from jackfield.runtime.ray import (
 from jackfield.runtime.ray.cluster import check_interpreter
 from jackfield.runtime.ray.host import interface_of
 from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.workers import Workers
+from jackfield.runtime.workers import Workers, resubmitted
 
 __all__ = ["RayCrews"]
 
@@ -63,6 +63,7 @@ class RayCrews:
         self._registry = make.registry
         self._cluster = Cluster(make.clock, make.config.deadlines.start)
         self._interpreters: dict[str, str] | None = None  # None: the cluster is not open
+        self._crew: _RayCrew | None = None
 
     async def make(self, needs: Needs, stack: AsyncExitStack) -> Crew:
         """Start or join the cluster, and start every worker in it; ``stack`` has them put their things away.
@@ -83,8 +84,9 @@ class RayCrews:
             await self._cluster.open(options, sum(pools.values()) * chosen.cpus_per_place)
             self._interpreters = interpreters
         stack.push_async_callback(self._cluster.rest)
-        crew = _RayCrew(self._make, needs, self._cluster, self._interpreters)
-        return await crew.start({name: count for name, count in pools.items() if count})
+        replicas = config.runtime.rollout_replicas if self._crew is None else self._crew.replicas  # as it was left
+        self._crew = _RayCrew(self._make, needs, self._cluster, self._interpreters, replicas if needs.replicas else 0)
+        return await self._crew.start({name: count for name, count in pools.items() if count})
 
     async def close(self) -> None:
         """End the workers' processes, and leave the cluster."""
@@ -93,33 +95,40 @@ class RayCrews:
 
 
 class _RayCrew:
-    """Starts workers pool by pool."""
+    """Starts workers pool by pool; then the fleet of the replicas."""
 
-    def __init__(self, make: WorkerFactory, needs: Needs, cluster: Cluster, interpreters: dict[str, str]) -> None:
+    def __init__(
+        self, make: WorkerFactory, needs: Needs, cluster: Cluster, interpreters: dict[str, str], replicas: int
+    ) -> None:
         self._make = make
         self._config = config = make.config
         self._needs = needs
         self._cluster = cluster
         self._interpreters = interpreters
+        self.replicas = replicas  #: how many there are, apart from those that are on their way
+        self._pools: dict[str, int] = {}
+        self._groups: dict[str, Any] = {}
+        self._agents: list[Stub] = []
+        self._backend: RemoteBackend
         self._names: dict[str, Any] = {}
         self._places: dict[str, Place] = {}
         self._deadlines = config.deadlines
 
     async def start(self, pools: dict[str, int]) -> Crew:
         """Everything, side by side: processes need seconds to import what they work with."""
-        config, needs, cluster = self._config, self._needs, self._cluster
-        groups = {name: await cluster.places(count, self._resources(1), name) for name, count in pools.items()}
+        config, needs, cluster, self._pools = self._config, self._needs, self._cluster, pools
+        self._groups = {name: await cluster.places(count, self._resources(1), name) for name, count in pools.items()}
         storage = await self._actor("the queue's storage worker")
-        backend = RemoteBackend(Stub(storage, "the queue's storage worker", self._deadlines.batch))
+        backend = self._backend = RemoteBackend(Stub(storage, "the queue's storage worker", self._deadlines.batch))
         roles = ["actor", *(["reference"] if needs.reference else []), *(["critic"] if needs.critic else [])]
-        ranks = {role: await self._ranks(role, groups) for role in roles}
-        count = config.runtime.rollout_replicas if needs.replicas else 0
-        servers = [await self._replica(number, groups) for number in range(count)]
+        ranks = {role: await self._ranks(role) for role in roles}
+        servers = [await self._replica(number) for number in range(self.replicas)]
         ray = config.runtime.ray
         agents = [await self._stateless("agent", number) for number in range(ray.agent_workers)]
         rewards = [await self._stateless("reward", number) for number in range(ray.reward_workers if servers else 0)]
         places = await self._find_places()
-        stand_ins = [RemoteServer(handle, name, self._longest) for handle, name in servers]
+        replicas = [self._lasting(number, handle, name) for number, (handle, name) in enumerate(servers)]
+        routes = {number: replica.for_agents for number, replica in enumerate(replicas)}
         makes: list[_Made] = [(storage, partial(make_storage, config, needs))]
         for role, made in ranks.items():
             makes += self._engine_group(role, [handle for handle, _ in made], places, backend)
@@ -127,71 +136,108 @@ class _RayCrew:
             (handle, partial(make_replica, config, number, host=places[id(handle)].address))
             for number, (handle, _) in enumerate(servers)
         ]
-        makes += [
-            (handle, partial(make_agent_worker, config, backend, cast(Any, stand_ins), number))
-            for number, handle in enumerate(agents)
-        ]
+        makes += [(handle, self._make_agent(number, routes)) for number, handle in enumerate(agents)]
         makes += [(handle, partial(make_reward_worker, config, backend)) for handle in rewards]
         told = await asyncio.gather(*(cluster.make(handle, make) for handle, make in makes))
         again = {id(handle): made_by for (handle, _), made_by in zip(makes, told, strict=True)}
-        replicas = [self._lasting(number, handle, name) for number, (handle, name) in enumerate(servers)]
-        stateful = [storage, *(handle for made in ranks.values() for handle, _ in made)]
-
-        async def watch(bring_up: Callable[[LastingReplica], Awaitable[None]]) -> None:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(cluster.watch(stateful))
-                for replica in replicas:
-                    tasks.create_task(replica.keep(bring_up))
-
+        self._agents = [self._stub(handle, again) for handle in agents]
         return Crew(
             backend=backend,
             actor=[cast(EngineRank, stand_in) for _, stand_in in ranks["actor"]],
             reference=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("reference", ())],
             critic=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("critic", ())],
             servers=replicas,
-            agents=Workers([cast(AgentWorker, self._stub(handle, again)) for handle in agents]),
+            agents=Workers(cast("list[AgentWorker]", self._agents)),
             rewards=Workers([cast(RewardWorker, self._stub(handle, again)) for handle in rewards]) if rewards else None,
             estimator=cast(
                 AdvantageWorker, Stub(storage, "the advantage worker", self._deadlines.engine, "estimator.")
             ),
             shares_devices=config.runtime.ray.placement == "shared",
-            watch=watch,
+            fleet=self,
+            watch=partial(cluster.watch, [storage, *(handle for made in ranks.values() for handle, _ in made)]),
         )
 
-    async def _ranks(self, role: str, groups: dict[str, Any]) -> list[tuple[Any, RemoteRank]]:
+    # -- the fleet -------------------------------------------------------------------------------------------------
+
+    async def add(self, number: int) -> LastingReplica:
+        """A replica that is not started, in a place of its own where the run's first places have no room for it.
+
+        Raises:
+            JackfieldError: there is no place for it, or it does not come; nothing of it is left.
+        """
+        try:
+            handle, name = await self._replica(number)
+            await self._make_replica(number, handle, name)
+        except BaseException:
+            await self._drop(number)
+            raise
+        self.replicas += 1
+        return self._lasting(number, handle, name)
+
+    async def remove(self, number: int) -> None:
+        """End its process, and give its place back if it was added to the run."""
+        self.replicas -= 1
+        await self._drop(number)
+
+    async def route(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
+        """Tell every agent worker; one that dies meanwhile, or later, is told when it is made again."""
+        routes = {number: cast(LastingReplica, replica).for_agents for number, replica in replicas.items()}
+        for number, agent in enumerate(self._agents):
+            agent.made_by(self._cluster.told(self._make_agent(number, routes)))
+        work = (resubmitted(partial(agent.reroute, routes, seconds)) for agent in self._agents)
+        return sum(await asyncio.gather(*work))
+
+    async def _drop(self, number: int) -> None:
+        name = f"rollout replica {number}"
+        handle = self._names.pop(name, None)
+        if handle is not None:
+            await self._cluster.end(handle)
+        self._places.pop(name, None)
+        self._note_places()
+        self._cluster.give_back(name)
+
+    def _make_agent(self, number: int, routes: Mapping[int, RemoteServer]) -> Callable[[], Any]:
+        servers = cast("Mapping[int, BaseRolloutServer]", routes)
+        return partial(make_agent_worker, self._config, self._backend, servers, number)
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    async def _ranks(self, role: str) -> list[tuple[Any, RemoteRank]]:
         """Actors of one engine group."""
         made = []
         for rank in range(self._config.runtime.ray.engine_ranks):
             name = f"the {role} engine, rank {rank}"
-            group = groups.get("train") or groups["shared"]
+            group = self._groups.get("train") or self._groups["shared"]
             handle = await self._actor(name, kind="engine", group=group, bundle=rank, one_thread=True)
             made.append((handle, RemoteRank(handle, name, self._deadlines.engine)))
         return made
 
-    async def _replica(self, number: int, groups: dict[str, Any]) -> tuple[Any, str]:
+    async def _replica(self, number: int) -> tuple[Any, str]:
         """An actor that Ray starts again without end; how often it may die is looked at here."""
         name = f"rollout replica {number}"
-        group = groups.get("rollout") or groups["shared"]
+        pool = "rollout" if "rollout" in self._groups else "shared"
+        bundle, group = number, self._groups[pool]
+        if number >= self._pools[pool]:
+            bundle, group = 0, await self._cluster.places(1, self._resources(1), name)
         restarts = -1 if self._config.runtime.replica_restarts else 0
         return await self._actor(
-            name, kind="rollout", group=group, bundle=number, restarts=restarts, one_thread=True
+            name, kind="rollout", group=group, bundle=bundle, restarts=restarts, one_thread=True
         ), name
+
+    async def _make_replica(self, number: int, handle: Any, name: str) -> None:
+        """Have an actor make its replica, wherever Ray has started it."""
+        place = self._places[name] = await self._cluster.place(handle)
+        self._note_places()
+        await self._cluster.make(handle, partial(make_replica, self._config, number, host=place.address))
 
     def _lasting(self, number: int, handle: Any, name: str) -> LastingReplica:
         """The controller's stand-in for a replica."""
-        config = self._config
-
-        async def begin() -> None:
-            place = self._places[name] = await self._cluster.place(handle)
-            self._note_places()
-            await self._cluster.make(handle, partial(make_replica, config, number, host=place.address))
-
         return LastingReplica(
             handle,
             name,
             self._make.rollout_context(number),
-            begin,
-            restarts=config.runtime.replica_restarts,
+            partial(self._make_replica, number, handle, name),
+            restarts=self._config.runtime.replica_restarts,
             start_seconds=self._deadlines.start,
             seconds=self._longest,
         )
@@ -340,7 +386,7 @@ def make_replica(config: RunConfig, number: int, *, host: str) -> BaseRolloutSer
 
 
 def make_agent_worker(
-    config: RunConfig, backend: RemoteBackend, servers: Sequence[BaseRolloutServer], number: int
+    config: RunConfig, backend: RemoteBackend, servers: Mapping[int, BaseRolloutServer], number: int
 ) -> AgentWorker:
     """A worker that runs agents on the replicas; the first one looks whether data, tokenizer and model fit."""
     factory = _factory(config)

@@ -43,6 +43,9 @@ from jackfield.observe import listeners
 from jackfield.plugins import HookManager, Registry, discover, hook_manager
 from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.queue import register_sampler
+from jackfield.runtime.control import ControlServer
+from jackfield.runtime.replica_metrics import ReplicaMetrics
+from jackfield.runtime.replicas import Replicas
 
 __all__ = ["RunResult", "run", "run_async"]
 
@@ -194,7 +197,7 @@ async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
     """Build, start or go on, train, save; end everything in reverse order, whatever happens."""
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         run = await parts.build(stack)
-        watching = [] if run.watch is None else [tasks.create_task(run.watch())]
+        watching = [tasks.create_task(part()) for part in run.watch]
         restored = None
         if start.checkpoint is None:
             await parts.queue.clear(folder / "queue" / "empty")
@@ -202,12 +205,26 @@ async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
         else:
             restored = await run.checkpointer.load(start.checkpoint)
         await run.trainer.begin(start.step, restored)
+        if run.replicas is not None:
+            await _open_control(stack, parts.config, run.replicas, parts.clock)
         background = [tasks.create_task(part()) for part in run.background]
         steps = await run.trainer.run(start.step)
         await export_model(run.actor, folder / "model")
         mark_finished(folder, steps)
         for task in (*background, *watching):
             task.cancel()
+
+
+async def _open_control(stack: AsyncExitStack, config: RunConfig, replicas: Replicas, clock: Clock) -> None:
+    """Let other processes ask for the replicas."""
+    told, port = {}, config.runtime.metrics_port
+    if port is not None:
+        metrics = ReplicaMetrics(replicas, port)
+        stack.push_async_callback(metrics.close)
+        told["metrics"] = await metrics.open()
+    control = ControlServer(Path(config.folder), replicas, clock)
+    stack.push_async_callback(control.close)
+    await control.open(**told)
 
 
 @contextmanager

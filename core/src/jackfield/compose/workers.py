@@ -140,8 +140,8 @@ class WorkerFactory:
             environment={} if threads is None else {"OMP_NUM_THREADS": str(threads)},
         )
 
-    def agent_worker(self, rows: Rows, servers: Sequence[BaseRolloutServer], *, run_id: str) -> AgentWorker:
-        """A worker that runs agents on ``servers``; without any, it only makes samples of the data's own answers."""
+    def agent_worker(self, rows: Rows, servers: Mapping[int, BaseRolloutServer], *, run_id: str) -> AgentWorker:
+        """A worker that runs agents on ``servers``, by number; without any, it only makes samples of given answers."""
         config, tokenizer = self.config, self._tokenizer()
         max_prompt_tokens = read_model(config).max_prompt_tokens
         if not servers:
@@ -159,7 +159,7 @@ class WorkerFactory:
             )
             return cast(AgentLoopBase, loaded.build(config.agent.settings, context, "agent"))
 
-        return AgentWorker(rows, tokenizer, self.clock, make_agent, max_prompt_tokens=max_prompt_tokens)
+        return AgentWorker(rows, tokenizer, self.clock, make_agent, max_prompt_tokens=max_prompt_tokens, router=router)
 
     async def reward_worker(self, rows: Rows) -> RewardWorker:
         """A worker whose reward agent is started."""

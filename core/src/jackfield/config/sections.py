@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, optional
+from attrs.validators import ge, gt, le, optional
 
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
@@ -352,6 +352,12 @@ class RuntimeConfig:
         help="how often a rollout server with a process of its own is started again when it dies",
         validator=ge(0),
     )
+    metrics_port: int | None = option(
+        None,
+        help="where the controller shows how each replica is, for Prometheus, on loopback; 0: a free port; null: "
+        "nowhere; needs jackfield[serve]",
+        validator=optional([ge(0), le(65535)]),
+    )
     max_model_len: int | None = option(
         None,
         help="prompt and response tokens together that a rollout server makes room for; null: the model's own limit",
@@ -378,6 +384,11 @@ class DeadlineConfig:
     reward: float = option(60.0, help="for one score", validator=gt(0.0))
     batch: float = option(1800.0, help="for the batch of the next step", validator=gt(0.0))
     sync: float = option(600.0, help="for one weight synchronisation", validator=gt(0.0))
+    drain: float = option(
+        60.0,
+        help="for the requests of a replica that is removed to end; then they are generated again on the others",
+        validator=ge(0.0),
+    )
 
 
 @attrs.frozen(kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
+from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
@@ -19,6 +20,7 @@ from jackfield.errors import AgentError, ConfigError, DataError, JackfieldError,
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Rows, Written, rows_of
 from jackfield.queue.rows import check_columns
+from jackfield.runtime.router import ReplicaRouter
 from jackfield.runtime.samples import (
     expert_columns,
     sequence_columns,
@@ -61,6 +63,7 @@ class AgentWorker:
         make_agent: Callable[[], AgentLoopBase] | None,
         *,
         max_prompt_tokens: int | None = None,
+        router: ReplicaRouter | None = None,
     ) -> None:
         """
         Args:
@@ -69,12 +72,14 @@ class AgentWorker:
             clock: through which every wait goes.
             make_agent: a fresh loop for each run; None where nobody generates.
             max_prompt_tokens: of a sample of the data's own answers; agents have the limit in their context.
+            router: through which the agents generate.
         """
         self._rows = rows
         self._tokenizer = tokenizer
         self._clock = clock
         self._make_agent = make_agent
         self._max_prompt_tokens = max_prompt_tokens
+        self._router = router
         self._kept: dict[str, Mapping[str, Column]] = {}
 
     async def run(self, order: RunOrder, *, last: bool = False) -> RunProduct:
@@ -88,6 +93,11 @@ class AgentWorker:
         sequences = output.sequences[-1:] if last else output.sequences
         tags = [sequence_tags(order.task, sequence, order.run) for sequence in sequences]
         return self._keep(order.id, sequence_columns(order.task, sequences), tags)
+
+    async def reroute(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
+        """Have agents generate on these replicas from now on: :meth:`ReplicaRouter.reroute`."""
+        assert self._router is not None, "a worker without replicas runs no agents"
+        return await self._router.reroute(replicas, seconds)
 
     async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:
         """The first tokens of a task's prompt, ``most`` of them at most, and no more than a prompt may have."""

@@ -54,6 +54,7 @@ class EngineGroup:
         self._seconds = seconds
         self._adapter_off = adapter_off
         self._layouts: list[EngineLayout] = []
+        self.reading = asyncio.Lock()  #: held by whoever reads the weights outside of a phase of the trainer
 
     def without_adapter(self) -> EngineGroup:
         """The same ranks as the base model."""
@@ -111,7 +112,8 @@ class EngineGroup:
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
         """Write a checkpoint."""
-        await self._all(f"to save {folder}", lambda rank, _: rank.save(folder, format))
+        async with self.reading:
+            await self._all(f"to save {folder}", lambda rank, _: rank.save(folder, format))
 
     async def load(self, folder: str, *, model_only: bool = False) -> None:
         """Read a native checkpoint, written by any number of ranks."""

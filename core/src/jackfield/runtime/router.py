@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+
+import attrs
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
 from jackfield.clock import Clock
-from jackfield.errors import JackfieldError, RolloutError, WorkerLost
+from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WorkerLost
 from jackfield.runtime.revival import state_of
 
 __all__ = ["ReplicaRouter"]
 
 
+@attrs.define(eq=False)
+class _Route:
+    """A replica that gets requests, or did."""
+
+    number: int
+    server: BaseRolloutServer
+    running: set[asyncio.Task[GenerateResult]] = attrs.field(factory=set)
+    idle: asyncio.Event = attrs.field(factory=asyncio.Event)
+
+    @property
+    def available(self) -> bool:
+        return bool(getattr(self.server, "available", True))
+
+
 class ReplicaRouter:
     """Sends requests to the replica with the fewest running ones; later turns of one run go where its first went."""
 
-    def __init__(self, replicas: Sequence[BaseRolloutServer], clock: Clock) -> None:
-        self._replicas = list(replicas)
+    def __init__(self, replicas: Mapping[int, BaseRolloutServer], clock: Clock) -> None:
+        """
+        Args:
+            replicas: by number, one at least.
+            clock: through which every wait goes.
+        """
+        self._routes = {number: _Route(number, server) for number, server in replicas.items()}
         self._clock = clock
-        self._running = [0] * len(self._replicas)
 
     def of_one_run(self) -> Callable[[GenerateRequest], Awaitable[GenerateResult]]:
         """What generates for one agent run: its first replica has what was said before in its cache.
 
-        It leaves a replica that is being made anew for another one.
+        It leaves a replica that is being made anew, or was removed, for another one.
         """
-        chosen: int | None = None
+        chosen: _Route | None = None
 
         async def generate(request: GenerateRequest) -> GenerateResult:
             nonlocal chosen
-            if chosen is None or not self._is_available(chosen):
-                chosen = self._least_loaded()
-            return await self._generate(chosen, request)
+            while True:
+                if chosen is None or not chosen.available or self._is_removed(chosen):
+                    chosen = self._least_loaded()
+                with suppress(_Moved):
+                    return await self._generate(chosen, request)
 
         return generate
 
@@ -42,37 +66,85 @@ class ReplicaRouter:
             RolloutError: ``rollout.stopped``, naming the replica, when it failed and is not healthy any more.
             Exception: what a healthy replica raised.
         """
-        return await self._generate(self._least_loaded(), request)
+        return await self.of_one_run()(request)
 
-    async def _generate(self, index: int, request: GenerateRequest) -> GenerateResult:
-        self._running[index] += 1
+    async def reroute(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
+        """Use these replicas from now on; return when no request is left on those that are not among them.
+
+        Args:
+            replicas: by number, one at least; one whose number is known stays as it is.
+            seconds: for requests on a removed replica to end. Then they are aborted, and generated again elsewhere:
+                from their beginning, with the same seed and the whole of their token budget.
+
+        Returns:
+            how many were aborted.
+        """
+        removed = [route for number, route in self._routes.items() if number not in replicas]
+        self._routes = {
+            number: self._routes.get(number) or _Route(number, server) for number, server in replicas.items()
+        }
+        aborted = await asyncio.gather(*(self._empty(route, seconds) for route in removed))
+        return sum(aborted)
+
+    async def _empty(self, route: _Route, seconds: float) -> int:
+        """Wait until a removed replica has no request, or abort what it has."""
+        if not route.running:
+            return 0
+        with suppress(DeadlineExceeded):
+            await self._clock.wait_for(route.idle.wait(), seconds, f"requests on replica {route.number} to end")
+        late = list(route.running)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        return len(late)
+
+    async def _generate(self, route: _Route, request: GenerateRequest) -> GenerateResult:
+        task = asyncio.ensure_future(route.server.generate(request))
+        route.running.add(task)
+        route.idle.clear()
         try:
-            return await self._replicas[index].generate(request)
+            return await task
+        except asyncio.CancelledError:
+            if self._is_removed(route) and task.cancelled() and not _is_cancelled():
+                raise _Moved from None
+            raise
         except Exception as error:
             if not isinstance(error, WorkerLost):  # that says all there is to say
-                await self._require_alive(index, error)
+                await self._require_alive(route, error)
             raise
         finally:
-            self._running[index] -= 1
+            route.running.discard(task)
+            if not route.running:
+                route.idle.set()
 
-    def _least_loaded(self) -> int:
-        return min(range(len(self._replicas)), key=lambda index: (not self._is_available(index), self._running[index]))
+    def _is_removed(self, route: _Route) -> bool:
+        return self._routes.get(route.number) is not route
 
-    def _is_available(self, index: int) -> bool:
-        return bool(getattr(self._replicas[index], "available", True))
+    def _least_loaded(self) -> _Route:
+        return min(self._routes.values(), key=lambda route: (not route.available, len(route.running)))
 
-    async def _require_alive(self, index: int, error: Exception) -> None:
+    async def _require_alive(self, route: _Route, error: Exception) -> None:
         """Tell a request that failed from a replica that died."""
-        state = await state_of(self._replicas[index], self._clock, f"replica {index}", error)
+        state = await state_of(route.server, self._clock, f"replica {route.number}", error)
         if state is not None:
             raise RolloutError(
-                f"rollout replica {index} died",
+                f"rollout replica {route.number} died",
                 code="rollout.stopped",
-                where=f"replica {index}",
+                where=f"replica {route.number}",
                 expected="a replica that answers until the run ends",
                 found=f"{_one_line(error)}; its health: {state}",
                 fix="look at what the server printed; the traceback is in error.txt in the run's folder",
             ) from error
+
+
+class _Moved(Exception):
+    """A request was aborted because its replica was removed."""
+
+
+def _is_cancelled() -> bool:
+    """Whether the task that asks is to end itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _one_line(error: Exception) -> str:

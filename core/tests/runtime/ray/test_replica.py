@@ -261,7 +261,7 @@ def test_runs_leave_a_replica_that_is_made_anew() -> None:
 
     async def life() -> None:
         other = Mortal(world, 7)  # type: ignore[arg-type]
-        router = ReplicaRouter([world.server, other], world.clock)  # type: ignore[list-item]
+        router = ReplicaRouter({0: world.server, 1: other}, world.clock)  # type: ignore[dict-item]
         generate = router.of_one_run()
         await generate(request(name="first"))
         dying = asyncio.ensure_future(world.die())

@@ -27,6 +27,8 @@ _END_SECONDS = 15.0
 _REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by a public address
 _TOKEN = "RAY_AUTH_TOKEN"
+#: Whether Ray prints which calls it makes again: those that wait for an actor. Who died is told anyway.
+_QUIET = "RAY_enable_output_error_log_if_still_retry"
 
 
 @attrs.frozen(kw_only=True)
@@ -70,6 +72,7 @@ class Cluster:
             RunError: ``runtime.cluster``.
         """
         _use_token(joins=options.address is not None)
+        os.environ.setdefault(_QUIET, "0")
         ray = _ray()
         if ray.is_initialized():
             raise RunError(
@@ -108,7 +111,7 @@ class Cluster:
             RunError: ``runtime.cluster`` when the cluster cannot give them in time.
         """
         ray = _ray()
-        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.placement_group import placement_group
 
         if what in self._groups:
             return self._groups[what]
@@ -116,8 +119,10 @@ class Cluster:
         who = f"{count} places of {dict(resources)} for {what}"
         try:
             await self._clock.wait_for(_awaited(group.ready()), self._start_seconds, who)
-        except DeadlineExceeded as error:
-            remove_placement_group(self._groups.pop(what))
+        except BaseException as error:
+            self.give_back(what)
+            if not isinstance(error, DeadlineExceeded):
+                raise
             raise RunError(
                 f"the cluster has no room for {what}",
                 code="runtime.cluster",
@@ -209,9 +214,14 @@ class Cluster:
         Raises:
             JackfieldError: why it cannot.
         """
-        name, told = self._name(handle), _ray().cloudpickle.dumps(make)
+        name, told = self._name(handle), self.told(make)
         await answer(handle.make.remote(told), name, f"{name} to be ready", self._start_seconds, self._clock)
-        return cast(bytes, told)
+        return told
+
+    @staticmethod
+    def told(make: Callable[[], Any]) -> bytes:
+        """``make`` as an actor is told it."""
+        return cast(bytes, _ray().cloudpickle.dumps(make))
 
     async def watch(self, handles: Sequence[Any]) -> None:
         """Return never, or raise as soon as one of the actors dies.
@@ -230,6 +240,21 @@ class Cluster:
         name = self._name(handle)
         await answer(handle.live.remote(), name, f"{name} to live", _FOREVER, self._clock)
 
+    async def end(self, handle: Any) -> None:
+        """Have one worker put its things away, and end its process."""
+        actor = next(actor for actor in self._actors if actor.handle is handle)
+        await self._end(actor)
+        self._actors.remove(actor)
+        _ray().kill(handle, no_restart=True)
+
+    def give_back(self, what: str) -> None:
+        """Give back the places of ``what``, if it has any of its own; nobody is in them any more."""
+        from ray.util.placement_group import remove_placement_group
+
+        group = self._groups.pop(what, None)
+        if group is not None:
+            remove_placement_group(group)
+
     async def rest(self) -> None:
         """Have all workers put their things away; end the processes of those that cannot, and keep the others."""
         ray = _ray()
@@ -244,14 +269,12 @@ class Cluster:
     async def close(self) -> None:
         """End all actors, give their places back, and leave the cluster; end it, if it was started here."""
         ray = _ray()
-        from ray.util.placement_group import remove_placement_group
-
         await self.rest()
         for actor in self._spare.values():
             ray.kill(actor.handle, no_restart=True)
-        for group in self._groups.values():
-            remove_placement_group(group)
-        self._spare, self._groups = {}, {}
+        self._spare = {}
+        for what in list(self._groups):
+            self.give_back(what)
         ray.shutdown()
 
     async def _end(self, actor: _Actor) -> bool:

@@ -55,6 +55,7 @@ class LastingReplica(LastingServer):
 
         super().__init__(make, restarts=restarts, start_seconds=start_seconds)
         self.behind = True
+        self.for_agents = RemoteServer(actor, name, seconds)  #: what an agent worker gets
 
     async def start(self) -> ServerInfo:
         """Start the first replica, which has the weights of the model's folder, as everybody."""

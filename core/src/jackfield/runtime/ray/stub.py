@@ -53,6 +53,10 @@ class Stub:
             raise AttributeError(member)
         return partial(self._call, member)
 
+    def made_by(self, make: bytes) -> None:
+        """What makes the worker again from now on."""
+        self._make = make
+
     async def _call(self, member: str, *arguments: Any, **keywords: Any) -> Any:
         reference = self._actor.call.remote(self._prefix + member, arguments, keywords)
         try:

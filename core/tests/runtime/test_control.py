@@ -1,0 +1,207 @@
+"""What other processes ask of a run, over real sockets; and what Prometheus reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import stat
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from click.testing import CliRunner
+
+from jackfield.cli import main
+from jackfield.clock import Clock
+from jackfield.errors import ConfigError, JackfieldError, RunError
+from jackfield.runtime.control import ControlServer, list_replicas, scale_replicas
+from jackfield.runtime.replica_metrics import ReplicaMetrics
+from jackfield.runtime.replicas import Replicas, ReplicaState
+
+
+class Fake:
+    """A run's replicas: as many as it is told, up to three."""
+
+    def __init__(self) -> None:
+        self.count = 1
+
+    async def states(self) -> list[ReplicaState]:
+        return [
+            ReplicaState(replica=number, state="serving", weight_version=5, running=number, restarts=2)
+            for number in range(self.count)
+        ]
+
+    async def scale(self, count: int) -> list[ReplicaState]:
+        if count < 1:
+            raise ConfigError("a run needs a replica", found=count)
+        if count > 3:
+            raise RunError("the cluster has no room for rollout replica 3", code="runtime.cluster", expected="a place")
+        self.count = count
+        return await self.states()
+
+
+def serve(folder: Path, ask: Callable[[], Any], fake: Fake | None = None) -> Any:
+    """Ask in a thread, while a run answers."""
+
+    async def life() -> Any:
+        server = ControlServer(folder, cast(Replicas, fake or Fake()), Clock())
+        await server.open(metrics="http://127.0.0.1:1/metrics")
+        try:
+            return await asyncio.to_thread(ask)
+        finally:
+            await server.close()
+
+    return asyncio.run(life())
+
+
+def test_replicas_are_listed_added_and_removed(tmp_path: Path) -> None:
+    def ask() -> list[list[ReplicaState]]:
+        assert 0o600 == stat.S_IMODE((tmp_path / "control.json").stat().st_mode)
+        return [list_replicas(tmp_path), scale_replicas(tmp_path, 3), scale_replicas(tmp_path, 1)]
+
+    first, grown, shrunk = serve(tmp_path, ask)
+    assert ([0], [0, 1, 2], [0]) == tuple([state.replica for state in states] for states in (first, grown, shrunk))
+    assert ReplicaState(replica=2, state="serving", weight_version=5, running=2, restarts=2) == grown[2]
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("count", "code"), [(0, "config.invalid-value"), (4, "runtime.cluster")], ids=["none", "no room"]
+)
+def test_what_the_run_says_against_it_is_the_error(tmp_path: Path, count: int, code: str) -> None:
+    def ask() -> None:
+        scale_replicas(tmp_path, count)
+
+    with pytest.raises(JackfieldError) as caught:
+        serve(tmp_path, ask)
+    assert code == caught.value.code
+
+
+def test_the_command_prints_for_people_and_programs(tmp_path: Path) -> None:
+    def ask() -> list[str]:
+        calls = ([], ["2", "--json"], ["9"], ["many"])
+        return [CliRunner().invoke(main, ["replicas", str(tmp_path), *call]).output for call in calls]
+
+    listed, grown, refused, wrong = serve(tmp_path, ask)
+    assert "replica 0: serving  weights of version 5  0 running, 0 waiting  2 restarts\n" == listed
+    assert [0, 1] == [state["replica"] for state in json.loads(grown)]
+    assert "[runtime.cluster]" in refused
+    assert "'many' is not a valid integer" in wrong
+
+
+def where(port: int, host: str = "") -> str:
+    return json.dumps({"host": host or socket.gethostname(), "pid": 1, "port": port, "token": "x"})
+
+
+def test_a_folder_where_no_run_goes_on(tmp_path: Path) -> None:
+    """Never one, one that was killed, one of another machine."""
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))  # and nobody listens there
+    free = taken.getsockname()[1]
+    texts = {
+        "no such folder": None,
+        "no control.json": "",
+        "does not listen": where(free),
+        "a run on far": where(free, "far"),
+    }
+    for found, text in texts.items():
+        folder = tmp_path / found
+        if text is not None:
+            folder.mkdir()
+        if text:
+            (folder / "control.json").write_text(text)
+        with pytest.raises(RunError, match="no run with replicas goes on") as caught:
+            list_replicas(folder)
+        assert "run.not-running" == caught.value.code
+        assert found in str(caught.value.found)
+    taken.close()
+
+
+def test_strangers_change_nothing_and_are_answered_the_same(tmp_path: Path) -> None:
+    fake = Fake()
+    told = json.dumps({"token": "0" * 64, "count": 3}).encode()
+    lines = [told, b"[]", b"{}", b"no json", b'{"token": 1, "count": 3}', b"GET / HTTP/1.1\r\n", b"x" * 70_000]
+
+    def ask() -> list[bytes]:
+        known = json.loads((tmp_path / "control.json").read_text())
+        many = json.dumps({"token": known["token"], "count": "3"}).encode()
+        answers = []
+        for line in [*lines, many]:
+            with socket.create_connection(("127.0.0.1", known["port"]), 10) as connection:
+                connection.sendall(line + b"\n")
+                try:
+                    answers.append(connection.makefile("rb").readline())
+                except ConnectionError:
+                    answers.append(b"")
+        return answers
+
+    answers = serve(tmp_path, ask, fake)
+    assert {"wire.authentication"} == {json.loads(each)["error"]["code"] for each in answers if each}
+    assert 1 == answers.count(b""), "a line beyond the limit is not read"
+    assert 1 == fake.count
+
+
+def test_a_run_that_ends_meanwhile_is_told_from_an_answer(tmp_path: Path) -> None:
+    class Slow(Fake):
+        async def scale(self, count: int) -> list[ReplicaState]:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def life() -> None:
+        server = ControlServer(tmp_path, cast(Replicas, Slow()), Clock())
+        await server.open()
+        asking = asyncio.create_task(asyncio.to_thread(scale_replicas, tmp_path, 2))
+        await asked.wait()
+        await server.close()
+        with pytest.raises(RunError, match="no run") as caught:
+            await asking
+        assert "it ended before it answered" == caught.value.found
+
+    asked = asyncio.Event()
+    asyncio.run(life())
+
+
+def test_prometheus_reads_whoever_there_is() -> None:
+    pytest.importorskip("prometheus_client")
+    fake = Fake()
+
+    async def life() -> tuple[str, str, str]:
+        metrics = ReplicaMetrics(cast(Replicas, fake), 0)
+        url = await metrics.open()
+
+        def scrape() -> str:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                text: str = answer.read().decode()
+                return text
+
+        try:
+            first = await asyncio.to_thread(scrape)
+            fake.count = 2
+            grown = await asyncio.to_thread(scrape)
+            fake.count = 1
+            return first, grown, await asyncio.to_thread(scrape)
+        finally:
+            await metrics.close()
+
+    first, grown, shrunk = asyncio.run(life())
+    assert first == shrunk
+    assert 'replica="1"' not in first
+    lines = grown.splitlines()
+    assert {'jackfield_rollout_running{replica="1"} 1.0', 'jackfield_rollout_restarts_total{replica="1"} 2.0'} < set(
+        lines
+    )
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        metrics = ReplicaMetrics(cast(Replicas, Fake()), taken.getsockname()[1])
+        with pytest.raises(ConfigError) as caught:
+            asyncio.run(metrics.open())
+    assert "runtime.metrics_port" == caught.value.where
+    assert os.strerror(98) in str(caught.value.found)
