@@ -94,7 +94,8 @@ class FakeSynchronizer:
         await self.clock.sleep(self.seconds)
         self.loaded = version
         self.syncs.append(version)
-        return attrs.make_class("Report", {"receipts": attrs.field(default=()), "seconds": attrs.field(default=0.0)})()
+        fields = {"receipts": (), "seconds": 0.0, "bytes": 0}
+        return attrs.make_class("Report", {name: attrs.field(default=value) for name, value in fields.items()})()
 
 
 class FakeActor:
