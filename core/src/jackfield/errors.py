@@ -33,6 +33,7 @@ fix it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
@@ -60,6 +61,8 @@ __all__ = [
     "WeightsError",
     "WireError",
     "WorkerLost",
+    "error_fields",
+    "rebuilt_error",
 ]
 
 CODES: dict[str, str] = {
@@ -128,6 +131,7 @@ CODES: dict[str, str] = {
     "queue.unreachable": "The server or file behind a queue backend does not answer, or broke off.",
     "queue.store": "What is behind a queue backend cannot be used: login, format, damage, or its own settings.",
     "queue.lost": "Rows went with the storage unit that held them, which died.",
+    "queue.session": "A queue's controller in another process does not answer, or knows this process no more.",
     "wire.malformed": "A message from another process is not one of the protocol.",
     "wire.version": "A message from another process is of another version of the wire format.",
     "wire.size": "A message between processes is above the limits.",
@@ -211,6 +215,28 @@ class JackfieldError(Exception):
         fields = ("where", "expected", "found", "fix")
         details = {name: None if getattr(self, name) is None else str(getattr(self, name)) for name in fields}
         return {"code": self.code, "message": self.message, **details}
+
+
+def error_fields(error: BaseException) -> dict[str, Any]:
+    """An error as plain values, to be told to another process."""
+    if isinstance(error, JackfieldError):
+        return {"class": type(error).__name__, **error.as_dict()}
+    return {"class": None, "message": f"{type(error).__name__}: {error}"}
+
+
+def rebuilt_error(fields: Mapping[str, Any], where: str) -> JackfieldError:
+    """The error that another process told of.
+
+    Args:
+        fields: see :func:`error_fields`.
+        where: it happened, for errors that are not Jackfield's.
+    """
+    kind = globals().get(str(fields.get("class")))
+    if not (isinstance(kind, type) and issubclass(kind, JackfieldError)):
+        return RunError(f"{where} raised {fields.get('message')}", where=where)
+    details = {name: fields.get(name) for name in ("where", "expected", "found", "fix")}
+    code = fields["code"] if fields.get("code") in CODES else None
+    return kind(str(fields.get("message")), code=code, **details)
 
 
 def _rebuilt(kind: type[JackfieldError], message: str, details: dict[str, Any]) -> JackfieldError:

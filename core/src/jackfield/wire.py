@@ -34,7 +34,7 @@ VERSION = 1
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 #: Of a field: ``str``, ``int``, ``bytes``, ``bool`` or ``float``; ``[schema]`` is a list of any length, ``(a, b, …)``
-#: a list of just these, ``{schema}`` a map from text.
+#: a list of just these, ``{schema}`` a map from text; ``object`` is any of them, null included: who reads it looks on.
 Schema: TypeAlias = "type | list[Any] | tuple[Any, ...] | set[Any]"
 
 _MAGIC = b"JKF"
@@ -205,5 +205,7 @@ def _check(schema: Schema) -> Callable[[Any], bool]:
         return lambda value: (
             type(value) is dict and all(type(name) is str and check(item) for name, item in value.items())
         )
+    if schema is object:
+        return lambda value: True
     assert schema in _SCALARS, f"{schema!r} is no type of a field"
     return lambda value: type(value) is schema

@@ -41,7 +41,7 @@ def test_a_group_is_published_when_all_runs_ended(run: Run) -> None:
         assert "open" == (await bench.queue.group(group)).state
         keys = await bench.put(group, 0)
         view = await bench.queue.group(group)
-        assert ("published", {1: "out of tokens"}) == (view.state, view.failed_runs)
+        assert ("published", ((1, "out of tokens"),)) == (view.state, view.failed_runs)
         assert (*keys, f"{group}/2/0", f"{group}/2/1") == view.keys  # by run, whatever came first
         assert (0, 2, 2) == view.key_runs
         batch = await bench.queue.lease_groups("trainer", ticket, deadline_seconds=0)

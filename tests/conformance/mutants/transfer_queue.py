@@ -50,9 +50,14 @@ class Config:
 
 
 class ReferenceBackend(TransferQueueBackend):
-    """Rows in a dict; every change is appended to ``log`` in the context's folder and read back at the next start."""
+    """Rows in a dict; every change is appended to ``log`` in the context's folder and read back at the next start.
+
+    Who joins has the dict of the instance that opened the folder: all of them live in one process here.
+    """
 
     durable: ClassVar[bool] = True
+    joins: ClassVar[bool] = True
+    living: ClassVar[dict[Path, ReferenceBackend]] = {}
 
     def __init__(self, config: Config, context: TransferQueueContext) -> None:
         super().__init__(config, context)
@@ -64,13 +69,20 @@ class ReferenceBackend(TransferQueueBackend):
 
     async def start(self) -> None:
         path = self.folder / "log"
-        if path.exists():
+        if self.context.joins:
+            self.rows = self.join_rows(self.living[self.folder])
+        elif path.exists():
             for where, row in _records(path.read_bytes()):
                 if row is None:
                     self.rows.pop(where, None)
                 else:
                     self.rows.setdefault(where, {}).update(row)
+        if not self.context.joins:
+            self.living[self.folder] = self
         self.log = path.open("ab", buffering=0)
+
+    def join_rows(self, first: ReferenceBackend) -> dict[Where, Row]:
+        return first.rows
 
     def check_open(self) -> None:
         if self.closed:
@@ -190,6 +202,8 @@ class ReferenceBackend(TransferQueueBackend):
         self.closed = True
         self.log.close()
         self.rows = {}
+        if self.living.get(self.folder) is self:
+            del self.living[self.folder]
 
 
 def _record(where: Where, row: Row | None) -> bytes:
@@ -220,7 +234,7 @@ def _records(content: bytes) -> list[tuple[Where, Row | None]]:
     return found
 
 
-REFERENCE = Reference(cls=ReferenceBackend, config_class=Config, capabilities={"durable": "full"})
+REFERENCE = Reference(cls=ReferenceBackend, config_class=Config, capabilities={"durable": "full", "joins": "full"})
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
@@ -719,6 +733,19 @@ class WritesAtTheEnd(ReferenceBackend):
         await super().close()
 
 
+class JoinsACopy(ReferenceBackend):
+    def join_rows(self, first: ReferenceBackend) -> dict[Where, Row]:
+        return dict(first.rows)
+
+
+class TakesItsRowsAlong(ReferenceBackend):
+    async def close(self) -> None:
+        if self.context.joins and not self.closed:
+            for where in list(self.rows):
+                self.forget(where)
+        await super().close()
+
+
 class ForgetsDeletes(ReferenceBackend):
     """Deletes are not in the log."""
 
@@ -788,5 +815,7 @@ MUTANTS: Mapping[str, Mutant] = {
         _mutant(ClearsItsFolder, "closing clears the folder", "043"),
         _mutant(WritesAtTheEnd, "what was put is on disk when the backend is closed", "044"),
         _mutant(ForgetsDeletes, "deleted rows are back after a restart", "043", "044"),
+        _mutant(JoinsACopy, "who joins has a copy of what was there then", "045"),
+        _mutant(TakesItsRowsAlong, "who has joined deletes everything when it closes", "045"),
     )
 }

@@ -38,6 +38,9 @@ class TransferQueueContext:
 
     folder: str | None = None  #: the run's folder, for durable backends
     host: str = "127.0.0.1"
+    #: another process has opened the queue of this folder, and this backend is a further client of the same store
+    #: (capability ``joins``)
+    joins: bool = False
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -162,6 +165,9 @@ class TransferQueueBackend(ABC):
 
     #: whether values survive ``kill -9`` of the process that put them
     durable: ClassVar[bool] = False
+
+    #: whether other processes may open the queue of the same folder, too, with ``context.joins``
+    joins: ClassVar[bool] = False
 
     def __init__(self, config: Any, context: TransferQueueContext) -> None:
         self.config = config

@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("jackfield.cli.run:run", "Do the run that a configuration file describes."),
     "replicas": ("jackfield.cli.replicas:replicas", "Look at a run's replicas while it goes on; add or remove some."),
     "checkpoint": ("jackfield.cli.checkpoint:checkpoint", "Look at a run's checkpoints, and take models out of them."),
-    "queue": ("jackfield.cli.queue:queue", "Look at the rows of a checkpointed queue."),
+    "queue": ("jackfield.cli.queue:queue", "Look at the rows of a checkpointed queue; serve a queue's controller."),
     "config": ("jackfield.cli.config:config", "Look at a run's configuration."),
     "plugins": ("jackfield.cli.plugins:plugins", "Look at the installed plugins."),
     "env": ("jackfield.cli.env:env", "Make environments for workers with an interpreter of their own."),

@@ -1,4 +1,4 @@
-"""``jackfield queue ls|show|stats|trace|export|import``."""
+"""``jackfield queue ls|show|stats|trace|export|import|serve``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jackfield.errors import QueueError, RunError
 if TYPE_CHECKING:
     from jackfield.queue.browse import Ancestor
     from jackfield.queue.row_files import StoredRow
+    from jackfield.queue.serving import QueueServer
 
 __all__ = ["queue"]
 
@@ -27,7 +28,7 @@ _SHOWN = 8  #: elements of a tensor that `show` prints
 
 @click.group()
 def queue() -> None:
-    """Look at the rows of a checkpointed queue.
+    """Look at the rows of a checkpointed queue; serve a queue's controller.
 
     FOLDER is a run's folder, whose newest checkpoint is taken, a checkpoint, or the queue's folder in it.
     """
@@ -162,6 +163,36 @@ def import_(file: Path, folder: Path, partition: str) -> None:
 
     count = asyncio.run(import_file(file, folder, partition))
     click.echo(f"{count} rows in {folder}")
+
+
+@queue.command()
+@click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("overrides", nargs=-1)
+def serve(config: Path, overrides: tuple[str, ...]) -> None:
+    """Serve the controller of the queue that the run of CONFIG has, for runs and roles in other processes.
+
+    They take the same CONFIG. It ends with Ctrl-C or SIGTERM; what it had refused is said then.
+    """
+    import signal
+
+    from jackfield.compose.controller import serve_queue
+    from jackfield.config import load_config
+
+    async def main() -> None:
+        until = asyncio.Event()
+        servers: list[QueueServer] = []
+
+        def ready(server: QueueServer, file: Path) -> None:
+            servers.append(server)
+            click.echo(f"the queue is served; {file} says where")
+
+        for each in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(each, until.set)
+        await serve_queue(load_config(config, overrides), until, ready=ready)
+        refused = ", ".join(f"{count} {code}" for code, count in sorted(servers[0].refused.items()))
+        click.echo(f"ended; refused: {refused or 'nothing'}")
+
+    asyncio.run(main())
 
 
 def _tree(row: Ancestor) -> dict[str, Any]:

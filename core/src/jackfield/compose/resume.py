@@ -49,6 +49,7 @@ FREE = (
     "checkpoint_engine",
     "schedule.steps",
     "evaluation.every",
+    "queue.controller",
     "queue.durable",
     "queue.max_bytes",
     "queue.max_rows",

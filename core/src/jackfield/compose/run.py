@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import attrs
 
-from jackfield.algorithms import register_part
 from jackfield.clock import Clock
 from jackfield.compose.crew import MakeCrew, crew_maker
 from jackfield.compose.export import export_model
@@ -34,7 +32,7 @@ from jackfield.compose.resume import (
     storage_error,
     storage_errors,
 )
-from jackfield.compose.selection import check_plugins, import_plugins, manifests
+from jackfield.compose.selection import check_plugins, import_plugins, manifests, register_parts
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
@@ -42,7 +40,6 @@ from jackfield.imports import collection_paused
 from jackfield.observe import listeners
 from jackfield.plugins import HookManager, Registry, discover, hook_manager
 from jackfield.plugins.hooks import RunEnded, RunStarted
-from jackfield.queue import register_sampler
 from jackfield.runtime.control import ControlServer
 from jackfield.runtime.replica_metrics import ReplicaMetrics
 from jackfield.runtime.replicas import Replicas
@@ -164,7 +161,7 @@ def _prepare(config: RunConfig, registry: Registry, hooks: Sequence[object]) -> 
     if here:
         import_plugins(config, registry, heavy=False)
     manager = hook_manager(hooks, manifests(config, registry))
-    manager.hook.register_parts(register=_register)
+    register_parts(manager.hook)
     make_sources(config.queue)  # refuses what there is not
     recipe = make_recipe(config, registry.find("rollout", config.rollout.name))
     tasks, model = read_tasks(config, recipe), read_model(config)
@@ -174,14 +171,6 @@ def _prepare(config: RunConfig, registry: Registry, hooks: Sequence[object]) -> 
         import_plugins(config, registry, heavy=True)
     check_rows(config.queue, explores=config.mode == "both")
     return _Prepared(manager, recipe, tasks)
-
-
-def _register(kind: str, name: str, part: Any) -> None:
-    """Small parts of plugins: samplers are the queue's, all others the algorithms'."""
-    if kind == "sampler":
-        register_sampler(name, part)
-    else:
-        register_part(kind, name, part)
 
 
 def _make_folder(folder: Path) -> None:

@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from jackfield.algorithms import register_part
 from jackfield.config import PluginSection, RunConfig, plugin_sections, validate_plugins
 from jackfield.errors import ConfigError, PluginError, PluginNotFound
 from jackfield.plugins import Manifest, PluginRecord, Registry, require_capability
@@ -15,8 +17,10 @@ from jackfield.plugins.doctor import PluginReport, examine
 from jackfield.plugins.environments import environment_python
 from jackfield.plugins.handshake import check_interpreter
 from jackfield.plugins.interpreters import resolve_interpreter
+from jackfield.queue import register_sampler
 
 __all__ = [
+    "check_apart",
     "check_plugins",
     "check_weights",
     "environment_folder",
@@ -24,6 +28,7 @@ __all__ = [
     "interpreters",
     "manifests",
     "records_of",
+    "register_parts",
 ]
 
 #: Kinds whose plugins import torch: they come last.
@@ -50,6 +55,8 @@ def check_plugins(config: RunConfig, registry: Registry) -> None:
         require_capability(
             registry.find("transfer_queue", config.transfer_queue.name), "durable", "queue.durable is set"
         )
+    if config.queue.controller.address is not None:
+        check_apart(config, registry, "queue.controller.address is set")
     if config.model.lora is not None:
         require_capability(registry.find("engine", config.engine.name), "lora", "model.lora is set")
         require_capability(registry.find("rollout", config.rollout.name), "weights_adapter", "model.lora is set")
@@ -83,6 +90,36 @@ def _refuse_with_adapter(config: RunConfig, where: str, expected: str) -> None:
             expected=f"{expected}, or no model.lora",
             found=getattr(getattr(config, section), key),
         )
+
+
+def check_apart(config: RunConfig, registry: Registry, because: str) -> None:
+    """See that a queue's controller may be in another process than this one.
+
+    Raises:
+        PluginError: ``plugin.capability``: the backend keeps values in one process.
+        ConfigError: workers are in a cluster, whose storage worker has the controller beside it.
+    """
+    require_capability(registry.find("transfer_queue", config.transfer_queue.name), "joins", because)
+    if config.runtime.name != "inline":
+        raise ConfigError(
+            "a controller in a process of its own serves runs whose workers are in their own process",
+            where="runtime.name",
+            expected="inline",
+            found=config.runtime.name,
+            fix=f"use runtime.name: inline, because {because}",
+        )
+
+
+def register_parts(hooks: Any) -> None:
+    """Have plugins offer small parts: samplers are the queue's, all others the algorithms'."""
+
+    def register(kind: str, name: str, part: Any) -> None:
+        if kind == "sampler":
+            register_sampler(name, part)
+        else:
+            register_part(kind, name, part)
+
+    hooks.register_parts(register=register)
 
 
 def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> None:

@@ -44,6 +44,15 @@ class WorkerFactory:
         context = TransferQueueContext(folder=str(Path(self.config.folder) / "queue"))
         return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
+    def joined_backend(self, folder: Path) -> TransferQueueBackend:
+        """A client of the store that a served controller has opened; not started.
+
+        Args:
+            folder: of that queue.
+        """
+        context = TransferQueueContext(folder=str(folder), joins=True)
+        return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
+
     def engine_rank(
         self,
         rows: Rows,

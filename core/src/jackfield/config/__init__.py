@@ -15,6 +15,7 @@ from jackfield.config.loading import (
 from jackfield.config.sections import (
     AlgorithmConfig,
     CanaryConfig,
+    ControllerConfig,
     CriticConfig,
     DataConfig,
     DeadlineConfig,
@@ -38,6 +39,7 @@ from jackfield.config.sections import (
 __all__ = [
     "AlgorithmConfig",
     "CanaryConfig",
+    "ControllerConfig",
     "CriticConfig",
     "DataConfig",
     "DeadlineConfig",

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, le, optional
+from attrs.validators import and_, ge, gt, le, optional
 
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
@@ -21,6 +21,7 @@ __all__ = [
     "AlgorithmConfig",
     "CanaryConfig",
     "CheckpointConfig",
+    "ControllerConfig",
     "CriticConfig",
     "DataConfig",
     "DeadlineConfig",
@@ -248,14 +249,33 @@ class MixConfig(Reuse):
 
 
 @attrs.frozen(kw_only=True)
+class ControllerConfig:
+    """The queue's controller as a process of its own: `jackfield queue serve`."""
+
+    address: str | None = option(
+        None,
+        help="the address.json of the controller that the run connects to; null: the controller is part of the run's "
+        "process, and with --role the one that is served for the same folder",
+    )
+    host: str = option("127.0.0.1", help="where it listens; beyond loopback with CURVE, for who has the address.json")
+    port: int = option(0, help="where it listens; 0: any port that is free", validator=and_(ge(0), le(65535)))
+    silence: float = option(
+        30.0,
+        help="seconds after which controller and run take each other for dead when nothing is heard",
+        validator=gt(0.0),
+    )
+
+
+@attrs.frozen(kw_only=True)
 class QueueConfig:
-    """What a batch has beside the groups of its step, and what of the queue survives a crash."""
+    """What a batch has beside the groups of its step, where the controller is, and what survives a crash."""
 
     durable: bool = option(
         False,
         help="a run that was killed keeps the rows that it had made since its newest checkpoint; needs a durable "
         "transfer_queue (sql, redis)",
     )
+    controller: ControllerConfig = option(factory=ControllerConfig, help="a controller in a process of its own")
     max_rows: int | None = option(
         None,
         help="rows in the queue, above which explorers wait; those of the batch that the trainer waits for are let in, "
@@ -406,7 +426,7 @@ class RunConfig:
     optimizer: OptimizerSpec = option(factory=OptimizerSpec, help="AdamW and its learning-rate schedule")
     critic: CriticConfig = option(factory=CriticConfig, help="value model")
     schedule: ScheduleConfig = option(factory=ScheduleConfig, help="steps and synchronisation")
-    queue: QueueConfig = option(factory=QueueConfig, help="replay and mixing")
+    queue: QueueConfig = option(factory=QueueConfig, help="replay, mixing, and where the controller is")
     evaluation: EvaluationConfig = option(factory=EvaluationConfig, help="held-out tasks")
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
     weights: WeightsConfig = option(factory=WeightsConfig, help="how replicas get them")

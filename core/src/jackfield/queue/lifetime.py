@@ -57,6 +57,7 @@ class Lifetime:
         self._journal = None if journal is None else Journal(journal)
         self._state.changes.kept = journal is not None
         self._marks: list[str] = []
+        self.went_on = False  #: whether the last :meth:`recover` found this controller living
         self._leases = self._controller.leases
         self._lease_seconds = lease_seconds
         self._put_deadline_seconds = put_deadline_seconds

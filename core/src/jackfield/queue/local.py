@@ -188,6 +188,7 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
         saved = self._known(checkpoint, step, lives=lives)
         if saved is None:
             return False
+        self.went_on = lives
         async with self._deleting:
             if lives:
                 self._leases.end_all()

@@ -54,7 +54,7 @@ class GroupView:
     state: Literal["open", "published", "dropped"]
     reason: str | None  #: why it was dropped
     runs: int
-    failed_runs: Mapping[int, str]  #: runs that ended without rows because they failed, and why
+    failed_runs: tuple[tuple[int, str], ...]  #: runs that ended without rows because they failed, and why
     keys: tuple[str, ...]  #: surviving rows, by run and sequence
     key_runs: tuple[int, ...]  #: the run of each key
     columns: frozenset[str]  #: that every surviving row has

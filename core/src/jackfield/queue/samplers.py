@@ -25,6 +25,7 @@ __all__ = [
     "Random",
     "Ready",
     "Sampler",
+    "SamplerSpec",
     "Sequential",
     "make_sampler",
     "register_sampler",
@@ -149,6 +150,35 @@ def register_sampler(name: str, make: Callable[..., Sampler]) -> None:
     """
     if SAMPLERS.setdefault(name, make) is not make:
         raise QueueError(f"there is a sampler named {name!r} already", where=name, fix="choose another name")
+
+
+@attrs.frozen(kw_only=True)
+class SamplerSpec:
+    """A registered sampler as plain values, for another process."""
+
+    name: str
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @classmethod
+    def of(cls, sampler: Sampler) -> SamplerSpec:
+        """
+        Raises:
+            QueueError: ``queue.invalid`` for one that is not registered as an attrs class of settings.
+        """
+        made = type(sampler)
+        name = next((name for name, make in SAMPLERS.items() if make is made), None)
+        if name is None or not attrs.has(made):
+            raise QueueError(
+                "a sampler cannot go to the queue's controller in another process",
+                expected=f"an instance of one of {', '.join(sorted(SAMPLERS))}",
+                found=made.__name__,
+                fix="register_sampler(name, class), an attrs class whose fields are its settings, in both processes",
+            )
+        return cls(name=name, options={f.name: getattr(sampler, f.name) for f in attrs.fields(made) if f.init})
+
+    def make(self) -> Sampler:
+        """A new one."""
+        return make_sampler(self.name, self.options)
 
 
 def make_sampler(name: str, options: Mapping[str, Any] | None = None, where: str = "") -> Sampler:

@@ -110,7 +110,7 @@ class Group:
             state=self.state,
             reason=self.reason,
             runs=self.runs,
-            failed_runs={run: reason for run, reason in sorted(self.ended.items()) if reason is not None},
+            failed_runs=tuple((run, reason) for run, reason in sorted(self.ended.items()) if reason is not None),
             keys=tuple(row.key for row in ordered),
             key_runs=tuple(row.run for row in ordered),
             columns=frozenset(self.partition.names(common) if ordered else ()),

@@ -18,11 +18,11 @@ from typing import IO, Any
 import attrs
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError
+from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError, rebuilt_error
 from jackfield.plugins.discovery import PluginRecord
 from jackfield.plugins.handshake import check_introduction
 from jackfield.plugins.interpreters import environment_of, resolve_interpreter
-from jackfield.runtime.process.wire import frame, read, rebuilt_error
+from jackfield.runtime.process.wire import frame, read
 
 __all__ = ["HostProcess"]
 

@@ -25,10 +25,10 @@ from typing import Any
 from jackfield.abc import CONTRACTS
 from jackfield.abc.rollout import RolloutContext
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, RunError
+from jackfield.errors import DeadlineExceeded, RunError, error_fields
 from jackfield.plugins.handshake import introduce
 from jackfield.plugins.registry import load_plugin
-from jackfield.runtime.process.wire import decode, error_fields, frame, read, types_of
+from jackfield.runtime.process.wire import decode, frame, read, types_of
 
 __all__ = ["Host", "main"]
 

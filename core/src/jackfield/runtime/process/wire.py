@@ -18,11 +18,9 @@ from typing import Any
 import attrs
 from cattrs import Converter
 
-from jackfield import errors
 from jackfield.clock import Clock
-from jackfield.errors import JackfieldError, RunError
 
-__all__ = ["decode", "error_fields", "frame", "read", "rebuilt_error", "types_of"]
+__all__ = ["decode", "frame", "read", "types_of"]
 
 _LENGTH = struct.Struct(">Q")
 _LARGEST = 1 << 30  #: bytes of a message
@@ -72,29 +70,6 @@ def types_of(contract: type, member: str) -> tuple[Any, Any]:
     if typing.get_origin(result) is AsyncIterator:
         (result,) = typing.get_args(result)
     return hints.get("request"), None if result is type(None) else result
-
-
-def error_fields(error: BaseException) -> dict[str, Any]:
-    """An error, to be told to the other side."""
-    if isinstance(error, JackfieldError):
-        return {"class": type(error).__name__, **error.as_dict()}
-    return {"class": None, "message": f"{type(error).__name__}: {error}"}
-
-
-def rebuilt_error(fields: Mapping[str, Any], where: str) -> JackfieldError:
-    """The error that the other side told of.
-
-    Args:
-        fields: see :func:`error_fields`.
-        where: it happened, for errors that are not Jackfield's.
-    """
-    kind = getattr(errors, str(fields["class"]), None)
-    if kind is None:
-        return RunError(f"{where} raised {fields['message']}", where=where)
-    details = {name: fields.get(name) for name in ("where", "expected", "found", "fix")}
-    code = fields["code"] if fields["code"] in errors.CODES else None
-    error: JackfieldError = kind(fields["message"], code=code, **details)
-    return error
 
 
 def _plain(value: Any) -> Any:

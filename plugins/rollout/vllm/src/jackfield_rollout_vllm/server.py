@@ -20,9 +20,8 @@ from jackfield.abc.rollout import (
     WakeUpResult,
     WorkerReceipt,
 )
-from jackfield.errors import JackfieldError, PluginError, WeightsError
+from jackfield.errors import JackfieldError, PluginError, WeightsError, rebuilt_error
 from jackfield.runtime.generation import Running, own_seed
-from jackfield.runtime.process.wire import rebuilt_error
 from jackfield.runtime.relay import MEMORY, RelayServer
 from jackfield_rollout_vllm.config import Config
 from jackfield_rollout_vllm.requests import vllm_arguments

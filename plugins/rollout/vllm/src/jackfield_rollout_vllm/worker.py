@@ -22,8 +22,8 @@ from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
+from jackfield.errors import error_fields
 from jackfield.plugins import load_plugin
-from jackfield.runtime.process.wire import error_fields
 from jackfield.weights import MergedAdapter, WeightReceiver, digest
 from jackfield.weights.staging import check_complete, check_tensor, tensors_of
 from jackfield_rollout_vllm.sampling import RawLogProbs

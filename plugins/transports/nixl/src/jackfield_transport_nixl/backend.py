@@ -47,6 +47,7 @@ class NIXLBackend(TransferQueueBackend):
     consumers read from there, directly; only small values and metadata are messages."""
 
     durable: ClassVar[bool] = False
+    joins: ClassVar[bool] = True
 
     def __init__(self, config: QueueConfig, context: TransferQueueContext) -> None:
         super().__init__(config, context)
@@ -61,7 +62,8 @@ class NIXLBackend(TransferQueueBackend):
     async def start(self) -> None:
         """Keep values here, or join the process that does."""
         try:
-            entry = await self._started() if self._settings.join is None else _read(Path(self._settings.join))
+            joined = self._settings.join or (str(Path(str(self.context.folder)) / FILE) if self.context.joins else None)
+            entry = await self._started() if joined is None else _read(Path(joined))
             agent = await self._agent(entry["host"])
             client = Client(self._settings, agent, f"{entry['host']}:{entry['port']}")
             self._client = client

@@ -46,6 +46,7 @@ class RedisBackend(TransferQueueBackend):
     """Values live on the server; they survive the process that put them, and, as its log allows, the server."""
 
     durable: ClassVar[bool] = True
+    joins: ClassVar[bool] = True
 
     def __init__(self, config: Config, context: TransferQueueContext) -> None:
         super().__init__(config, context)

@@ -43,6 +43,7 @@ class SQLBackend(TransferQueueBackend):
     """Values survive the death of the process that put them, and that of the database server."""
 
     durable: ClassVar[bool] = True
+    joins: ClassVar[bool] = True
 
     def __init__(self, config: Config, context: TransferQueueContext) -> None:
         super().__init__(config, context)

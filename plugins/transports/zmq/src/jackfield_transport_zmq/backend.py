@@ -25,6 +25,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
+from jackfield.sockets import is_loopback
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.config import QueueConfig
 from jackfield_transport_zmq.directory import FILE, Directory, UnitAddress
@@ -32,7 +33,6 @@ from jackfield_transport_zmq.line import Lost, Stale
 from jackfield_transport_zmq.moments import restored, written
 from jackfield_transport_zmq.processes import UnitProcess, started
 from jackfield_transport_zmq.reading import Reading, lost_rows
-from jackfield_transport_zmq.sockets import is_loopback
 from jackfield_transport_zmq.values import Outgoing, Reader, copied_columns, outgoing
 
 __all__ = ["ZMQBackend"]
@@ -45,6 +45,7 @@ class ZMQBackend(TransferQueueBackend):
     with the process that started them."""
 
     durable: ClassVar[bool] = False
+    joins: ClassVar[bool] = True
 
     def __init__(self, config: QueueConfig, context: TransferQueueContext) -> None:
         super().__init__(config, context)
@@ -61,16 +62,21 @@ class ZMQBackend(TransferQueueBackend):
         """Start units, or join those of another process."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jackfield-zmq")
         try:
-            if self._settings.join is not None:
-                directory = Directory.read(Path(self._settings.join))
-            else:
-                directory = await self._started()
+            joined = self._joined
+            directory = await self._started() if joined is None else Directory.read(joined)
             self._client = Client(directory, self._settings, self._noticed)
             self._publish()
         except BaseException:
             self._thread.shutdown()
             self._thread = None
             raise
+
+    @property
+    def _joined(self) -> Path | None:
+        """Where the process that has started the units lists them; None: that is this one."""
+        if self._settings.join is not None:
+            return Path(self._settings.join)
+        return Path(str(self.context.folder)) / FILE if self.context.joins else None
 
     @property
     def _host(self) -> str:
@@ -108,7 +114,7 @@ class ZMQBackend(TransferQueueBackend):
         """
         client = self._open()
         if not self._children:
-            raise QueueError("only the process that started the units can add one", where=str(self._settings.join))
+            raise QueueError("only the process that started the units can add one", where=str(self._joined))
         async with self._growing:
             directory = client.directory
             number = len(directory.units)

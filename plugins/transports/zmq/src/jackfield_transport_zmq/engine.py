@@ -17,11 +17,11 @@ from jackfield.abc.checkpoint_engine import (
     TopologyRequest,
 )
 from jackfield.errors import WeightsError
+from jackfield.sockets import Keys, is_loopback
 from jackfield.weights.buckets import views
 from jackfield.weights.meeting import Meeting, Peer, reason_of
 from jackfield_transport_zmq.config import EngineConfig
 from jackfield_transport_zmq.sending import Receiving, Sending
-from jackfield_transport_zmq.sockets import Keys, is_loopback
 
 __all__ = ["ZMQCheckpointEngine"]
 

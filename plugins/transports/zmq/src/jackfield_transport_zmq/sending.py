@@ -18,10 +18,10 @@ import torch
 import zmq
 
 from jackfield.errors import WireError
+from jackfield.sockets import Gate, Keys, dealer, listening, readable
 from jackfield.weights.buckets import Entry, aligned, entry_of, put, raw
 from jackfield.weights.meeting import Meeting
 from jackfield.wire import Buffer, Message, Schema, Wire
-from jackfield_transport_zmq.sockets import Gate, Keys, dealer, listening, readable
 
 __all__ = ["MESSAGES", "Arrived", "Receiving", "Sending"]
 

@@ -17,10 +17,10 @@ from typing import Any
 import zmq
 
 from jackfield.errors import QueueError
+from jackfield.sockets import Gate, Keys, listening, readable
 from jackfield.wire import Buffer, Wire
 from jackfield_transport_zmq.arenas import place_of_this_process
 from jackfield_transport_zmq.protocol import REQUESTS
-from jackfield_transport_zmq.sockets import Gate, Keys, listening, readable
 from jackfield_transport_zmq.unit import Unit
 
 __all__ = ["main"]

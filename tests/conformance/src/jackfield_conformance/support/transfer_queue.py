@@ -134,11 +134,13 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.asynccontextmanager
-async def opened(subject: Subject, folder: Path | None = None) -> AsyncIterator[TransferQueueBackend]:
+async def opened(
+    subject: Subject, folder: Path | None = None, *, joins: bool = False
+) -> AsyncIterator[TransferQueueBackend]:
     """A started backend in ``folder`` (default: the check's own), closed at the end."""
     folder = folder or subject.folder / "run"
     folder.mkdir(parents=True, exist_ok=True)
-    backend: TransferQueueBackend = subject.make(TransferQueueContext(folder=str(folder)))
+    backend: TransferQueueBackend = subject.make(TransferQueueContext(folder=str(folder), joins=joins))
     await backend.start()
     try:
         yield backend

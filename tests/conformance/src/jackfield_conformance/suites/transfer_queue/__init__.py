@@ -15,4 +15,8 @@ CAPABILITIES = {
     "durable": Capability(
         what="values survive kill -9 of the process that put them", detect=lambda subject: bool(subject.cls.durable)
     ),
+    "joins": Capability(
+        what="further processes open the store of a queue that one has opened",
+        detect=lambda subject: bool(subject.cls.joins),
+    ),
 }

@@ -287,3 +287,23 @@ def values_survive_kill_9(subject: Subject) -> None:
                     assert_same(prompt, found["prompt_ids"], f"prompt_ids of {key}")
 
     asyncio.run(read())
+
+
+@check("TRQ-045", tier="capability", capability="joins", page=PAGE + "further-processes")
+async def a_further_client_shares_the_store(subject: Subject) -> None:
+    """What one instance puts or deletes, the other one sees; when a client that joined closes, everything stays."""
+    columns = sample_columns()
+    async with opened(subject) as first:
+        await put(first, ["a", "b", "c"], columns)
+        async with opened(subject, joins=True) as second:
+            found = await get(second, ["a", "b", "c"], list(columns))
+            for name, column in columns.items():
+                assert_same(column, found[name], name)
+            await put(second, ["x", "y", "z"], columns)
+            assert_same(columns["reward"], (await get(first, ["x", "y", "z"], ["reward"]))["reward"], "reward")
+            await first.delete(DeleteRequest(partition="train", keys=("x",)))
+            with refused("queue.unknown-row", "x"):
+                await get(second, ["x"], ["reward"])
+        rows = (await first.stats()).rows
+        assert 5 == rows, f"five rows were there when a client that had joined closed, {rows} are left"
+        assert_same(columns["reward"], (await get(first, ["a", "b", "c"], ["reward"]))["reward"], "reward")

@@ -1,8 +1,8 @@
-"""Sockets of both ends: where they listen, and who gets in.
+"""ZeroMQ sockets of both ends: where servers listen, and who gets in.
 
-Within a host a unit listens at an abstract Unix address, which is no file; elsewhere at a TCP port, where connections
-are encrypted by CURVE and only clients with the queue's key get in. Every message is signed with the queue's secret in
-either case.
+Within a host a server listens at an abstract Unix address, which is no file; elsewhere at a TCP port, where connections
+are encrypted by CURVE and only clients with the server's client key get in. Every message is signed with a secret in
+either case (:mod:`jackfield.wire`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import attrs
 import zmq
 from zmq.utils import z85
 
-from jackfield.wire import Limits
-
 __all__ = ["Gate", "Keys", "dealer", "is_loopback", "listening", "readable"]
 
 _POLLIN = int(zmq.POLLIN)  #: an enumeration's own arithmetic takes longer than all the rest of a look
+_LARGEST = 1 << 33  #: bytes of a frame, as in jackfield.wire
 _HEARTBEAT_MS = 2_000  #: a TCP peer that is gone is noticed after some of these
 
 
 @attrs.frozen
 class Keys:
-    """CURVE keys of a queue, as text: its units are one server, its clients one client."""
+    """CURVE keys of a queue, as text: its processes are one server, their clients one client."""
 
     server_public: str
     server_secret: str
@@ -116,7 +115,7 @@ def _tune(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, Limits().buffer_bytes)  # else who announces more has it allocated
+    socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)  # else who announces more has it allocated
 
 
 class Gate:

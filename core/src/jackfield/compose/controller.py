@@ -1,0 +1,117 @@
+"""Where a queue's controller lives: in the run's process, or in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jackfield.abc.transfer_queue import TransferQueueBackend
+from jackfield.clock import Clock
+from jackfield.compose.resume import folder_lock, storage_errors
+from jackfield.compose.selection import check_apart, check_plugins, manifests, register_parts
+from jackfield.compose.workers import WorkerFactory
+from jackfield.config import RunConfig
+from jackfield.errors import PluginError
+from jackfield.plugins import Registry, discover, hook_manager
+from jackfield.queue import LocalQueue, TransferQueue
+
+if TYPE_CHECKING:
+    from jackfield.queue.serving import QueueServer
+
+__all__ = ["address_file", "local_queue", "remote_queue", "serve_queue"]
+
+
+def address_file(config: RunConfig) -> Path:
+    """Where a served controller says how to reach it."""
+    return Path(config.queue.controller.address or Path(config.folder) / "queue" / "address.json")
+
+
+def local_queue(config: RunConfig, backend: TransferQueueBackend, clock: Clock) -> LocalQueue:
+    """The queue of a run, with its controller in this process; not started."""
+    folder = Path(config.folder)
+    return LocalQueue(
+        backend,
+        clock,
+        max_rows=config.queue.max_rows,
+        max_bytes=config.queue.max_bytes,
+        max_refills=config.schedule.max_refills,
+        put_deadline_seconds=config.deadlines.batch,
+        ledger=folder / "ledger.jsonl",
+        journal=folder / "queue" / "journal.jsonl" if config.queue.durable else None,
+    )
+
+
+def remote_queue(config: RunConfig, backend: TransferQueueBackend, clock: Clock, name: str) -> TransferQueue:
+    """A client of a served controller; not started.
+
+    Raises:
+        PluginError: ``plugin.requirement``: pyzmq is not installed.
+        QueueError: ``queue.unreachable``: no controller is served there.
+    """
+    _require_zmq()
+    from jackfield.queue.protocol import ControllerAddress
+    from jackfield.queue.remote import RemoteQueue
+
+    return RemoteQueue(ControllerAddress.read(address_file(config)), backend, clock, name)
+
+
+async def serve_queue(
+    config: RunConfig,
+    until: asyncio.Event,
+    *,
+    ready: Callable[[QueueServer, Path], None],
+    registry: Registry | None = None,
+    clock: Clock | None = None,
+) -> None:
+    """Serve the controller of a run's queue, and open its backend for others to join.
+
+    Args:
+        config: of the run.
+        until: serve until it is set.
+        ready: told of the server and its address file.
+        registry: the installed plugins; discovered when not given.
+        clock: through which every wait goes.
+
+    Raises:
+        PluginError: the backend keeps values in one process; or pyzmq is not installed.
+        RunError: ``run.folder-in-use``: one is served already.
+        QueueError: ``queue.store``: nobody can listen there.
+    """
+    _require_zmq()
+    from jackfield.queue.serving import QueueServer
+
+    registry, clock, settings = registry or discover(), clock or Clock(), config.queue.controller
+    check_plugins(config, registry)
+    check_apart(config, registry, "the queue's controller is in a process of its own")
+    register_parts(hook_manager([], manifests(config, registry)).hook)
+    folder = Path(config.folder) / "queue"
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(folder_lock(folder))
+        queue = local_queue(config, WorkerFactory(config=config, registry=registry, clock=clock).backend(), clock)
+        stack.push_async_callback(queue.close)
+        await queue.start()
+        server = QueueServer(queue, clock, host=settings.host, port=settings.port, silence_seconds=settings.silence)
+        stack.push_async_callback(server.close)
+        address = await server.start()
+        file = folder / "address.json"
+        address.write(file)
+        stack.callback(file.unlink, missing_ok=True)
+        ready(server, file)
+        await until.wait()
+
+
+def _require_zmq() -> None:
+    try:
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise PluginError(
+            "a queue's controller in a process of its own needs pyzmq",
+            code="plugin.requirement",
+            found=error,
+            fix="pip install 'jackfield[apart]'",
+        ) from error
