@@ -11,6 +11,7 @@ import attrs
 
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.abc.transfer_queue import TransferQueueBackend
+from jackfield.compose.controller import address_file
 from jackfield.compose.workers import WorkerFactory
 from jackfield.queue import Rows
 from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
@@ -70,7 +71,8 @@ def crew_maker(make: WorkerFactory, processes: AsyncExitStack) -> MakeCrew:
 
 async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack) -> Crew:
     """One worker of each kind in this process; what was started is ended by ``stack``."""
-    backend = make.backend()
+    served = make.config.queue.controller.address is not None
+    backend = make.joined_backend(address_file(make.config).parent) if served else make.backend()
     rows = Rows(backend)
     replicas = make.config.runtime.rollout_replicas if needs.replicas else 0
     servers = [make.rollout_server(replica) for replica in range(replicas)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import attrs
 
 from jackfield.algorithms import AdaptiveKLController, FixedKLController
 from jackfield.clock import Clock
+from jackfield.compose.controller import local_queue, remote_queue
 from jackfield.compose.crew import MakeCrew, Needs
 from jackfield.compose.inputs import Tasks
 from jackfield.compose.joining import joining
@@ -19,7 +19,7 @@ from jackfield.compose.mixing import make_sources
 from jackfield.compose.recipe import Recipe
 from jackfield.config import KLConfig, RunConfig, as_plain
 from jackfield.data.tasks import SeededOrder, Task, TaskSet
-from jackfield.queue import GroupSlot, LocalQueue, TransferQueue
+from jackfield.queue import GroupSlot, TransferQueue
 from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.engine_rank import EngineRank
@@ -267,17 +267,12 @@ class Parts:
         )
 
     async def _queue(self, stack: AsyncExitStack) -> TransferQueue:
-        config, folder = self.config, Path(self.config.folder)
-        queue = LocalQueue(
-            self.crew.backend,
-            self.clock,
-            max_rows=config.queue.max_rows,
-            max_bytes=config.queue.max_bytes,
-            max_refills=config.schedule.max_refills,
-            put_deadline_seconds=config.deadlines.batch,
-            ledger=folder / "ledger.jsonl",
-            journal=folder / "queue" / "journal.jsonl" if config.queue.durable else None,
-        )
+        config, backend = self.config, self.crew.backend
+        queue: TransferQueue
+        if config.queue.controller.address is None:
+            queue = local_queue(config, backend, self.clock)
+        else:
+            queue = remote_queue(config, backend, self.clock, config.name)
         stack.push_async_callback(queue.close)
         await queue.start()
         return queue

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, JackfieldError, RunError
-from jackfield.runtime.process.wire import error_fields, rebuilt_error
+from jackfield.errors import DeadlineExceeded, JackfieldError, RunError, error_fields, rebuilt_error
 from jackfield.runtime.replicas import Replicas, ReplicaState
 from jackfield.structuring import structure, unstructure
 
