@@ -14,9 +14,11 @@ from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.weights.meeting import Meeting, reason_of
 
 
-def run(test: Callable[[Meeting, dict[str, Any]], Awaitable[None]], seconds: float = 20.0) -> None:
+def run(
+    test: Callable[[Meeting, dict[str, Any]], Awaitable[None]], seconds: float = 20.0, patience: float = 0.0
+) -> None:
     async def main() -> None:
-        sender = Meeting(seconds)
+        sender = Meeting(seconds, patience=patience)
         try:
             await test(sender, sender.open("127.0.0.1"))
         finally:
@@ -25,8 +27,10 @@ def run(test: Callable[[Meeting, dict[str, Any]], Awaitable[None]], seconds: flo
     asyncio.run(main())
 
 
-async def came(address: dict[str, Any], worker: int, version: int = 1, seconds: float = 20.0) -> Meeting:
-    meeting = Meeting(seconds)
+async def came(
+    address: dict[str, Any], worker: int, version: int = 1, seconds: float = 20.0, patience: float = 0.0
+) -> Meeting:
+    meeting = Meeting(seconds, patience=patience)
     try:
         await meeting.enter(**address, worker=worker, version=version)
     except BaseException:
@@ -150,6 +154,56 @@ def test_a_reason_reaches_the_others_and_done_may_leave() -> None:
         await sender.close("broke off: " + "x")
 
     run(test)
+
+
+def test_a_worker_whose_connection_breaks_comes_back() -> None:
+    """Both say again what they have said, also what was said meanwhile; nobody else comes in its place."""
+
+    async def test(sender: Meeting, address: dict[str, Any]) -> None:
+        admitted = asyncio.ensure_future(sender.admit(2, 1))
+        other, worker = [await came(address, number, patience=20.0) for number in (0, 1)]
+        await admitted
+        for count in (1, 2):
+            worker.peers[0].writer.transport.abort()
+            worker.tell({"got": count})
+            other.tell({"got": count})
+            sender.tell({"made": count})
+            await sender.until(lambda peer, count=count: peer.said.get("got") == count, "take a chunk")  # type: ignore[misc]
+            await worker.until(lambda peer, count=count: peer.said.get("made") == count, "make a chunk")  # type: ignore[misc]
+        with pytest.raises(WeightsError, match="the sender died or was cut off"):
+            await came(address, 1)
+        for each in (other, worker):
+            each.tell({"done": True})
+        await sender.until(lambda peer: "done" in peer.said, "take everything")
+        await other.close()
+        await worker.close()
+
+    run(test, patience=20.0)
+
+
+def test_a_worker_that_does_not_come_back_is_named() -> None:
+    async def test(sender: Meeting, address: dict[str, Any]) -> None:
+        admitted = asyncio.ensure_future(sender.admit(1, 1))
+        worker = await came(address, 0, patience=0.2)
+        await admitted
+        await worker.close()
+        with pytest.raises(WeightsError, match=r"worker 0 died or was cut off .* did not come back within 0\.2 s"):
+            await sender.until(lambda peer: "done" in peer.said, "take everything")
+
+    run(test, patience=0.2)
+
+
+def test_a_sender_that_does_not_come_back_is_named() -> None:
+    async def test(sender: Meeting, address: dict[str, Any]) -> None:
+        admitted = asyncio.ensure_future(sender.admit(1, 1))
+        worker = await came(address, 0, patience=0.2)
+        await admitted
+        await sender.close()
+        with pytest.raises(WeightsError, match=r"the sender died or was cut off .* did not come back within 0\.2 s"):
+            await worker.until(lambda peer: "done" in peer.said, "send")
+        await worker.close()
+
+    run(test, patience=0.2)
 
 
 def test_a_sender_that_cannot_be_reached_is_named() -> None:

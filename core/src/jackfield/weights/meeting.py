@@ -30,6 +30,7 @@ _LENGTH = struct.Struct(">Q")
 _LARGEST_GREETING = 1 << 12  #: bytes, of somebody who has not shown the secret yet
 _LARGEST_MESSAGE = 1 << 30
 _CLOSING_SECONDS = 1.0  #: for the last words to leave
+_RETRY_SECONDS = 0.1  #: between two attempts to come back
 
 #: Told of each message as it comes.
 Heard = Callable[["Peer", Mapping[str, Any]], None]
@@ -44,20 +45,27 @@ class Peer:
     writer: asyncio.StreamWriter
     said: dict[str, Any] = attrs.field(factory=dict)  #: the last value of each thing that it said
     broken: str | None = None  #: why it will say no more
+    lost_at: float | None = None  #: on the clock, since when its connection is gone
 
 
 class Meeting:
     """One end of the conversation. Two words mean something here: ``broken``, and ``done``: who said it may leave."""
 
-    def __init__(self, seconds: float, heard: Heard | None = None) -> None:
+    def __init__(self, seconds: float, heard: Heard | None = None, *, patience: float = 0.0) -> None:
         """
         Args:
             seconds: the deadline of the whole transfer, counted from :meth:`admit` or :meth:`enter`.
             heard: called with each message as it comes.
+            patience: seconds for which a worker whose connection breaks may come back, the same at both ends. The last
+                value of each thing that was said is then said again, so that nothing may depend on how often it comes.
+                0: a connection that breaks is a death.
         """
         self.peers: dict[int, Peer] = {}
         self._seconds = seconds
         self._heard = heard
+        self._patience = patience
+        self._told: dict[str, Any] = {}  #: the last value of each thing that this end said
+        self._place: tuple[str, int, dict[str, Any]] | None = None  #: of the sender, and this worker's greeting
         self._clock = Clock()
         self._ends = 0.0  #: on the clock
         self._listener: socket.socket | None = None
@@ -113,12 +121,19 @@ class Meeting:
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, version: int) -> None:
         hello: dict[str, Any] = {}
-        with suppress(EOFError, OSError, ValueError):
-            hello = await self._within(_read(reader, _LARGEST_GREETING), "a greeting")
+        try:
+            with suppress(EOFError, OSError, ValueError):
+                hello = await self._within(_read(reader, _LARGEST_GREETING), "a greeting")
+        except BaseException:
+            writer.close()
+            raise
         number = hello.get("worker")
         known = hmac.compare_digest(str(hello.get("secret")).encode(), self._secret.encode())
-        if not known or not isinstance(number, int) or number in self.peers or not 0 <= number < self._expected:
+        if not known or not isinstance(number, int) or not 0 <= number < self._expected:
             writer.close()
+            return
+        if number in self.peers:
+            await self._greet_again(self.peers[number], hello, reader, writer)
             return
         peer = Peer(f"worker {number}", number, writer, said={"version": hello.get("version")})
         self._write(peer, {"version": version})
@@ -126,6 +141,18 @@ class Meeting:
             peer.broken = f"expects weights of version {hello.get('version')}, these are of version {version}"
         self.peers[number] = peer
         self._notify()
+        await self._listen(peer, reader)
+
+    async def _greet_again(
+        self, peer: Peer, hello: Mapping[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Somebody comes back, perhaps before this end has noticed that it was gone; nobody else comes in its place."""
+        if not (self._patience and hello.get("again")) or peer.broken is not None:
+            writer.close()
+            return
+        peer.writer.transport.abort()
+        peer.writer, peer.lost_at = writer, None
+        self._write(peer, {"version": hello.get("version"), **self._told})
         await self._listen(peer, reader)
 
     async def enter(self, host: str, port: int, secret: str, worker: int, version: int) -> None:
@@ -143,7 +170,9 @@ class Meeting:
         except OSError as error:
             raise WeightsError(f"the sender cannot be reached: {error}", where=where) from error
         peer = self.peers[0] = Peer("the sender", 0, writer)
-        self._write(peer, {"secret": secret, "worker": worker, "version": version})
+        hello = {"secret": secret, "worker": worker, "version": version}
+        self._place = host, port, hello
+        self._write(peer, hello)
         self._keep(asyncio.ensure_future(self._listen(peer, reader)))
         await self.until(lambda peer: "version" in peer.said, "welcome this worker")
         if peer.said["version"] != version:
@@ -160,9 +189,10 @@ class Meeting:
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Say something to everybody who still listens."""
+        self._told.update(message)
         frame = _frame(message)
         for peer in self.peers.values():
-            if peer.broken is None:
+            if peer.broken is None and peer.lost_at is None:
                 peer.writer.write(frame)
 
     async def until(self, ready: Callable[[Peer], bool], what: str) -> None:
@@ -245,18 +275,57 @@ class Meeting:
         peer.writer.write(_frame(message))
 
     async def _listen(self, peer: Peer, reader: asyncio.StreamReader) -> None:
+        writer = peer.writer
         try:
             while peer.broken is None:
                 message = await _read(reader, _LARGEST_MESSAGE)
+                peer.lost_at = None
                 peer.said.update(message)
                 peer.broken = peer.broken or message.get("broken")
                 if self._heard is not None:
                     self._heard(peer, message)
                 self._notify()
         except (EOFError, OSError, ValueError) as error:
-            if not peer.said.get("done"):
-                peer.broken = f"died or was cut off ({error})"
+            if peer.writer is writer:  # else it has come back
+                self._lost(peer, f"died or was cut off ({error})")
         self._notify()
+
+    def _lost(self, peer: Peer, why: str) -> None:
+        """A connection is gone: nobody needs it any more, or the peer is dead, or it may come back."""
+        comes_back = self._patience > 0 and "version" in peer.said
+        if peer.said.get("done") and (self._told.get("done") or not comes_back):
+            return
+        if not comes_back:
+            peer.broken = why
+            return
+        if peer.lost_at is None:
+            peer.lost_at = self._clock.time()
+        self._keep(asyncio.ensure_future(self._come_back(peer, peer.lost_at, why)))
+
+    async def _come_back(self, peer: Peer, lost_at: float, why: str) -> None:
+        """Go back to the sender; or wait for a worker that is gone."""
+        ends = lost_at + self._patience
+        while (left := ends - self._clock.time()) > 0:
+            await self._clock.sleep(left if self._place is None else min(left, _RETRY_SECONDS))
+            if peer.lost_at != lost_at or peer.broken is not None:
+                return
+            if self._place is not None and await self._return(peer, *self._place):
+                return
+        peer.broken = f"{why}, and did not come back within {self._patience:g} s"
+        self._notify()
+
+    async def _return(self, peer: Peer, host: str, port: int, hello: Mapping[str, Any]) -> bool:
+        try:
+            opening = asyncio.open_connection(host, port)
+            reader, writer = await self._clock.wait_for(opening, self._patience, peer.name)
+        except (OSError, DeadlineExceeded):
+            return False
+        peer.writer.transport.abort()
+        peer.writer = writer
+        self._write(peer, {**hello, "again": True})
+        self._write(peer, self._told)
+        self._keep(asyncio.ensure_future(self._listen(peer, reader)))
+        return True
 
     def _notify(self) -> None:
         waiting, self._waiting = self._waiting, set()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import AsyncIterator
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import zmq
@@ -32,15 +31,15 @@ def engine(side: Any, rank: int = 0, **settings: Any) -> ZMQCheckpointEngine:
     )
 
 
-async def moved(settings: dict[str, Any], data: list[str | None]) -> list[dict[str, str]]:
-    """One transfer to as many workers, each of which finds the data at its address, if that is another one.
+async def moved(settings: dict[str, Any], proxies: list[Proxy | None]) -> list[dict[str, str]]:
+    """One transfer to as many workers, each of which goes through its proxy, if it has one.
 
     Returns the digests of what was sent and of what each has received.
     """
     sender = WeightSender(engine("trainer", **settings))
-    request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=len(data))
+    request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=len(proxies))
     topology = ZMQCheckpointEngine.build_topology(request)
-    receivers = [WeightReceiver(engine("rollout", rank, **settings)) for rank in range(len(data))]
+    receivers = [WeightReceiver(engine("rollout", rank, **settings)) for rank in range(len(proxies))]
 
     async def send() -> dict[str, str]:
         await sender.connect(topology.trainer[0], 1)
@@ -48,79 +47,117 @@ async def moved(settings: dict[str, Any], data: list[str | None]) -> list[dict[s
 
     async def receive(number: int) -> None:
         arguments = dict(topology.rollout[number])
-        if data[number] is not None:
-            PLACES[data[number]] = arguments["data"]
-            arguments["data"] = data[number]
+        proxy = proxies[number]
+        if proxy is not None:
+            arguments |= await proxy.before(arguments)
         async for _ in receivers[number].tensors(arguments, 1):
             pass
 
-    sent, *_ = await asyncio.gather(send(), *(receive(number) for number in range(len(data))))
+    sent, *_ = await asyncio.gather(send(), *(receive(number) for number in range(len(proxies))))
     await sender.finalize()
     return [sent, *(receiver.digests for receiver in receivers)]
 
 
-#: A proxy's address to the one behind it.
-PLACES: dict[str | None, str] = {}
+@attrs.define(eq=False)
+class Proxy:
+    """TCP proxies of the sender's two addresses, which cut all connections when one has carried so much."""
 
+    after_bytes: int  #: from the sender, of tensors
+    times: int
+    words: bool = False  #: whether the connection for words is cut, too
+    carried: list[int] = attrs.field(factory=list)  #: by connection for tensors
+    spoken: int = 0  #: connections for words
+    _tasks: set[asyncio.Task[None]] = attrs.field(factory=set)
+    _ends: set[asyncio.StreamWriter] = attrs.field(factory=set)
+    _servers: list[asyncio.Server] = attrs.field(factory=list)
 
-@contextlib.asynccontextmanager
-async def breaking(after_bytes: int, times: int) -> AsyncIterator[tuple[str, list[int]]]:
-    """A TCP proxy that cuts its first connections after so many bytes from the sender; and what each has carried."""
-    carried: list[int] = []
-    tasks: set[asyncio.Task[None]] = set()
+    async def before(self, place: dict[str, Any]) -> dict[str, Any]:
+        """Stand before a sender; what a worker is told of it then."""
+        data = await self._listen(place["data"].removeprefix("tcp://"), tensors=True)
+        if not self.words:
+            return {"data": f"tcp://127.0.0.1:{data}"}
+        return {"data": f"tcp://127.0.0.1:{data}", "port": await self._listen(f"{place['host']}:{place['port']}")}
 
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int | None) -> None:
-        while content := await reader.read(1 << 14):
-            if number is not None:
-                carried[number] += len(content)
-                if number < times and carried[number] > after_bytes:
-                    break
-            writer.write(content)
-            await writer.drain()
+    async def _listen(self, behind: str, tensors: bool = False) -> int:
+        host, _, port = behind.rpartition(":")
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        host, _, port = PLACES[address].removeprefix("tcp://").rpartition(":")
-        back, forth = await asyncio.open_connection(host, int(port))
-        carried.append(0)
-        ways = [
-            asyncio.ensure_future(pump(back, writer, len(carried) - 1)),
-            asyncio.ensure_future(pump(reader, forth, None)),
-        ]
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks.add(task)
+            await self._serve(reader, writer, host, int(port), tensors)
+
+        self._servers.append(await asyncio.start_server(serve, "127.0.0.1", 0))
+        found: int = self._servers[-1].sockets[0].getsockname()[1]
+        return found
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int, tensors: bool
+    ) -> None:
+        try:
+            back, forth = await asyncio.open_connection(host, port)
+        except BaseException:
+            writer.transport.abort()
+            raise
+        self._ends |= {writer, forth}
+        if tensors:
+            self.carried.append(0)
+        self.spoken += not tensors
+        number = len(self.carried) - 1 if tensors else None
+        ways = [asyncio.ensure_future(self._pump(back, writer, number))]
+        ways.append(asyncio.ensure_future(self._pump(reader, forth, None)))
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for each in (writer, forth):
-                each.transport.abort()
+            for end in (writer, forth):
+                end.transport.abort()
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
-        yield address, carried
-    finally:
-        server.close()
-        for task in tasks:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int | None) -> None:
+        while content := await reader.read(1 << 14):
+            if number is not None:
+                self.carried[number] += len(content)
+                if number < self.times and self.carried[number] > self.after_bytes:
+                    for end in self._ends:
+                        end.transport.abort()
+                    self._ends.clear()
+                    break
+            writer.write(content)
+            await writer.drain()
+
+    async def close(self) -> None:
+        """End everything."""
+        for server in self._servers:
+            server.close()
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    ("encrypted", "words"),
+    [(False, False), (True, False), (True, True)],
+    ids=["plain", "encrypted", "everything is cut"],
+)
 @in_loop
-async def test_a_broken_connection_is_taken_up_where_it_broke(encrypted: bool) -> None:
+async def test_a_broken_connection_is_taken_up_where_it_broke(encrypted: bool, words: bool) -> None:
     """Twice; another worker notices nothing. What had come does not come again."""
     settings = {"transport": "tcp", "encrypted": encrypted, "bucket_bytes": 1 << 14}
+    if words:
+        settings["reconnect_seconds"] = 15.0
     total = sum(tensor.nbytes for tensor in TENSORS.values())
-    async with breaking(after_bytes=150_000, times=2) as (address, carried):
-        sent, *received = await moved(settings, [None, address])
+    proxy = Proxy(after_bytes=150_000, times=2, words=words)
+    try:
+        sent, *received = await moved(settings, [None, proxy])
+    finally:
+        await proxy.close()
     assert [sent, sent] == received
-    assert 3 == len(carried)
-    assert carried[2] < total - 100_000
-    assert sum(carried) < total + 2 * 12 * (1 << 14)  # and no more than was under way is lost
+    assert 3 == len(proxy.carried)
+    assert proxy.carried[2] < total - 100_000
+    assert sum(proxy.carried) < total + 2 * 12 * (1 << 14)  # and no more than was under way is lost
+    assert (3 if words else 0) == proxy.spoken
 
 
 @in_loop

@@ -57,6 +57,12 @@ class EngineConfig:
     port: int = option(
         0, help="Where the sender listens for workers; 0: any port that is free.", validator=and_(ge(0), le(65535))
     )
+    reconnect_seconds: float | None = option(
+        None,
+        help="For a worker whose connections break to come back and go on where it was, before it counts as dead; "
+        "null: 5 beyond loopback, 0 on it, where a connection breaks with its process.",
+        validator=optional(ge(0)),
+    )
     data_port: int = option(
         0, help="Where tensors leave, with tcp; 0: any port that is free.", validator=and_(ge(0), le(65535))
     )

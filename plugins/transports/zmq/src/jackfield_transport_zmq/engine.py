@@ -26,6 +26,9 @@ from jackfield_transport_zmq.sending import Receiving, Sending
 __all__ = ["ZMQCheckpointEngine"]
 
 
+_RECONNECT_SECONDS = 5.0
+
+
 class ZMQCheckpointEngine(CheckpointEngine):
     """One end. The trainer's rank 0 sends to each worker what it has room for; its other ranks only exhaust."""
 
@@ -51,9 +54,11 @@ class ZMQCheckpointEngine(CheckpointEngine):
         if self.context.rank != 0:
             return PrepareResult()
         self._abandon()
-        meeting = Meeting(self.context.deadline_seconds, self._heard)
+        near, patience = is_loopback(self.context.host), self.config.reconnect_seconds
+        if patience is None:
+            patience = 0.0 if near else _RECONNECT_SECONDS
+        meeting = Meeting(self.context.deadline_seconds, self._heard, patience=patience)
         address = meeting.open(self.context.host, self.config.port)
-        near = is_loopback(self.context.host)
         encrypted = not near if self.config.encrypted is None else self.config.encrypted
         tcp = encrypted or self.config.transport == "tcp" or (self.config.transport == "auto" and not near)
         keys = Keys.make() if encrypted else None
@@ -70,7 +75,7 @@ class ZMQCheckpointEngine(CheckpointEngine):
             ) from error
         self._meeting = meeting
         known = None if keys is None else keys.of_clients()
-        return PrepareResult(metadata={**address, "data": self._sending.address, "keys": known})
+        return PrepareResult(metadata={**address, "data": self._sending.address, "keys": known, "patience": patience})
 
     def _abandon(self) -> None:
         """Begin anew; a sender that was prepared before, and met nobody, stops listening there."""
@@ -100,7 +105,7 @@ class ZMQCheckpointEngine(CheckpointEngine):
         place = request.arguments
         if self.context.side == "rollout":
             self._whole = False
-            meeting = self._meeting = Meeting(self.context.deadline_seconds, self._heard)
+            meeting = self._meeting = Meeting(self.context.deadline_seconds, self._heard, patience=place["patience"])
             await meeting.enter(place["host"], place["port"], place["secret"], place["worker"], request.version)
             self._receiving = Receiving(place, meeting, self._buffers)
         elif self.context.rank == 0:
