@@ -71,7 +71,7 @@ def test_all_packages_go_together(packages: dict[str, Package]) -> None:
 
 def listed(programs: Path) -> set[tuple[str, str]]:
     """Kinds and names of the plugins of an environment, all of which are in order."""
-    command = [programs / "jackfield", "plugins", "list", "--json"]
+    command = [str(programs / "jackfield"), "plugins", "list", "--json"]
     listing = subprocess.run(command, cwd=programs, capture_output=True, text=True, check=True)
     rows = json.loads(listing.stdout)
     assert {"ok"} == {row["status"] for row in rows}

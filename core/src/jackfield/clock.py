@@ -41,16 +41,35 @@ class Clock:
         Raises:
             DeadlineExceeded: when time runs out; the message names ``waiting_for``.
         """
+        if isinstance(awaitable, asyncio.Future) and not isinstance(awaitable, asyncio.Task):
+            return await _future(awaitable, seconds, waiting_for)
         try:
             async with asyncio.timeout(seconds) as scope:
                 return await awaitable
         except TimeoutError as error:
             if not scope.expired():
                 raise  # a timeout of the awaitable's own
-            raise DeadlineExceeded(
-                f"waited {seconds:g} s for {waiting_for}",
-                fix="look at why it did not answer, or raise the deadline",
-            ) from error
+            raise _too_late(seconds, waiting_for) from error
+
+
+async def _future(future: asyncio.Future[T], seconds: float, waiting_for: str) -> T:
+    """What :meth:`Clock.wait_for` does, at a third of its cost: requests to queues wait for futures."""
+    timer = future.get_loop().call_later(seconds, future.cancel, waiting_for)
+    try:
+        return await future
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if error.args != (waiting_for,) or (task is not None and task.cancelling()):
+            raise
+        raise _too_late(seconds, waiting_for) from error
+    finally:
+        timer.cancel()
+
+
+def _too_late(seconds: float, waiting_for: str) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"waited {seconds:g} s for {waiting_for}", fix="look at why it did not answer, or raise the deadline"
+    )
 
 
 class VirtualClock(Clock):
