@@ -206,6 +206,14 @@ def test_a_sender_that_does_not_come_back_is_named() -> None:
     run(test, patience=0.2)
 
 
+def test_a_port_that_is_taken_is_named() -> None:
+    async def test(sender: Meeting, address: dict[str, Any]) -> None:
+        with pytest.raises(WeightsError, match=rf"(?s)cannot listen.*127\.0\.0\.1:{address['port']}"):
+            Meeting(20.0).open("127.0.0.1", address["port"])
+
+    run(test)
+
+
 def test_a_sender_that_cannot_be_reached_is_named() -> None:
     async def test(sender: Meeting, address: dict[str, Any]) -> None:
         await sender.close()

@@ -1,23 +1,33 @@
-"""The server keeps its contract in a process of its own, too: all checks of the suite, through a socket."""
+"""The server in a process of its own: all checks of the suite, through a socket, and a death during an update."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
-from jackfield.abc.rollout import RolloutContext, ServerInfo
-from jackfield.plugins import installed
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext
+from jackfield.abc.engine import ModelSpec
+from jackfield.abc.rollout import BaseRolloutServer, RolloutContext, ServerInfo
+from jackfield.clock import Clock
+from jackfield.plugins import installed, load_plugin
 from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.process.connection import HostProcess
+from jackfield.runtime.revival import LastingServer, LastingWeights
 from jackfield.structuring import unstructure
+from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
 from jackfield_conformance.subject import Subject
+from jackfield_conformance.support.rollout import LONG, greedy, model_folder, named_weights
 from jackfield_rollout_transformers.config import Config
+from jackfield_rollout_transformers.server import TransformersServer
 
 RECORD = installed().resolve("transformers", "rollout")
 assert RECORD.manifest is not None
@@ -39,9 +49,11 @@ class Reused(RolloutProcess):
         return await super().start()
 
     async def _end(self) -> None:
-        if self._process.death is None:
-            await self._process.detach()
-            self.idle.append(self._process)
+        if self._process.death is not None:
+            await self._process.close()
+            return
+        await self._process.detach()
+        self.idle.append(self._process)
 
 
 class Fresh(RolloutProcess):
@@ -94,3 +106,42 @@ def test_every_engine_that_crosses_processes_brings_weights(engine: str, process
     settings = {"folder": str(tmp_path)} if engine == "file" else {}
     outcome = run_check(check, subject(check, tmp_path, engine, **settings))
     assert "passed" == outcome.status, outcome.message
+
+
+def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> None:
+    """Another takes its place, in the same synchronisation; the request that it was generating is generated there."""
+    weights, killed = named_weights(), list[int]()
+
+    def context(replica: int) -> RolloutContext:
+        return RolloutContext(model=ModelSpec(path=model_folder()), replica=replica)
+
+    first = LastingServer(lambda: Reused(Config(), context(0)), restarts=1, start_seconds=60.0)
+
+    def export() -> Generator[tuple[str, torch.Tensor], None, None]:
+        for number, item in enumerate(weights.items()):
+            if number == 5 and not killed:
+                assert isinstance(first._server, RolloutProcess)
+                killed.append(first._server._process.pid or 0)
+                os.kill(killed[0], signal.SIGKILL)
+            yield item
+
+    async def main() -> None:
+        servers: list[BaseRolloutServer] = [first, TransformersServer(Config(), context(1))]
+        try:
+            replicas = [Replica(server, await server.start()) for server in servers]
+            plugin = load_plugin("checkpoint_engine", "zmq")
+            engine: Any = plugin.build({"bucket_bytes": 1 << 12}, CheckpointEngineContext(side="trainer"))
+            sender, cls = WeightSender(engine, lambda: (export(), None)), plugin.cls
+            synchronizer = WeightSynchronizer([sender], replicas, "zmq", cls, Clock(), deadline_seconds=30.0)  # type: ignore[arg-type]
+            running = asyncio.create_task(first.generate(greedy("running", LONG)))
+            report = await LastingWeights(synchronizer, replicas).sync(1)
+            assert ([0, 1], 1) == ([receipt.replica for receipt in report.receipts], first.revived)
+            assert LONG == len((await running).token_ids)
+            for server in servers:
+                assert {1} == set((await server.generate(greedy("new", 4))).weight_versions)
+        finally:
+            for server in servers:
+                await server.stop()
+
+    asyncio.run(main())
+    assert 1 == len(killed)
