@@ -11,7 +11,8 @@ batch), and the PyPI package TransferQueue 0.1.11, where it is installed (make b
 Redis are started for the benchmark on loopback, PostgreSQL without fsync.
 
 The controller is measured over a backend that keeps nothing: rows are put until all are there, then leased, acked and
-committed; microseconds per row, and the growth of the process in bytes per row.
+committed; microseconds of processor time per row, and the growth of the process in bytes per row. ``--plot FILE`` draws
+both over the number of rows.
 
 The last line is a JSON object (``--json``: nothing else). Ratios are those of the backend zmq to TransferQueue at 64
 MB. What could not be measured is null, and ``reasons`` says why. Exit status 2 where TransferQueue could not be
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", metavar="MB", help="default: 1 64 512")
     parser.add_argument("--backends", nargs="+", help="default: all that are there")
     parser.add_argument("--controller-rows", type=int, nargs="*", metavar="N", help="default: 1000 10000 100000")
+    parser.add_argument("--plot", metavar="FILE", help="a PNG of the controller's cost per row")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller")
     parser.add_argument("--json", action="store_true", help="only the last line")
     parser.add_argument("--only", help=argparse.SUPPRESS)
@@ -73,6 +75,8 @@ def main() -> None:
     say = (lambda *_: None) if arguments.json else print
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     found, reasons = measure(arguments, say)
+    if arguments.plot:
+        plot(found["controller"], arguments.plot)
     summary = headline(found, reasons) | {"machine": platform.platform(), "cores": os.cpu_count(), **found}
     print(json.dumps(summary))
     if PEER in reasons:
@@ -496,7 +500,7 @@ async def controller(rows: int) -> dict[str, Any]:
     await queue.register_consumer("trainer", partition="train", columns=("ids",))
     columns = {"ids": Column(values=torch.zeros(1, 8))}
     tickets, before = max(1, rows // 256), resident_bytes()
-    began = time.perf_counter()
+    began = time.process_time()
     for number in range(tickets):
         ticket = await queue.claim_ticket("train", explorer="e", groups=32)
         slots = queue.slots(ticket, 1.0)
@@ -507,14 +511,14 @@ async def controller(rows: int) -> dict[str, Any]:
                 await queue.put_run(group, run, columns, [tags])
         await slots.aclose()
         queue.ledger.clear()
-    put, grown = time.perf_counter() - began, resident_bytes() - before
-    began = time.perf_counter()
+    put, grown = time.process_time() - began, resident_bytes() - before
+    began = time.process_time()
     for number in range(tickets):
         leased = await queue.lease_groups("trainer", number, deadline_seconds=1.0)
         await queue.ack(leased, step=number)
         await queue.commit(number)
         queue.ledger.clear()
-    consume = time.perf_counter() - began
+    consume = time.process_time() - began
     await queue.close()
     count = tickets * 256
     return {
@@ -523,6 +527,30 @@ async def controller(rows: int) -> dict[str, Any]:
         "consume_us": consume / count * 1e6,
         "bytes_per_row": grown / count,
     }
+
+
+def plot(costs: list[dict[str, Any]], file: str) -> None:
+    """Draw what a row costs over the number of rows; lines that stay flat are what is aimed at."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [one["rows"] for one in costs]
+    figure, (time_axes, memory_axes) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for name, label in (("put_us", "put"), ("consume_us", "lease, ack and commit")):
+        time_axes.plot(rows, [one[name] for one in costs], marker="o", label=label)
+    time_axes.set_ylabel("processor time per row, µs")
+    time_axes.legend()
+    memory_axes.plot(rows, [one["bytes_per_row"] for one in costs], marker="o", color="C2")
+    memory_axes.axhline(1000, color="grey", linestyle="--", label="1 GB for a million rows")
+    memory_axes.set_ylabel("memory per row, bytes")
+    memory_axes.legend()
+    for axes in (time_axes, memory_axes):
+        axes.set_xscale("log")
+        axes.set_xlabel("rows in the queue")
+        axes.set_ylim(bottom=0)
+    figure.savefig(file, dpi=130)
 
 
 def resident_bytes() -> int:
