@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
+from jackfield.runtime.router import ReplicaRouter
 
 from .conftest import Run
 from .scaling import Scaler
@@ -22,19 +28,55 @@ def fixed() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("settings", [(), ("runtime.offload=true",)], ids=["beside the engine", "in turns with it"])
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that is removed has a request."""
+    from jackfield_rollout_transformers.server import TransformersServer
+
+    generate, reroute = TransformersServer.generate, ReplicaRouter.reroute
+    leaving, begun = set[int](), asyncio.Event()
+
+    async def note(server: TransformersServer, request: GenerateRequest) -> GenerateResult:
+        if server.context.replica in leaving and not request.request_id.startswith("canary"):
+            begun.set()
+        return await generate(server, request)
+
+    async def wait(router: ReplicaRouter, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
+        leaving.update(router._routes.keys() - replicas.keys())
+        if leaving and not any(router._routes[number].running for number in leaving):
+            await begun.wait()
+        return await reroute(router, replicas, seconds)
+
+    monkeypatch.setattr(TransformersServer, "generate", note)
+    monkeypatch.setattr(ReplicaRouter, "reroute", wait)
+
+
+@pytest.mark.parametrize(
+    ("settings", "again"),
+    [(("deadlines.drain=60",), False), (("runtime.offload=true", "deadlines.drain=0"), True)],
+    ids=["beside the engine", "in turns with it"],
+)
+@pytest.mark.usefixtures("busy")
 def test_a_run_that_has_two_replicas_for_a_while_is_the_run_with_one(
-    small_run: Run, tmp_path: Path, fixed: dict[str, Any], settings: tuple[str, ...]
+    small_run: Run,
+    tmp_path: Path,
+    fixed: dict[str, Any],
+    settings: tuple[str, ...],
+    again: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The second is removed while it generates. What it has begun it ends, or (``again``) the first generates it."""
     if not fixed:
         fixed["lines"] = small_run("fixed", *SAME)[1]
-    scaler = Scaler(tmp_path / "elastic", [(1, 2, 1), (2, 1, 3)])
+    caplog.set_level("INFO", "jackfield")
+    scaler = Scaler(tmp_path / "elastic", [(1, 2, 1), (2, 1, 4)])
     result, lines = small_run("elastic", *SAME, *settings, "runtime.metrics_port=0", hooks=[scaler])
     for one, other in zip(steps(fixed["lines"]), steps(lines), strict=True):
         assert [pytest.approx(one[name], abs=1e-5) for name in OURS] == [other[name] for name in OURS]
+    (moved,) = re.findall(r"replicas 1 were removed, (\d+) of their requests were generated again", caplog.text)
+    assert again == (int(moved) > 0)
     assert not (result.folder / "samples" / "failed.jsonl").exists()
     assert [[0, 1], [0]] == [scaling.replicas for scaling in scaler.scalings]
     assert [[0, 1], [0]] == [scaling.shown for scaling in scaler.scalings]
     assert [1, 2] == [line["replicas"] for line in lines if line["kind"] == "sync"][:2]
-    assert 1 == [line["replicas"] for line in lines if line["kind"] == "sync"][-1]
     assert [False, True, False, False] == ["seconds/join" in line for line in steps(lines)]

@@ -36,6 +36,8 @@ class Fake:
         ]
 
     async def scale(self, count: int) -> list[ReplicaState]:
+        if count == 7:
+            raise ZeroDivisionError("a mistake")
         if count < 1:
             raise ConfigError("a run needs a replica", found=count)
         if count > 3:
@@ -70,7 +72,9 @@ def test_replicas_are_listed_added_and_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "code"), [(0, "config.invalid-value"), (4, "runtime.cluster")], ids=["none", "no room"]
+    ("count", "code"),
+    [(0, "config.invalid-value"), (4, "runtime.cluster"), (7, "run.failed")],
+    ids=["none", "no room", "a mistake"],
 )
 def test_what_the_run_says_against_it_is_the_error(tmp_path: Path, count: int, code: str) -> None:
     def ask() -> None:

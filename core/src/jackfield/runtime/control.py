@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, JackfieldError, RunError, error_fields, rebuilt_error
+from jackfield.errors import DeadlineExceeded, RunError, error_fields, rebuilt_error
 from jackfield.runtime.replicas import Replicas, ReplicaState
 from jackfield.structuring import structure, unstructure
 
@@ -97,7 +97,7 @@ class ControlServer:
             return {"error": error_fields(error)}
         try:
             states = await (self._replicas.states() if count is None else self._replicas.scale(count))
-        except JackfieldError as error:
+        except Exception as error:  # it is the asker's: the run goes on
             return {"error": error_fields(error)}
         return {"replicas": unstructure(states)}
 
@@ -148,7 +148,10 @@ def _ask(folder: Path, seconds: float, question: Mapping[str, Any]) -> list[Repl
         raise _not_running(folder, f"process {where['pid']} does not listen any more") from error
     if not line:
         raise _not_running(folder, "it ended before it answered")
-    answer = json.loads(line)
+    try:
+        answer = json.loads(line)
+    except ValueError as error:
+        raise _not_running(folder, f"somebody else at port {where['port']}") from error
     if "error" in answer:
         raise rebuilt_error(answer["error"], f"the run in {folder}")
     return [structure(ReplicaState, state) for state in answer["replicas"]]

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,7 +136,7 @@ def test_a_server_that_is_not_healthy_ends_with_its_process(hosted: Hosted) -> N
     asyncio.run(main())
 
 
-def test_what_the_cluster_has_no_room_for_is_refused(cluster: Cluster) -> None:
+def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(cluster: Cluster) -> None:
     async def main() -> None:
         cluster._start_seconds, before = 0.5, cluster._start_seconds
         try:
@@ -148,6 +149,15 @@ def test_what_the_cluster_has_no_room_for_is_refused(cluster: Cluster) -> None:
         taken = await cluster.places(2, {"CPU": 0.5}, "the engine")
         handle = await cluster.start("a worker", group=taken, bundle=1, resources={"CPU": 0.25})
         await cluster.place(handle)
+        await cluster.make(handle, partial(SimpleNamespace, read=os.getenv))
+        quiet = "RAY_enable_output_error_log_if_still_retry"  # Ray would print each call that it makes again
+        assert "0" == await handle.call.remote("read", (quiet,), {})
+        await cluster.end(handle)
+        with pytest.raises(RayActorError):
+            await handle.place.remote()
+        cluster.give_back("the engine")
+        await cluster.places(2, {"CPU": 1.0}, "somebody else")
+        cluster.give_back("somebody else")
 
     asyncio.run(main())
 
