@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Literal
 
 import attrs
-from attrs.validators import and_, ge, gt, le
+from attrs.validators import gt
 
 from jackfield.structuring import option
+from jackfield.weights.one_sender import MeetingConfig
 
 __all__ = ["Config"]
 
 
 @attrs.frozen(kw_only=True)
-class Config:
+class Config(MeetingConfig):
     """How weights are broadcast."""
 
     backend: Literal["auto", "gloo", "nccl"] = option(
@@ -22,7 +23,4 @@ class Config:
     )
     bucket_bytes: int = option(
         32 * 2**20, help="Tensors are sent in buckets of this size, two at a time; larger ones alone.", validator=gt(0)
-    )
-    port: int = option(
-        0, help="Where the sender listens for workers; 0: any port that is free.", validator=and_(ge(0), le(65535))
     )

@@ -6,6 +6,7 @@ import attrs
 from attrs.validators import and_, ge, gt, le
 
 from jackfield.structuring import option
+from jackfield.weights.one_sender import MeetingConfig
 
 __all__ = ["EngineConfig", "QueueConfig"]
 
@@ -13,7 +14,7 @@ _DEVICES = "Network devices for UCX, as in UCX_NET_DEVICES (mlx5_0:1,mlx5_1:1); 
 
 
 @attrs.frozen(kw_only=True)
-class EngineConfig:
+class EngineConfig(MeetingConfig):
     """How workers read weights."""
 
     bucket_bytes: int = option(
@@ -26,9 +27,6 @@ class EngineConfig:
         help="Register tensors larger than a bucket, and read them where they lie; null: within a host.",
     )
     devices: str | None = option(None, help=_DEVICES)
-    port: int = option(
-        0, help="Where the sender listens for workers; 0: any port that is free.", validator=and_(ge(0), le(65535))
-    )
 
 
 @attrs.frozen(kw_only=True)

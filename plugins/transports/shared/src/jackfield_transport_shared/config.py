@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import attrs
-from attrs.validators import and_, ge, gt, le
+from attrs.validators import gt
 
 from jackfield.structuring import option
+from jackfield.weights.one_sender import MeetingConfig
 
 __all__ = ["Config"]
 
 
 @attrs.frozen(kw_only=True)
-class Config:
+class Config(MeetingConfig):
     """How weights are laid into shared memory."""
 
     bucket_bytes: int = option(
@@ -21,7 +22,4 @@ class Config:
         8 * 2**30,
         help="Shared memory in use at most (a larger tensor still passes); beyond it, publishing waits for workers.",
         validator=gt(0),
-    )
-    port: int = option(
-        0, help="Where the sender listens for workers; 0: any port that is free.", validator=and_(ge(0), le(65535))
     )

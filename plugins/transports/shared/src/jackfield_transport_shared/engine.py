@@ -9,24 +9,17 @@ from typing import Any
 
 import torch
 
-from jackfield.abc.checkpoint_engine import (
-    CheckpointEngine,
-    CheckpointEngineContext,
-    ConnectRequest,
-    PrepareResult,
-    Topology,
-    TopologyRequest,
-)
-from jackfield.errors import WeightsError
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.weights.buckets import Entry, aligned, entry_of, put, views
-from jackfield.weights.meeting import Meeting, Peer, reason_of
+from jackfield.weights.meeting import Meeting, Peer
+from jackfield.weights.one_sender import OneSenderEngine
 from jackfield_transport_shared.config import Config
 from jackfield_transport_shared.segments import Pool, Segment, mapped
 
 __all__ = ["SharedCheckpointEngine"]
 
 
-class SharedCheckpointEngine(CheckpointEngine):
+class SharedCheckpointEngine(OneSenderEngine):
     """One end. The trainer's rank 0 copies each tensor once, into a segment; all workers read it there.
 
     Publishing does not wait for workers until ``max_bytes`` are in use. A segment is filled again once all workers have
@@ -37,8 +30,6 @@ class SharedCheckpointEngine(CheckpointEngine):
 
     def __init__(self, config: Config, context: CheckpointEngineContext) -> None:
         super().__init__(config, context)
-        self._meeting: Meeting | None = None
-        self._connected = False
         self._pool = Pool(config.max_bytes)  #: stays from one transfer to the next
         self._segment: Segment | None = None  #: that is filled
         self._entries: list[Entry] = []  #: of the tensors in it
@@ -46,88 +37,30 @@ class SharedCheckpointEngine(CheckpointEngine):
         self._bucket = 0  #: its number in this transfer
         self._announced: deque[Mapping[str, Any]] = deque()  #: buckets that a worker has not read
         self._mapped: dict[int, torch.Tensor] = {}  #: a worker's views of segments
-        self._whole = False  #: everything was published, or read
 
-    # -- before the transfer
-
-    def prepare(self) -> PrepareResult:
-        """Rank 0 listens, on loopback unless the context names another interface.
-
-        Raises:
-            WeightsError: the port is taken.
-        """
-        if self.context.rank != 0:
-            return PrepareResult()
-        if self._meeting is not None:
-            self._meeting.abandon()
-        self._begin()
-        self._meeting = Meeting(self.context.deadline_seconds)
-        return PrepareResult(metadata=self._meeting.open(self.context.host, self.config.port))
-
-    def _begin(self) -> None:
-        self._whole = self._connected = False
+    def begin(self) -> None:
+        """All segments are free, and nothing has been announced."""
         self._pool.begin()
         self._segment, self._entries, self._used, self._bucket = None, [], 0, 0
         self._announced.clear()
         self._mapped.clear()
 
-    @classmethod
-    def build_topology(cls, request: TopologyRequest) -> Topology:
-        """Rank 0 sends to every worker."""
-        sender, workers = request.trainer_metadata[0], request.rollout_workers
-        return Topology(
-            trainer=tuple({"workers": workers} for _ in request.trainer_metadata),
-            rollout=tuple({**sender, "worker": number} for number in range(workers)),
-        )
-
-    async def connect(self, request: ConnectRequest) -> None:
-        """Rank 0 waits for every worker; a worker comes to rank 0.
-
-        Raises:
-            WeightsError: ``weights.transfer`` where they cannot; ``weights.version`` for weights of another version.
-            DeadlineExceeded: naming who has not come.
-        """
-        if self.context.side == "rollout":
-            self._begin()
-            self._meeting = Meeting(self.context.deadline_seconds, self._heard)
-            await self._meeting.enter(**request.arguments, version=request.version)
-        elif self.context.rank == 0:
-            if self._meeting is None:
-                raise WeightsError("the sender was not prepared", expected="prepare, connect, send_weights")
-            await self._meeting.admit(request.arguments["workers"], request.version)
-        self._connected = True
-
-    def _heard(self, _: Peer, message: Mapping[str, Any]) -> None:
+    def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        """Of a bucket that lies ready."""
         if "bucket" in message:
             self._announced.append(message)
 
     # -- the trainer's side
 
-    async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
-        """Every tensor into shared memory, once; then wait until all workers have read all.
-
-        Raises:
-            WeightsError: ``weights.transfer`` when a worker breaks off, or there is no memory.
-            DeadlineExceeded: naming the workers that are late.
-        """
-        if self.context.rank != 0:
-            for _ in weights:  # gathering a tensor needs every rank
-                pass
-            return
-        meeting = self._meeting
-        if meeting is None or not self._connected:
-            raise WeightsError("the sender is not connected", expected="prepare, connect, send_weights")
-        try:
-            for name, tensor in weights:
-                if meeting.peers:
-                    await self._add(meeting, name, tensor)
-            await self._announce(meeting)
-            meeting.tell({"done": True})
-            await meeting.until(lambda peer: "done" in peer.said, "take everything")
-            self._whole = True
-        except BaseException as error:
-            meeting.tell({"broken": reason_of(error)})
-            raise
+    async def send(
+        self, meeting: Meeting, weights: Generator[tuple[str, torch.Tensor], None, None]
+    ) -> Mapping[str, Any]:
+        """Every tensor into shared memory, once."""
+        for name, tensor in weights:
+            if meeting.peers:
+                await self._add(meeting, name, tensor)
+        await self._announce(meeting)
+        return {}
 
     async def _add(self, meeting: Meeting, name: str, tensor: torch.Tensor) -> None:
         size = tensor.nbytes
@@ -168,20 +101,12 @@ class SharedCheckpointEngine(CheckpointEngine):
 
     # -- the rollout's side
 
-    async def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield tensors where they lie, which are to be read only.
-
-        Raises:
-            WeightsError: ``weights.transfer`` when the sender breaks off, or is not on this host.
-            DeadlineExceeded: naming the sender.
-        """
-        meeting = self._meeting
-        if meeting is None or not self._connected:
-            raise WeightsError("the receiver is not connected", expected="connect, receive_weights")
+    async def receive(self, meeting: Meeting) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Yield tensors where they lie, which are to be read only."""
         while True:
             await meeting.until(lambda peer: bool(self._announced) or "done" in peer.said, "publish")
             if not self._announced:
-                break
+                return
             bucket = self._announced.popleft()
             place = bucket["place"]
             if place["segment"] not in self._mapped:
@@ -189,14 +114,9 @@ class SharedCheckpointEngine(CheckpointEngine):
             for item in views(self._mapped[place["segment"]], bucket["tensors"]):
                 yield item
             meeting.tell({"read": bucket["bucket"]})
-        self._whole = True
-        meeting.tell({"done": True})
 
-    async def finalize(self) -> None:
-        """Leave the meeting. The sender keeps its segments for the next transfer, if this one was whole."""
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            await meeting.close(None if self._whole else "left before everything was taken")
-            if not self._whole:
-                self._pool.drop()  # a worker may still read there
-        self._begin()
+    async def close(self) -> None:
+        """The sender keeps its segments for the next transfer, if this one was whole."""
+        if not self.whole:
+            self._pool.drop()  # a worker may still read there
+        self.begin()

@@ -8,6 +8,7 @@ import attrs
 from attrs.validators import and_, ge, gt, le, optional
 
 from jackfield.structuring import option
+from jackfield.weights.one_sender import MeetingConfig
 
 __all__ = ["EngineConfig", "QueueConfig"]
 
@@ -42,7 +43,7 @@ class QueueConfig:
 
 
 @attrs.frozen(kw_only=True)
-class EngineConfig:
+class EngineConfig(MeetingConfig):
     """How weights go from the trainer to inference workers."""
 
     bucket_bytes: int = option(
@@ -54,9 +55,6 @@ class EngineConfig:
         "auto", help="ipc: within this host only; tcp; auto: ipc where the sender listens on loopback, else tcp."
     )
     encrypted: bool | None = option(None, help="TCP with CURVE; null: beyond loopback.")
-    port: int = option(
-        0, help="Where the sender listens for workers; 0: any port that is free.", validator=and_(ge(0), le(65535))
-    )
     reconnect_seconds: float | None = option(
         None,
         help="For a worker whose connections break to come back and go on where it was, before it counts as dead; "
