@@ -146,6 +146,7 @@ def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(c
             cluster._start_seconds = before
         assert "runtime.cluster" == refused.value.code
         assert "3 places of {'CPU': 1.0} for the engine" in str(refused.value)
+        assert "in the whole cluster CPU: 2 of 2 free" == refused.value.found
         taken = await cluster.places(2, {"CPU": 0.5}, "the engine")
         handle = await cluster.start("a worker", group=taken, bundle=1, resources={"CPU": 0.25})
         await cluster.place(handle)

@@ -7,7 +7,7 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -127,7 +127,7 @@ class Cluster:
                 f"the cluster has no room for {what}",
                 code="runtime.cluster",
                 expected=who,
-                found=f"free of {ray.cluster_resources()}: {ray.available_resources()}",
+                found=_free(ray.available_resources(), ray.cluster_resources(), resources),
                 fix="raise runtime.ray.num_cpus, join a larger cluster, or ask for fewer or smaller workers",
             ) from error
         return group
@@ -327,6 +327,12 @@ def _use_token(*, joins: bool) -> None:
             os.environ.setdefault("RAY_AUTH_MODE", "token")
     elif not there:
         os.environ[_TOKEN] = secrets.token_hex(32)
+
+
+def _free(available: Mapping[str, float], total: Mapping[str, float], names: Iterable[str]) -> str:
+    """What is left in all nodes together; places that are taken are taken whole."""
+    parts = (f"{name}: {available.get(name, 0):g} of {total.get(name, 0):g} free" for name in names)
+    return f"in the whole cluster {', '.join(parts)}"
 
 
 async def _reach(address: str) -> None:
