@@ -198,7 +198,7 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
     """In a cluster of its own a replica is made anew; else the run goes on from its newest checkpoint. In the end
     weights are the same, bit for bit.
 
-    Here ranks and replica have places of their own. Only who died has a new process.
+    Here ranks and replica have places of their own, and weights are sent as deltas. Only who died has a new process.
     """
     kill = {
         "checkpoint 1": ["rollout replica 0"],
@@ -206,7 +206,7 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
         "checkpoint 3": ["the actor engine, rank 1"],
     }
     places = ("runtime.ray.placement=separate", "runtime.rollout_replicas=1", "runtime.ray.num_cpus=3")
-    ended = ray_run("recovered", *places, "checkpoint.every=1", kill=kill)
+    ended = ray_run("recovered", *places, "checkpoint.every=1", "weights.kind=delta", kill=kill)
     assert "rollout replica 0 died and is started again" in ended.stderr
     assert ["seconds/revive" in line for line in by_step(metrics(ended.folder))] == [False, True, False, False]
     for step in (2, 3):

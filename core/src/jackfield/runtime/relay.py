@@ -29,6 +29,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
 from jackfield.runtime.generation import Running, check_request, own_seed
+from jackfield.weights.delta import check_base
 
 __all__ = ["MEMORY", "InterruptingServer", "RelayServer"]
 
@@ -57,6 +58,7 @@ class RelayServer(BaseRolloutServer):
         self._version = 0
         self._update_lock = asyncio.Lock()
         self._paused = self._stopped = self._used = False
+        self._held: int | None = None  #: the version that a delta can change
         self._stale: str | None = None
         self._awake = set(MEMORY)
         self._vocabulary = self._max_model_len = 0
@@ -250,7 +252,8 @@ class RelayServer(BaseRolloutServer):
 
         Raises:
             WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``.
-            PluginError: ``plugin.capability`` for a kind of update that the engine does not load.
+            PluginError: ``plugin.capability`` for a kind of update that the engine does not load; nothing has changed
+                then, nor for ``weights.base``: a delta to a version that is not held.
         """
         self._require_running()
         if request.kind not in self.update_kinds:
@@ -261,6 +264,8 @@ class RelayServer(BaseRolloutServer):
                 expected=" or ".join(self.update_kinds),
                 found=request.kind,
             )
+        if request.kind == "delta":
+            check_base(self._held, request.base_version)
         # an engine cannot be interrupted: whoever leaves early leaves the update to its end, and the next one waits
         task = asyncio.create_task(self._update(request), name=f"update to version {request.version}")
         what = f"weights of version {request.version} for replica {self.context.replica}"
@@ -277,12 +282,15 @@ class RelayServer(BaseRolloutServer):
             self._require_running()
             began = self._clock.time()
             self._check_update(request)
+            self._held = None
             received = await self._receive(request)
             await self._hold()
             paused = self._clock.time()
             try:
                 workers = await self._load(request, received)
                 self._version, self._stale = request.version, None
+                if request.kind == "delta" or (request.kind == "full" and request.deltas_follow):
+                    self._held = request.version
             finally:
                 if not self._paused and self._down() is None:
                     await self._release()

@@ -25,7 +25,7 @@ from jackfield.weights.digest import digest
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PREFIX", "Blocks", "HeldWeights", "SentVersions"]
+__all__ = ["PREFIX", "Blocks", "HeldWeights", "SentVersions", "check_base"]
 
 PREFIX = "delta:"  #: of the name of changed blocks
 _WORD = 8  #: bytes of a number in front of the blocks
@@ -115,6 +115,22 @@ def _packed(content: torch.Tensor, changed: torch.Tensor, block_bytes: int) -> t
     return torch.cat(parts)
 
 
+def check_base(held: int | None, base: int | None) -> None:
+    """Refuse a delta to another version than the one that is held.
+
+    Raises:
+        WeightsError: ``weights.base``.
+    """
+    if base is None or held != base:
+        raise WeightsError(
+            "a delta came to weights that are not held",
+            code="weights.base",
+            expected="no delta" if held is None else f"a delta to version {held}",
+            found=f"a delta to version {base}",
+            fix="send a full update; weights.without_base: full does so by itself",
+        )
+
+
 # -- a worker ----------------------------------------------------------------------------------------------------------
 
 
@@ -147,14 +163,7 @@ class HeldWeights:
         Raises:
             WeightsError: ``weights.base``.
         """
-        if base is None or self.version != base:
-            raise WeightsError(
-                "a delta came to weights that are not held",
-                code="weights.base",
-                expected="no weights" if self.version is None else f"a delta to version {self.version}",
-                found=f"a delta to version {base}",
-                fix="send a full update; weights.without_base: full does so by itself",
-            )
+        check_base(self.version, base)
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor has been loaded as it was sent."""

@@ -42,7 +42,7 @@ class VllmServer(RelayServer):
         super().__init__(config, context)
         self._engine: Any = None
         # an adapter is merged into whole weights
-        self.update_kinds = ("full", "adapter") if config.tensor_parallel == 1 else ("full",)
+        self.update_kinds = ("full", "adapter", "delta") if config.tensor_parallel == 1 else ("full", "delta")
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -205,6 +205,7 @@ class VllmServer(RelayServer):
             raise self._error("the server is decoding", "rollout.request", fix="pause it before it sleeps")
         await self._engine.sleep(request.level, mode="keep")
         if request.level == 2:
+            self._held = None
             self._stale = "the weights were given back by sleep(level=2) and no full update has come"
         self._awake.clear()
         return SleepResult()
@@ -256,6 +257,8 @@ class VllmServer(RelayServer):
             "deadline_seconds": request.deadline_seconds,
             "kind": request.kind,
             "peft_config": dict(request.peft_config or {}),
+            "base_version": request.base_version,
+            "deltas_follow": request.deltas_follow,
         }
 
 

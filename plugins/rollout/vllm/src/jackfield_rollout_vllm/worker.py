@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.errors import error_fields
 from jackfield.plugins import load_plugin
-from jackfield.weights import MergedAdapter, WeightReceiver, digest
+from jackfield.weights import HeldWeights, MergedAdapter, WeightReceiver, digest
 from jackfield.weights.staging import check_complete, check_tensor, tensors_of
 from jackfield_rollout_vllm.sampling import RawLogProbs
 
@@ -61,6 +61,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     deadline_seconds: float
     kind: str
     peft_config: dict[str, Any]
+    base_version: int | None
+    deltas_follow: bool
 
 
 class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -74,6 +76,7 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self.digests: dict[str, str] = {}  #: of the last update
         self._expected: dict[str, tuple[int, ...]] = {}
+        self._held = HeldWeights(self._loaded)
         self._adapter = MergedAdapter(
             lambda module: self._loaded(f"{module}.weight"),
             lambda: (name.removesuffix(".weight") for name in self._expected if name.endswith(".weight")),
@@ -112,8 +115,12 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             deadline_seconds=info.deadline_seconds,
         )
         engine: Any = load_plugin("checkpoint_engine", info.checkpoint_engine).build(info.settings, context)
-        receiver = WeightReceiver(engine)
         self._expected, self.digests = tensors_of(Path(self.model_config.model)), {}
+        if info.kind == "delta":
+            await self._receive_delta(WeightReceiver(engine, self._held), info)
+            return
+        self._held.forget()
+        receiver = WeightReceiver(engine, self._held if info.kind == "full" and info.deltas_follow else None)
         async with aclosing(receiver.tensors(info.connect[worker], info.version)) as tensors:
             if info.kind == "adapter":
                 adapter = {name: tensor.clone() async for name, tensor in tensors}
@@ -127,6 +134,16 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.digests[name] = self._loaded_digest(name, tensor, receiver.digests[name])
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         check_complete(self.digests, self._expected, tied=tied)
+
+    async def _receive_delta(self, receiver: WeightReceiver, info: UpdateInfo) -> None:
+        """Receive all of it, then change blocks where they lie."""
+        connect = info.connect[self.parallel_config.rank]
+        changes = await receiver.changes(connect, info.version, info.base_version)
+        digests = self._held.unchanged(changes)
+        for name, tensor in self._held.apply(changes, info.version, digests):
+            check_tensor(name, tensor, self._expected)
+            self.model.load_weights([(name, tensor.to(self.device))])
+        self.digests = digests
 
     def _loaded_digest(self, name: str, sent: torch.Tensor, received: str) -> str:
         """The digest of what lies in the parameter; where that is sharded or of another dtype, of what was received."""
