@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -22,6 +25,7 @@ from jackfield.queue import effective_acks, read_ledger
 from .conftest import QUICKSTART, Run
 from .test_modes import GRADED, steps, without_times
 
+ROLES = Path(__file__).with_name("roles.py")
 SMALL = ("data.prompts_per_step=2", "data.runs_per_prompt=2", "sampling.max_new_tokens=3", *GRADED)
 SQL = "transfer_queue={name: sql}"
 
@@ -78,3 +82,93 @@ def test_a_run_without_its_controller_says_what_to_start(small_run: Run, tmp_pat
     with pytest.raises(QueueError, match="no controller of a queue is to be found") as caught:
         small_run("run", f"queue.controller.address={tmp_path / 'address.json'}", SQL, *SMALL)
     assert "jackfield queue serve" in str(caught.value.fix)
+
+
+class Roles:
+    """Commands of :mod:`roles`, and what they say."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.said: list[dict[str, Any]] = []
+
+    def order(self, **order: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def start(self, name: str, *argv: str, die_at_run: int | None = None) -> None:
+        self.order(start=name, argv=argv, die_at_run=die_at_run)
+
+    def until(self, text: str, of: str) -> None:
+        """Wait for a line of a command."""
+        while text not in (said := self._next()).get("line", "") or said["of"] != of:
+            assert of != said.get("ended"), self.printed(of)
+
+    def ended(self, name: str) -> int:
+        """Wait for a command's end; its status."""
+        while not any(said.get("ended") == name for said in self.said):
+            self._next()
+        return next(int(said["status"]) for said in self.said if said.get("ended") == name)
+
+    def _next(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        self.said.append(json.loads(self._process.stdout.readline()))
+        return self.said[-1]
+
+    def printed(self, name: str) -> str:
+        return "\n".join(said["line"] for said in self.said if said.get("of") == name)
+
+
+@pytest.fixture
+def roles() -> Iterator[Roles]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(ROLES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    yield Roles(process)
+    process.communicate(timeout=30)
+    assert 0 == process.returncode
+
+
+@pytest.mark.timeout(180)
+def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, made: Path, tmp_path: Path) -> None:
+    """A controller, a trainer and two explorers, the first of which is killed in the middle of a batch."""
+    folder = tmp_path / "run"
+    common = [
+        str(QUICKSTART / "grpo.yaml"),
+        f"folder={folder}",
+        f"model.path={made / 'model'}",
+        f"data.train={made / 'problems.jsonl'}",
+        f"checkpoint_engine={{name: file, folder: {folder / 'weights'}}}",
+        "queue.controller.silence=2.0",
+        "schedule.steps=3",
+        "schedule.sync_offset=1",
+        "evaluation.every=0",
+        "checkpoint.at_end=false",
+        "observe.progress=false",
+        "observe.curve=false",
+        "observe.tensorboard=false",
+        SQL,
+        *SMALL,
+    ]
+    roles.start("queue", "queue", "serve", *common)
+    roles.until("the queue is served", of="queue")
+    roles.start("trainer", "run", *common, "--role", "train")
+    roles.start("first", "run", *common, "--role", "explore", die_at_run=7)  # of the second batch, the third run
+    assert -signal.SIGKILL == roles.ended("first"), roles.printed("first")
+    roles.start("second", "run", *common, "--role", "explore")
+    assert 0 == roles.ended("trainer"), roles.printed("trainer")
+    assert 0 == roles.ended("second"), roles.printed("second")
+    assert "explored up to weights" in roles.printed("second")
+    roles.order(end="queue")
+    assert 0 == roles.ended("queue")
+    assert "ended; refused: nothing" in roles.printed("queue")
+    entries = list(read_ledger(folder / "ledger.jsonl"))
+    trained = [(key, entry["step"]) for entry in entries if entry["event"] == "ack" and entry["consumer"] == "trainer"
+               for key in entry["keys"]]  # fmt: skip
+    assert 3 * 4 == len(trained) == len(dict(trained))
+    assert all(step == int(key.split("/")[1]) for key, step in trained)
+    released = [entry for entry in entries if entry["event"] == "release"]
+    assert any("was released" in entry["reason"] for entry in released)
+    assert 2 == len(list((folder / "explorers").iterdir()))
+    assert (folder / "model" / "config.json").is_file()

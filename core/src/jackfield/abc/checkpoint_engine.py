@@ -54,6 +54,9 @@ class Topology:
 
     trainer: tuple[Mapping[str, Any], ...]
     rollout: tuple[Mapping[str, Any], ...]
+    #: of any worker that comes when the transfer is over, while its weights are the newest; None: it comes in vain
+    #: (capability ``late``)
+    late: Mapping[str, Any] | None = None
 
 
 @attrs.frozen(kw_only=True)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from jackfield.compose.run import RunResult, run, run_async
+from jackfield.compose.run import Explored, RunResult, explore, explore_async, run, run_async
 from jackfield.runtime.control import list_replicas, scale_replicas
 
-__all__ = ["RunResult", "list_replicas", "run", "run_async", "scale_replicas"]
+__all__ = [
+    "Explored",
+    "RunResult",
+    "explore",
+    "explore_async",
+    "list_replicas",
+    "run",
+    "run_async",
+    "scale_replicas",
+]

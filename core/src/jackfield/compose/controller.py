@@ -8,25 +8,45 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
+
 from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.compose.resume import folder_lock, storage_errors
 from jackfield.compose.selection import check_apart, check_plugins, manifests, register_parts
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig
-from jackfield.errors import PluginError
+from jackfield.errors import ConfigError, PluginError
 from jackfield.plugins import Registry, discover, hook_manager
 from jackfield.queue import LocalQueue, TransferQueue
 
 if TYPE_CHECKING:
     from jackfield.queue.serving import QueueServer
 
-__all__ = ["address_file", "local_queue", "remote_queue", "serve_queue"]
+__all__ = ["address_file", "apart", "local_queue", "remote_queue", "serve_queue"]
 
 
 def address_file(config: RunConfig) -> Path:
     """Where a served controller says how to reach it."""
     return Path(config.queue.controller.address or Path(config.folder) / "queue" / "address.json")
+
+
+def apart(config: RunConfig) -> RunConfig:
+    """The configuration of a role that is launched separately: it names the controller.
+
+    Raises:
+        ConfigError: the run is one that roles cannot share.
+    """
+    if config.mode != "both":
+        raise ConfigError(
+            "there are roles where samples are explored", where="mode", expected="both", found=config.mode
+        )
+    if config.weights.kind != "full":
+        raise ConfigError(
+            "explorers that come and go get whole weights", where="weights.kind", expected="full", found="delta"
+        )
+    controller = attrs.evolve(config.queue.controller, address=str(address_file(config).absolute()))
+    return attrs.evolve(config, queue=attrs.evolve(config.queue, controller=controller))
 
 
 def local_queue(config: RunConfig, backend: TransferQueueBackend, clock: Clock) -> LocalQueue:

@@ -30,7 +30,9 @@ CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside t
 class Needs:
     """What a run asks of its crew."""
 
+    engines: bool  #: whether anybody trains
     replicas: bool  #: whether anybody generates
+    rewards: bool  #: whether anybody scores
     reference: bool  #: whether there is a reference model of its own
     critic: bool
     loss_columns: tuple[str, ...]  #: what the actor's loss reads beside the sample
@@ -43,7 +45,7 @@ class Crew:
     """Workers, or what stands for them in this process. Engines and servers are not started yet."""
 
     backend: TransferQueueBackend
-    actor: Sequence[EngineRank]
+    actor: Sequence[EngineRank]  #: empty: nobody trains here
     reference: Sequence[EngineRank]  #: empty: no model of its own
     critic: Sequence[EngineRank]  #: empty: there is none
     servers: Sequence[BaseRolloutServer]
@@ -78,13 +80,15 @@ async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack)
     servers = [make.rollout_server(replica) for replica in range(replicas)]
     agent = make.agent_worker(rows, dict(enumerate(servers)), run_id=make.config.name)
     rewards = None
-    if needs.replicas:
+    if needs.rewards:
         worker = await make.reward_worker(rows)
         stack.push_async_callback(worker.close)
         rewards = Workers([worker])
     return Crew(
         backend=backend,
-        actor=[make.engine_rank(rows, "actor", loss_columns=needs.loss_columns, renamed=needs.renamed)],
+        actor=[make.engine_rank(rows, "actor", loss_columns=needs.loss_columns, renamed=needs.renamed)]
+        if needs.engines
+        else [],
         reference=[make.engine_rank(rows, "reference")] if needs.reference else [],
         critic=[make.engine_rank(rows, "critic", loss_columns=CRITIC_COLUMNS)] if needs.critic else [],
         servers=servers,

@@ -9,9 +9,9 @@ from jackfield.runtime.ray.replica import LastingReplica
 from jackfield.runtime.replicas import Joining
 from jackfield.runtime.shared_device import SharedDevice
 from jackfield.trainer import PlacementLease, Stages, Trainer
-from jackfield.weights import Replica, WeightSynchronizer
+from jackfield.weights import Replica, WeightFollower, WeightSynchronizer
 
-__all__ = ["joining"]
+__all__ = ["following", "joining"]
 
 
 def joining(
@@ -57,4 +57,31 @@ def joining(
         catch_up=catch_up,
         bring_up=bring_up,
         takes_turns=shared is not None,
+    )
+
+
+def following(follower: WeightFollower, placement: PlacementLease, stages: Stages) -> Joining:
+    """The same where the engine is in another process: replicas get the newest weights that it has posted.
+
+    Args:
+        follower: of these weights.
+        placement: of the explorer.
+        stages: measure how long it takes.
+    """
+
+    async def join(replica: Replica) -> None:
+        async with stages.measure("join", "weights", 0 if follower.newest is None else follower.newest.version):
+            await follower.bring(replica)
+
+    async def bring_up(server: LastingReplica) -> None:
+        assert server.info is not None
+        await join(Replica(server, server.info))
+        await server.admit()
+
+    return Joining(
+        hold=partial(placement.hold, "rollout"),
+        join=join,
+        catch_up=follower.bring,
+        bring_up=bring_up,
+        takes_turns=False,
     )

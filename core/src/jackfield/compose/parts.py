@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import attrs
 
@@ -14,7 +14,7 @@ from jackfield.clock import Clock
 from jackfield.compose.controller import local_queue, remote_queue
 from jackfield.compose.crew import MakeCrew, Needs
 from jackfield.compose.inputs import Tasks
-from jackfield.compose.joining import joining
+from jackfield.compose.joining import following, joining
 from jackfield.compose.mixing import make_sources
 from jackfield.compose.recipe import Recipe
 from jackfield.config import KLConfig, RunConfig, as_plain
@@ -35,17 +35,22 @@ from jackfield.trainer import (
     Evaluator,
     Experts,
     Explorer,
+    FollowedVersion,
     OfflineProducer,
     PlacementLease,
+    PostedVersion,
     Progress,
     RewardPipeline,
     Schedule,
     Stages,
     Trainer,
 )
-from jackfield.weights import Canary, Replica, WeightSynchronizer
+from jackfield.weights import Canary, Replica, WeightFollower, WeightSynchronizer
 
-__all__ = ["Assembly", "Parts"]
+__all__ = ["Assembly", "Exploration", "Parts", "Role"]
+
+#: What of a run this process does.
+Role: TypeAlias = Literal["all", "explore", "train"]
 
 _CANARY_PROMPT = 32  #: tokens of the first task's prompt
 
@@ -62,6 +67,15 @@ class Assembly:
     background: tuple[Callable[[], Coroutine[Any, Any, None]], ...]  #: explorer and rewards, or the offline producer
 
 
+@attrs.frozen(kw_only=True)
+class Exploration:
+    """Everything that runs where a process explores and nothing else."""
+
+    explorer: Explorer
+    weights: FollowedVersion
+    replicas: Replicas
+
+
 class Parts:
     """Makes the parts of one run; what it starts is ended by the exit stack."""
 
@@ -73,9 +87,11 @@ class Parts:
         make_crew: MakeCrew,
         hooks: Any,
         clock: Clock,
-        store: CheckpointStore,
+        store: CheckpointStore | None = None,
+        role: Role = "all",
     ) -> None:
         self.config = config
+        self.role = role
         self.recipe = recipe
         self.tasks = tasks
         self.make_crew = make_crew
@@ -83,10 +99,12 @@ class Parts:
         self.clock = clock
         self.store = store
         self.stages = Stages(clock, hooks)
-        self.version, self.steps_done = Progress(clock), Progress(clock)
+        self.version: Progress = Progress(clock)
+        self.steps_done = Progress(clock)
         self.engines: list[EngineGroup] = []  # every model that is loaded beside the replicas
         self.explores = config.mode == "both"
-        self.generates = self.explores or bool(config.evaluation.every)
+        self.evaluates = bool(config.evaluation.every) and role != "explore"
+        self.generates = (self.explores and role != "train") or self.evaluates
         self.schedule = Schedule(
             steps=config.schedule.steps,
             sync_interval=config.schedule.sync_interval,
@@ -103,7 +121,12 @@ class Parts:
         self.queue = await self._queue(stack)
         actor = await self._engine_group(stack, "actor", crew.actor)
         replicas = await self._replicas(stack)
-        synchronizer = self._weights(replicas.members, actor) if replicas else None
+        synchronizer = None
+        if replicas or self.role == "train":
+            synchronizer = self._weights([] if replicas is None else replicas.members, actor)
+        if self.role == "train":
+            assert synchronizer is not None
+            self.version = PostedVersion(self.clock, self.queue, synchronizer)
         self.weights: WeightSynchronizer | SharedDevice | LastingWeights | None = synchronizer
         reference = await self._reference(stack, actor)
         critic = await self._critic(stack)
@@ -117,19 +140,48 @@ class Parts:
             replicas.connect(joining(synchronizer, shared, trainer, actor, self.train_placement, self.stages))
             watch.append(replicas.keep)
         await trainer.register()
-        task_for = self._task_order(self.tasks.train)
-        loops = (self._explorer(task_for), await self._rewards()) if self.explores else (self._producer(task_for),)
-        background = tuple(loop.run for loop in loops)
         return Assembly(
             trainer=trainer,
             actor=actor,
             checkpointer=checkpointer,
             replicas=replicas,
             watch=tuple(watch),
-            background=background,
+            background=tuple([loop.run for loop in await self._loops()]),
+        )
+
+    async def _loops(self) -> Sequence[Explorer | RewardPipeline | OfflineProducer]:
+        """What goes on beside the trainer, in this process."""
+        task_for = self._task_order(self.tasks.train)
+        if not self.explores:
+            return [self._producer(task_for)]
+        return [*([self._explorer("explorer-0", task_for)] if self.role == "all" else []), await self._rewards()]
+
+    async def build_explorer(self, stack: AsyncExitStack) -> Exploration:
+        """The same for an explorer by itself: replicas that follow the weights of a trainer elsewhere."""
+        config = self.config
+        self.crew = await self.make_crew(self._needs(), stack)
+        self.queue = await self._queue(stack)
+        replicas = await self._replicas(stack)
+        assert replicas is not None
+        self.rollout_placement = PlacementLease(self.clock, config.deadlines.batch)
+        engine, seconds = config.checkpoint_engine, config.deadlines.sync
+        follower = WeightFollower(replicas.members, engine.name, engine.settings, self.clock, seconds)
+        replicas.connect(following(follower, self.rollout_placement, self.stages))
+        return Exploration(
+            explorer=self._explorer(config.name, self._task_order(self.tasks.train)),
+            weights=FollowedVersion(
+                queue=self.queue,
+                follower=follower,
+                version=self.version,
+                clock=self.clock,
+                stages=self.stages,
+                idle_seconds=config.deadlines.batch,
+            ),
+            replicas=replicas,
         )
 
     def _checkpointer(self, actor: EngineGroup, critic: Critic | None) -> Checkpointer:
+        assert self.store is not None
         return Checkpointer(
             store=self.store,
             engines={"actor": actor} if critic is None else {"actor": actor, "critic": critic.engine},
@@ -142,9 +194,11 @@ class Parts:
     def _needs(self) -> Needs:
         recipe = self.recipe
         return Needs(
+            engines=self.role != "explore",
             replicas=self.generates,
-            reference=recipe.reference and self.config.model.lora is None,
-            critic=recipe.critic,
+            rewards=self.role != "explore" and (self.explores or self.evaluates),
+            reference=recipe.reference and self.config.model.lora is None and self.role != "explore",
+            critic=recipe.critic and self.role != "explore",
             loss_columns=recipe.loss_columns,
             renamed=recipe.renamed,
             plan=recipe.plan,
@@ -190,10 +244,10 @@ class Parts:
             recorded=config.observe.samples_per_step,
         )
 
-    def _explorer(self, task_for: Callable[[GroupSlot], Task]) -> Explorer:
+    def _explorer(self, name: str, task_for: Callable[[GroupSlot], Task]) -> Explorer:
         config = self.config
         return Explorer(
-            name="explorer-0",
+            name=name,
             queue=self.queue,
             schedule=self.schedule,
             version=self.version,
@@ -329,7 +383,7 @@ class Parts:
             self.train_placement, self.rollout_placement = (PlacementLease(self.clock, seconds) for _ in range(2))
             return None
         enter, leave = {}, {}
-        if self._takes_turns and isinstance(self.weights, WeightSynchronizer):
+        if self._takes_turns and replicas and isinstance(self.weights, WeightSynchronizer):
             self.weights = shared = SharedDevice(
                 self.engines, replicas, config.runtime.device, self.weights, self._canary(actor)
             )
@@ -349,7 +403,7 @@ class Parts:
             clock=self.clock,
             settings=section.settings,
             deadline_seconds=self.config.deadlines.sync,
-            canary=None if self._takes_turns else self._canary(actor),
+            canary=None if self._takes_turns or not replicas else self._canary(actor),
             kind=self.config.weights.kind,
             without_base=self.config.weights.without_base,
         )

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, Literal
 
 import attrs
 
 from jackfield.clock import Clock
+from jackfield.compose.controller import apart
 from jackfield.compose.crew import MakeCrew, crew_maker
 from jackfield.compose.export import export_model
 from jackfield.compose.inputs import Tasks, check_tokens, read_model, read_tasks
 from jackfield.compose.mixing import check_rows, make_sources, put_mixed_rows
-from jackfield.compose.parts import Parts
+from jackfield.compose.parts import Parts, Role
 from jackfield.compose.recipe import Recipe, make_recipe
 from jackfield.compose.resume import (
     DISK_ERRORS,
@@ -38,13 +41,14 @@ from jackfield.config import RunConfig, as_plain, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.imports import collection_paused
 from jackfield.observe import listeners
-from jackfield.plugins import HookManager, Registry, discover, hook_manager
+from jackfield.plugins import HookManager, Registry, discover, hook_manager, require_capability
 from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.runtime.control import ControlServer
 from jackfield.runtime.replica_metrics import ReplicaMetrics
 from jackfield.runtime.replicas import Replicas
+from jackfield.trainer import Progress
 
-__all__ = ["RunResult", "run", "run_async"]
+__all__ = ["Explored", "RunResult", "explore", "explore_async", "run", "run_async"]
 
 
 @attrs.frozen
@@ -66,29 +70,50 @@ class RunResult:
     finished_before: bool = False  #: the folder held the finished run, and nothing was done
 
 
-def run(config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None) -> RunResult:
-    """Do a whole run in this process.
+@attrs.frozen(kw_only=True)
+class Explored:
+    """What an explorer leaves behind."""
+
+    folder: Path
+    version: int  #: of the newest weights that it had
+
+
+def run(
+    config: RunConfig,
+    *,
+    hooks: Sequence[object] = (),
+    registry: Registry | None = None,
+    role: Literal["all", "train"] = "all",
+) -> RunResult:
+    """Do a run in this process.
 
     Args:
         config: what to do.
         hooks: further listeners, beside those of the configuration.
         registry: the installed plugins; discovered when not given.
+        role: train: explorers are launched separately (:func:`explore`), and so is the queue's controller.
 
     Raises:
         JackfieldError: whatever ended the run; the folder keeps everything written before, and the same call goes on
             from the newest checkpoint.
     """
     with asyncio.Runner() as runner:
-        return runner.run(run_async(config, hooks=hooks, registry=registry))
+        return runner.run(run_async(config, hooks=hooks, registry=registry, role=role))
 
 
 async def run_async(
-    config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None, clock: Clock | None = None
+    config: RunConfig,
+    *,
+    hooks: Sequence[object] = (),
+    registry: Registry | None = None,
+    clock: Clock | None = None,
+    role: Literal["all", "train"] = "all",
 ) -> RunResult:
     """The same inside of a running event loop."""
     registry, clock = registry or discover(), clock or Clock()
+    config = config if role == "all" else apart(config)
     folder = Path(config.folder)
-    prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks])
+    prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], role)
     _make_folder(folder)
     with storage_errors(folder), folder_lock(folder):
         start = starting_point(config, folder)
@@ -102,10 +127,59 @@ async def run_async(
             make_crew = crew_maker(make, processes)
             for _ in range(config.runtime.ray.recoveries):
                 try:
-                    return await _run(config, prepared, make_crew, clock, start)
+                    return await _run(config, prepared, make_crew, clock, start, role)
                 except WorkerLost as error:
                     start = _recovery(config, folder, error)
-            return await _run(config, prepared, make_crew, clock, start)
+            return await _run(config, prepared, make_crew, clock, start, role)
+
+
+def explore(config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None) -> Explored:
+    """Explore for a trainer in another process, until every batch of the schedule is trained on.
+
+    Any number of processes may do so, and come and go. Each has a folder of its own in the run's.
+
+    Args:
+        config: the run's.
+        hooks: further listeners, beside those of the configuration.
+        registry: the installed plugins; discovered when not given.
+
+    Raises:
+        JackfieldError: whatever ended it; what it had begun is made by others.
+    """
+    with asyncio.Runner() as runner:
+        return runner.run(explore_async(config, hooks=hooks, registry=registry))
+
+
+async def explore_async(
+    config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None, clock: Clock | None = None
+) -> Explored:
+    """The same inside of a running event loop."""
+    registry, clock = registry or discover(), clock or Clock()
+    name = f"explorer-{socket.gethostname()}-{os.getpid()}"
+    folder = Path(config.folder) / "explorers" / name
+    config = attrs.evolve(apart(config), name=name, folder=str(folder))
+    prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], "explore")
+    _make_folder(folder)
+    with storage_errors(folder):
+        replace_text(folder / "config.yaml", show(config))
+        async with AsyncExitStack() as processes:
+            make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
+            hook = prepared.hooks.hook
+            parts = Parts(config, prepared.recipe, prepared.tasks, make_crew, hook, clock, role="explore")
+            await _told(config, prepared.hooks, 0, parts.version, _explore(parts))
+    return Explored(folder=folder, version=parts.version.value)
+
+
+async def _explore(parts: Parts) -> None:
+    """Build, follow the trainer's weights, explore; end everything in reverse order, whatever happens."""
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        run = await parts.build_explorer(stack)
+        background = [tasks.create_task(part()) for part in (run.replicas.keep, run.weights.run)]
+        await run.weights.first(parts.config.deadlines.batch)
+        await _open_control(stack, parts.config, run.replicas, parts.clock)
+        await run.explorer.run()
+        for task in background:
+            task.cancel()
 
 
 def _recovery(config: RunConfig, folder: Path, error: WorkerLost) -> StartingPoint:
@@ -122,23 +196,35 @@ def _recovery(config: RunConfig, folder: Path, error: WorkerLost) -> StartingPoi
 
 
 async def _run(
-    config: RunConfig, prepared: _Prepared, make_crew: MakeCrew, clock: Clock, start: StartingPoint
+    config: RunConfig,
+    prepared: _Prepared,
+    make_crew: MakeCrew,
+    clock: Clock,
+    start: StartingPoint,
+    role: Literal["all", "train"],
 ) -> RunResult:
-    """Tell the hooks of beginning and end, and leave the traceback of a failure in the folder."""
-    folder, manager = Path(config.folder), prepared.hooks
-    parts = Parts(config, prepared.recipe, prepared.tasks, make_crew, manager.hook, clock, start.store)
-    failure: BaseException | None = None
+    folder, hooks = Path(config.folder), prepared.hooks
+    parts = Parts(config, prepared.recipe, prepared.tasks, make_crew, hooks.hook, clock, start.store, role)
+    steps = await _told(config, hooks, start.step, parts.steps_done, _train(parts, folder, start))
+    return RunResult(folder=folder, model=folder / "model", steps=steps)
+
+
+async def _told(
+    config: RunConfig, manager: HookManager, first_step: int, done: Progress, work: Coroutine[Any, Any, None]
+) -> int:
+    """Tell the hooks of beginning and end, and leave the traceback of a failure in the folder; the steps done."""
+    folder, failure = Path(config.folder), None
     started = RunStarted(
         name=config.name,
         folder=str(folder),
         total_steps=config.schedule.steps,
-        first_step=start.step,
+        first_step=first_step,
         config=as_plain(config),
     )
     manager.hook.run_started(event=started)
     try:
         with _one_compute_thread(config):
-            await _train(parts, folder, start)
+            await work
     except BaseException as error:
         failure = _first(error, folder)
         text = "".join(traceback.format_exception(error))
@@ -148,15 +234,18 @@ async def _run(
             raise
         raise failure from error
     finally:
-        steps = max(start.step, parts.steps_done.value)
+        steps = max(first_step, done.value)
         manager.hook.run_ended(event=RunEnded(folder=str(folder), steps=steps, error=failure))
-    return RunResult(folder=folder, model=folder / "model", steps=steps)
+    return steps
 
 
 @collection_paused()
-def _prepare(config: RunConfig, registry: Registry, hooks: Sequence[object]) -> _Prepared:
+def _prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role: Role) -> _Prepared:
     """Everything that can be refused while the run's folder is as it was; what loads torch comes last."""
     check_plugins(config, registry)
+    if role != "all":
+        engine = registry.find("checkpoint_engine", config.checkpoint_engine.name)
+        require_capability(engine, "late", "explorers come and go (--role)")
     here = config.runtime.name == "inline"  # else what runs in other processes is looked at there
     if here:
         import_plugins(config, registry, heavy=False)

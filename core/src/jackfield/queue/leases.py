@@ -41,7 +41,7 @@ class Leases(Sampling):
                 slot.touch()
             state.changes.note("consumer", consumer.name, save_consumer(consumer))
             for ticket in {row.group.slot.ticket: None for row in rows} if lease.whole else ():
-                ticket.changed.notify()
+                ticket.note_change()
             state.record("ack", consumer=consumer.name, step=step, epoch=lease.epoch, keys=[row.key for row in rows])
             if step is not None:
                 self._trim(consumer, step)

@@ -26,6 +26,13 @@ class LocalProducing(Lifetime, Producing):
         """See :meth:`~jackfield.queue.TransferQueue.claim_ticket`."""
         return self._controller.claim_ticket(partition, explorer, groups)
 
+    @journaled
+    async def wait_ticket(
+        self, partition: str, explorer: str, groups: int, below: int, deadline_seconds: float
+    ) -> Ticket | None:
+        """See :meth:`~jackfield.queue.TransferQueue.wait_ticket`."""
+        return await self._controller.wait_ticket(partition, explorer, groups, below, deadline_seconds)
+
     async def vacancies(self, ticket: Ticket) -> int:
         """See :meth:`~jackfield.queue.TransferQueue.vacancies`."""
         return self._controller.vacancies(ticket)

@@ -32,6 +32,26 @@ class Producing(ABC):
         """
 
     @abstractmethod
+    async def wait_ticket(
+        self, partition: str, explorer: str, groups: int, below: int, deadline_seconds: float
+    ) -> Ticket | None:
+        """The next batch to make before ticket ``below``; None when all of these are finished (:meth:`slots`).
+
+        Where all of them are claimed it waits: another explorer's may be given back.
+
+        Args:
+            partition: of the tickets.
+            explorer: that makes the batch.
+            groups: of a new ticket.
+            below: the first number that is not to be made.
+            deadline_seconds: how long nothing may happen, beyond the time for which unfinished tickets are leased.
+
+        Raises:
+            DeadlineExceeded: naming the unfinished tickets.
+            QueueError: when one of them has failed.
+        """
+
+    @abstractmethod
     async def vacancies(self, ticket: Ticket) -> int:
         """How many slots of a ticket nobody fills now. A ticket that is handed out again may have none."""
 

@@ -92,6 +92,7 @@ class RemoteQueue(TransferQueue):
     # -- producers
 
     claim_ticket = _called(TransferQueue.claim_ticket)
+    wait_ticket = _called(TransferQueue.wait_ticket)
     vacancies = _called(TransferQueue.vacancies)
     release_tickets = _called(TransferQueue.release_tickets)
     wait_offer = _called(TransferQueue.wait_offer)

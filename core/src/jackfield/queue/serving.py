@@ -270,7 +270,7 @@ class QueueServer:
 
     def _note(self, client: _Client, name: str, arguments: Mapping[str, Any], result: Any) -> None:
         """What has to be known of a client when it is gone, and of the others when the queue is another one."""
-        if name == "claim_ticket":
+        if name == "claim_ticket" or (name == "wait_ticket" and result is not None):
             client.explorers.add(arguments["explorer"])
         elif name == "release_tickets":
             client.explorers.discard(arguments["explorer"])

@@ -161,6 +161,11 @@ class TicketState:
     def complete(self) -> bool:
         return self.published == len(self.slots)
 
+    def note_change(self) -> None:
+        """Wake those who wait for this ticket, or for any to be offered or finished."""
+        self.changed.notify()
+        self.partition.offers.notify()
+
     def final(self) -> bool:
         """Whether no group can be dropped any more: a consumer has acked each as a whole, or it is consumed."""
         return self.complete and all(slot.group is not None and slot.group.is_acked() for slot in self.slots)

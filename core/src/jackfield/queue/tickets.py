@@ -42,6 +42,27 @@ class Tickets(Backpressure):
         ticket.explorers.add(explorer)
         return ticket.public(explorer)
 
+    async def wait_ticket(
+        self, partition: str, explorer: str, groups: int, below: int, deadline_seconds: float
+    ) -> Ticket | None:
+        """See :meth:`jackfield.queue.TransferQueue.wait_ticket`."""
+        found = self.state.partition(partition)
+        while True:
+            self.leases.require_open()
+            offered = found.next_offered()
+            if (found.next_ticket if offered is None else offered.number) < below:
+                return self.claim_ticket(partition, explorer, groups)
+            left = [ticket for number, ticket in found.tickets.items() if number < below and not ticket.final()]
+            for ticket in left:
+                if ticket.failure is not None:
+                    raise ticket.error()
+            if not left:
+                return None
+            leased = max(ticket.leased_until() for ticket in left)
+            until = max(self.clock.time(), leased) + deadline_seconds
+            name = f"a ticket to be given back, or the last ones to be finished; {_unfinished(left[0])}"
+            await wait(self.clock, found.offers.next(), until, lambda name=name: name)  # type: ignore[misc]
+
     def offer_unfinished(self) -> None:
         """Let the next claimants have every ticket that could still lose a group: whoever had it is gone."""
         for partition in self.state.partitions.values():
@@ -212,7 +233,7 @@ class Tickets(Backpressure):
             f"attempt {attempt}: {why}" for attempt, why in last
         )
         self.state.changes.note("failure", ticket.partition.name, ticket.number, ticket.failure)
-        ticket.changed.notify()
+        ticket.note_change()
         self.leases.ticket_failed(ticket.partition, ticket.number)
         self.state.room.notify()
 
@@ -285,7 +306,7 @@ class Tickets(Backpressure):
                 self.state.changes.note("gone", ticket.partition.name, ticket.number)
                 for group_id in ticket.groups:
                     del self.state.groups[group_id]
-            ticket.changed.notify()
+            ticket.note_change()
 
 
 def _running(group: Group) -> str:

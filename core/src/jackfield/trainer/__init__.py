@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jackfield.trainer.apart import FollowedVersion, PostedVersion
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore, open_checkpoint
 from jackfield.trainer.evaluation import Evaluator
@@ -24,8 +25,10 @@ __all__ = [
     "Evaluator",
     "Experts",
     "Explorer",
+    "FollowedVersion",
     "OfflineProducer",
     "PlacementLease",
+    "PostedVersion",
     "Progress",
     "RewardPipeline",
     "Schedule",

@@ -56,10 +56,9 @@ class Explorer:
     _idle: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
     async def run(self) -> None:
-        """Explore until every ticket of the schedule is complete; what a restored queue lacks comes first."""
-        groups = self.groups + (self.experts.rows if self.experts else 0)
+        """Explore until every ticket of the schedule is finished; what others have given back comes first."""
         async with asyncio.TaskGroup() as tickets:
-            while (ticket := await self.queue.claim_ticket(TRAIN, self.name, groups)).number < self.schedule.steps:
+            while (ticket := await self._next()) is not None:
                 await self.version.until(
                     lambda version, number=ticket.number: self.schedule.may_start(number, version),  # type: ignore[misc]
                     self.batch_seconds,
@@ -74,6 +73,10 @@ class Explorer:
                     # the next batch starts when every run of this one has ended; its rewards may still be pending
                     runs = f"the agent runs of batch {ticket.number}"
                     await self.clock.wait_for(self._idle.wait(), self.batch_seconds, runs)
+
+    async def _next(self) -> Ticket | None:
+        groups, steps = self.groups + (self.experts.rows if self.experts else 0), self.schedule.steps
+        return await self.queue.wait_ticket(TRAIN, self.name, groups, steps, self.batch_seconds)
 
     async def _explore(self, ticket: Ticket) -> None:
         """Fill the ticket's slots; one that is dropped later, for want of a reward, comes again."""

@@ -37,15 +37,19 @@ class OfflineProducer:
     batch_seconds: float
 
     async def run(self) -> None:
-        """Produce until every ticket of the schedule is complete; what a restored queue lacks comes first."""
+        """Produce until every ticket of the schedule is finished; what a restored queue lacks comes first."""
         async with asyncio.TaskGroup() as tickets:
-            while (ticket := await self.queue.claim_ticket(TRAIN, "offline", self.groups)).number < self.schedule.steps:
+            while (ticket := await self._next()) is not None:
                 await self.steps_done.until(
                     lambda done, number=ticket.number: number < done + _AHEAD,  # type: ignore[misc]
                     self.batch_seconds,
                     f"the trainer, to take batch {ticket.number - _AHEAD}",
                 )
                 tickets.create_task(self._fill(ticket))
+
+    async def _next(self) -> Ticket | None:
+        steps = self.schedule.steps
+        return await self.queue.wait_ticket(TRAIN, "offline", self.groups, steps, self.batch_seconds)
 
     async def _fill(self, ticket: Ticket) -> None:
         """Fill the ticket's slots, until the trainer is done with it: rows may be lost."""

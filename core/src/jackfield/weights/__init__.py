@@ -7,6 +7,7 @@ from jackfield.weights.canary import Canary, CanaryAnswer, Scorer
 from jackfield.weights.delta import HeldWeights
 from jackfield.weights.digest import digest
 from jackfield.weights.ends import WeightReceiver, Weights, WeightSender, WeightSource
+from jackfield.weights.following import Posted, WeightFollower
 from jackfield.weights.synchronizer import Replica, Sender, SyncReport, WeightSynchronizer
 
 __all__ = [
@@ -14,10 +15,12 @@ __all__ = [
     "CanaryAnswer",
     "HeldWeights",
     "MergedAdapter",
+    "Posted",
     "Replica",
     "Scorer",
     "Sender",
     "SyncReport",
+    "WeightFollower",
     "WeightReceiver",
     "WeightSender",
     "WeightSource",

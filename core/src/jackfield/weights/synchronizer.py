@@ -17,7 +17,7 @@ from jackfield.errors import WeightsError
 from jackfield.weights.canary import Canary
 from jackfield.weights.sides import GRACE_SECONDS, run_all
 
-__all__ = ["Replica", "Sender", "SyncReport", "Topologist", "WeightSynchronizer"]
+__all__ = ["Replica", "Sender", "SyncReport", "Topologist", "WeightSynchronizer", "verify"]
 
 Kind: TypeAlias = Literal["full", "adapter", "delta"]
 T = TypeVar("T")
@@ -81,6 +81,20 @@ class SyncReport:
     paused_seconds: float  #: of the replica that paused longest
     bytes: int  #: that were sent to a worker
     kind: Kind = "full"
+    digests: Mapping[str, str] = attrs.field(factory=dict)  #: of all tensors, by name
+    peft_config: Mapping[str, Any] | None = None
+    late: Mapping[str, Any] | None = None  #: connect arguments of any worker that comes later; None: in vain
+
+
+@attrs.frozen(kw_only=True)
+class _Transfer:
+    """What went, and what came back."""
+
+    kind: Kind
+    digests: Mapping[str, str]  #: what was sent or left as it was, by name
+    receipts: Sequence[WeightReceipt]  #: by replica
+    peft_config: Mapping[str, Any] | None
+    late: Mapping[str, Any] | None
 
 
 class WeightSynchronizer:
@@ -126,6 +140,7 @@ class WeightSynchronizer:
         self._kind = kind
         self._without_base: Literal["full", "stop"] = without_base
         self.version: int | None = None  #: the last one that every replica has acknowledged
+        self.last: SyncReport | None = None  #: of that version
 
     async def sync(self, version: int) -> SyncReport:
         """Bring ``version`` to every replica.
@@ -145,20 +160,24 @@ class WeightSynchronizer:
             each if isinstance(each, Replica) else Replica(each, ServerInfo(replica=each.context.replica))
             for each in self._replicas
         ]
-        kind, digests, receipts = await self._transferred(replicas, version)
-        for replica, receipt in zip(replicas, receipts, strict=True):
-            _verify(replica.info, receipt, version, digests)
+        done = await self._transferred(replicas, version)
+        for replica, receipt in zip(replicas, done.receipts, strict=True):
+            verify(replica.info, receipt, version, done.digests)
         if self._canary is not None:
             await self._canary.check({each.info.replica: each.server for each in replicas}, version)
         self.version = version
-        return SyncReport(
+        self.last = SyncReport(
             version=version,
-            receipts=tuple(receipts),
+            receipts=tuple(done.receipts),
             seconds=self._clock.time() - start,
-            paused_seconds=max((receipt.paused_seconds for receipt in receipts), default=0.0),
+            paused_seconds=max((receipt.paused_seconds for receipt in done.receipts), default=0.0),
             bytes=self._senders[0].sent_bytes,
-            kind=kind,
+            kind=done.kind,
+            digests=done.digests,
+            peft_config=done.peft_config,
+            late=done.late,
         )
+        return self.last
 
     async def catch_up(self, replica: Replica, version: int) -> SyncReport:
         """Bring the engine's weights to one replica that was made anew, or is to join the others.
@@ -213,10 +232,8 @@ class WeightSynchronizer:
             ) from error
         logging.getLogger("jackfield").info("weights are sent as a whole, not as a delta: %s", why)
 
-    async def _transferred(
-        self, replicas: Sequence[Replica], version: int
-    ) -> tuple[Kind, dict[str, str], list[WeightReceipt]]:
-        """Transfer, once more as a whole where a delta is refused; the kind, digests of all tensors, receipts."""
+    async def _transferred(self, replicas: Sequence[Replica], version: int) -> _Transfer:
+        """Transfer, once more as a whole where a delta is refused."""
         base = await self._base(replicas)
         try:
             return await self._transfer(replicas, version, base)
@@ -231,10 +248,7 @@ class WeightSynchronizer:
         finally:
             await self._finalize()
 
-    async def _transfer(
-        self, replicas: Sequence[Replica], version: int, base: int | None
-    ) -> tuple[Kind, dict[str, str], list[WeightReceipt]]:
-        """The kind of update, what was sent or left as it was, by name, and each replica's receipt."""
+    async def _transfer(self, replicas: Sequence[Replica], version: int, base: int | None) -> _Transfer:
         peft_configs = [await _result(sender.open()) for sender in self._senders]
         base = base if peft_configs[0] is None else None  # an adapter is sent whole
         prepared = [await _result(sender.prepare()) for sender in self._senders]
@@ -250,7 +264,13 @@ class WeightSynchronizer:
             sides[f"replica {replica.info.replica}"] = replica.server.update_weights(update)
         results = await run_all(sides, self._clock, self._deadline_seconds, f"weight version {version}")
         senders = len(self._senders)
-        return _kind(base, peft_configs[0]), results[0], results[senders:]
+        return _Transfer(
+            kind=_kind(base, peft_configs[0]),
+            digests=results[0],
+            receipts=results[senders:],
+            peft_config=peft_configs[0],
+            late=topology.late,
+        )
 
     @staticmethod
     async def _send(sender: Sender, arguments: Mapping[str, Any], version: int, base: int | None) -> dict[str, str]:
@@ -300,7 +320,7 @@ async def _result(value: T | Awaitable[T]) -> T:
     return await value if inspect.isawaitable(value) else value
 
 
-def _verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping[str, str]) -> None:
+def verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping[str, str]) -> None:
     """Refuse a receipt that does not prove that every worker has loaded just what was sent."""
     where = f"replica {info.replica}"
     if receipt.version != version:

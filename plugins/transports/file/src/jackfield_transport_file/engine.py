@@ -119,6 +119,7 @@ class FileCheckpointEngine(CheckpointEngine):
         return Topology(
             trainer=tuple({"workers": workers} for _ in request.trainer_metadata),
             rollout=tuple({**sender, "worker": number} for number in range(workers)),
+            late=sender,
         )
 
     async def connect(self, request: ConnectRequest) -> None:

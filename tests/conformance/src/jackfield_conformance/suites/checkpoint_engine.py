@@ -32,6 +32,7 @@ __all__ = ["CAPABILITIES"]
 CAPABILITIES: dict[str, Capability] = {
     "delta": Capability(what="moves changed blocks to workers that hold the version before"),
     "gpu": Capability(what="moves tensors of a GPU"),
+    "late": Capability(what="keeps the newest weights for workers that come when a transfer is over"),
     "multi_host": Capability(what="works between machines"),
 }
 

@@ -1,0 +1,91 @@
+"""A trainer and explorers in processes of their own: what they tell each other of weights, through the queue."""
+
+from __future__ import annotations
+
+import asyncio
+
+import attrs
+
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, WeightsError
+from jackfield.queue import TransferQueue
+from jackfield.structuring import structure
+from jackfield.trainer.schedule import Progress
+from jackfield.trainer.stages import Stages
+from jackfield.weights import Posted, WeightFollower, WeightSynchronizer
+
+__all__ = ["FollowedVersion", "PostedVersion"]
+
+_TOPIC = "weights"
+
+
+class PostedVersion(Progress):
+    """The trainer's side: what explorers may go on with, told to those in other processes, too."""
+
+    def __init__(self, clock: Clock, queue: TransferQueue, weights: WeightSynchronizer) -> None:
+        """
+        Args:
+            clock: through which every wait goes.
+            queue: where it is posted.
+            weights: knows its newest synchronisation.
+        """
+        super().__init__(clock)
+        self._queue = queue
+        self._weights = weights
+
+    async def advance(self, value: int) -> None:
+        """Raise the number, and post it with how to get these weights."""
+        await super().advance(value)
+        await self._queue.post(_TOPIC, attrs.asdict(Posted.of(value, self._weights.last)))
+
+
+@attrs.frozen(kw_only=True)
+class FollowedVersion:
+    """The explorers' side: brings each posted version to this process's replicas, then lets the explorer go on."""
+
+    queue: TransferQueue
+    follower: WeightFollower
+    version: Progress  #: of the weights that the replicas serve
+    clock: Clock
+    stages: Stages
+    idle_seconds: float  #: after which a wait is begun anew
+    _begun: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
+
+    async def first(self, seconds: float) -> None:
+        """Return when the replicas have the trainer's weights.
+
+        Raises:
+            DeadlineExceeded: naming the trainer.
+        """
+        await self.clock.wait_for(self._begun.wait(), seconds, "the trainer to say which weights it has")
+
+    async def run(self) -> None:
+        """Follow until cancelled.
+
+        Raises:
+            WeightsError: see :meth:`~jackfield.weights.WeightFollower.load`.
+        """
+        number = 0
+        while True:
+            try:
+                notice = await self.queue.wait_notice(_TOPIC, number, self.idle_seconds)
+            except DeadlineExceeded:
+                continue  # who needs newer weights has a deadline of its own
+            number = notice.number
+            posted = structure(Posted, notice.value, _TOPIC, WeightsError)
+            try:
+                async with self.stages.measure("sync", "weights", posted.version):
+                    await self.follower.load(posted)
+            except WeightsError:
+                if not await self._is_old(number):
+                    raise
+                continue  # newer ones are there, and these may have been removed
+            await self.version.advance(posted.version)
+            self._begun.set()
+
+    async def _is_old(self, number: int) -> bool:
+        try:
+            await self.queue.wait_notice(_TOPIC, number, 0.0)
+        except DeadlineExceeded:
+            return False
+        return True

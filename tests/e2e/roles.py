@@ -1,0 +1,120 @@
+"""Commands in processes of their own, side by side, that import everything once: each is forked.
+
+    python roles.py < orders.jsonl
+
+Orders: ``{"start": NAME, "argv": [...], "die_at_run": n or null}`` and ``{"end": NAME}``. Answers: ``{"line": TEXT,
+"of": NAME}`` for each line that a command prints, and ``{"ended": NAME, "status": STATUS}``, negative for a signal. A
+command with ``die_at_run`` kills itself with SIGKILL when its n-th agent run begins.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import selectors
+import signal
+import sys
+from typing import Any
+
+from jackfield.cli import main
+from jackfield.runtime.agent_worker import AgentWorker
+
+
+def die_at(run: int) -> None:
+    """Have this process end when its agents begin so many runs."""
+    begin, left = AgentWorker.run, [run]
+
+    async def killed(self: AgentWorker, *arguments: Any, **keywords: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await begin(self, *arguments, **keywords)
+
+    AgentWorker.run = killed  # type: ignore[method-assign]
+
+
+class Children:
+    """The commands that run."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.rests: dict[int, bytes] = {}  #: of lines that are not whole yet, by file
+        self.processes: dict[str, int] = {}
+
+    def start(self, name: str, argv: list[str], die_at_run: int | None) -> None:
+        reading, writing = os.pipe()
+        process = os.fork()
+        if process == 0:
+            os.dup2(writing, 1)
+            os.dup2(writing, 2)
+            os.closerange(3, 1024)
+            sys.stdin = io.StringIO()
+            try:
+                if die_at_run is not None:
+                    die_at(die_at_run)
+                main(argv)
+            except SystemExit as ended:
+                sys.stdout.flush()
+                os._exit(int(ended.code or 0))
+            finally:
+                os._exit(70)
+        os.close(writing)
+        self.processes[name] = process
+        self.selector.register(reading, selectors.EVENT_READ, name)
+
+    def lines(self, file: int) -> list[str] | None:
+        """The lines that have come whole; None at the end."""
+        content = os.read(file, 1 << 16)
+        if not content:
+            return None
+        *whole, self.rests[file] = (self.rests.get(file, b"") + content).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+    def hear(self, file: int, name: str) -> None:
+        """What a command has printed; at its end, how that was."""
+        lines = self.lines(file)
+        for line in lines or ():
+            self.say(line=line, of=name)
+        if lines is not None:
+            return
+        self.selector.unregister(file)
+        self.rests.pop(file, None)
+        os.close(file)
+        _, status = os.waitpid(self.processes.pop(name), 0)
+        self.say(ended=name, status=os.waitstatus_to_exitcode(status))
+
+    def obey(self, file: int) -> bool:
+        """Do what was ordered; whether there may be more."""
+        lines = self.lines(file)
+        for order in map(json.loads, lines or ()):
+            if "end" in order:
+                os.kill(self.processes[order["end"]], signal.SIGTERM)
+            else:
+                self.start(order["start"], order["argv"], order["die_at_run"])
+        return lines is not None
+
+    @staticmethod
+    def say(**what: Any) -> None:
+        print(json.dumps(what), flush=True)
+
+    def serve(self) -> None:
+        """Do what standard input says, until it ends; then nothing of it is left."""
+        self.selector.register(0, selectors.EVENT_READ, None)
+        try:
+            while True:
+                for key, _ in self.selector.select():
+                    if key.data is not None:
+                        self.hear(key.fd, key.data)
+                    elif not self.obey(key.fd):
+                        return
+        finally:
+            for process in self.processes.values():
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+
+
+if __name__ == "__main__":
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  # nothing is computed here: children fork safely
+
+    Children().serve()
