@@ -84,6 +84,7 @@ class Meeting:
 
 _NUMBERS = itertools.count()
 MEETINGS: dict[str, Meeting] = {}
+KEPT: dict[str, list[tuple[str, torch.Tensor]]] = {}  #: of the newest transfers, for those who come late
 
 
 class BucketEngine(CheckpointEngine):
@@ -98,6 +99,7 @@ class BucketEngine(CheckpointEngine):
         self.channel: Channel | None = None
         self.version = 0
         self.deadline = 0.0
+        self.for_late: list[tuple[str, torch.Tensor]] | None = None  #: of who comes late
 
     def prepare(self) -> PrepareResult:
         if self.context.rank:
@@ -116,6 +118,7 @@ class BucketEngine(CheckpointEngine):
         return Topology(
             trainer=tuple({"meeting": meeting, "workers": workers} for _ in request.trainer_metadata),
             rollout=tuple({"meeting": meeting, "worker": worker} for worker in range(workers)),
+            late={"meeting": meeting},
         )
 
     async def connect(self, request: ConnectRequest) -> None:
@@ -127,6 +130,10 @@ class BucketEngine(CheckpointEngine):
                 for worker in range(request.arguments["workers"]):
                     self.meeting.channels.setdefault(worker, Channel())
                 self.meeting.notify()
+            return
+        self.for_late = None
+        if "worker" not in request.arguments:
+            self.for_late = self.late(request.arguments["meeting"])
             return
         meeting = MEETINGS.get(request.arguments["meeting"])
         if meeting is None:
@@ -144,11 +151,24 @@ class BucketEngine(CheckpointEngine):
         meeting = self.meeting
         assert meeting is not None
         try:
-            await self.send(meeting, weights)
+            await self.send(meeting, self.keeping(meeting.name, weights))
         except BaseException as error:
             self.broken(meeting, error)
             raise
         return None
+
+    def keeping(self, name: str, weights: Weights) -> Weights:
+        KEPT[name] = []
+        while len(KEPT) > 2:
+            del KEPT[next(iter(KEPT))]
+        for tensor_name, tensor in weights:
+            KEPT[name].append((tensor_name, tensor.clone()))
+            yield tensor_name, tensor
+
+    def late(self, name: str) -> list[tuple[str, torch.Tensor]]:
+        if name not in KEPT:
+            raise WeightsError("these weights are not kept any more")
+        return KEPT[name]
 
     def exhaust(self, weights: Weights) -> None:
         for _ in weights:
@@ -212,6 +232,10 @@ class BucketEngine(CheckpointEngine):
     # ---- the worker's side
 
     async def receive_weights(self) -> Received:
+        for item in self.for_late or ():
+            yield item
+        if self.for_late is not None:
+            return
         meeting, channel = self.meeting, self.channel
         assert meeting is not None
         assert channel is not None

@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -32,7 +32,7 @@ REFERENCE = Reference(
     cls=BucketEngine,
     config_class=BucketsConfig,
     fixture={"silence_seconds": 0.05},
-    capabilities={"delta": "full"},
+    capabilities={"delta": "full", "late": "full"},
 )
 MUTANTS: dict[str, Mutant] = {}
 CHILDREN: list[subprocess.Popen[bytes]] = []  #: what leaky mutants leave, for the tests to end
@@ -69,6 +69,7 @@ def mutant(*killed_by: str) -> Callable[[type[BucketEngine]], type[BucketEngine]
     "CKE-026",
     "CKE-036",
     "CKE-042",
+    "CKE-045",
 )
 class DroppedTensor(BucketEngine):
     """The third tensor is not sent."""
@@ -96,6 +97,7 @@ class DroppedTensor(BucketEngine):
     "CKE-026",
     "CKE-036",
     "CKE-042",
+    "CKE-045",
     "CKE-050",
 )
 class DoubledTensor(BucketEngine):
@@ -108,7 +110,19 @@ class DoubledTensor(BucketEngine):
                 yield pair
 
 
-@mutant("CKE-010", "CKE-016", "CKE-017", "CKE-020", "CKE-021", "CKE-023", "CKE-024", "CKE-026", "CKE-036", "CKE-042")
+@mutant(
+    "CKE-010",
+    "CKE-016",
+    "CKE-017",
+    "CKE-020",
+    "CKE-021",
+    "CKE-023",
+    "CKE-024",
+    "CKE-026",
+    "CKE-036",
+    "CKE-042",
+    "CKE-045",
+)
 class FlippedBit(BucketEngine):
     """A bit flips in every tensor of 40 rows."""
 
@@ -119,7 +133,7 @@ class FlippedBit(BucketEngine):
         return bytes(data)
 
 
-@mutant("CKE-011")
+@mutant("CKE-011", "CKE-045")
 class HalfAsFloat16(BucketEngine):
     """bfloat16 arrives as float16 of the same bits."""
 
@@ -194,13 +208,14 @@ class AtMost512Tensors(BucketEngine):
                 yield pair
 
 
-@mutant("CKE-016", "CKE-017", "CKE-018", "CKE-020", "CKE-021", "CKE-023", "CKE-032", "CKE-042", "CKE-050")
+@mutant("CKE-016", "CKE-017", "CKE-018", "CKE-020", "CKE-021", "CKE-023", "CKE-032", "CKE-042", "CKE-045", "CKE-050")
 class DealtOut(BucketEngine):
     """Of several workers each gets a share of the buckets."""
 
     async def put(self, meeting: Meeting, bucket: list[Piece]) -> None:
         self.turn = getattr(self, "turn", 0) + 1
-        meeting.channels[self.turn % len(meeting.channels)].buckets.append(bucket)
+        if meeting.channels:
+            meeting.channels[self.turn % len(meeting.channels)].buckets.append(bucket)
         meeting.notify()
         await self.until_workers(meeting, lambda channel: len(channel.buckets) <= 1)
 
@@ -220,6 +235,7 @@ class DealtOut(BucketEngine):
     "CKE-026",
     "CKE-036",
     "CKE-042",
+    "CKE-045",
 )
 class OneBuffer(BucketEngine):
     """All buckets are written to one buffer, while a worker may still read it."""
@@ -251,7 +267,7 @@ class MemoryOfTheGenerator(BucketEngine):
 # -- order of calls ----------------------------------------------------------------------------------------------------
 
 
-@mutant("CKE-020", "CKE-036", "CKE-042")
+@mutant("CKE-020", "CKE-036", "CKE-042", "CKE-045")
 class StaleValues(BucketEngine):
     """A name that was sent before is sent with its old values again."""
 
@@ -272,7 +288,7 @@ class WorkersRemembered(BucketEngine):
         await super().connect(request)
 
 
-@mutant("CKE-022")
+@mutant("CKE-022", "CKE-045")
 class EmptyTransferRefused(BucketEngine):
     """A transfer without tensors raises."""
 
@@ -459,6 +475,29 @@ class OneShareForAllRanks(BucketEngine):
     def build_topology(cls, request: TopologyRequest) -> Topology:
         made = super().build_topology(request)
         return attrs.evolve(made, trainer=made.trainer[:1])
+
+
+# -- who comes late ----------------------------------------------------------------------------------------------------
+
+
+@mutant("CKE-046")
+class TellsNobodyWhoIsLate(BucketEngine):
+    """The topology has nothing for those who come late."""
+
+    @classmethod
+    def build_topology(cls, request: TopologyRequest) -> Topology:
+        return attrs.evolve(super().build_topology(request), late=None)
+
+
+@mutant("CKE-046")
+class ShowsTheFirstVersionToTheLate(BucketEngine):
+    """Who comes late gets what was sent first."""
+
+    first: ClassVar[list[tuple[str, torch.Tensor]]] = []
+
+    def late(self, name: str) -> list[tuple[str, torch.Tensor]]:
+        self.first.extend(() if self.first else super().late(name))
+        return self.first
 
 
 # -- deltas ------------------------------------------------------------------------------------------------------------

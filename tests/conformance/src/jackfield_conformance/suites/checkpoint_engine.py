@@ -496,6 +496,23 @@ async def deltas_arrive(subject: Subject) -> None:
                 assert not wrong, f"worker {worker} holds other values of {wrong[:4]} after version {version}"
 
 
+# -- who comes late ----------------------------------------------------------------------------------------------------
+
+
+@check("CKE-046", capability="late", page=_TOPOLOGY)
+async def who_comes_late_gets_the_newest(subject: Subject) -> None:
+    """A worker that nobody waited for gets every tensor when the transfer is over, be it one without any worker."""
+    async with support.ends(subject, workers=0) as made, support.ends(subject, workers=2) as late:
+        for version in (1, 2):
+            tensors, topology = support.numbers(seed=version), made.prepare()
+            assert topology.late is not None, "the topology has no connect arguments for those who come late"
+            await support.send(made, topology, [support.source(tensors) for _ in made.senders], version)
+            await made.finalize()
+            for number, worker in enumerate(late.workers):
+                found = await support.receive(worker, topology.late, version)
+                support.assert_received(tensors, found, f"worker {number}, late for version {version}")
+
+
 # -- what is left ------------------------------------------------------------------------------------------------------
 
 
