@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,59 +28,7 @@ ROLES = Path(__file__).with_name("roles.py")
 SMALL = ("data.prompts_per_step=2", "data.runs_per_prompt=2", "sampling.max_new_tokens=3", *GRADED)
 SQL = "transfer_queue={name: sql}"
 
-
-@contextmanager
-def served(made: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """``jackfield queue serve`` as people start it."""
-    cli = [sys.executable, "-c", "from jackfield.cli import main; main()"]
-    command = [*cli, "queue", "serve", str(QUICKSTART / "grpo.yaml")]
-    needed = [f"model.path={made / 'model'}", f"data.train={made / 'problems.jsonl'}", "evaluation.every=0"]
-    process = subprocess.Popen([*command, *needed, *overrides], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        assert "the queue is served" in process.stdout.readline()
-        yield process
-        process.send_signal(signal.SIGTERM)
-        assert "ended; refused: nothing\n" == process.stdout.readline()
-        assert 0 == process.wait(20)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def test_a_run_by_a_served_controller_is_the_one_by_its_own(small_run: Run, made: Path, tmp_path: Path) -> None:
-    """Bit for bit; the controller's process has the ledger, and the run's the checkpoints."""
-    _, expected = small_run("alone", "schedule.steps=2", SQL, *SMALL)
-    folder = tmp_path / "served"
-    address = f"queue.controller.address={folder / 'queue' / 'address.json'}"
-    with served(made, f"folder={folder}", SQL, *SMALL):
-        result, lines = small_run("run", "schedule.steps=2", address, SQL, *SMALL)
-    assert without_times(expected) == without_times(lines)
-    assert 2 == len(steps(lines))
-    acks = effective_acks(read_ledger(folder / "ledger.jsonl"))["trainer"]
-    assert {0: 4, 1: 4} == {step: list(acks.values()).count(step) for step in (0, 1)}
-    assert not (folder / "queue" / "address.json").exists()
-    assert (result.folder / "checkpoints").is_dir()
-
-
-def test_a_backend_of_one_process_is_refused(made: Path, tmp_path: Path) -> None:
-    config = load_config(
-        QUICKSTART / "grpo.yaml",
-        [f"folder={tmp_path}", f"model.path={made / 'model'}", "transfer_queue.name=memory"],
-    )
-    with pytest.raises(PluginError, match="does not have the capability 'joins'") as caught:
-        asyncio.run(serve_queue(config, asyncio.Event(), ready=lambda *_: None))
-    assert "plugin.capability" == caught.value.code
-    apart = attrs.evolve(config.queue.controller, address=str(tmp_path / "address.json"))
-    with pytest.raises(PluginError, match="joins"):
-        run(attrs.evolve(config, queue=attrs.evolve(config.queue, controller=apart)))
-
-
-def test_a_run_without_its_controller_says_what_to_start(small_run: Run, tmp_path: Path) -> None:
-    with pytest.raises(QueueError, match="no controller of a queue is to be found") as caught:
-        small_run("run", f"queue.controller.address={tmp_path / 'address.json'}", SQL, *SMALL)
-    assert "jackfield queue serve" in str(caught.value.fix)
+pytestmark = pytest.mark.timeout(180)
 
 
 class Roles:
@@ -110,6 +57,12 @@ class Roles:
             self._next()
         return next(int(said["status"]) for said in self.said if said.get("ended") == name)
 
+    def end_queue(self) -> None:
+        """Have the controller end as people do; it has refused nothing."""
+        self.order(end="queue")
+        assert 0 == self.ended("queue"), self.printed("queue")
+        assert "ended; refused: nothing" in self.printed("queue")
+
     def _next(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         self.said.append(json.loads(self._process.stdout.readline()))
@@ -119,18 +72,62 @@ class Roles:
         return "\n".join(said["line"] for said in self.said if said.get("of") == name)
 
 
-@pytest.fixture
-def roles() -> Iterator[Roles]:
+@pytest.fixture(scope="module")
+def commands() -> Iterator[subprocess.Popen[str]]:
+    """The process that imports everything once."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, str(ROLES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )
-    yield Roles(process)
+    yield process
     process.communicate(timeout=30)
     assert 0 == process.returncode
 
 
-@pytest.mark.timeout(180)
+@pytest.fixture
+def roles(commands: subprocess.Popen[str]) -> Roles:
+    return Roles(commands)
+
+
+def test_a_run_by_a_served_controller_is_the_one_by_its_own(
+    small_run: Run, roles: Roles, made: Path, tmp_path: Path
+) -> None:
+    """Bit for bit; the controller's process has the ledger, and the run's the checkpoints."""
+    _, expected = small_run("alone", "schedule.steps=2", SQL, *SMALL)
+    folder = tmp_path / "served"
+    address = f"queue.controller.address={folder / 'queue' / 'address.json'}"
+    needed = [f"model.path={made / 'model'}", f"data.train={made / 'problems.jsonl'}", "evaluation.every=0"]
+    roles.start("queue", "queue", "serve", str(QUICKSTART / "grpo.yaml"), f"folder={folder}", SQL, *needed, *SMALL)
+    roles.until("the queue is served", of="queue")
+    result, lines = small_run("run", "schedule.steps=2", address, SQL, *SMALL)
+    roles.end_queue()
+    assert without_times(expected) == without_times(lines)
+    assert 2 == len(steps(lines))
+    acks = effective_acks(read_ledger(folder / "ledger.jsonl"))["trainer"]
+    assert {0: 4, 1: 4} == {step: list(acks.values()).count(step) for step in (0, 1)}
+    assert not (folder / "queue" / "address.json").exists()
+    assert (result.folder / "checkpoints").is_dir()
+
+
+def test_a_backend_of_one_process_is_refused(made: Path, tmp_path: Path) -> None:
+    config = load_config(
+        QUICKSTART / "grpo.yaml",
+        [f"folder={tmp_path}", f"model.path={made / 'model'}", "transfer_queue.name=memory"],
+    )
+    with pytest.raises(PluginError, match="does not have the capability 'joins'") as caught:
+        asyncio.run(serve_queue(config, asyncio.Event(), ready=lambda *_: None))
+    assert "plugin.capability" == caught.value.code
+    apart = attrs.evolve(config.queue.controller, address=str(tmp_path / "address.json"))
+    with pytest.raises(PluginError, match="joins"):
+        run(attrs.evolve(config, queue=attrs.evolve(config.queue, controller=apart)))
+
+
+def test_a_run_without_its_controller_says_what_to_start(small_run: Run, tmp_path: Path) -> None:
+    with pytest.raises(QueueError, match="no controller of a queue is to be found") as caught:
+        small_run("run", f"queue.controller.address={tmp_path / 'address.json'}", SQL, *SMALL)
+    assert "jackfield queue serve" in str(caught.value.fix)
+
+
 def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, made: Path, tmp_path: Path) -> None:
     """A controller, a trainer and two explorers, the first of which is killed in the middle of a batch."""
     folder = tmp_path / "run"
@@ -160,9 +157,7 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
     assert 0 == roles.ended("trainer"), roles.printed("trainer")
     assert 0 == roles.ended("second"), roles.printed("second")
     assert "explored up to weights" in roles.printed("second")
-    roles.order(end="queue")
-    assert 0 == roles.ended("queue")
-    assert "ended; refused: nothing" in roles.printed("queue")
+    roles.end_queue()
     entries = list(read_ledger(folder / "ledger.jsonl"))
     trained = [(key, entry["step"]) for entry in entries if entry["event"] == "ack" and entry["consumer"] == "trainer"
                for key in entry["keys"]]  # fmt: skip
