@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -208,4 +209,4 @@ def test_a_port_that_is_taken_is_named() -> None:
         with pytest.raises(ConfigError) as caught:
             asyncio.run(metrics.open())
     assert "runtime.metrics_port" == caught.value.where
-    assert os.strerror(98) in str(caught.value.found)
+    assert os.strerror(errno.EADDRINUSE) in str(caught.value.found)

@@ -22,8 +22,11 @@ from jackfield.abc.rollout import (
 from jackfield.clock import VirtualClock
 from jackfield.errors import ConfigError, RunError, WeightsError
 from jackfield.runtime.replicas import Joining, Replicas
+from jackfield.runtime.revival import LastingServer
 from jackfield.runtime.router import ReplicaRouter
 from jackfield.weights import Replica
+
+from .test_revival import Mortal
 
 START, TRANSFER, DRAIN = 10.0, 5.0, 30.0
 
@@ -323,6 +326,43 @@ def test_a_run_keeps_a_replica(count: int) -> None:
 
     world.run(life)
     assert ["0 stops"] == world.notes
+
+
+def test_one_that_joins_and_dies_is_made_anew_with_the_engines_weights() -> None:
+    """A server with a process of its own, in a run of one process."""
+    world, lives = World(), list[Mortal]()
+
+    class Second(Mortal):
+        async def start(self) -> ServerInfo:
+            await super().start()
+            return ServerInfo(replica=1)
+
+    def make() -> Mortal:
+        lives.append(Second(world, len(lives)))  # type: ignore[arg-type]
+        return lives[-1]
+
+    async def add(number: int) -> BaseRolloutServer:
+        return LastingServer(make, restarts=3, start_seconds=60.0)
+
+    async def remove(number: int) -> None:
+        world.note(f"{number} is gone")
+
+    async def life() -> None:
+        world.add, world.remove = add, remove  # type: ignore[method-assign]
+        await world.replicas.scale(2)
+        running = world.generate(4)
+        await world.clock.sleep(1.5)
+        lives[0].die()
+        await world.clock.sleep(5.0)
+        assert ["serving", "restarting"] == [state.state for state in await world.replicas.states()]
+        await asyncio.gather(*running)
+        assert [(1, 1)] == [(state.replica, state.restarts) for state in await world.replicas.states()][1:]
+        await world.replicas.scale(1)
+
+    world.run(life)
+    assert 2 == world.notes.count("1 has weights")
+    assert [True, True] == [server.stopped for server in lives]
+    assert "1 is gone" in world.notes
 
 
 def test_the_end_of_a_run_stops_one_that_is_on_its_way() -> None:
