@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import attrs
 import pytest
 
 from jackfield.abc.rollout import GenerateRequest, HealthReport
@@ -93,9 +94,46 @@ def test_a_healthy_replicas_failure_is_the_requests(failure: Exception) -> None:
     assert failure is caught.value
 
 
-@pytest.mark.parametrize("code", ["rollout.request", "rollout.stale"])
-def test_a_refusal_is_no_reason_to_ask_for_health(code: str) -> None:
+def test_a_refusal_is_no_reason_to_ask_for_health() -> None:
     clock = VirtualClock()
     with pytest.raises(JackfieldError) as caught:
-        generate(clock, FakeReplica(clock, RolloutError("no", code=code), AssertionError("asked")))
-    assert code == caught.value.code
+        generate(clock, FakeReplica(clock, RolloutError("no", code="rollout.request"), AssertionError("asked")))
+    assert "rollout.request" == caught.value.code
+
+
+class Updated(FakeReplica):
+    """Fails its requests with an update that fails; another update brings version 3, after a while or never."""
+
+    def __init__(self, clock: VirtualClock, after: float) -> None:
+        super().__init__(clock, RolloutError("the update failed", code="rollout.stale"))
+        self.after = after
+
+    async def health(self) -> HealthReport:
+        if self.clock.time() < self.after:
+            return HealthReport(healthy=False, weight_version=2, detail="the update failed")
+        self.failure = None
+        return HealthReport(healthy=True, weight_version=3)
+
+
+def test_a_request_that_fails_with_an_update_is_generated_after_the_next() -> None:
+    clock = VirtualClock()
+    replica = Updated(clock, after=20.0)
+    generate(clock, replica)
+    assert 2 == replica.served
+    assert clock.time() == pytest.approx(21.0, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("after", "minimum", "error"),
+    [(0.0, 4, "the update failed"), (1000.0, 0, "waited 600 s for replica 0 to get weights.*: the update failed")],
+    ids=["whose weights are too old", "that gets none"],
+)
+def test_a_replica_without_weights_refuses_in_the_end(after: float, minimum: int, error: str) -> None:
+    clock = VirtualClock()
+
+    async def refused() -> None:
+        router = ReplicaRouter({0: Updated(clock, after)}, clock)  # type: ignore[dict-item]
+        with pytest.raises(JackfieldError, match=error):
+            await router.generate(attrs.evolve(REQUEST, minimum_weight_version=minimum))
+
+    clock.run(refused())

@@ -15,6 +15,10 @@ from jackfield.runtime.revival import state_of
 
 __all__ = ["ReplicaRouter"]
 
+_HEALTH_SECONDS = 10.0
+_UPDATE_SECONDS = 600.0  #: for an update that has failed to be made again
+_LOOK_SECONDS = 0.1  #: between two looks at whether it was
+
 
 @attrs.define(eq=False)
 class _Route:
@@ -45,7 +49,8 @@ class ReplicaRouter:
     def of_one_run(self) -> Callable[[GenerateRequest], Awaitable[GenerateResult]]:
         """What generates for one agent run: its first replica has what was said before in its cache.
 
-        It leaves a replica that is being made anew, or was removed, for another one.
+        It leaves a replica that is being made anew, or was removed, for another one. A request that fails with an
+        update of its replica's weights is generated again, from its beginning, once the update was made again.
         """
         chosen: _Route | None = None
 
@@ -54,8 +59,12 @@ class ReplicaRouter:
             while True:
                 if chosen is None or not chosen.available or self._is_removed(chosen):
                     chosen = self._least_loaded()
-                with suppress(_Moved):
-                    return await self._generate(chosen, request)
+                try:
+                    with suppress(_Moved):
+                        return await self._generate(chosen, request)
+                except RolloutError as error:
+                    if error.code != "rollout.stale" or not await self._updated(chosen, request):
+                        raise
 
         return generate
 
@@ -116,6 +125,25 @@ class ReplicaRouter:
             route.running.discard(task)
             if not route.running:
                 route.idle.set()
+
+    async def _updated(self, route: _Route, request: GenerateRequest) -> bool:
+        """Wait until a replica has whole weights; whether these are new enough for a request that it has refused.
+
+        Raises:
+            DeadlineExceeded: naming the replica.
+        """
+        name, ends = f"replica {route.number}", self._clock.time() + _UPDATE_SECONDS
+        while not self._is_removed(route):
+            asked = route.server.health()
+            report = await self._clock.wait_for(asked, _HEALTH_SECONDS, f"{name} to tell its health")
+            if report.healthy:
+                return report.weight_version >= (request.minimum_weight_version or 0)
+            if self._clock.time() >= ends:
+                raise DeadlineExceeded(
+                    f"waited {_UPDATE_SECONDS:g} s for {name} to get weights after an update failed: {report.detail}"
+                )
+            await self._clock.sleep(_LOOK_SECONDS)
+        return True
 
     def _is_removed(self, route: _Route) -> bool:
         return self._routes.get(route.number) is not route

@@ -21,6 +21,7 @@ from jackfield.plugins import installed, load_plugin
 from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.process.connection import HostProcess
 from jackfield.runtime.revival import LastingServer, LastingWeights
+from jackfield.runtime.router import ReplicaRouter
 from jackfield.structuring import unstructure
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
@@ -109,7 +110,8 @@ def test_every_engine_that_crosses_processes_brings_weights(engine: str, process
 
 
 def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> None:
-    """Another takes its place, in the same synchronisation; the request that it was generating is generated there."""
+    """Another takes its place, in the same synchronisation. Its request is generated there, and that of the other
+    replica, whose update broke off, after the next."""
     weights, killed = named_weights(), list[int]()
 
     def context(replica: int) -> RolloutContext:
@@ -133,10 +135,11 @@ def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> Non
             engine: Any = plugin.build({"bucket_bytes": 1 << 12}, CheckpointEngineContext(side="trainer"))
             sender, cls = WeightSender(engine, lambda: (export(), None)), plugin.cls
             synchronizer = WeightSynchronizer([sender], replicas, "zmq", cls, Clock(), deadline_seconds=30.0)  # type: ignore[arg-type]
-            running = asyncio.create_task(first.generate(greedy("running", LONG)))
+            router = ReplicaRouter(dict(enumerate(servers)), Clock())
+            running = [asyncio.create_task(router.generate(greedy(f"running-{n}", LONG))) for n in range(2)]
             report = await LastingWeights(synchronizer, replicas).sync(1)
             assert ([0, 1], 1) == ([receipt.replica for receipt in report.receipts], first.revived)
-            assert LONG == len((await running).token_ids)
+            assert [LONG, LONG] == [len(result.token_ids) for result in await asyncio.gather(*running)]
             for server in servers:
                 assert {1} == set((await server.generate(greedy("new", 4))).weight_versions)
         finally:
