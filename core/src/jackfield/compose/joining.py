@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 from jackfield.runtime.engine_group import EngineGroup
@@ -69,17 +71,23 @@ def following(follower: WeightFollower, placement: PlacementLease, stages: Stage
         stages: measure how long it takes.
     """
 
+    @asynccontextmanager
+    async def hold() -> AsyncIterator[None]:
+        async with placement.hold("rollout"), follower.bringing:  # else it would miss weights that come meanwhile
+            yield
+
     async def join(replica: Replica) -> None:
         async with stages.measure("join", "weights", 0 if follower.newest is None else follower.newest.version):
             await follower.bring(replica)
 
     async def bring_up(server: LastingReplica) -> None:
         assert server.info is not None
-        await join(Replica(server, server.info))
+        async with follower.bringing:
+            await join(Replica(server, server.info))
         await server.admit()
 
     return Joining(
-        hold=partial(placement.hold, "rollout"),
+        hold=hold,
         join=join,
         catch_up=follower.bring,
         bring_up=bring_up,

@@ -71,6 +71,7 @@ class WeightFollower:
         self._clock = clock
         self._seconds = seconds
         self.newest: Posted | None = None  #: that all replicas have
+        self.bringing = asyncio.Lock()  #: held while all get weights, and while one gets them that joins or comes back
 
     async def load(self, posted: Posted) -> None:
         """Bring weights to all replicas.
@@ -79,6 +80,10 @@ class WeightFollower:
             WeightsError: ``weights.version`` when the trainer has gone back, else as a synchronisation.
             DeadlineExceeded: naming the replica.
         """
+        async with self.bringing:
+            await self._load(posted)
+
+    async def _load(self, posted: Posted) -> None:
         before = -1 if self.newest is None else self.newest.version
         if posted.version < before:
             raise WeightsError(

@@ -1,0 +1,55 @@
+"""A replica that joins an explorer, whose trainer is elsewhere, while newer weights come: it has them, too."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
+from jackfield.clock import VirtualClock
+from jackfield.compose.joining import following
+from jackfield.plugins import hook_manager
+from jackfield.trainer import PlacementLease, Stages
+from jackfield.weights import Posted, Replica, WeightFollower
+
+
+def replica(clock: VirtualClock, number: int) -> Any:
+    """Five seconds for an update."""
+
+    async def update_weights(request: UpdateWeightsRequest) -> WeightReceipt:
+        await clock.sleep(5.0)
+        server.version = request.version
+        return WeightReceipt(version=request.version, replica=number, workers=(WorkerReceipt(worker=0, digests={}),))
+
+    server = SimpleNamespace(version=0, update_weights=update_weights)
+    return Replica(cast(BaseRolloutServer, server), ServerInfo(replica=number))
+
+
+@pytest.mark.parametrize("seconds", [1.0, 7.0], ids=["first", "second"])
+def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) -> None:
+    """They come while it is brought others, or before: it is never left behind."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        members = [replica(clock, 0)]
+        follower = WeightFollower(members, "file", {}, clock, 60.0)
+        stages = Stages(clock, hook_manager([], []).hook)
+        joining = following(follower, PlacementLease(clock, 60.0), stages)
+        await follower.load(Posted(version=1, connect={}))
+        later = asyncio.ensure_future(clock.sleep(4.0))
+        later.add_done_callback(lambda _: loads.append(asyncio.ensure_future(follower.load(newer))))
+        loads: list[asyncio.Task[None]] = []
+        newer = Posted(version=2, connect={})
+        await clock.sleep(seconds)
+        async with joining.hold():
+            second = replica(clock, 1)
+            await joining.join(second)
+            members.append(second)
+        await later
+        await asyncio.gather(*loads)
+        assert [2, 2] == [each.server.version for each in members]
+
+    clock.run(main())
