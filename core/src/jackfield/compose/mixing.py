@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -17,7 +18,10 @@ from jackfield.queue.row_files import StoredRow, cell_of, read_rows
 from jackfield.runtime.samples import TRAIN
 from jackfield.trainer import Source
 
-__all__ = ["check_rows", "make_sources", "put_mixed_rows"]
+if TYPE_CHECKING:
+    from jackfield.queue.importing import ImportedRows
+
+__all__ = ["check_rows", "make_sources", "mixed_rows"]
 
 
 def make_sources(settings: QueueConfig) -> tuple[Source, ...]:
@@ -55,13 +59,20 @@ def check_rows(settings: QueueConfig, *, explores: bool) -> None:
             )
 
 
-async def put_mixed_rows(settings: QueueConfig, queue: TransferQueue) -> None:
-    """Fill the partitions that are mixed in: once, before the first step of a new run."""
-    from jackfield.queue.importing import put_rows
+def mixed_rows(settings: QueueConfig, queue: TransferQueue) -> tuple[ImportedRows, ...]:
+    """What fills the partitions that are mixed in: once, before the first step of a new run, and again where lost."""
+    from jackfield.queue.importing import ImportedRows
 
-    for _, partition, mixed in _mixed(settings):
-        complete = partial(_completed, expert=partition == "expert")
-        await put_rows(queue, partition, _read(mixed), mixed.rows, complete)
+    return tuple(
+        ImportedRows(
+            queue,
+            partition,
+            partial(_read, mixed),
+            mixed.rows,
+            partial(_completed, expert=partition == "expert"),
+        )
+        for _, partition, mixed in _mixed(settings)
+    )
 
 
 def _configured(settings: QueueConfig) -> Iterator[tuple[str, str, ReplayConfig | MixConfig]]:

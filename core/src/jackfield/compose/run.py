@@ -21,7 +21,7 @@ from jackfield.compose.controller import apart
 from jackfield.compose.crew import MakeCrew, crew_maker
 from jackfield.compose.export import export_model
 from jackfield.compose.inputs import Tasks, check_tokens, read_model, read_tasks
-from jackfield.compose.mixing import check_rows, make_sources, put_mixed_rows
+from jackfield.compose.mixing import check_rows, make_sources, mixed_rows
 from jackfield.compose.parts import Parts, Role
 from jackfield.compose.recipe import Recipe, make_recipe
 from jackfield.compose.resume import (
@@ -276,16 +276,18 @@ async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         run = await parts.build(stack)
         watching = [tasks.create_task(part()) for part in run.watch]
-        restored = None
+        restored, mixed = None, mixed_rows(parts.config.queue, parts.queue)
         if start.checkpoint is None:
             await parts.queue.clear(folder / "queue" / "empty")
-            await put_mixed_rows(parts.config.queue, parts.queue)
+            for rows in mixed:
+                await rows.put()
         else:
             restored = await run.checkpointer.load(start.checkpoint)
         await run.trainer.begin(start.step, restored)
         if run.replicas is not None:
             await _open_control(stack, parts.config, run.replicas, parts.clock)
-        background = [tasks.create_task(part()) for part in run.background]
+        loops = (*run.background, *(rows.keep for rows in mixed))
+        background = [tasks.create_task(part()) for part in loops]
         steps = await run.trainer.run(start.step)
         await export_model(run.actor, folder / "model")
         mark_finished(folder, steps)

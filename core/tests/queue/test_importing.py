@@ -1,0 +1,70 @@
+"""Rows of files in a queue: read one by one, and read again where they are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from jackfield.queue.importing import ImportedRows
+from jackfield.queue.row_files import StoredRow, cell_of
+
+pytest.importorskip("torch")
+
+Run = Callable[..., None]
+
+
+class Rows:
+    """Two groups whose rows take turns, and a row by itself; counts how often they are read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __call__(self) -> Iterator[StoredRow]:
+        self.read += 1
+        for number, group in enumerate(("a", "b", "a", None, "b", "a")):
+            cells = {"ids": cell_of("ids", [number, number])}
+            yield StoredRow(key=f"k{number}", group=group, task=f"task {group}", cells=cells)
+
+
+async def contents(bench: Any) -> list[list[int]]:
+    """The ids of each group's rows, group by group."""
+    batch = await bench.queue.lease_groups("trainer", 0, deadline_seconds=5)
+    values = (await bench.queue.get(batch, ["ids"]))["ids"].values[::2].tolist()
+    found: dict[str, list[int]] = {}
+    for group, value in zip(batch.group_ids, values, strict=True):
+        found.setdefault(group, []).append(value)
+    await bench.queue.release(batch)
+    return list(found.values())
+
+
+def test_groups_come_together_though_their_rows_lie_apart(run: Run) -> None:
+    async def test(bench: Any) -> None:
+        rows = Rows()
+        await bench.queue.register_consumer("trainer", "train", ("ids",))
+        imported = ImportedRows(bench.queue, "train", rows, "file.jsonl")
+        assert (6, 2) == (await imported.put(), rows.read), "once to count, once to put"
+        assert [[0, 2, 5], [1, 4], [3]] == await contents(bench)
+
+    run(test)
+
+
+def test_what_was_lost_is_read_again(run: Run) -> None:
+    """Just its groups, by whoever keeps them."""
+
+    async def test(bench: Any) -> None:
+        rows = Rows()
+        await bench.queue.register_consumer("trainer", "train", ("ids",))
+        imported = ImportedRows(bench.queue, "train", rows, "file.jsonl")
+        await imported.put()
+        keeping = asyncio.ensure_future(imported.keep())
+        lost = (await bench.queue.group("train/0/1/0")).keys[:1]
+        assert lost == await bench.queue.fail_lost(named=lost)
+        assert "dropped" == (await bench.queue.group("train/0/1/0")).state
+        assert [[0, 2, 5], [1, 4], [3]] == await contents(bench)
+        assert (3, "published") == (rows.read, (await bench.queue.group("train/0/1/1")).state)
+        keeping.cancel()
+
+    run(test)
