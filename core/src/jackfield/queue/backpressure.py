@@ -7,7 +7,8 @@ from collections.abc import Callable
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
 from jackfield.queue.leases import Leases
-from jackfield.queue.state import Group, Partition, State, TicketState
+from jackfield.queue.records import Group, Partition, TicketState
+from jackfield.queue.state import State
 from jackfield.queue.waiting import wait
 
 __all__ = ["Backpressure"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 import attrs
 
 if TYPE_CHECKING:
-    from jackfield.queue.state import Slot
+    from jackfield.queue.records import Slot
 
 __all__ = ["Changes", "journaled"]
 

@@ -11,10 +11,11 @@ from typing import Any
 
 from jackfield.errors import QueueError
 from jackfield.queue.meta import BatchMeta
+from jackfield.queue.records import Consumer, Group, Row
 from jackfield.queue.reuse import Reuse
 from jackfield.queue.samplers import Sampler
 from jackfield.queue.saving import save_consumer
-from jackfield.queue.state import Consumer, Group, Row, State
+from jackfield.queue.state import State
 from jackfield.queue.tickets import Tickets
 
 __all__ = ["Controller"]

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from jackfield.errors import QueueError
 from jackfield.queue.meta import BatchMeta
+from jackfield.queue.records import Ack, Consumer, Lease, Row
 from jackfield.queue.reuse import Uses
 from jackfield.queue.sampling import Sampling
 from jackfield.queue.saving import save_consumer
-from jackfield.queue.state import Ack, Consumer, Lease, Row
 
 __all__ = ["Leases"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jackfield.queue.state import Consumer, Group, Row, State
+from jackfield.queue.records import Consumer, Group, Row
+from jackfield.queue.state import State
 
 __all__ = ["missing_groups", "missing_rows", "missing_sample", "some"]
 

@@ -8,8 +8,8 @@ from typing import Any
 from jackfield.queue.leasing import Leasing
 from jackfield.queue.meta import BatchMeta
 from jackfield.queue.missing import missing_sample
+from jackfield.queue.records import Ack, Consumer, Group, Row
 from jackfield.queue.reuse import Uses
-from jackfield.queue.state import Ack, Consumer, Group, Row
 from jackfield.queue.waiting import wait
 
 __all__ = ["Sampling"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from jackfield.queue.state import Consumer, Group, Partition, Slot, TicketState
+from jackfield.queue.records import Consumer, Group, Partition, Slot, TicketState
 
 __all__ = ["save_consumer", "save_partition", "save_slot"]
 

@@ -8,9 +8,9 @@ from typing import Any
 from jackfield.errors import QueueError
 from jackfield.queue.controller import Controller
 from jackfield.queue.lineage import Lineage, ancestors
+from jackfield.queue.records import Ack, Group, Partition, Row, Slot, TicketState
 from jackfield.queue.reuse import Reuse, Uses
 from jackfield.queue.saving import save_consumer, save_partition
-from jackfield.queue.state import Ack, Group, Partition, Row, Slot, TicketState
 
 __all__ = ["FORMAT", "load_state", "state_dict"]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jackfield.errors import QueueError
 from jackfield.queue.backpressure import Backpressure
 from jackfield.queue.meta import GroupSlot, GroupView, Ticket
-from jackfield.queue.state import Group, Row, Slot, TicketState
+from jackfield.queue.records import Group, Row, Slot, TicketState
 from jackfield.queue.waiting import wait
 
 __all__ = ["Tickets"]
