@@ -1,0 +1,157 @@
+"""What a trainer and explorers in other processes tell each other of weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+
+from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
+from jackfield.abc.transfer_queue import TransferQueueContext
+from jackfield.clock import VirtualClock
+from jackfield.errors import DeadlineExceeded, WeightsError
+from jackfield.plugins import hook_manager
+from jackfield.queue import LocalQueue
+from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.trainer import FollowedVersion, PostedVersion, Progress, Stages
+from jackfield.weights import Replica, SyncReport, WeightFollower
+
+pytest.importorskip("torch")
+
+DIGESTS = {"layer": "abc"}
+
+
+@attrs.define(eq=False)
+class Server:
+    """Takes weights; ``gone`` are transfers that are not kept any more."""
+
+    gone: set[str] = attrs.field(factory=set)
+    wrong: bool = False
+    taken: list[int] = attrs.field(factory=list)
+    asked: Callable[[], Awaitable[None]] | None = None
+
+    async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
+        if self.asked is not None:
+            await self.asked()
+        if request.connect[0]["transfer"] in self.gone:
+            raise WeightsError("the weight transfer is over")
+        self.taken.append(request.version)
+        digests = {"layer": "xyz"} if self.wrong else DIGESTS
+        worker = WorkerReceipt(worker=0, digests=digests)
+        return WeightReceipt(replica=0, version=request.version, workers=(worker,), seconds=0.0)
+
+
+@attrs.define(eq=False)
+class Bench:
+    clock: VirtualClock
+    queue: LocalQueue
+    server: Server
+    weights: Any
+    posted: PostedVersion
+    followed: FollowedVersion
+
+    async def publish(self, version: int, late: str | None = "t") -> None:
+        report = SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=1, digests=DIGESTS)
+        self.weights.last = attrs.evolve(report, late=None if late is None else {"transfer": late})
+        await self.posted.advance(version)
+
+
+def run(test: Callable[[Bench], Awaitable[None]]) -> None:
+    clock = VirtualClock()
+
+    async def main() -> None:
+        queue = LocalQueue(MemoryBackend(MemoryConfig(), TransferQueueContext()), clock)
+        await queue.start()
+        server, weights = Server(), SimpleNamespace(last=None)
+        replica: Any = Replica(server, ServerInfo(replica=0))  # type: ignore[arg-type]
+        followed = FollowedVersion(
+            queue=queue,
+            follower=WeightFollower([replica], "file", {}, clock, 10.0),
+            version=Progress(clock),
+            clock=clock,
+            stages=Stages(clock, hook_manager([], []).hook),
+            idle_seconds=50.0,
+        )
+        try:
+            await test(Bench(clock, queue, server, weights, PostedVersion(clock, queue, weights), followed))
+        finally:
+            await queue.close()
+
+    clock.run(main())
+
+
+def test_each_posted_version_comes_to_the_replicas_before_the_explorer_goes_on() -> None:
+    """The first are those of the model's folder; who comes late gets the newest alone."""
+
+    async def test(bench: Bench) -> None:
+        with pytest.raises(DeadlineExceeded, match="the trainer to say which weights it has"):
+            await bench.followed.first(5.0)
+        following = asyncio.ensure_future(bench.followed.run())
+        await bench.posted.advance(0)
+        await bench.followed.first(5.0)
+        assert (0, []) == (bench.followed.version.value, bench.server.taken)
+        await bench.publish(2)
+        await bench.publish(3)
+        await bench.followed.version.until(lambda version: version >= 3, 5.0, "version 3")
+        assert [3] == bench.server.taken
+        following.cancel()
+
+    run(test)
+
+
+def test_a_version_that_a_restored_trainer_makes_anew_is_fetched_again() -> None:
+    async def test(bench: Bench) -> None:
+        following = asyncio.ensure_future(bench.followed.run())
+        for transfer in ("before", "after"):
+            await bench.publish(2, transfer)
+            await bench.clock.sleep(1.0)
+        assert [2, 2] == bench.server.taken
+        following.cancel()
+
+    run(test)
+
+
+def test_weights_that_went_while_they_were_fetched_are_followed_by_newer_ones() -> None:
+    async def test(bench: Bench) -> None:
+        async def newer() -> None:
+            bench.server.asked = None
+            await bench.publish(2, "new")
+
+        bench.server.gone, bench.server.asked = {"old"}, newer
+        following = asyncio.ensure_future(bench.followed.run())
+        await bench.publish(1, "old")
+        await bench.followed.version.until(lambda version: version >= 2, 5.0, "version 2")
+        assert [2] == bench.server.taken
+        following.cancel()
+
+    run(test)
+
+
+@pytest.mark.parametrize("fault", ["gone", "wrong bytes", "back"])
+def test_an_explorer_ends_with_weights_that_it_cannot_have(fault: str) -> None:
+    async def test(bench: Bench) -> None:
+        bench.server.wrong = fault == "wrong bytes"
+        bench.server.gone = {"t"} if fault == "gone" else set()
+        following = asyncio.ensure_future(bench.followed.run())
+        await bench.publish(2)
+        if fault == "back":
+            await bench.followed.version.until(lambda version: version >= 2, 5.0, "version 2")
+            await bench.publish(1)
+        with pytest.raises(WeightsError) as caught:
+            await following
+        codes = {"gone": "weights.transfer", "wrong bytes": "weights.digest", "back": "weights.version"}
+        assert codes[fault] == caught.value.code
+
+    run(test)
+
+
+def test_a_checkpoint_engine_that_keeps_nothing_is_refused() -> None:
+    async def test(bench: Bench) -> None:
+        with pytest.raises(WeightsError, match="keeps no weights for explorers"):
+            await bench.publish(1, late=None)
+
+    run(test)
