@@ -2,13 +2,14 @@
 
     python roles.py < orders.jsonl
 
-Orders: ``{"start": NAME, "argv": [...], "die_at_run": n or null}`` and ``{"end": NAME}``. Answers: ``{"line": TEXT,
-"of": NAME}`` for each line that a command prints, and ``{"ended": NAME, "status": STATUS}``, negative for a signal. A
-command with ``die_at_run`` kills itself with SIGKILL when its n-th agent run begins.
+Orders: ``{"start": NAME, "argv": [...], "die_at": [METHOD, n] or null}`` and ``{"end": NAME}``. Answers: ``{"line":
+TEXT, "of": NAME}`` for each line that a command prints, and ``{"ended": NAME, "status": STATUS}``, negative for a signal. A
+command with ``die_at`` kills itself with SIGKILL at the n-th call of a method.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -18,20 +19,22 @@ import sys
 from typing import Any
 
 from jackfield.cli import main
-from jackfield.runtime.agent_worker import AgentWorker
 
 
-def die_at(run: int) -> None:
-    """Have this process end when its agents begin so many runs."""
-    begin, left = AgentWorker.run, [run]
+def die_at(place: str, count: int) -> None:
+    """Have this process end at its n-th call of an asynchronous method, ``module:Class.method``."""
+    module, _, path = place.partition(":")
+    cls, _, name = path.partition(".")
+    owner, left = getattr(importlib.import_module(module), cls), [count]
+    begin = getattr(owner, name)
 
-    async def killed(self: AgentWorker, *arguments: Any, **keywords: Any) -> Any:
+    async def killed(self: Any, *arguments: Any, **keywords: Any) -> Any:
         left[0] -= 1
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
         return await begin(self, *arguments, **keywords)
 
-    AgentWorker.run = killed  # type: ignore[method-assign]
+    setattr(owner, name, killed)
 
 
 class Children:
@@ -42,7 +45,7 @@ class Children:
         self.rests: dict[int, bytes] = {}  #: of lines that are not whole yet, by file
         self.processes: dict[str, int] = {}
 
-    def start(self, name: str, argv: list[str], die_at_run: int | None) -> None:
+    def start(self, name: str, argv: list[str], place: tuple[str, int] | None) -> None:
         reading, writing = os.pipe()
         process = os.fork()
         if process == 0:
@@ -51,8 +54,8 @@ class Children:
             os.closerange(3, 1024)
             sys.stdin = io.StringIO()
             try:
-                if die_at_run is not None:
-                    die_at(die_at_run)
+                if place is not None:
+                    die_at(*place)
                 main(argv)
             except SystemExit as ended:
                 sys.stdout.flush()
@@ -91,7 +94,7 @@ class Children:
             if "end" in order:
                 os.kill(self.processes[order["end"]], signal.SIGTERM)
             else:
-                self.start(order["start"], order["argv"], order["die_at_run"])
+                self.start(order["start"], order["argv"], order["die_at"])
         return lines is not None
 
     @staticmethod

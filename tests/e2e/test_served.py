@@ -43,8 +43,8 @@ class Roles:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
-    def start(self, name: str, *argv: str, die_at_run: int | None = None) -> None:
-        self.order(start=name, argv=argv, die_at_run=die_at_run)
+    def start(self, name: str, *argv: str, die_at: tuple[str, int] | None = None) -> None:
+        self.order(start=name, argv=argv, die_at=die_at)
 
     def until(self, text: str, of: str) -> None:
         """Wait for a line of a command."""
@@ -129,7 +129,11 @@ def test_a_run_without_its_controller_says_what_to_start(small_run: Run, tmp_pat
 
 
 def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, made: Path, tmp_path: Path) -> None:
-    """A controller, a trainer and two explorers, the first of which is killed in the middle of a batch."""
+    """A controller, a trainer and two explorers.
+
+    The first explorer is killed in the middle of a batch, the trainer when it writes its second checkpoint; the
+    controller and the other explorer go on meanwhile.
+    """
     folder = tmp_path / "run"
     common = [
         str(QUICKSTART / "grpo.yaml"),
@@ -137,11 +141,11 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
         f"model.path={made / 'model'}",
         f"data.train={made / 'problems.jsonl'}",
         f"checkpoint_engine={{name: file, folder: {folder / 'weights'}}}",
-        "queue.controller.silence=2.0",
+        "queue.controller.silence=4.0",
         "schedule.steps=3",
         "schedule.sync_offset=1",
         "evaluation.every=0",
-        "checkpoint.at_end=false",
+        "checkpoint.every=1",
         "observe.progress=false",
         "observe.curve=false",
         "observe.tensorboard=false",
@@ -150,19 +154,24 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
     ]
     roles.start("queue", "queue", "serve", *common)
     roles.until("the queue is served", of="queue")
-    roles.start("trainer", "run", *common, "--role", "train")
-    roles.start("first", "run", *common, "--role", "explore", die_at_run=7)  # of the second batch, the third run
+    second_save = ("jackfield.trainer.checkpoint:Checkpointer.save", 2)
+    third_run_of_the_second_batch = ("jackfield.runtime.agent_worker:AgentWorker.run", 7)
+    roles.start("trainer", "run", *common, "--role", "train", die_at=second_save)
+    roles.start("first", "run", *common, "--role", "explore", die_at=third_run_of_the_second_batch)
     assert -signal.SIGKILL == roles.ended("first"), roles.printed("first")
     roles.start("second", "run", *common, "--role", "explore")
-    assert 0 == roles.ended("trainer"), roles.printed("trainer")
+    assert -signal.SIGKILL == roles.ended("trainer"), roles.printed("trainer")
+    roles.start("trainer again", "run", *common, "--role", "train")
+    assert 0 == roles.ended("trainer again"), roles.printed("trainer again")
     assert 0 == roles.ended("second"), roles.printed("second")
     assert "explored up to weights" in roles.printed("second")
     roles.end_queue()
     entries = list(read_ledger(folder / "ledger.jsonl"))
-    trained = [(key, entry["step"]) for entry in entries if entry["event"] == "ack" and entry["consumer"] == "trainer"
-               for key in entry["keys"]]  # fmt: skip
-    assert 3 * 4 == len(trained) == len(dict(trained))
-    assert all(step == int(key.split("/")[1]) for key, step in trained)
+    trained = effective_acks(entries)["trainer"]
+    assert 3 * 4 == len(trained)
+    assert all(step == int(key.split("/")[1]) for key, step in trained.items())
+    rolled_back = [entry for entry in entries if entry["event"] == "rollback"]
+    assert [("trainer", 0, 4)] == [(entry["consumer"], entry["step"], len(entry["keys"])) for entry in rolled_back]
     released = [entry for entry in entries if entry["event"] == "release"]
     assert any("was released" in entry["reason"] for entry in released)
     assert 2 == len(list((folder / "explorers").iterdir()))
