@@ -2,9 +2,9 @@
 
     python roles.py < orders.jsonl
 
-Orders: ``{"start": NAME, "argv": [...], "die_at": [METHOD, n] or null}`` and ``{"end": NAME}``. Answers: ``{"line":
-TEXT, "of": NAME}`` for each line that a command prints, and ``{"ended": NAME, "status": STATUS}``, negative for a signal. A
-command with ``die_at`` kills itself with SIGKILL at the n-th call of a method.
+Orders: ``{"start": NAME, "argv": [...], "die_at": [METHOD, n] or null}`` and ``{"end": NAME}``. A command with
+``die_at`` kills itself with SIGKILL at the n-th call of a method. Answers: ``{"line": TEXT, "of": NAME}`` for each line
+that a command prints, and ``{"ended": NAME, "status": STATUS}``, negative for a signal.
 """
 
 from __future__ import annotations
