@@ -106,7 +106,7 @@ def main() -> None:
     from jackfield.cli import main as command
 
     kill, run = json.loads(sys.argv[1]), compose.run
-    compose.run = lambda config: run(config, hooks=killers(Path(config.folder), kill))
+    compose.run = lambda config, **how: run(config, hooks=killers(Path(config.folder), kill), **how)
     try:
         command(["run", *sys.argv[2:]])
     finally:
