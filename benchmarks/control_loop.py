@@ -39,6 +39,7 @@ from jackfield.runtime.ray import Cluster, ClusterOptions, RemoteBackend, Storag
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import Explorer, PlacementLease, Progress, RewardPipeline, Schedule, Stages, Trainer
+from jackfield.weights import SyncReport
 
 RUNS = 8
 PROMPT = tuple(range(15))
@@ -103,8 +104,8 @@ class Estimator:
 class Weights:
     """Replicas that have every version."""
 
-    async def sync(self, version: int) -> Any:
-        return attrs.make_class("Report", {"receipts": attrs.field(default=()), "seconds": attrs.field(default=0.0)})()
+    async def sync(self, version: int) -> SyncReport:
+        return SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0)
 
 
 @attrs.frozen
@@ -175,11 +176,11 @@ async def measure(crew: Crew, samples: int, steps: int) -> list[float]:
         evaluate_every=0, explores=True, placement=lease, version=version, steps_done=steps_done, clock=clock,
         stages=stages, hooks=hooks, agents=crew.agents, batch_seconds=SECONDS, recorded=0,
     )  # fmt: skip
-    trainer.register()
+    await trainer.register()
     rewards = RewardPipeline(
         queue=queue, workers=crew.rewards, clock=clock, stages=stages, score_seconds=SECONDS, idle_seconds=SECONDS
     )
-    rewards.register()
+    await rewards.register()
     explorer = Explorer(
         name="explorer-0", queue=queue, schedule=schedule, version=version, placement=lease, clock=clock,
         stages=stages, task_for=task_for, agents=crew.agents, sampling={}, groups=samples // RUNS, runs=RUNS, seed=0,
