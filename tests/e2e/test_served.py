@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,10 @@ from typing import Any
 import attrs
 import pytest
 
-from jackfield.compose import run
+from jackfield.compose import reward, run
 from jackfield.compose.controller import serve_queue
 from jackfield.config import load_config
-from jackfield.errors import PluginError, QueueError
+from jackfield.errors import ConfigError, PluginError, QueueError
 from jackfield.queue import effective_acks, read_ledger
 
 from .conftest import QUICKSTART, Run
@@ -128,11 +129,20 @@ def test_a_run_without_its_controller_says_what_to_start(small_run: Run, tmp_pat
     assert "jackfield queue serve" in str(caught.value.fix)
 
 
-def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, made: Path, tmp_path: Path) -> None:
-    """A controller, a trainer and two explorers.
+def test_who_rewards_is_said_once_for_all(small_run: Run) -> None:
+    config = load_config(QUICKSTART / "grpo.yaml", [])
+    with pytest.raises(ConfigError, match="the role train scores") as caught:
+        reward(config)
+    assert ("queue.controller.rewards", "apart") == (caught.value.where, caught.value.expected)
+    with pytest.raises(ConfigError, match="nobody scores"):
+        small_run("alone", "queue.controller.rewards=apart")
 
-    The first explorer is killed in the middle of a batch, the trainer when it writes its second checkpoint; the
-    controller and the other explorer go on meanwhile.
+
+def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, made: Path, tmp_path: Path) -> None:
+    """A controller, a trainer, rewards and two explorers.
+
+    The first explorer is killed in the middle of a batch, rewards when a group of the second batch is to be rewarded,
+    the trainer when it writes its second checkpoint; the controller and the other explorer go on meanwhile.
     """
     folder = tmp_path / "run"
     common = [
@@ -141,7 +151,7 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
         f"model.path={made / 'model'}",
         f"data.train={made / 'problems.jsonl'}",
         f"checkpoint_engine={{name: file, folder: {folder / 'weights'}}}",
-        "queue.controller.silence=4.0",
+        "queue.controller={silence: 4.0, rewards: apart}",
         "schedule.steps=3",
         "schedule.sync_offset=1",
         "evaluation.every=0",
@@ -156,15 +166,21 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
     roles.until("the queue is served", of="queue")
     second_save = ("jackfield.trainer.checkpoint:Checkpointer.save", 2)
     third_run_of_the_second_batch = ("jackfield.runtime.agent_worker:AgentWorker.run", 7)
+    third_group = ("jackfield.runtime.reward_worker:RewardWorker.reward", 3)
     roles.start("trainer", "run", *common, "--role", "train", die_at=second_save)
+    roles.start("rewards", "run", *common, "--role", "reward", die_at=third_group)
     roles.start("first", "run", *common, "--role", "explore", die_at=third_run_of_the_second_batch)
     assert -signal.SIGKILL == roles.ended("first"), roles.printed("first")
     roles.start("second", "run", *common, "--role", "explore")
+    assert -signal.SIGKILL == roles.ended("rewards"), roles.printed("rewards")
+    roles.start("rewards again", "run", *common, "--role", "reward")
     assert -signal.SIGKILL == roles.ended("trainer"), roles.printed("trainer")
     roles.start("trainer again", "run", *common, "--role", "train")
     assert 0 == roles.ended("trainer again"), roles.printed("trainer again")
     assert 0 == roles.ended("second"), roles.printed("second")
     assert "explored up to weights" in roles.printed("second")
+    assert 0 == roles.ended("rewards again"), roles.printed("rewards again")
+    assert re.search("[1-9] groups rewarded", roles.printed("rewards again"))
     roles.end_queue()
     entries = list(read_ledger(folder / "ledger.jsonl"))
     trained = effective_acks(entries)["trainer"]

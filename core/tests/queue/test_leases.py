@@ -106,6 +106,30 @@ def test_a_cancelled_waiter_passes_on_what_it_was_woken_for(run: Run) -> None:
     run(test)
 
 
+def test_whoever_takes_over_gets_what_the_one_before_had_leased(run: Run) -> None:
+    """Single rows and whole groups; what was acked stays acked, other consumers keep theirs."""
+
+    async def test(bench: Any) -> None:
+        for name in ("a", "b"):
+            await bench.queue.register_consumer(name, partition="train", columns=("ids",))
+        await bench.publish(await bench.claim(groups=3), runs=2)
+        done = await bench.queue.lease("a", max_rows=2, deadline_seconds=0)
+        await bench.queue.ack(done, step=0)
+        left = await bench.queue.lease("a", max_rows=1, deadline_seconds=0)
+        kept = await bench.queue.lease_groups("b", 0, deadline_seconds=0)
+        assert left.keys == await bench.queue.take_over("a")
+        again = await bench.queue.lease("a", deadline_seconds=0)
+        assert set(kept.keys) - set(done.keys) == set(again.keys)
+        with pytest.raises(LeaseError):
+            await bench.queue.ack(left, step=0)
+        assert set(kept.keys) == set(await bench.queue.take_over("b"))
+        with pytest.raises(LeaseError):
+            await bench.queue.ack(kept, step=0)
+        assert kept.keys == (await bench.queue.lease_groups("b", 0, deadline_seconds=0)).keys
+
+    run(test)
+
+
 def test_an_expired_lease_is_refused_and_its_rows_are_leased_again(run: Run) -> None:
     async def test(bench: Any) -> None:
         await bench.queue.register_consumer("a", partition="train", columns=("ids",), lease_seconds=10)

@@ -1,4 +1,4 @@
-"""``jackfield run FILE [--address HOST:PORT] [--role explore|train] [key.path=value ...]``."""
+"""``jackfield run FILE [--address HOST:PORT] [--role explore|reward|train] [key.path=value ...]``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ __all__ = ["run"]
 @click.option("--address", metavar="HOST:PORT", help="Do it in this Ray cluster.")
 @click.option(
     "--role",
-    type=click.Choice(["explore", "train"]),
+    type=click.Choice(["explore", "reward", "train"]),
     help="Do this part of it; the others are launched separately, and `jackfield queue serve` first.",
 )
-def run(file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "train"] | None) -> None:
+def run(
+    file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
+) -> None:
     """Do the run that FILE describes, after OVERRIDES such as schedule.steps=10."""
-    from jackfield.compose import explore
+    from jackfield.compose import explore, reward
     from jackfield.compose import run as do_run
     from jackfield.config import load_config
 
@@ -30,6 +32,10 @@ def run(file: str, overrides: tuple[str, ...], address: str | None, role: Litera
     if role == "explore":
         explored = explore(config)
         click.echo(f"explored up to weights {explored.version}; see {explored.folder}")
+        return
+    if role == "reward":
+        rewarded = reward(config)
+        click.echo(f"{rewarded.groups} groups rewarded; see {rewarded.folder}")
         return
     result = do_run(config, role="all" if role is None else role)
     if result.finished_before:

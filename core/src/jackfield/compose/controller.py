@@ -31,7 +31,7 @@ def address_file(config: RunConfig) -> Path:
     return Path(config.queue.controller.address or Path(config.folder) / "queue" / "address.json")
 
 
-def apart(config: RunConfig) -> RunConfig:
+def apart(config: RunConfig, role: str) -> RunConfig:
     """The configuration of a role that is launched separately: it names the controller.
 
     Raises:
@@ -44,6 +44,14 @@ def apart(config: RunConfig) -> RunConfig:
     if config.weights.kind != "full":
         raise ConfigError(
             "explorers that come and go get whole weights", where="weights.kind", expected="full", found="delta"
+        )
+    if role == "reward" and config.queue.controller.rewards != "apart":
+        raise ConfigError(
+            "the role train scores the samples of this run",
+            where="queue.controller.rewards",
+            expected="apart",
+            found=config.queue.controller.rewards,
+            fix="set queue.controller.rewards: apart, for all roles",
         )
     controller = attrs.evolve(config.queue.controller, address=str(address_file(config).absolute()))
     return attrs.evolve(config, queue=attrs.evolve(config.queue, controller=controller))

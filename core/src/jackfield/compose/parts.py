@@ -44,13 +44,14 @@ from jackfield.trainer import (
     Schedule,
     Stages,
     Trainer,
+    trainer_begun,
 )
 from jackfield.weights import Canary, Replica, WeightFollower, WeightSynchronizer
 
 __all__ = ["Assembly", "Exploration", "Parts", "Role"]
 
 #: What of a run this process does.
-Role: TypeAlias = Literal["all", "explore", "train"]
+Role: TypeAlias = Literal["all", "explore", "reward", "train"]
 
 _CANARY_PROMPT = 32  #: tokens of the first task's prompt
 
@@ -103,8 +104,10 @@ class Parts:
         self.steps_done = Progress(clock)
         self.engines: list[EngineGroup] = []  # every model that is loaded beside the replicas
         self.explores = config.mode == "both"
-        self.evaluates = bool(config.evaluation.every) and role != "explore"
-        self.generates = (self.explores and role != "train") or self.evaluates
+        self.trains = role in ("all", "train")
+        self.rewards = role == "reward" or (self.trains and config.queue.controller.rewards == "train")
+        self.evaluates = bool(config.evaluation.every) and self.trains
+        self.generates = (self.explores and role in ("all", "explore")) or self.evaluates
         self.schedule = Schedule(
             steps=config.schedule.steps,
             sync_interval=config.schedule.sync_interval,
@@ -154,7 +157,15 @@ class Parts:
         task_for = self._task_order(self.tasks.train)
         if not self.explores:
             return [self._producer(task_for)]
-        return [*([self._explorer("explorer-0", task_for)] if self.role == "all" else []), await self._rewards()]
+        explorers = [self._explorer("explorer-0", task_for)] if self.role == "all" else []
+        return [*explorers, *([await self._rewards()] if self.rewards else [])]
+
+    async def build_rewards(self, stack: AsyncExitStack) -> RewardPipeline:
+        """The same for rewards by themselves, once the trainer has begun."""
+        self.crew = await self.make_crew(self._needs(), stack)
+        self.queue = await self._queue(stack)
+        await trainer_begun(self.queue, self.config.deadlines.batch)
+        return await self._rewards()
 
     async def build_explorer(self, stack: AsyncExitStack) -> Exploration:
         """The same for an explorer by itself: replicas that follow the weights of a trainer elsewhere."""
@@ -194,11 +205,11 @@ class Parts:
     def _needs(self) -> Needs:
         recipe = self.recipe
         return Needs(
-            engines=self.role != "explore",
+            engines=self.trains,
             replicas=self.generates,
-            rewards=self.role != "explore" and (self.explores or self.evaluates),
-            reference=recipe.reference and self.config.model.lora is None and self.role != "explore",
-            critic=recipe.critic and self.role != "explore",
+            rewards=(self.rewards and self.explores) or self.evaluates,
+            reference=recipe.reference and self.config.model.lora is None and self.trains,
+            critic=recipe.critic and self.trains,
             loss_columns=recipe.loss_columns,
             renamed=recipe.renamed,
             plan=recipe.plan,

@@ -46,9 +46,19 @@ from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.runtime.control import ControlServer
 from jackfield.runtime.replica_metrics import ReplicaMetrics
 from jackfield.runtime.replicas import Replicas
-from jackfield.trainer import Progress
+from jackfield.trainer import Progress, post_finished, trainer_finished
 
-__all__ = ["Explored", "RunResult", "explore", "explore_async", "run", "run_async"]
+__all__ = [
+    "Explored",
+    "Rewarded",
+    "RunResult",
+    "explore",
+    "explore_async",
+    "reward",
+    "reward_async",
+    "run",
+    "run_async",
+]
 
 
 @attrs.frozen
@@ -68,6 +78,14 @@ class RunResult:
     model: Path  #: a Hugging Face folder with the trained weights
     steps: int
     finished_before: bool = False  #: the folder held the finished run, and nothing was done
+
+
+@attrs.frozen(kw_only=True)
+class Rewarded:
+    """What rewards by themselves leave behind."""
+
+    folder: Path
+    groups: int  #: that were rewarded
 
 
 @attrs.frozen(kw_only=True)
@@ -111,7 +129,15 @@ async def run_async(
 ) -> RunResult:
     """The same inside of a running event loop."""
     registry, clock = registry or discover(), clock or Clock()
-    config = config if role == "all" else apart(config)
+    if role == "all" and config.queue.controller.rewards == "apart":
+        raise ConfigError(
+            "nobody scores the samples of a run in one process but that process",
+            where="queue.controller.rewards",
+            expected="train",
+            found="apart",
+            fix="remove the setting, or launch each role with --role",
+        )
+    config = config if role == "all" else apart(config, role)
     folder = Path(config.folder)
     prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], role)
     _make_folder(folder)
@@ -157,7 +183,7 @@ async def explore_async(
     registry, clock = registry or discover(), clock or Clock()
     name = f"explorer-{socket.gethostname()}-{os.getpid()}"
     folder = Path(config.folder) / "explorers" / name
-    config = attrs.evolve(apart(config), name=name, folder=str(folder))
+    config = attrs.evolve(apart(config, "explore"), name=name, folder=str(folder))
     prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], "explore")
     _make_folder(folder)
     with storage_errors(folder):
@@ -168,6 +194,54 @@ async def explore_async(
             parts = Parts(config, prepared.recipe, prepared.tasks, make_crew, hook, clock, role="explore")
             await _told(config, prepared.hooks, 0, parts.version, _explore(parts))
     return Explored(folder=folder, version=parts.version.value)
+
+
+def reward(config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None) -> Rewarded:
+    """Reward for a trainer in another process, until it has done its last step.
+
+    One process does so at a time; another one that comes after its death goes on where it was.
+
+    Args:
+        config: the run's, with ``queue.controller.rewards: apart``.
+        hooks: further listeners, beside those of the configuration.
+        registry: the installed plugins; discovered when not given.
+
+    Raises:
+        RunError: ``run.folder-in-use``: another process rewards for this run.
+        JackfieldError: whatever ended it.
+    """
+    with asyncio.Runner() as runner:
+        return runner.run(reward_async(config, hooks=hooks, registry=registry))
+
+
+async def reward_async(
+    config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None, clock: Clock | None = None
+) -> Rewarded:
+    """The same inside of a running event loop."""
+    registry, clock = registry or discover(), clock or Clock()
+    folder = Path(config.folder) / "rewards"
+    config = attrs.evolve(apart(config, "reward"), name="rewards", folder=str(folder))
+    prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], "reward")
+    _make_folder(folder)
+    with storage_errors(folder), folder_lock(folder):
+        replace_text(folder / "config.yaml", show(config))
+        async with AsyncExitStack() as processes:
+            make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
+            hook = prepared.hooks.hook
+            parts = Parts(config, prepared.recipe, prepared.tasks, make_crew, hook, clock, role="reward")
+            groups = await _told(config, prepared.hooks, 0, parts.steps_done, _reward(parts))
+    return Rewarded(folder=folder, groups=groups)
+
+
+async def _reward(parts: Parts) -> None:
+    """Build, reward until the trainer has finished; end everything in reverse order, whatever happens."""
+    seconds = parts.config.deadlines.batch + parts.config.deadlines.engine
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        pipeline = await parts.build_rewards(stack)
+        rewarding = tasks.create_task(pipeline.run())
+        await trainer_finished(parts.queue, lambda: pipeline.groups, seconds)
+        rewarding.cancel()
+    await parts.steps_done.advance(pipeline.groups)
 
 
 async def _explore(parts: Parts) -> None:
@@ -290,6 +364,8 @@ async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
         background = [tasks.create_task(part()) for part in loops]
         steps = await run.trainer.run(start.step)
         await export_model(run.actor, folder / "model")
+        if parts.role == "train":
+            await post_finished(parts.queue, steps)
         mark_finished(folder, steps)
         for task in (*background, *watching):
             task.cancel()

@@ -259,6 +259,9 @@ class ControllerConfig:
     )
     host: str = option("127.0.0.1", help="where it listens; beyond loopback with CURVE, for who has the address.json")
     port: int = option(0, help="where it listens; 0: any port that is free", validator=and_(ge(0), le(65535)))
+    rewards: Literal["train", "apart"] = option(
+        "train", help="who scores samples: the role train, or a process of its own, --role reward"
+    )
     silence: float = option(
         30.0,
         help="seconds after which controller and run take each other for dead when nothing is heard",

@@ -139,6 +139,13 @@ class Consuming(ABC):
         """
 
     @abstractmethod
+    async def take_over(self, consumer: str) -> tuple[str, ...]:
+        """End all leases of a consumer, whose holder is gone; returns the keys of the rows that are ready again.
+
+        Whoever does its work from now on leases them anew. An ack under an old lease is refused.
+        """
+
+    @abstractmethod
     async def ack(self, batch: BatchMeta, step: int | None = None) -> tuple[str, ...]:
         """Be done with rows, provisionally: final with the commit of ``step``. Returns the keys that were acked.
 

@@ -204,6 +204,14 @@ class Leasing(Readiness):
         for lease, rows in leases.items():
             self._give_back(lease, rows)
 
+    def take_over(self, consumer: str) -> list[str]:
+        """See :meth:`jackfield.queue.TransferQueue.take_over`."""
+        keys: list[str] = []
+        for lease in list(self._state.consumer(consumer).leases.values()):
+            keys += [row.key for row in lease.rows]
+            self._give_back(lease, list(lease.rows))
+        return keys
+
     def _leases_of(self, batch: BatchMeta) -> dict[Lease, list[Row]]:
         """The living rows of a batch by lease."""
         leases: dict[Lease, list[Row]] = {}

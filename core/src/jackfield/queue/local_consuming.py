@@ -84,6 +84,11 @@ class LocalConsuming(Lifetime, Consuming):
         self._check()
         self._controller.consume(self._leases.commit(step))
 
+    async def take_over(self, consumer: str) -> tuple[str, ...]:
+        """See :meth:`~jackfield.queue.TransferQueue.take_over`."""
+        self._check()
+        return tuple(self._leases.take_over(consumer))
+
     @journaled
     async def rollback(self, step: int) -> tuple[str, ...]:
         """See :meth:`~jackfield.queue.TransferQueue.rollback`."""

@@ -52,8 +52,8 @@ METHODS = (
     *("claim_ticket", "wait_ticket", "vacancies", "release_tickets", "wait_offer", "slots", "open_group", "drop_group"),
     *("group", "wait_group_settled", "settled_groups", "ending_run", "remember_lineage", "fail_run", "adding"),
     *("announce", "fail_lost", "fail_rows", "register_consumer", "lease", "lease_groups", "sample_groups", "renew"),
-    *("release", "ack", "commit", "rollback", "drain_failures", "stats", "post", "wait_notice", "checkpoint", "clear"),
-    *("restore", "recover", "flush"),
+    *("release", "take_over", "ack", "commit", "rollback", "drain_failures", "stats", "post", "wait_notice"),
+    *("checkpoint", "clear", "restore", "recover", "flush"),
 )
 
 

@@ -154,6 +154,7 @@ class RemoteQueue(TransferQueue):
     sample_groups = _called(TransferQueue.sample_groups)
     renew = _called(TransferQueue.renew)
     release = _called(TransferQueue.release)
+    take_over = _called(TransferQueue.take_over)
     ack = _called(TransferQueue.ack)
     commit = _called(TransferQueue.commit)
     rollback = _called(TransferQueue.rollback)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from jackfield.trainer.apart import FollowedVersion, PostedVersion
+from jackfield.trainer.apart import (
+    FollowedVersion,
+    PostedVersion,
+    post_finished,
+    trainer_begun,
+    trainer_finished,
+)
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore, open_checkpoint
 from jackfield.trainer.evaluation import Evaluator
@@ -37,4 +43,7 @@ __all__ = [
     "Trainer",
     "WeightPublisher",
     "open_checkpoint",
+    "post_finished",
+    "trainer_begun",
+    "trainer_finished",
 ]

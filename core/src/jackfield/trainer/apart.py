@@ -1,8 +1,10 @@
-"""A trainer and explorers in processes of their own: what they tell each other of weights, through the queue."""
+"""A trainer, explorers and rewards in processes of their own: what they tell each other through the queue."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import attrs
 
@@ -14,9 +16,56 @@ from jackfield.trainer.schedule import Progress
 from jackfield.trainer.stages import Stages
 from jackfield.weights import Posted, WeightFollower, WeightSynchronizer
 
-__all__ = ["FollowedVersion", "PostedVersion"]
+__all__ = ["FollowedVersion", "PostedVersion", "post_finished", "trainer_begun", "trainer_finished"]
 
-_TOPIC = "weights"
+_TOPIC, _FINISHED = "weights", "finished"
+
+
+async def trainer_begun(queue: TransferQueue, seconds: float) -> None:
+    """Return when the trainer has begun: from then on the queue stays the one that it is.
+
+    Raises:
+        DeadlineExceeded: naming the trainer.
+    """
+    with _named("the trainer to begin", seconds):
+        await queue.wait_notice(_TOPIC, 0, seconds)
+
+
+async def post_finished(queue: TransferQueue, steps: int) -> None:
+    """Tell everybody that all steps are done."""
+    await queue.post(_FINISHED, {"steps": steps})
+
+
+async def trainer_finished(queue: TransferQueue, done: Callable[[], int], seconds: float) -> None:
+    """Return when the trainer has done its last step.
+
+    Args:
+        queue: of the run.
+        done: how much work there was; while it grows, nobody is waited for in vain.
+        seconds: the longest without either.
+
+    Raises:
+        DeadlineExceeded: naming the trainer and the explorers.
+    """
+    while True:
+        before = done()
+        try:
+            with _named("the trainer to finish, or the explorers to bring a group", seconds):
+                await queue.wait_notice(_FINISHED, 0, seconds)
+        except DeadlineExceeded:
+            if done() == before:
+                raise
+        else:
+            return
+
+
+@contextmanager
+def _named(who: str, seconds: float) -> Iterator[None]:
+    try:
+        yield
+    except DeadlineExceeded as error:
+        fix = "look at whether that process lives, or raise the deadlines"
+        raise DeadlineExceeded(f"waited {seconds:g} s for {who}", fix=fix) from error
 
 
 class PostedVersion(Progress):

@@ -45,14 +45,16 @@ class RewardPipeline:
     max_failed_groups: int = 8  #: in a row without a single score, before the run ends
     #: replace groups whose rewards are all equal, so many times a slot; then the group is taken as it is. 0: never
     equal_groups_replaced: int = 0
+    groups: int = attrs.field(default=0, init=False)  #: that have been rewarded
     _leases: dict[str, asyncio.Future[_Lease]] = attrs.field(factory=dict, init=False)
     _failed_groups: int = attrs.field(default=0, init=False)  #: the last ones in a row without a score
     _pruned: int = attrs.field(default=-1, init=False)  #: the last ticket at which dropped groups were forgotten
 
     async def register(self) -> None:
-        """Announce the consumer to the queue, before any row is put."""
+        """Announce the consumer to the queue, and take over what another process left that did this before."""
         seconds = self.score_seconds + self.idle_seconds
         await self.queue.register_consumer(CONSUMER, TRAIN, REWARD_INPUTS, lease_seconds=seconds)
+        await self.queue.take_over(CONSUMER)
 
     async def run(self) -> None:
         """Score until cancelled."""
@@ -107,6 +109,7 @@ class RewardPipeline:
                     return  # its rows were lost before anybody could have them
                 raise
             await self._reward_what_is_left(group)
+        self.groups += 1
         await self._forget_dropped(group.ticket)
         for key in group.keys:
             self._leases.pop(key, None)  # a group that was dropped may be forgotten already
