@@ -300,6 +300,21 @@ async def test_shared_memory_that_stays_full_is_refused_and_used_again(opened: A
 
 
 @in_loop
+async def test_a_large_put_is_copied_in_pieces_and_gives_its_memory_back_when_it_is_broken_off(opened: Any) -> None:
+    large = torch.arange(3.5 * 2**20).reshape(2, -1)  # no multiple of a piece
+    size = large.numel() * 4
+    async with opened(shared_max_bytes=size + 4096, seconds=0.3) as backend:
+        for _ in range(3):  # there would be room for one
+            broken = asyncio.ensure_future(put(backend, ["a", "b"], dense_column(large)))
+            await asyncio.sleep(0)
+            broken.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await broken
+        await put(backend, ["a", "b"], dense_column(large))
+        assert torch.equal(large, await get(backend, ["a", "b"]))
+
+
+@in_loop
 async def test_a_checkpoint_is_one_moment_of_all_units_and_goes_on_elsewhere(opened: Any, tmp_path: Path) -> None:
     """Whoever puts b after a: no checkpoint has b without a. Two at once wait for each other."""
     folders = [SnapshotRequest(folder=str(tmp_path / name)) for name in ("one", "two")]

@@ -33,7 +33,7 @@ from jackfield_transport_zmq.line import Lost, Stale
 from jackfield_transport_zmq.moments import restored, written
 from jackfield_transport_zmq.processes import UnitProcess, started
 from jackfield_transport_zmq.reading import Reading, lost_rows
-from jackfield_transport_zmq.values import Outgoing, Reader, copied_columns, outgoing
+from jackfield_transport_zmq.values import COPIERS, Outgoing, Reader, copied_columns, outgoing
 
 __all__ = ["ZMQBackend"]
 
@@ -53,22 +53,22 @@ class ZMQBackend(TransferQueueBackend):
         self._client: Client | None = None
         self._children: list[UnitProcess] = []  #: of the owner
         self._growing = asyncio.Lock()
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
         self._reader = Reader(config.shared_max_bytes)
 
     # -- life
 
     async def start(self) -> None:
         """Start units, or join those of another process."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jackfield-zmq")
+        self._threads = ThreadPoolExecutor(COPIERS, thread_name_prefix="jackfield-zmq")
         try:
             joined = self._joined
             directory = await self._started() if joined is None else Directory.read(joined)
             self._client = Client(directory, self._settings, self._noticed)
             self._publish()
         except BaseException:
-            self._thread.shutdown()
-            self._thread = None
+            self._threads.shutdown()
+            self._threads = None
             raise
 
     @property
@@ -93,8 +93,8 @@ class ZMQBackend(TransferQueueBackend):
         return directory
 
     async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        assert self._thread is not None
-        return await asyncio.wrap_future(self._thread.submit(function, *arguments))
+        assert self._threads is not None
+        return await asyncio.wrap_future(self._threads.submit(function, *arguments))
 
     def _publish(self) -> None:
         if self._children and self.context.folder is not None and self._client is not None:
@@ -136,11 +136,11 @@ class ZMQBackend(TransferQueueBackend):
         if client is not None:
             client.close()
         self._reader.close()
-        if self._thread is not None:
+        if self._threads is not None:
             for child in children:
                 await self._in_thread(child.end)
-            self._thread.shutdown()
-            self._thread = None
+            self._threads.shutdown()
+            self._threads = None
         if children and self.context.folder is not None:
             (Path(self.context.folder) / FILE).unlink(missing_ok=True)
 
@@ -162,15 +162,17 @@ class ZMQBackend(TransferQueueBackend):
         made = outgoing(request)
         size = sum(len(cell.content) for row in made.rows for cell in row)
         threshold = self._settings.shared_from_bytes
+        block = None
         if threshold is not None and size >= threshold and client.shares:
             block = await client.room(size + 64 * len(request.columns))
-            assert self._thread is not None
-            made = await copied_columns(request, made, block, self._thread)
         try:
+            if block is not None:
+                assert self._threads is not None
+                made = await copied_columns(request, made, block, self._threads)
             await self._again(lambda known: self._put(client, request, made, known))
         finally:
-            if made.block is not None:
-                client.sent(made.block)
+            if block is not None:
+                client.sent(block)
         return PutResult(bytes=size)
 
     async def _again(self, attempt: Callable[[int], Awaitable[T]]) -> T:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import attrs
@@ -18,9 +19,11 @@ from jackfield.queue.cells import Buffer, Cell, cells_of, column_of
 from jackfield_transport_zmq.arenas import Arenas, Block, Held, Mapping
 from jackfield_transport_zmq.protocol import Packer, content_of
 
-__all__ = ["Lease", "Outgoing", "Reader", "Slot", "copied_columns", "outgoing"]
+__all__ = ["COPIERS", "Lease", "Outgoing", "Reader", "Slot", "copied_columns", "outgoing"]
 
-_IN_THREAD = 1 << 23  #: bytes; copying so much would hold the event loop up for milliseconds
+COPIERS = min(4, os.cpu_count() or 1)  #: threads; one alone does not use all of the memory's rate
+_IN_THREADS = 1 << 23  #: bytes; copying so much would hold the event loop up for milliseconds
+_PIECE = 1 << 22  #: bytes that a thread copies at a time
 _SHOWN = 1 << 16  #: bytes; smaller columns are copied rather than shown where they lie
 _MAPPINGS = 64  #: arenas of others that are kept open
 
@@ -72,9 +75,9 @@ def outgoing(request: PutRequest) -> Outgoing:
     return Outgoing([list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in keys])
 
 
-async def copied_columns(request: PutRequest, made: Outgoing, block: Block, thread: ThreadPoolExecutor) -> Outgoing:
+async def copied_columns(request: PutRequest, made: Outgoing, block: Block, threads: ThreadPoolExecutor) -> Outgoing:
     """The same with all values in a block of shared memory, column after column."""
-    start, jobs = block.start, []
+    start, jobs = block.start, list[tuple[int, Any, int]]()
     offsets: list[list[int]] = [[] for _ in made.rows]
     for number, column in enumerate(request.columns.values()):
         size = 0
@@ -85,14 +88,19 @@ async def copied_columns(request: PutRequest, made: Outgoing, block: Block, thre
         jobs.append((block.arena.address + start, values, size))
         start = aligned(start + size)
 
-    def copy() -> None:
+    if block.size < _IN_THREADS:
         for address, values, size in jobs:
             ctypes.memmove(address, values.data_ptr(), size)
-
-    if block.size < _IN_THREAD:
-        copy()
     else:
-        await asyncio.wrap_future(thread.submit(copy))
+        pieces = [
+            threads.submit(ctypes.memmove, address + done, values.data_ptr() + done, min(_PIECE, size - done))
+            for address, values, size in jobs
+            for done in range(0, size, _PIECE)
+        ]
+        try:
+            await asyncio.gather(*map(asyncio.wrap_future, pieces))
+        finally:
+            wait(pieces)  # where nobody wants them any more, those that are under way still end before the block does
     return Outgoing(made.rows, block, offsets)
 
 
