@@ -31,6 +31,7 @@ _LARGEST_GREETING = 1 << 12  #: bytes, of somebody who has not shown the secret 
 _LARGEST_MESSAGE = 1 << 30
 _CLOSING_SECONDS = 1.0  #: for the last words to leave
 _RETRY_SECONDS = 0.1  #: between two attempts to come back
+_SENDER_FIRST = 1.0  #: seconds between the deadline of the sender and that of its workers
 
 #: Told of each message as it comes.
 Heard = Callable[["Peer", Mapping[str, Any]], None]
@@ -54,7 +55,8 @@ class Meeting:
     def __init__(self, seconds: float, heard: Heard | None = None, *, patience: float = 0.0) -> None:
         """
         Args:
-            seconds: the deadline of the whole transfer, counted from :meth:`admit` or :meth:`enter`.
+            seconds: the deadline of the whole transfer, counted from :meth:`admit`; of workers from their welcome, and
+                a little longer, since the sender is the one who knows which of them is late.
             heard: called with each message as it comes.
             patience: seconds for which a worker whose connection breaks may come back, the same at both ends. The last
                 value of each thing that was said is then said again, so that nothing may depend on how often it comes.
@@ -179,6 +181,7 @@ class Meeting:
             found = peer.said["version"]
             message = "weights of another version came"
             raise WeightsError(message, code="weights.version", expected=version, found=found)
+        self._ends = self._clock.time() + self._seconds + _SENDER_FIRST
 
     @property
     def local_host(self) -> str:
