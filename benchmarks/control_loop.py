@@ -140,6 +140,7 @@ async def inline_crew() -> Crew:
 
 
 async def ray_crew(stack: AsyncExitStack) -> Crew:
+    """The same parts as actors of a cluster that the benchmark starts; Ray pickles what makes them, by itself."""
     from functools import partial
 
     from ray import cloudpickle
