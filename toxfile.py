@@ -7,6 +7,7 @@ Run it through tools/ci.py, which builds the wheels first, or after ``make wheel
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from tox.plugin import impl
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
+from environment import UV, installer_settings
 from packages import ROOT, Package, closure, discover, third_party
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ CONFORMANCE = "jackfield-conformance"
 TEST_TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 
 PACKAGES = discover()
+os.environ.update(installer_settings())  # environments are made by uv
 
 
 @impl
@@ -49,11 +52,10 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
 def _settings(package: Package, arguments: tuple[str, ...]) -> dict[str, object]:
     wanted = {CONFORMANCE: frozenset[str](), package.name: package.test_extras}
     wheels = " ".join(str(PACKAGES[name].wheel.relative_to(ROOT)) for name in closure(PACKAGES, wanted))
-    install = f"python -m pip install --quiet --no-compile --no-deps --force-reinstall {wheels}"
     tests = str(package.tests.relative_to(ROOT))
     return {
         "description": f"the tests of {package.name} against its wheel",
         "deps": "\n".join(["-c constraints.txt", *sorted({*TEST_TOOLS, *third_party(PACKAGES, wanted)})]),
-        "commands_pre": [install, "python -m pip check"],
+        "commands_pre": [f"{UV} pip install --quiet --no-deps --reinstall {wheels}", f"{UV} pip check"],
         "commands": [Command(["python", "-m", "pytest", "-m", "not shared_interpreter", tests, *arguments])],
     }

@@ -11,6 +11,7 @@ Standard library only: the interpreter that runs it has nothing installed.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -33,12 +34,14 @@ __all__ = [
     "install_requirements",
     "install_servers",
     "install_wheels",
+    "installer_settings",
     "make",
     "make_interpreters",
 ]
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+UV = VENV / "bin" / "uv"
 CONSTRAINTS = ROOT / "constraints.txt"
 TOOLS = ROOT / "tools" / "requirements.txt"
 STAMPS = VENV / "jackfield-stamps.json"
@@ -47,6 +50,15 @@ STAMPS = VENV / "jackfield-stamps.json"
 SERVERS = {"postgresql": "usr/lib/postgresql/*/bin/postgres", "redis-server": "usr/bin/redis-server"}
 VLLM = ROOT / "plugins" / "rollout" / "vllm" / "tests" / "environment.yaml"
 SGLANG = ROOT / "plugins" / "rollout" / "sglang" / "tests" / "requirements.txt"
+
+#: What uv calls those of pip's settings that say where packages are.
+UV_NAMES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "cert": "SSL_CERT_FILE",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+}
 
 POLICY = Path("/usr/sbin/policy-rc.d")  #: Debian asks it whether a package may start its service
 
@@ -98,10 +110,13 @@ def quickstart_packages(packages: dict[str, Package]) -> dict[str, frozenset[str
 
 
 def make() -> None:
-    """Make ``.venv`` where it is missing or was left half made."""
+    """Make ``.venv``, with uv in it, where it is missing or was left half made."""
     if not (VENV / "bin" / "pip").exists():
         print("making .venv", flush=True)
         _run([sys.executable, "-m", "venv", "--clear", str(VENV)])
+    if not UV.exists():
+        pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _run([*pip, "--constraint", str(CONSTRAINTS), "uv"])
 
 
 def install_requirements(requirements: list[str], purpose: str) -> None:
@@ -111,7 +126,7 @@ def install_requirements(requirements: list[str], purpose: str) -> None:
     if _stamps().get(purpose) == stamp:
         return
     print(f"installing {len(requirements)} requirements and what they need", flush=True)
-    _pip("install", "--constraint", str(CONSTRAINTS), *requirements)
+    _uv("install", "--constraint", str(CONSTRAINTS), *requirements)
     _stamp(purpose, stamp)
 
 
@@ -149,17 +164,8 @@ def make_interpreters() -> None:
     _run([sys.executable, "-m", "venv", "--clear", str(sglang)])
     ((below, over),) = zip(VENV.glob("lib/*/site-packages"), sglang.glob("lib/*/site-packages"), strict=True)
     (over / "below.pth").write_text(f"{below}\n", encoding="utf-8")
-    pip = [
-        str(sglang / "bin" / "python"),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-compile",
-    ]
-    _run([*pip, "--requirement", str(SGLANG)])
-    _run([*pip, "--no-deps", "sglang==0.5.23"])  # its own requirements are a GPU's libraries
+    _uv("install", "--requirement", str(SGLANG), python=sglang / "bin" / "python")
+    _uv("install", "--no-deps", "sglang==0.5.23", python=sglang / "bin" / "python")  # it requires a GPU's libraries
     _stamp("sglang", stamp)
 
 
@@ -172,7 +178,7 @@ def install_editable(packages: list[Package]) -> None:
     print(f"installing {', '.join(package.name for package in packages)}", flush=True)
     _uninstall(keep={package.name for package in packages})
     folders = [part for package in packages for part in ("--editable", str(package.folder))]
-    _pip("install", "--no-deps", "--no-build-isolation", *folders)
+    _uv("install", "--no-deps", "--no-build-isolation", *folders)
     _stamp("packages", stamp)
 
 
@@ -180,25 +186,38 @@ def install_wheels(wheels: list[Path]) -> None:
     """Install built wheels, in the place of whatever was installed of these packages."""
     _stamp("packages", "")
     _uninstall(keep=set())
-    _pip("install", "--no-deps", "--force-reinstall", *map(str, wheels))
+    _uv("install", "--no-deps", "--reinstall", *map(str, wheels))
 
 
 def _uninstall(keep: set[str]) -> None:
     """A package that was renamed or removed must not linger among the installed ones."""
-    listed = subprocess.run(
-        [str(PYTHON), "-m", "pip", "list", "--format=json"], check=True, capture_output=True, text=True
-    )
+    command = [str(UV), "pip", "list", "--python", str(PYTHON), "--format=json"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True)
     names = [each["name"] for each in json.loads(listed.stdout)]
     ours = [name for name in names if name == "jackfield" or name.startswith("jackfield-")]
     gone = [name for name in ours if name not in keep]
     if gone:
-        _pip("uninstall", "--yes", *gone)
+        _uv("uninstall", *gone)
 
 
-def _pip(command: str, *arguments: str) -> None:
-    # Bytecode is compiled when a module is first imported: compiling all of torch takes longer than unpacking it.
-    options = ["--no-compile"] if command == "install" else []
-    _run([str(PYTHON), "-m", "pip", command, "--quiet", "--disable-pip-version-check", *options, *arguments])
+def installer_settings() -> dict[str, str]:
+    """The environment variables that tell uv where pip finds packages; those that are set already are left out.
+
+    uv reads none of pip's settings, and by itself takes a package from the first index that has it, not the best match.
+    """
+    listed = subprocess.run([str(PYTHON), "-m", "pip", "config", "list"], check=True, capture_output=True, text=True)
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_PYTHON_DOWNLOADS": "never"}
+    for line in sorted(listed.stdout.splitlines(), key=lambda line: line.startswith(":env:")):  # which win, for pip
+        name, _, value = line.partition("=")
+        variable = UV_NAMES.get(name.rpartition(".")[2])
+        if variable is not None:
+            found[variable] = ("," if variable == "UV_FIND_LINKS" else " ").join(str(ast.literal_eval(value)).split())
+    return {name: value for name, value in found.items() if name not in os.environ}
+
+
+def _uv(command: str, *arguments: str, python: Path = PYTHON) -> None:
+    # It links what it has unpacked once, and compiles nothing: modules are compiled when they are first imported.
+    _run([str(UV), "pip", command, "--quiet", "--python", str(python), *arguments], installer_settings())
 
 
 def _run(command: list[str], variables: dict[str, str] | None = None) -> None:

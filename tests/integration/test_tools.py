@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ci
+import environment
 from packages import ROOT, closure, discover, third_party
 
 
@@ -82,3 +84,21 @@ def test_the_error_reference_is_checked() -> None:
     """`tools/error_reference.py --check` passes for the page that is committed."""
     done = subprocess.run([sys.executable, ROOT / "tools" / "error_reference.py", "--check"], check=False)
     assert 0 == done.returncode
+
+
+def test_uv_is_told_where_pip_finds_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uv reads none of pip's settings; what is said to uv itself stands."""
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
+        monkeypatch.delenv(name)
+    settings = tmp_path / "pip.conf"
+    settings.write_text(
+        "[global]\nfind-links = /from/the/file\nextra-index-url =\n    http://one/simple\n    http://two/simple\n"
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels/one /wheels/two")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://mirror/simple")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://said/to/uv")
+    found = environment.installer_settings()
+    assert "/wheels/one,/wheels/two" == found["UV_FIND_LINKS"]
+    assert "http://one/simple http://two/simple" == found["UV_INDEX"]
+    assert "UV_DEFAULT_INDEX" not in found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import UV, installer_settings
 from packages import ROOT, Package
 
 GROUPS = {
@@ -30,32 +32,41 @@ def provided(package: Package) -> set[tuple[str, str]]:
     return {(kind, name) for group, kind in GROUPS.items() for name in points.get(group, {})}
 
 
-def install(folder: Path, wheels: list[Path]) -> Path:
+def install(folder: Path, wheels: list[Path], installer: str) -> Path:
     """A clean environment with these wheels and, from the package index, what they require; its ``bin`` folder."""
     venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile"]
-    pip += ["--constraint", str(ROOT / "constraints.txt")]
-    done = subprocess.run([*pip, *map(str, wheels)], capture_output=True, text=True, timeout=280, check=False)
+    python = str(folder / "bin" / "python")
+    commands = {
+        "pip": [sys.executable, "-m", "pip", "--python", python, "install", "--no-compile"],
+        "uv": [str(UV), "pip", "install", "--python", python],
+    }
+    command = [*commands[installer], "--quiet", "--constraint", str(ROOT / "constraints.txt"), *map(str, wheels)]
+    variables = {**os.environ, **installer_settings()}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=variables)
     assert done.returncode == 0, done.stderr
-    return python.parent
+    return folder / "bin"
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("names", "torch"),
+    ("names", "torch", "installer"),
     [
-        pytest.param([], False, id="core alone"),
-        pytest.param(["jackfield-reward-rules", "jackfield-agent-single-turn"], False, id="light plugins"),
-        pytest.param(None, True, id="all packages"),
+        pytest.param([], False, "pip", id="core alone"),
+        pytest.param(["jackfield-reward-rules", "jackfield-agent-single-turn"], False, "pip", id="light plugins"),
+        pytest.param(None, True, "uv", id="all packages"),
     ],
 )
 def test_subset_installs_and_is_listed(
-    tmp_path: Path, packages: dict[str, Package], wheels: dict[str, Path], names: list[str] | None, torch: bool
+    tmp_path: Path,
+    packages: dict[str, Package],
+    wheels: dict[str, Path],
+    names: list[str] | None,
+    torch: bool,
+    installer: str,
 ) -> None:
     """`plugins list` shows what was installed and nothing else; torch comes only with a package that requires it."""
     chosen = ["jackfield", *(list(packages)[1:] if names is None else names)]
-    programs = install(tmp_path / "venv", [wheels[name] for name in chosen])
+    programs = install(tmp_path / "venv", [wheels[name] for name in chosen], installer)
 
     listing = subprocess.run(
         [programs / "jackfield", "plugins", "list", "--json"], cwd=tmp_path, capture_output=True, text=True, check=True
