@@ -43,4 +43,4 @@ interpreters: develop ## make the environments in which tests run vLLM and read 
 	@python3 tools/environment.py interpreters
 
 clean: ## remove what was made: environments, wheels, caches
-	rm -rf .venv .venv-transfer-queue .tox dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-transfer-queue .tox environments dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

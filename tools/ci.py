@@ -31,6 +31,7 @@ PYTHON = str(environment.PYTHON)
 SCRIPTS = environment.PYTHON.parent
 DIST = ROOT / "dist"
 WORKERS = 2  #: on two cores
+DISK_GIB = 12  #: that a clean checkout fills: environments, above all vLLM's
 TESTERS = 3  #: tests wait a quarter of their time, for processes that start, end or miss their deadline
 
 #: Tests use small tensors: threads of their own only get into each other's way, and nothing may look for a model hub.
@@ -212,6 +213,11 @@ def _word(result: Result) -> str:
 
 
 def _environment(packages: dict[str, Package]) -> bool:
+    free = shutil.disk_usage(ROOT).free / 2**30
+    if free < DISK_GIB and not (ROOT / ".tox").exists():
+        print(f"a clean checkout needs {DISK_GIB} GiB of disk in {ROOT}, and {free:.1f} GiB are free: make room, or")
+        print("`make clean` in other checkouts; tests would fail for want of it, one by one, and say something else")
+        return False
     environment.install_servers()
     environment.make()
     environment.install_requirements(environment.everything(packages), "everything")

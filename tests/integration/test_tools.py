@@ -80,6 +80,17 @@ def test_nothing_goes_on_without_an_environment() -> None:
     assert ["environment"] == [each.stage.name for each in results]
 
 
+def test_a_disk_that_will_be_full_is_said_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is installed on it."""
+    monkeypatch.setattr(ci, "ROOT", tmp_path)
+    monkeypatch.setattr(ci, "DISK_GIB", 2**40)
+    monkeypatch.setattr(environment, "install_servers", lambda: pytest.fail("began to install"))
+    assert not ci._environment({})
+    assert f"GiB of disk in {tmp_path}" in capsys.readouterr().out
+
+
 def test_the_error_reference_is_checked() -> None:
     """`tools/error_reference.py --check` passes for the page that is committed."""
     done = subprocess.run([sys.executable, ROOT / "tools" / "error_reference.py", "--check"], check=False)
