@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,27 @@ def roles(commands: subprocess.Popen[str]) -> Roles:
     return Roles(commands)
 
 
+def shared(folder: Path, made: Path, *more: str) -> list[str]:
+    """What all roles of a run of three steps are told."""
+    return [
+        str(QUICKSTART / "grpo.yaml"),
+        f"folder={folder}",
+        f"model.path={made / 'model'}",
+        f"data.train={made / 'problems.jsonl'}",
+        f"checkpoint_engine={{name: file, folder: {folder / 'weights'}}}",
+        "schedule.steps=3",
+        "schedule.sync_offset=1",
+        "evaluation.every=0",
+        "checkpoint.every=1",
+        "observe.progress=false",
+        "observe.curve=false",
+        "observe.tensorboard=false",
+        SQL,
+        *SMALL,
+        *more,
+    ]
+
+
 def test_a_run_by_a_served_controller_is_the_one_by_its_own(
     small_run: Run, roles: Roles, made: Path, tmp_path: Path
 ) -> None:
@@ -145,23 +167,7 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
     the trainer when it writes its second checkpoint; the controller and the other explorer go on meanwhile.
     """
     folder = tmp_path / "run"
-    common = [
-        str(QUICKSTART / "grpo.yaml"),
-        f"folder={folder}",
-        f"model.path={made / 'model'}",
-        f"data.train={made / 'problems.jsonl'}",
-        f"checkpoint_engine={{name: file, folder: {folder / 'weights'}}}",
-        "queue.controller={silence: 4.0, rewards: apart}",
-        "schedule.steps=3",
-        "schedule.sync_offset=1",
-        "evaluation.every=0",
-        "checkpoint.every=1",
-        "observe.progress=false",
-        "observe.curve=false",
-        "observe.tensorboard=false",
-        SQL,
-        *SMALL,
-    ]
+    common = shared(folder, made, "queue.controller={silence: 8.0, rewards: apart}")
     roles.start("queue", "queue", "serve", *common)
     roles.until("the queue is served", of="queue")
     second_save = ("jackfield.trainer.checkpoint:Checkpointer.save", 2)
@@ -192,3 +198,43 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
     assert any("was released" in entry["reason"] for entry in released)
     assert 2 == len(list((folder / "explorers").iterdir()))
     assert (folder / "model" / "config.json").is_file()
+
+
+def test_a_run_outlives_its_controller(roles: Roles, made: Path, tmp_path: Path) -> None:
+    """With a journal: it is killed at the second checkpoint, before that is written; everybody says so, and ends.
+
+    The same commands go on from the first checkpoint, with the very rows that had been made and scored since.
+    """
+    folder = tmp_path / "run"
+    common = shared(folder, made, "queue={durable: true, controller: {silence: 8.0}}")
+    second_cut = ("jackfield.queue.local:LocalQueue.checkpoint", 2)
+    roles.start("queue", "queue", "serve", *common, die_at=second_cut)
+    roles.until("the queue is served", of="queue")
+    roles.start("trainer", "run", *common, "--role", "train")
+    roles.start("explorer", "run", *common, "--role", "explore")
+    assert -signal.SIGKILL == roles.ended("queue"), roles.printed("queue")
+    for name in ("trainer", "explorer"):
+        assert 1 == roles.ended(name), roles.printed(name)
+        assert "the connection to the queue's controller is lost: nothing was heard of it" in roles.printed(name)
+        assert "queue.session" in roles.printed(name)
+    before = list(read_ledger(folder / "ledger.jsonl"))
+    roles.said.clear()
+    roles.start("queue", "queue", "serve", *common)
+    roles.until("the queue is served", of="queue")
+    roles.start("trainer", "run", *common, "--role", "train")
+    roles.start("explorer", "run", *common, "--role", "explore")
+    assert 0 == roles.ended("trainer"), roles.printed("trainer")
+    assert 0 == roles.ended("explorer"), roles.printed("explorer")
+    roles.end_queue()
+    entries = list(read_ledger(folder / "ledger.jsonl"))
+    first, then = effective_acks(before), effective_acks(entries)
+    assert 4 * [0] + 4 * [1] == list(first["trainer"].values())
+    assert first["trainer"].items() <= then["trainer"].items(), "the same rows are trained on at the same steps"
+    assert {0: 4, 1: 4, 2: 4} == Counter(then["trainer"].values())
+    assert before == entries[: len(before)]
+    rolled_back = [entry for entry in entries if entry["event"] == "rollback"]
+    assert [("trainer", 0, 4)] == [(entry["consumer"], entry["step"], len(entry["keys"])) for entry in rolled_back]
+    scored = [
+        key for entry in entries if entry["event"] == "ack" and entry["consumer"] == "reward" for key in entry["keys"]
+    ]
+    assert len(set(scored)) == len(scored) >= 12, "and none of them is scored again"

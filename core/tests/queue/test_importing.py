@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
+from jackfield.queue import appending, importing
+from jackfield.queue.archive import ArchivedRow, ArchiveWriter
+from jackfield.queue.browse import saved_rows
 from jackfield.queue.importing import ImportedRows
-from jackfield.queue.row_files import StoredRow, cell_of
+from jackfield.queue.row_files import StoredRow, cell_of, read_rows, write_rows
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 Run = Callable[..., None]
 
@@ -68,3 +74,48 @@ def test_what_was_lost_is_read_again(run: Run) -> None:
         keeping.cancel()
 
     run(test)
+
+
+@pytest.mark.parametrize(("suffix", "together"), [("jsonl", 1), ("parquet", 500)])
+def test_an_import_holds_no_more_rows_than_are_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, together: int
+) -> None:
+    """Each is in the folder, and gone from memory, before the next ones are read; those that were there stay."""
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    file, folder = tmp_path / f"rows.{suffix}", tmp_path / "made"
+    count = 1100
+    write_rows(file, lambda: (StoredRow(group=f"g{n % 7}", cells={"n": cell_of("n", [n])}) for n in range(count)))
+    alive: WeakSet[StoredRow] = WeakSet()
+    written: list[int] = []
+    most = 0
+
+    class Writer(ArchiveWriter):
+        def add(self, row: ArchivedRow) -> None:
+            super().add(row)
+            written.append(int(row.cells["n"].tensor()))
+
+    def read(path: Path) -> Iterator[StoredRow]:
+        nonlocal most
+        before = len(written)
+        tensors = living_tensors()
+        for number, row in enumerate(read_rows(path)):
+            assert (len(written) - before) % count in (0, number), "none is held back"
+            alive.add(row)
+            most = max(most, len(alive))
+            if number == count - 1:
+                assert living_tensors() - tensors < 10
+            yield row
+
+    monkeypatch.setattr(appending, "ArchiveWriter", Writer)
+    monkeypatch.setattr(importing, "read_rows", read)
+    for times in (1, 2):
+        written.clear()
+        assert count == asyncio.run(importing.import_file(file, folder, "human"))
+        assert times * list(range(count)) == written
+    assert most <= 2 * together + 2
+    assert 2 * count == len(list(saved_rows(folder)))
+
+
+def living_tensors() -> int:
+    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())

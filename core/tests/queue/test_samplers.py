@@ -236,14 +236,19 @@ def test_groups_are_whole_by_their_id_never_by_neighbouring_numbers(run: Run) ->
 
 
 def test_partitions_and_consumers_have_their_own_progress(run: Run) -> None:
+    """Each of two consumers sees each row of its partition once, and none of another one."""
+    partitions = ("train", "eval", "expert", "human")
+
     async def test(bench: Any) -> None:
-        for name, partition in (("a", "train"), ("b", "train"), ("c", "eval")):
-            await bench.queue.register_consumer(name, partition, ("ids",))
-            if name != "b":
-                ticket = await bench.queue.claim_ticket(partition, "e", 2)
-                await bench.publish(ticket, runs=1)
-        taken = {name: (await bench.queue.sample_groups(name, 2, 0, deadline_seconds=0)).keys for name in "abc"}
-        assert taken["a"] == taken["b"] != taken["c"]
+        for partition in partitions:
+            await bench.publish(await bench.queue.claim_ticket(partition, "e", 2), runs=1)
+        for partition in partitions:
+            for name in (f"{partition}-a", f"{partition}-b"):
+                await bench.queue.register_consumer(name, partition, ("ids",))
+                taken = await bench.queue.sample_groups(name, 2, 0, deadline_seconds=0)
+                assert (f"{partition}/0/0/0/0/0", f"{partition}/0/1/0/0/0") == taken.keys
+                with pytest.raises(DeadlineExceeded):
+                    await bench.queue.sample_groups(name, 1, 0, deadline_seconds=0)
 
     run(test)
 

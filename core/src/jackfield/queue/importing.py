@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-from jackfield.abc.transfer_queue import Column, TransferQueueContext
+from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
+from jackfield.queue.appending import AppendingBackend
 from jackfield.queue.cells import column_of
 from jackfield.queue.lineage import Lineage
-from jackfield.queue.local import STATE_FILE, LocalQueue
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.local import STATE_FILE, VALUES_FOLDER, LocalQueue
 from jackfield.queue.meta import GroupSlot, Ticket
 from jackfield.queue.row_files import StoredRow, read_rows
 from jackfield.queue.transfer_queue import TransferQueue
@@ -136,11 +136,12 @@ def _columns(row: StoredRow) -> Mapping[str, Column]:
 async def import_file(file: Path, folder: Path, partition: str) -> int:
     """Put the rows of a JSONL or Parquet file into the checkpointed queue of ``folder``; returns their number.
 
+    The file may be larger than memory: values go from it to the folder batch by batch; tags and keys stay in memory.
+
     Raises:
         QueueError: where the file is no file of rows, or the folder holds something else than a queue.
     """
-    context = TransferQueueContext()
-    queue = LocalQueue(MemoryBackend(MemoryConfig(), context), Clock())
+    queue = LocalQueue(AppendingBackend(folder / VALUES_FOLDER), Clock())
     await queue.start()
     try:
         if (folder / STATE_FILE).is_file():
