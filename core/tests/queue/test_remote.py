@@ -35,6 +35,7 @@ from jackfield.queue.protocol import METHODS, ControllerAddress, method
 from jackfield.queue.remote import RemoteQueue
 from jackfield.queue.serving import QueueServer
 from jackfield.sockets import Keys
+from jackfield.wire import Wire
 
 torch = pytest.importorskip("torch")
 
@@ -144,6 +145,40 @@ def test_a_remote_queue_does_what_a_local_one_does() -> None:
             stats = await trainer.stats()
             assert (4, 2, 0) == (stats["rows"], stats["clients"], stats["refused"])
             assert await world.queue.stats() == {n: v for n, v in stats.items() if n not in ("clients", "refused")}
+
+    asyncio.run(main())
+
+
+def test_values_do_not_pass_the_controller() -> None:
+    """A batch of 4 MB is put, leased, read, given a column and acked, by messages of a few KB in all."""
+
+    async def main() -> None:
+        async with served() as world:
+            client, sizes = await world.client(), list[int]()
+
+            def counted(wire: Wire) -> Any:
+                decode = wire.decode
+
+                def count(frames: Any) -> Any:
+                    sizes.extend(map(len, frames))
+                    return decode(frames)
+
+                return count
+
+            for wire in (world.server._wire, client.connection._wire):
+                wire.decode = counted(wire)  # type: ignore[method-assign]
+            await client.register_consumer("trainer", "train", ("ids",))
+            ticket = await client.claim_ticket("train", "e", 1)
+            group = await client.open_group(await anext(client.slots(ticket, 5)), "t", runs=1)
+            values = torch.arange(1 << 19)
+            await client.put_run(group, 0, {"ids": column_from_rows([values])})
+            batch = await client.lease_groups("trainer", 0, deadline_seconds=5)
+            assert torch.equal(values, (await client.get(batch, ["ids"]))["ids"].values)
+            await client.put(batch, {"more": column_from_rows([values])})
+            await client.ack(batch, step=0)
+            assert 2 * values.nbytes == (await client.stats())["bytes"]
+            assert 20 < len(sizes), "requests and answers"
+            assert sum(sizes) < 8192
 
     asyncio.run(main())
 

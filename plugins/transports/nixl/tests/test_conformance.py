@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jackfield_conformance import certify
+from jackfield_queue_machine import check_queue_against_model
 from jackfield_queue_model import check_against_model
 from jackfield_transport_nixl.backend import NIXLBackend
 from jackfield_transport_nixl.config import QueueConfig
@@ -26,3 +27,7 @@ def test_the_queue_is_certified() -> None:
 def test_the_queue_is_a_dict() -> None:
     settings = QueueConfig(inline_bytes=24, region_bytes=1 << 16)
     check_against_model(lambda context: NIXLBackend(settings, context), examples=5)
+
+
+def test_a_queue_with_nixl_does_what_its_model_does() -> None:
+    check_queue_against_model(lambda context: NIXLBackend(QueueConfig(inline_bytes=4), context))

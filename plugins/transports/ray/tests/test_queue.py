@@ -20,6 +20,7 @@ from jackfield.abc.transfer_queue import GetRequest, PutRequest, TransferQueueCo
 from jackfield.errors import QueueError
 from jackfield.queue import dense_column
 from jackfield_conformance import certify
+from jackfield_queue_machine import check_queue_against_model
 from jackfield_queue_model import check_against_model
 from jackfield_testing import in_loop
 from jackfield_transport_ray.backend import RayBackend
@@ -65,6 +66,11 @@ def test_the_plugin_is_certified() -> None:
 @pytest.mark.timeout(120)
 def test_the_queue_is_a_dict() -> None:
     check_against_model(lambda context: RayBackend(Config(), context), examples=5)
+
+
+@pytest.mark.timeout(120)
+def test_a_queue_with_ray_does_what_its_model_does() -> None:
+    check_queue_against_model(lambda context: RayBackend(Config(), context))
 
 
 @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@ import pytest
 
 from jackfield.errors import PluginError
 from jackfield_conformance import certify
+from jackfield_queue_machine import check_queue_against_model
 from jackfield_queue_model import check_against_model
 from jackfield_servers import RedisServer
 from jackfield_transport_redis.backend import RedisBackend
@@ -24,6 +25,11 @@ def test_the_plugin_is_certified(redis_server: RedisServer, monkeypatch: pytest.
 @pytest.mark.needs("redis")
 def test_redis_is_a_dict(redis_server: RedisServer) -> None:
     check_against_model(lambda context: RedisBackend(Config(url=redis_server.url), context))
+
+
+@pytest.mark.needs("redis")
+def test_a_queue_with_redis_does_what_its_model_does(redis_server: RedisServer) -> None:
+    check_queue_against_model(lambda context: RedisBackend(Config(url=redis_server.url), context))
 
 
 def test_without_a_server_the_checks_say_how_to_get_one(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jackfield_conformance import certify
+from jackfield_queue_machine import check_queue_against_model
 from jackfield_queue_model import check_against_model
 from jackfield_transport_zmq.backend import ZMQBackend
 from jackfield_transport_zmq.config import QueueConfig
@@ -34,3 +35,7 @@ def test_the_engine_is_certified() -> None:
 )
 def test_the_queue_is_a_dict(settings: dict[str, Any]) -> None:
     check_against_model(lambda context: ZMQBackend(QueueConfig(**settings), context), examples=5)
+
+
+def test_a_queue_with_units_does_what_its_model_does() -> None:
+    check_queue_against_model(lambda context: ZMQBackend(QueueConfig(units=2), context))
