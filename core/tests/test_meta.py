@@ -19,14 +19,16 @@ REPOSITORY = Path(__file__).parents[2]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "ray", "transformers", "tensordict", "numpy")
 
-# One fresh interpreter that forks for each module: nothing of ours is imported before the fork. What makes forks cheap
-# is that third-party packages which the core needs anyway are warm.
+# One fresh interpreter that forks for each module: nothing of ours is imported before the first fork. The modules of a
+# package are forks of a process that has imported the package, because any import of them begins so. Third-party
+# packages which the core needs anyway are warm, which makes forks cheap.
 ZYGOTE = """
 import json, os, sys, traceback
-import attrs, cattrs, click, importlib.metadata, pluggy, yaml
+import asyncio, attrs, cattrs, click, importlib.metadata, pluggy, ssl, yaml
 modules, heavy = json.loads(sys.argv[1])
 assert not [name for name in sys.modules if name.partition(".")[0] == "jackfield"]
-for module in modules:
+
+def visit(module):
     child = os.fork()
     if child == 0:
         try:
@@ -36,8 +38,13 @@ for module in modules:
         except BaseException:
             problem = traceback.format_exc()
         print(json.dumps([module, problem]), flush=True)
+        for inner in modules:
+            if inner.rpartition(".")[0] == module:
+                visit(inner)
         os._exit(0)
     os.waitpid(child, 0)
+
+visit("jackfield")
 """
 
 

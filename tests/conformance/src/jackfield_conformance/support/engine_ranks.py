@@ -1,17 +1,14 @@
-"""Two ranks of an engine in processes of their own; as a script, one of them.
+"""Two ranks of an engine in processes of their own.
 
-``python -m jackfield_conformance.support.engine_ranks SETTINGS.json`` trains one step on its share of the rows and
-writes ``rank-N.safetensors`` and ``rank-N.json`` beside the settings.
+Each trains one step on its share of the rows and writes ``rank-N.safetensors`` and ``rank-N.json``. It is forked from a
+process of its own that has imported the libraries, so that ranks share neither random state nor the order of sets.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +19,7 @@ import torch
 
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
+from jackfield_conformance.support.hosts import Host
 
 __all__ = ["RANKS", "Played", "play"]
 
@@ -29,6 +27,7 @@ RANKS = 2
 _SECONDS = 90.0  #: for both processes, imports included
 
 _PLAYED: dict[tuple[type, str], Played] = {}
+_HOSTS: list[Host] = []  #: by rank
 
 
 @attrs.frozen(eq=False)
@@ -70,54 +69,54 @@ def play(subject: Subject) -> Played:
 
 
 def _run(subject: Subject, folder: Path) -> Played:
-    processes = []
-    for rank in range(RANKS):
-        settings = {
-            "path": [entry for entry in sys.path if entry],
-            "class": [subject.cls.__module__, subject.cls.__qualname__],
-            "config_class": [subject.config_class.__module__, subject.config_class.__qualname__],
-            "settings": dict(subject.settings),
-            "fixture": {name: subject.fixture[name] for name in ("device",) if name in subject.fixture},
-            "model": str(support.model_folder()),
-            "rank": rank,
-        }
-        path = folder / f"settings-{rank}.json"
-        path.write_text(json.dumps(settings))
-        command = [sys.executable, "-m", "jackfield_conformance.support.engine_ranks", str(path)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        with (folder / f"log-{rank}.txt").open("w") as log:
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-    codes = _ended(processes)
-    said = "\n".join((folder / f"log-{rank}.txt").read_text()[-1500:] for rank in range(RANKS))
+    hosts = _hosts()
+    for rank, host in enumerate(hosts):
+        host.order(
+            {
+                "class": [subject.cls.__module__, subject.cls.__qualname__],
+                "config_class": [subject.config_class.__module__, subject.config_class.__qualname__],
+                "settings": dict(subject.settings),
+                "fixture": {name: subject.fixture[name] for name in ("device",) if name in subject.fixture},
+                "model": str(support.model_folder()),
+                "folder": str(folder),
+                "rank": rank,
+            }
+        )
+    deadline = time.monotonic() + _SECONDS
+    answers: list[tuple[int, str] | None] = []
+    for host in hosts:
+        answers.append(host.answer(deadline - time.monotonic()))
+        if answers[-1] is None:
+            host.end()
+        elif answers[-1][0] != 0:
+            deadline = min(deadline, time.monotonic() + 5.0)  # the other one may wait for it
+    codes = [None if answer is None else answer[0] for answer in answers]
+    said = "\n".join(answer[1] for answer in answers if answer)
     late = f" (ended after {_SECONDS:g} s)" if any(code is None for code in codes) else ""
     assert codes == [0] * RANKS, f"the ranks end with {codes}{late}:\n{said}"
     return Played(folder, tuple(json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)))
 
 
-def _ended(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """The exit codes; None of a process that had to be killed. When one fails, the others are not waited for long."""
-    deadline = time.monotonic() + _SECONDS
-    codes: list[int | None] = []
-    try:
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(deadline - time.monotonic(), 0.0))
-            if process.returncode:
-                deadline = min(deadline, time.monotonic() + 5.0)
-    finally:
-        for process in processes:
-            codes.append(process.poll())
-            process.kill()
-            process.wait()
-    return codes
+def _hosts() -> list[Host]:
+    if not all(host.alive for host in _HOSTS):
+        while _HOSTS:
+            _HOSTS.pop().end()
+    while len(_HOSTS) < RANKS:
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        _HOSTS.append(Host(f"{__name__}:_play", ["transformers.models.qwen3.modeling_qwen3"], environment))
+    return list(_HOSTS)
 
 
-def _play_rank(settings: Mapping[str, Any], folder: Path) -> None:
+def _play(settings: Mapping[str, Any]) -> None:
+    """In a child of a host: be one rank."""
     from safetensors.torch import save_file
 
     from jackfield.abc.engine import SaveCheckpointRequest
     from jackfield.structuring import structure
 
+    torch.set_num_threads(1)
+    torch.seed()  # the host's state is in every child
+    folder = Path(settings["folder"])
     cls, config_class = (_load(*settings[name]) for name in ("class", "config_class"))
     config = structure(config_class, settings["settings"])
     subject = Subject(
@@ -157,14 +156,3 @@ def _load(module: str, qualname: str) -> Any:
     for part in qualname.split("."):
         found = getattr(found, part)
     return found
-
-
-def _main(path: Path) -> None:
-    settings = json.loads(path.read_text())
-    sys.path.extend(entry for entry in settings["path"] if entry not in sys.path)
-    torch.set_num_threads(1)
-    _play_rank(settings, path.parent)
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))

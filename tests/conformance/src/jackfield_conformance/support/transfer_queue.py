@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import importlib
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +24,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError
 from jackfield.structuring import structure
+from jackfield_conformance.support.hosts import Host
 
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
@@ -187,15 +184,6 @@ def refused(code: str, *names: str) -> Iterator[None]:
 
 # -- kill -9 ---------------------------------------------------------------------------------------------------------
 
-_HOST = """
-import json, os, sys
-order = json.loads(sys.stdin.readline())
-sys.path[:0] = [path for path in order["path"] if path not in sys.path]
-import torch
-from jackfield_conformance.support.transfer_queue import _serve_orders
-_serve_orders()
-"""
-
 
 def put_and_be_killed(subject: Subject, folder: Path, rounds: int) -> None:
     """In another process: open the backend in ``folder``, put ``sample_columns`` of rows ``n-0 .. n-2`` for every round
@@ -208,80 +196,28 @@ def put_and_be_killed(subject: Subject, folder: Path, rounds: int) -> None:
         "settings": dict(subject.settings),
         "folder": str(folder),
         "rounds": rounds,
-        "path": sys.path,
     }
-    status, message = _host().carry_out(order)
+    host = _host()
+    host.order(order)
+    answer = host.answer(_SECONDS_TO_DIE)
+    if answer is None:
+        host.end()
+        raise AssertionError(f"a process that put rows did not end within {_SECONDS_TO_DIE:g} s")
+    status, message = answer
     assert status == -signal.SIGKILL, f"the process that put ended early: {message or status}"
 
 
-class _Host:
-    """A process that has torch loaded and forks one child per order: the import is paid for once."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        atexit.register(self.end)
-        self._write({"path": sys.path})  # to find torch and this module; each order has the path of its own moment
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def carry_out(self, order: Mapping[str, Any]) -> tuple[int, str]:
-        """The child's exit status, negative for a signal, and what it said."""
-        self._write(order)
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], _SECONDS_TO_DIE)
-        if not ready:
-            self.end()
-            raise AssertionError(f"a process that put rows did not end within {_SECONDS_TO_DIE:g} s")
-        status, message = json.loads(self._process.stdout.readline() or '[1, "no answer"]')
-        return status, message
-
-    def end(self) -> None:
-        """End the process."""
-        atexit.unregister(self.end)
-        self._process.kill()
-        self._process.communicate()
-
-    def _write(self, value: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(value) + "\n")
-        self._process.stdin.flush()
+_HOSTS: list[Host] = []
 
 
-_HOSTS: list[_Host] = []
-
-
-def _host() -> _Host:
+def _host() -> Host:
     if not _HOSTS or not _HOSTS[0].alive:
-        _HOSTS[:] = [_Host()]
+        _HOSTS[:] = [Host(f"{__name__}:_obey")]
     return _HOSTS[0]
 
 
-def _serve_orders() -> None:
-    """The host's loop: it ends with its standard input."""
-    for line in sys.stdin:
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reading)
-            _obey(json.loads(line), writing)
-        os.close(writing)
-        with os.fdopen(reading, encoding="utf-8") as pipe:
-            message = pipe.read()
-        _, status = os.waitpid(child, 0)
-        print(json.dumps([os.waitstatus_to_exitcode(status), message]), flush=True)
-
-
-def _obey(order: Mapping[str, Any], pipe: int) -> None:
-    sys.path[:] = order["path"]
-    try:
-        asyncio.run(_put_and_die(order))
-    except BaseException as error:
-        os.write(pipe, repr(error).encode()[:4096])
-    os._exit(1)
+def _obey(order: Mapping[str, Any]) -> None:
+    asyncio.run(_put_and_die(order))
 
 
 async def _put_and_die(order: Mapping[str, Any]) -> None:
