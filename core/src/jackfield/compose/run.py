@@ -22,7 +22,7 @@ from jackfield.compose.crew import MakeCrew, crew_maker
 from jackfield.compose.export import export_model
 from jackfield.compose.inputs import Tasks, check_tokens, read_model, read_tasks
 from jackfield.compose.mixing import check_rows, make_sources, mixed_rows
-from jackfield.compose.parts import Parts, Role
+from jackfield.compose.parts import Role
 from jackfield.compose.recipe import Recipe, make_recipe
 from jackfield.compose.resume import (
     DISK_ERRORS,
@@ -36,6 +36,8 @@ from jackfield.compose.resume import (
     storage_errors,
 )
 from jackfield.compose.selection import check_plugins, import_plugins, manifests, register_parts
+from jackfield.compose.separate import ExplorerParts, RewardParts
+from jackfield.compose.training import TrainerParts
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
@@ -191,7 +193,7 @@ async def explore_async(
         async with AsyncExitStack() as processes:
             make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
             hook = prepared.hooks.hook
-            parts = Parts(config, prepared.recipe, prepared.tasks, make_crew, hook, clock, role="explore")
+            parts = ExplorerParts(config, prepared.recipe, prepared.tasks, make_crew, hook, clock, "explore")
             await _told(config, prepared.hooks, 0, parts.version, _explore(parts))
     return Explored(folder=folder, version=parts.version.value)
 
@@ -228,26 +230,26 @@ async def reward_async(
         async with AsyncExitStack() as processes:
             make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
             hook = prepared.hooks.hook
-            parts = Parts(config, prepared.recipe, prepared.tasks, make_crew, hook, clock, role="reward")
+            parts = RewardParts(config, prepared.recipe, prepared.tasks, make_crew, hook, clock, "reward")
             groups = await _told(config, prepared.hooks, 0, parts.steps_done, _reward(parts))
     return Rewarded(folder=folder, groups=groups)
 
 
-async def _reward(parts: Parts) -> None:
+async def _reward(parts: RewardParts) -> None:
     """Build, reward until the trainer has finished; end everything in reverse order, whatever happens."""
     seconds = parts.config.deadlines.batch + parts.config.deadlines.engine
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-        pipeline = await parts.build_rewards(stack)
+        pipeline = await parts.build(stack)
         rewarding = tasks.create_task(pipeline.run())
         await trainer_finished(parts.queue, lambda: pipeline.groups, seconds)
         rewarding.cancel()
     await parts.steps_done.advance(pipeline.groups)
 
 
-async def _explore(parts: Parts) -> None:
+async def _explore(parts: ExplorerParts) -> None:
     """Build, follow the trainer's weights, explore; end everything in reverse order, whatever happens."""
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-        run = await parts.build_explorer(stack)
+        run = await parts.build(stack)
         background = [tasks.create_task(part()) for part in (run.replicas.keep, run.weights.run)]
         await run.weights.first(parts.config.deadlines.batch)
         await _open_control(stack, parts.config, run.replicas, parts.clock)
@@ -278,7 +280,7 @@ async def _run(
     role: Literal["all", "train"],
 ) -> RunResult:
     folder, hooks = Path(config.folder), prepared.hooks
-    parts = Parts(config, prepared.recipe, prepared.tasks, make_crew, hooks.hook, clock, start.store, role)
+    parts = TrainerParts(config, prepared.recipe, prepared.tasks, make_crew, hooks.hook, clock, start.store, role)
     steps = await _told(config, hooks, start.step, parts.steps_done, _train(parts, folder, start))
     return RunResult(folder=folder, model=folder / "model", steps=steps)
 
@@ -345,7 +347,7 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-async def _train(parts: Parts, folder: Path, start: StartingPoint) -> None:
+async def _train(parts: TrainerParts, folder: Path, start: StartingPoint) -> None:
     """Build, start or go on, train, save; end everything in reverse order, whatever happens."""
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         run = await parts.build(stack)
