@@ -189,16 +189,12 @@ def _check(schema: Schema) -> Callable[[Any], bool]:
     if isinstance(schema, list):
         (inner,) = schema
         if inner in _SCALARS:
-            return lambda value: type(value) is list and all(type(item) is inner for item in value)
+            kinds = {inner}
+            return lambda value: type(value) is list and kinds.issuperset(map(type, value))
         check = _check(inner)
         return lambda value: type(value) is list and all(map(check, value))
     if isinstance(schema, tuple):
-        checks = [_check(item) for item in schema]
-        return lambda value: (
-            type(value) is list
-            and len(value) == len(checks)
-            and all(check(item) for check, item in zip(checks, value, strict=True))
-        )
+        return _check_tuple(schema)
     if isinstance(schema, set):
         (inner,) = schema
         check = _check(inner)
@@ -209,3 +205,13 @@ def _check(schema: Schema) -> Callable[[Any], bool]:
         return lambda value: True
     assert schema in _SCALARS, f"{schema!r} is no type of a field"
     return lambda value: type(value) is schema
+
+
+def _check_tuple(schema: tuple[Any, ...]) -> Callable[[Any], bool]:
+    """Types all at once, then what lies in lists and maps: messages have thousands of such entries."""
+    kinds = [dict if isinstance(item, set) else list if isinstance(item, list | tuple) else item for item in schema]
+    assert object not in kinds, "an entry of a list has a type"
+    inner = [(index, _check(item)) for index, item in enumerate(schema) if item not in _SCALARS]
+    return lambda value: (
+        type(value) is list and kinds == list(map(type, value)) and all(check(value[index]) for index, check in inner)
+    )

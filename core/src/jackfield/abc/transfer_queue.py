@@ -56,7 +56,7 @@ class Column:
     encoding: Literal["tensor", "json"] = "tensor"
 
     def __len__(self) -> int:
-        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+        return self.values.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -94,10 +94,11 @@ class Cell:
 def cells_of(column: Column) -> list[Cell]:
     """The rows of a column; they share its memory."""
     kind, values = column_kind(column), column.values
-    dtype, content, trailing = _dtype_name(values), _bytes(values), tuple(values.shape[1:])
+    count, *rest = values.shape
+    dtype, content, trailing = _dtype_name(values), _bytes(values), tuple(rest)
     unit = values.element_size() * math.prod(trailing)
     if column.offsets is None:
-        starts = range(0, len(values) * unit, unit) if unit else [0] * len(values)
+        starts = range(0, count * unit, unit) if unit else [0] * count
         return [Cell(kind, dtype, trailing, content[start : start + unit]) for start in starts]
     bounds = column.offsets.tolist()
     return [
@@ -159,10 +160,14 @@ def column_kind(column: Column) -> Kind:
 
 
 def _bytes(values: torch.Tensor) -> memoryview:
-    import torch
+    lies = values.detach().contiguous()
+    try:
+        content: Any = lies.numpy()
+    except TypeError:  # a dtype that numpy lacks
+        import torch
 
-    content: Any = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(content)
+        content = lies.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content.reshape(-1).view("u1"))
 
 
 def _dtype_name(values: torch.Tensor) -> str:
