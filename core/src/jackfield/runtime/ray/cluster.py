@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import platform
 import secrets
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -20,10 +21,14 @@ from jackfield.plugins.interpreters import preflight
 from jackfield.runtime.ray.host import Host, Place
 from jackfield.runtime.ray.stub import answer
 
+if TYPE_CHECKING:
+    import psutil
+
 __all__ = ["Cluster", "ClusterOptions", "check_interpreter"]
 
 _CONCURRENT_CALLS = 10_000
 _END_SECONDS = 15.0
+_GONE_SECONDS = 15.0  #: for the processes of a cluster to be gone, after which they are killed
 _REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by a public address
 _TOKEN = "RAY_AUTH_TOKEN"
@@ -64,6 +69,7 @@ class Cluster:
         self._actors: list[_Actor] = []
         self._spare: dict[str, _Actor] = {}
         self._groups: dict[str, Any] = {}
+        self._processes: list[psutil.Process] = []  # of a cluster that was started here; the others are below them
 
     async def open(self, options: ClusterOptions, needed_cpus: float) -> None:
         """Start or join a cluster.
@@ -93,7 +99,9 @@ class Cluster:
             if options.address is not None:
                 await self._clock.wait_for(_reach(options.address), _REACH_SECONDS, f"the cluster {options.address}")
             # in this thread: what Ray starts would end with another one, and Ray has deadlines of its own here
+            before = _children()
             ray.init(address=options.address or "local", log_to_driver=False, configure_logging=False, **own)
+            self._processes = [each for each in _children() if each not in before] if own else []
         except Exception as error:  # whatever Ray raises
             raise RunError(
                 f"the Ray cluster at {options.address} cannot be joined" if options.address else "Ray cannot start",
@@ -267,7 +275,10 @@ class Cluster:
         self._actors = []
 
     async def close(self) -> None:
-        """End all actors, give their places back, and leave the cluster; end it, if it was started here."""
+        """End all actors, give their places back, and leave the cluster; end it, if it was started here.
+
+        No process of a cluster that was started here is left. Ray itself only tells them to end.
+        """
         ray = _ray()
         await self.rest()
         for actor in self._spare.values():
@@ -275,7 +286,10 @@ class Cluster:
         self._spare = {}
         for what in list(self._groups):
             self.give_back(what)
+        family = {each for head in self._processes for each in _with_descendants(head)}
         ray.shutdown()
+        await asyncio.to_thread(_see_gone, family)
+        self._processes = []
 
     async def _end(self, actor: _Actor) -> bool:
         """Whether a worker has ended well."""
@@ -288,6 +302,33 @@ class Cluster:
 
     def _name(self, handle: Any) -> str:
         return next(actor.name for actor in self._actors if actor.handle is handle)
+
+
+def _children() -> list[psutil.Process]:
+    """Processes that this one has started."""
+    import psutil
+
+    return psutil.Process().children()
+
+
+def _with_descendants(process: psutil.Process) -> list[psutil.Process]:
+    import psutil
+
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _see_gone(processes: Iterable[psutil.Process]) -> None:
+    """Return when all of them are gone; kill those that will not go by themselves."""
+    import psutil
+
+    _, left = psutil.wait_procs(list(processes), timeout=_GONE_SECONDS)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=_GONE_SECONDS)
 
 
 _FOREVER = 10 * 365 * 24 * 3600.0
