@@ -47,14 +47,8 @@ REPLIES: dict[str, dict[str, Schema]] = {
     "gone": {"reason": str},  #: the client is none, or none any more
 }
 
-#: What of the queue another process may call; the rest is the client's own.
-METHODS = (
-    *("claim_ticket", "wait_ticket", "vacancies", "release_tickets", "wait_offer", "slots", "open_group", "drop_group"),
-    *("group", "wait_group_settled", "settled_groups", "ending_run", "remember_lineage", "fail_run", "adding"),
-    *("announce", "fail_lost", "fail_rows", "register_consumer", "lease", "lease_groups", "sample_groups", "renew"),
-    *("release", "take_over", "ack", "commit", "rollback", "drain_failures", "stats", "post", "wait_notice"),
-    *("checkpoint", "clear", "restore", "recover", "flush"),
-)
+#: What of the queue another process may call: all that is not made of other methods, or the client's own.
+METHODS = tuple(sorted(TransferQueue.__abstractmethods__ - {"start", "close"}))
 
 
 @attrs.frozen(eq=False)

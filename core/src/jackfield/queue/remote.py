@@ -6,17 +6,14 @@ Values go between this process and the backend; the controller hears of keys, co
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.queue.connection import Connection
-from jackfield.queue.lineage import Lineage
-from jackfield.queue.meta import BatchMeta
 from jackfield.queue.protocol import ControllerAddress, method
-from jackfield.queue.rows import Written
 from jackfield.queue.transfer_queue import TransferQueue
 
 __all__ = ["RemoteQueue"]
@@ -26,6 +23,7 @@ T = TypeVar("T")
 
 Method = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 Iteration = Callable[Concatenate[Any, P], AsyncIterator[T]]
+Context = Callable[Concatenate[Any, P], AbstractAsyncContextManager[T]]
 
 
 def _called(function: Method[P, T]) -> Method[P, T]:
@@ -50,6 +48,22 @@ def _iterated(function: Iteration[P, T]) -> Iteration[P, T]:
 
     del iterate.__isabstractmethod__  # type: ignore[attr-defined]
     return cast(Iteration[P, T], iterate)
+
+
+def _entered(function: Context[P, T]) -> Context[P, T]:
+    """The same context: entered and left there. A set that it gives is, when it was left, what it is there then."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    @asynccontextmanager
+    async def enter(self: RemoteQueue, *arguments: P.args, **keywords: P.kwargs) -> AsyncIterator[T]:
+        async with self.connection.entered(name, _named(name, self, *arguments, **keywords)) as (value, left):
+            yield value
+        if isinstance(value, set):
+            value.intersection_update(left.result())
+
+    del enter.__isabstractmethod__  # type: ignore[attr-defined]
+    return cast(Context[P, T], enter)
 
 
 def _named(name: str, *arguments: Any, **keywords: Any) -> dict[str, Any]:
@@ -102,49 +116,13 @@ class RemoteQueue(TransferQueue):
     group = _called(TransferQueue.group)
     wait_group_settled = _called(TransferQueue.wait_group_settled)
     settled_groups = _iterated(TransferQueue.settled_groups)
+    ending_run = _entered(TransferQueue.ending_run)
     remember_lineage = _called(TransferQueue.remember_lineage)
     fail_run = _called(TransferQueue.fail_run)
+    adding = _entered(TransferQueue.adding)
     announce = _called(TransferQueue.announce)
     fail_lost = _called(TransferQueue.fail_lost)
     fail_rows = _called(TransferQueue.fail_rows)
-
-    @asynccontextmanager
-    async def ending_run(
-        self,
-        group: str,
-        run: int,
-        written: Written,
-        tags: Sequence[Mapping[str, Any]],
-        *,
-        lineage: Sequence[Lineage | None] | None = None,
-        deadline_seconds: float | None = None,
-    ) -> AsyncIterator[tuple[str, ...]]:
-        """See :meth:`~jackfield.queue.TransferQueue.ending_run`."""
-        arguments = {
-            "group": group,
-            "run": run,
-            "written": written,
-            "tags": tags,
-            "lineage": lineage,
-            "deadline_seconds": deadline_seconds,
-        }
-        async with self.connection.entered("ending_run", arguments) as (keys, _):
-            yield keys
-
-    @asynccontextmanager
-    async def adding(
-        self,
-        target: BatchMeta | Sequence[str],
-        written: Written,
-        tags: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        overwrite: bool = False,
-    ) -> AsyncIterator[set[str]]:
-        """See :meth:`~jackfield.queue.TransferQueue.adding`."""
-        arguments = {"target": target, "written": written, "tags": tags, "overwrite": overwrite}
-        async with self.connection.entered("adding", arguments) as (named, left):
-            yield named
-        named.intersection_update(left.result())
 
     # -- consumers
 
