@@ -136,6 +136,7 @@ def loss(name: str) -> Callable[[dict[str, Any]], Any]:
     from jackfield.algorithms import policy_loss
 
     def run(inputs: dict[str, Any]) -> None:
+        """Forward and backward, with the counts of these inputs as the global ones."""
         log_probs = inputs["log_probs"].detach().requires_grad_()
         mask = inputs["response_mask"]
         value, _ = policy_loss(

@@ -179,10 +179,12 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
     from jackfield.config import load_config
 
     async def main() -> None:
+        """Serve until a signal comes, and say where and what was refused."""
         until = asyncio.Event()
         servers: list[QueueServer] = []
 
         def ready(server: QueueServer, file: Path) -> None:
+            """Tell whoever started this where the controller is."""
             servers.append(server)
             click.echo(f"the queue is served; {file} says where")
 

@@ -75,13 +75,7 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
         old = settings.old_log_probs
     _check_correction(config, loss, corrects, old)
     _check_canary(config, loss, corrects)
-    kl_in_reward = settings.kl.in_reward and settings.kl.coefficient > 0
-    reference = (
-        settings.kl.coefficient > 0
-        or "reference" in wanted
-        or "ref_log_probs" in loss.needs
-        or chosen.loss_options.get("reference") == "ref"
-    )
+    reference = settings.kl.coefficient > 0 or "reference" in wanted or _reads_reference(chosen, loss)
     supplied = _supplied(config, estimator is not None, reference, mixes)
     prepared = _prepared(loss, supplied)
     recipe = Recipe(
@@ -89,18 +83,8 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
         loss_options=_loss_options(config, chosen),
         loss_columns=_loss_columns(config, loss, supplied, prepared, corrects),
         renamed={} if estimator is None or old == "engine" else {"old_log_probs": "rollout_log_probs"},
-        plan=AdvantagePlan(
-            advantages=chosen.advantages,
-            advantages_options=chosen.advantages_options,
-            loss=chosen.loss if prepared else None,
-            loss_options={name: value for name, value in chosen.loss_options.items() if name in loss.options},
-            old_log_probs="old_log_probs" if old == "engine" else "rollout_log_probs",
-            shaping=settings.shaping,
-            kl=settings.kl.name if kl_in_reward else None,
-            correction=_correction_options(config, old) if corrects else None,
-            experts=mixes,
-            reference=reference,
-            rewards="rewards" in loss.needs,
+        plan=_plan(
+            config, chosen, loss, old=old, corrects=corrects, prepares=bool(prepared), mixes=mixes, reference=reference
         ),
         critic="critic" in wanted or "values" in wanted,
         reference=reference,
@@ -132,6 +116,38 @@ def _algorithm(config: RunConfig) -> Algorithm:
         chosen = attrs.evolve(chosen, aggregation=settings.aggregation)
     assert chosen.parts  # looks every name up
     return chosen
+
+
+def _plan(
+    config: RunConfig,
+    chosen: Algorithm,
+    loss: Part,
+    *,
+    old: Literal["rollout", "engine"],
+    corrects: bool,
+    prepares: bool,
+    mixes: bool,
+    reference: bool,
+) -> AdvantagePlan:
+    """What is computed of a batch before it is trained on."""
+    settings = config.algorithm
+    return AdvantagePlan(
+        advantages=chosen.advantages,
+        advantages_options=chosen.advantages_options,
+        loss=chosen.loss if prepares else None,
+        loss_options={name: value for name, value in chosen.loss_options.items() if name in loss.options},
+        old_log_probs="old_log_probs" if old == "engine" else "rollout_log_probs",
+        shaping=settings.shaping,
+        kl=settings.kl.name if settings.kl.in_reward and settings.kl.coefficient > 0 else None,
+        correction=_correction_options(config, old) if corrects else None,
+        experts=mixes,
+        reference=reference,
+        rewards="rewards" in loss.needs,
+    )
+
+
+def _reads_reference(chosen: Algorithm, loss: Part) -> bool:
+    return "ref_log_probs" in loss.needs or chosen.loss_options.get("reference") == "ref"
 
 
 def _replaced(

@@ -12,26 +12,20 @@ from jackfield.config.loading import (
     show,
     validate_plugins,
 )
+from jackfield.config.queue_sections import ControllerConfig, MixConfig, QueueConfig, ReplayConfig, SamplerConfig
+from jackfield.config.runtime_sections import EnvironmentConfig, RayConfig, RuntimeConfig
 from jackfield.config.sections import (
     AlgorithmConfig,
     CanaryConfig,
-    ControllerConfig,
     CriticConfig,
     DataConfig,
     DeadlineConfig,
-    EnvironmentConfig,
     EvaluationConfig,
     EvaluationSampling,
     KLConfig,
-    MixConfig,
     PartConfig,
     PluginSection,
-    QueueConfig,
-    RayConfig,
-    ReplayConfig,
     RunConfig,
-    RuntimeConfig,
-    SamplerConfig,
     ScheduleConfig,
     WeightsConfig,
 )

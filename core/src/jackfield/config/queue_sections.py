@@ -1,0 +1,101 @@
+"""The section ``queue`` of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import attrs
+from attrs.validators import and_, ge, gt, le, optional
+
+from jackfield.queue import Reuse
+from jackfield.structuring import option
+
+__all__ = [
+    "ControllerConfig",
+    "MixConfig",
+    "QueueConfig",
+    "ReplayConfig",
+    "SamplerConfig",
+]
+
+
+@attrs.frozen(kw_only=True)
+class SamplerConfig:
+    """Which of the groups that may be used are taken."""
+
+    name: str = option("sequential", help="sequential, random, priority, or one that a plugin offers")
+    options: Mapping[str, Any] = option(factory=dict, help="the sampler's own settings")
+
+
+@attrs.frozen(kw_only=True)
+class ReplayConfig(Reuse):
+    """Groups that were trained on before, once more beside the new ones of each batch."""
+
+    ratio: float = option(help="such groups for each new one, as far as there are any", validator=gt(0.0))
+    capacity: int | None = option(
+        256, help="used groups that are kept, the sampler's first choices; null: all", validator=optional(gt(0))
+    )
+    sampler: SamplerConfig = option(
+        factory=partial(SamplerConfig, name="priority"), help="which of them are trained on again"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class MixConfig(Reuse):
+    """Groups of another partition beside the new ones of each batch."""
+
+    ratio: float = option(help="such groups for each new one", validator=gt(0.0))
+    rows: str = option(
+        help="what is put into the partition before the first step: a .jsonl or .parquet file of rows, or the folder "
+        "of a queue (`jackfield queue import`) or run"
+    )
+    sampler: SamplerConfig = option(factory=SamplerConfig, help="which of them are trained on")
+
+
+@attrs.frozen(kw_only=True)
+class ControllerConfig:
+    """The queue's controller as a process of its own: `jackfield queue serve`."""
+
+    address: str | None = option(
+        None,
+        help="the address.json of the controller that the run connects to; null: the controller is part of the run's "
+        "process, and with --role the one that is served for the same folder",
+    )
+    host: str = option("127.0.0.1", help="where it listens; beyond loopback with CURVE, for who has the address.json")
+    port: int = option(0, help="where it listens; 0: any port that is free", validator=and_(ge(0), le(65535)))
+    rewards: Literal["train", "apart"] = option(
+        "train", help="who scores samples: the role train, or a process of its own, --role reward"
+    )
+    silence: float = option(
+        30.0,
+        help="seconds after which controller and run take each other for dead when nothing is heard",
+        validator=gt(0.0),
+    )
+
+
+@attrs.frozen(kw_only=True)
+class QueueConfig:
+    """What a batch has beside the groups of its step, where the controller is, and what survives a crash."""
+
+    durable: bool = option(
+        False,
+        help="a run that was killed keeps the rows that it had made since its newest checkpoint; needs a durable "
+        "transfer_queue (sql, redis)",
+    )
+    controller: ControllerConfig = option(factory=ControllerConfig, help="a controller in a process of its own")
+    max_rows: int | None = option(
+        None,
+        help="rows in the queue, above which explorers wait; those of the batch that the trainer waits for are let in, "
+        "and rows count until the checkpoint after their step; null: no limit",
+        validator=optional(gt(0)),
+    )
+    max_bytes: int | None = option(None, help="the same in bytes of values; null: no limit", validator=optional(gt(0)))
+    replay: ReplayConfig | None = option(None, help="train again on groups that were trained on before; null: never")
+    expert: MixConfig | None = option(
+        None, help="rows that an expert wrote, for a loss with an expert (mix, mix_chord); null: none"
+    )
+    human: MixConfig | None = option(
+        None, help="rows with rewards from elsewhere, treated like the policy's own; null: none"
+    )
