@@ -16,6 +16,7 @@ REFERENCE = Reference(
         "stop_strings": "full",
         "weights_adapter": "full",
         "weights_delta": "full",
+        "weights_float8": "full",
         "openai": "full",
     },
 )

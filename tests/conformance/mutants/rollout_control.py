@@ -264,6 +264,21 @@ class AddsAdaptersUp(ReferenceServer):
         return super().load_adapter(received, request)
 
 
+class QuantisesAtTheStartAlone(ReferenceServer):
+    def cast(self, name: str, tensor: Tensor) -> Tensor:
+        return super().cast(name, tensor) if self.task is None else tensor
+
+
+class QuantisesWithoutScales(ReferenceServer):
+    def float8_scale(self, tensor: Tensor) -> Tensor:
+        return torch.ones(())
+
+
+class SignsForTheQuantised(ReferenceServer):
+    def digests(self, received: dict[str, Tensor]) -> dict[str, str]:
+        return {name: digest(self.model.state[name]) for name in received}
+
+
 class LoadsNoDelta(ReferenceServer):
     async def receive_delta(self, receiver: WeightReceiver, request: UpdateWeightsRequest) -> dict[str, str]:
         changes = await receiver.changes(request.connect[0], request.version, request.base_version)
@@ -513,10 +528,10 @@ MUTANTS = (
     mutant(KeepsWhatItShouldAbort, "pause(abort) keeps requests", "060"),
     mutant(HidesWhoWaits, "health counts nobody as waiting", "061"),
     mutant(CountsPauses, "as many resumes are needed as there were pauses", "062"),
-    mutant(StaleWeightsReportedFresh, "nothing is loaded, and the receipt denies it", "070", "072", "075", "094"),
+    mutant(StaleWeightsReportedFresh, "nothing is loaded, the receipt denies it", "070", "072", "075", "085", "094"),
     mutant(LosesATensorOfLaterUpdates, "one tensor is loaded only once", "070", "094"),
     mutant(SignsForAnother, "the receipt names another replica", "071"),
-    mutant(SignsForLess, "the receipt lacks tensors", "071"),
+    mutant(SignsForLess, "the receipt lacks tensors", "071", "085"),
     mutant(PausesLongerThanItUpdates, "the receipt's pause is longer than the update", "071"),
     mutant(RunningRequestsKeepTheirWeights, "running requests go on with the old weights", "072"),
     mutant(VersionsAreOfTheRequest, "all tokens have the version of the first", "072", "073"),
@@ -526,6 +541,9 @@ MUTANTS = (
     mutant(DropsAdapters, "an adapter is acknowledged and not applied", "075"),
     mutant(DoesNotScaleAdapters, "lora_alpha is ignored", "075"),
     mutant(AddsAdaptersUp, "a second adapter is added to the first", "075"),
+    mutant(QuantisesAtTheStartAlone, "updates of a float8 server are not rounded", "085"),
+    mutant(QuantisesWithoutScales, "weights go through float8 as they are, without a scale", "085"),
+    mutant(SignsForTheQuantised, "the receipt has digests of what was made of the weights", "085"),
     mutant(LoadsNoDelta, "a delta is acknowledged and not loaded", "083"),
     mutant(SignsForChangesAlone, "the receipt of a delta lacks what has not changed", "083"),
     mutant(TakesAnyBase, "a delta is applied to any weights", "084"),

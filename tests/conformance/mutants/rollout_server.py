@@ -134,6 +134,10 @@ class ReferenceServer(BaseRolloutServer):
             self.model = Model(self.context.model.path)
         except OSError as error:
             raise RolloutError(f"there is no model in {self.context.model.path}", code="engine.model") from error
+        if self.float8:
+            for name, tensor in self.model.state.items():
+                tensor.copy_(self.cast(name, tensor))
+            self.model.seal()
         self.task = asyncio.create_task(self.serve(), name="decode loop")
         return ServerInfo(replica=self.context.replica, openai_base_url=await self.listen())
 
@@ -500,9 +504,26 @@ class ReferenceServer(BaseRolloutServer):
             if tensor.shape != state[name].shape:
                 raise WeightsError(f"{name} has the shape {tuple(tensor.shape)}")
         for name, tensor in received.items():
-            self.copy(state[name], tensor)
+            self.copy(state[name], self.cast(name, tensor))
         self.bases: dict[str, Tensor] = {}
-        return {name: digest(state[name]) for name in received}
+        return self.digests(received)
+
+    def digests(self, received: dict[str, Tensor]) -> dict[str, str]:
+        return {name: digest(tensor if self.float8 else self.model.state[name]) for name, tensor in received.items()}
+
+    @property
+    def float8(self) -> bool:
+        return self.context.model.dtype == "float8_e4m3fn"
+
+    def cast(self, name: str, tensor: Tensor) -> Tensor:
+        """As it is held: of a float8 server, weights of the linear layers are rounded."""
+        if not self.float8 or not name.endswith("_proj.weight"):
+            return tensor
+        scale = self.float8_scale(tensor)
+        return (tensor / scale).to(torch.float8_e4m3fn).float() * scale
+
+    def float8_scale(self, tensor: Tensor) -> Tensor:
+        return tensor.abs().max() / torch.finfo(torch.float8_e4m3fn).max
 
     def copy(self, target: Tensor, tensor: Tensor) -> None:
         target.copy_(tensor)

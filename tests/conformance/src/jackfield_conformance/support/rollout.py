@@ -52,6 +52,7 @@ __all__ = [
     "adapter",
     "assert_greedy",
     "assert_log_probs",
+    "assert_quantised",
     "breathe",
     "checkpoint_engine",
     "decode",
@@ -89,7 +90,8 @@ _PAIRS = [_LETTERS[n % 26] + _LETTERS[(n + 1 + n // 26) % 26] for n in range(VOC
 
 T = TypeVar("T")
 
-Which = Literal["base", "other", "adapted"]
+#: ``float8``: the weights as :func:`_quantise` makes them
+Which = Literal["base", "other", "adapted", "base float8", "other float8"]
 Weights = Mapping[str, torch.Tensor]
 
 _RANK, _ALPHA = 4, 8.0
@@ -167,13 +169,27 @@ def _float32(which: Which) -> Any:
 
 @functools.cache
 def _float64(which: Which) -> Any:
-    model = _new_model(1 if which == "other" else 0).double()
+    model = _new_model(1 if which.startswith("other") else 0).double()
+    if which.endswith("float8"):
+        _quantise(model)
     if which == "adapted":
         tensors = adapter()
         for name in _ADAPTED:
             down, up = (tensors[f"base_model.model.{name}.{factor}.weight"].double() for factor in ("lora_A", "lora_B"))
             model.get_submodule(name).weight += (_ALPHA / _RANK) * up @ down
     return model
+
+
+def _quantise(model: Any) -> None:
+    """Weights of linear layers but the output layer in float8_e4m3fn with a scale per tensor, all else in bfloat16."""
+    head = model.get_output_embeddings()
+    linear = {id(each.weight) for each in model.modules() if isinstance(each, torch.nn.Linear) and each is not head}
+    for parameter in model.parameters():
+        if id(parameter) in linear:
+            scale = parameter.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+            parameter.copy_((parameter / scale).to(torch.float8_e4m3fn).double() * scale)
+        else:
+            parameter.copy_(parameter.bfloat16())
 
 
 def named_weights(which: Which = "other") -> dict[str, torch.Tensor]:
@@ -310,6 +326,24 @@ def _worst(
     return None
 
 
+def assert_quantised(sent: GenerateRequest, result: GenerateResult, which: Literal["base", "other"]) -> None:
+    """Log-probabilities are at most half as far from the model's with weights in float8 as from those without, on the
+    average of the tokens: how a server computes beside its weights is its own."""
+    tokens = (*sent.prompt_ids, *result.token_ids)
+    chosen = torch.tensor(result.token_ids)[:, None]
+    found = torch.tensor(result.log_probs, dtype=torch.float64)
+
+    def distance(model: Which) -> float:
+        logits = model_logits(model, tokens)[len(sent.prompt_ids) - 1 : -1]
+        return float((logits.log_softmax(-1).gather(-1, chosen)[:, 0] - found).abs().mean())
+
+    quantised, exact = distance("base float8" if which == "base" else "other float8"), distance(which)
+    assert 2 * quantised <= exact, (
+        f"request {sent.request_id!r}: log-probabilities are {quantised:.4f} from those of weights in float8_e4m3fn "
+        f"with a scale per tensor, and {exact:.4f} from those of the weights that were sent"
+    )
+
+
 def assert_greedy(sent: GenerateRequest, result: GenerateResult, which: Which = "base", first: int = 0) -> None:
     """Each token is the most probable one, up to rounding."""
     logits = model_logits(which, (*sent.prompt_ids, *result.token_ids))
@@ -325,9 +359,10 @@ def assert_greedy(sent: GenerateRequest, result: GenerateResult, which: Which = 
 
 
 @contextlib.asynccontextmanager
-async def serving(subject: Subject, **context: Any) -> AsyncIterator[BaseRolloutServer]:
+async def serving(subject: Subject, *, dtype: str = "float32", **context: Any) -> AsyncIterator[BaseRolloutServer]:
     """A started server of the tiny model, stopped at the end."""
-    server: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=model_folder()), **context))
+    model = ModelSpec(path=model_folder(), dtype=dtype)
+    server: BaseRolloutServer = subject.make(RolloutContext(model=model, **context))
     await server.start()
     try:
         yield server

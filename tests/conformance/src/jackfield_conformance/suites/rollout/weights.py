@@ -31,6 +31,7 @@ from jackfield_conformance.support.rollout import (
     adapter,
     assert_greedy,
     assert_log_probs,
+    assert_quantised,
     breathe,
     checkpoint_engine,
     delta_sender,
@@ -198,6 +199,20 @@ async def adapters_are_applied(subject: Subject) -> None:
         await push(subject, server, 3, named_weights("base"))
         sent = greedy("plain again", 8)
         assert_log_probs(subject, sent, await server.generate(sent), "base")
+
+
+@check("ROL-085", capability="weights_float8", page=PAGE + "weights")
+async def weights_are_quantised(subject: Subject) -> None:
+    """With the dtype ``float8_e4m3fn`` weights are rounded to it at the start and at updates, and receipts have the
+    digests of what was sent."""
+    async with serving(subject, dtype="float8_e4m3fn") as server:
+        loaded = greedy("loaded", 24)
+        assert_quantised(loaded, await server.generate(loaded), "base")
+        pushed = await push(subject, server, 1)
+        updated = greedy("updated", 24)
+        assert_quantised(updated, await server.generate(updated), "other")
+        receipts = [dict(worker.digests) for worker in pushed.receipt.workers]
+        assert [dict(pushed.digests)] == receipts, "the receipt's digests are not those of the weights that were sent"
 
 
 # -- deltas ----------------------------------------------------------------------------------------------------------
