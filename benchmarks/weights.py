@@ -4,7 +4,7 @@
                                  [--rounds 5] [--quick] [--json]
 
 A sender and its receivers are processes of this host. The weights are many tensors of 16 KB, or few of 32 MB (12.5 MB
-of 0.1 GB), bfloat16. Each figure is the best of the rounds; what is compared takes turns, so that whatever else the
+of 0.1 GB), bfloat16. Each figure is the median of the rounds; what is compared takes turns, so that whatever else the
 machine does meets all alike.
 
 publish   from the first tensor that the sender draws to the last one being handed over. Receivers of `shared` wait
@@ -17,15 +17,18 @@ digests   xxh3 of each tensor at both ends, as a run has them; without: the bare
 `shared_memcpy_fraction`: publish of `shared` over a warm memcpy of the same bytes by as many threads.
 `nccl_raw_fraction`: total of `nccl` over the best of gloo's own broadcast, in pieces of 4 and 32 MB, two under way, and
 as a whole, in buffers that were touched before. `zmq_raw_fraction`: total of `zmq` over the best of ZeroMQ itself, from
-a ROUTER to a DEALER for each receiver, within the host as the engine, in pieces of 4 and 32 MB, without copies at the
-sender. `nixl_raw_fraction`: total of `nixl` over the best of NIXL itself, over UCX: each receiver reads the sender's
-registered memory into its own, in pieces of 4 and 32 MB, one at a time, and as a whole. All are of large tensors
-without digests at the largest size, and the smallest over the numbers of receivers.
+a ROUTER to a DEALER for each receiver, within the host as the engine, without copies at the sender: in messages of
+4 MB, each copied to its place in a buffer that was touched before, and of 12.5 and 32 MB, each held until the next one
+is there, as a tensor is. `zmq_dropped_fraction`: over messages of 4 and 32 MB that the receiver drops at once, so that
+the same memory takes them all, and no tensor ever is there. `nixl_raw_fraction`: total of `nixl` over the best of NIXL
+itself, over UCX: each receiver reads the sender's registered memory into its own, in pieces of 4 and 32 MB, one at a
+time, and as a whole. All are of large tensors without digests at the largest size, and the smallest over the numbers
+of receivers. The best is the way with the highest median.
 deltas: by the first of `zmq`, `shared`, `nccl`, `nixl` that is there, to one receiver, large tensors, with digests. Of
 so many of the 4096-byte blocks one number each is changed: the bytes that are sent for it, of those of all weights,
 and the seconds until the receiver has loaded and proved every tensor, beside those of a full update.
 
-``--quick`` takes 0.1 GB, fewer cases and rounds.
+``--quick`` takes 0.1 GB and fewer cases; what is in no fraction, in fewer rounds.
 """
 
 from __future__ import annotations
@@ -41,13 +44,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import _weights_raw
+
 SMALL, LARGE = 16 * 1024, 32 * 2**20  #: bytes of a tensor
-RAW_CHUNKS = (4 * 2**20, 32 * 2**20, 2**40)  #: bytes; the last one: all at once
 SECONDS = 300.0
 MODULES = {
     "nccl": "jackfield_transport_nccl",
@@ -68,11 +72,11 @@ def main() -> None:
     parser.add_argument("--gigabytes", nargs="+", type=float, default=[0.1, 1.0])
     parser.add_argument("--receivers", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="0.1 GB, two rounds, fewer cases: under 50 s")
+    parser.add_argument("--quick", action="store_true", help="0.1 GB, fewer cases: about a minute")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.gigabytes, arguments.rounds = [0.1], 2
+        arguments.gigabytes, arguments.rounds = [0.1], 5
     there = [name for name in arguments.engines if importlib.util.find_spec(MODULES[name]) is not None]
     load = os.getloadavg()
     with ends(1 + max(arguments.receivers)) as connections, tempfile.TemporaryDirectory() as folder:
@@ -94,6 +98,7 @@ def main() -> None:
         "nccl_raw_fraction": smallest(results, "nccl", "raw"),
         "zmq_raw_fraction": smallest(results, "zmq", "raw"),
         "nixl_raw_fraction": smallest(results, "nixl", "raw"),
+        "zmq_dropped_fraction": smallest(results, "zmq", "dropped"),
         "note": "; ".join(
             f"{name} is not installed or not measured"
             for name in ("shared", "nccl", "zmq", "nixl")
@@ -103,8 +108,9 @@ def main() -> None:
         "deltas": deltas,
         "results": results,
     }
-    for name in ("shared_memcpy_fraction", "nccl_raw_fraction", "zmq_raw_fraction", "nixl_raw_fraction"):
-        print(f"{name}: {summary[name]}")
+    for name in summary:
+        if name.endswith("_fraction"):
+            print(f"{name}: {summary[name]}")
     if arguments.json:
         print(json.dumps(summary))
 
@@ -116,7 +122,7 @@ def smallest(results: list[dict[str, Any]], engine: str, reference: str) -> floa
     return min((round(r["publish"] / r[reference], 3) for r in chosen if r["gigabytes"] == size), default=None)
 
 
-FIGURES = ("publish", "total", "load", "memcpy", "raw")
+FIGURES = ("publish", "total", "load", "memcpy", "raw", "dropped")
 HEAD = "engine      GB  tensors  receivers  digests" + "".join(f"{name:>9}" for name in FIGURES) + "  (GB/s)"
 
 
@@ -139,11 +145,13 @@ class Bench:
         self.folder = folder
         self.arguments = arguments
         self.count = 0
+        self.tensors = ""  #: which those are that everybody has
 
     def size(self, gigabytes: float, engines: list[str]) -> Iterator[dict[str, Any]]:
         """All cases of one size."""
         total = int(gigabytes * 1e9)
         for tensors, each in (("large", min(LARGE, total // 8)), ("small", SMALL)):
+            self.tensors = tensors
             ask([self.sender], "weights", total // each, each, True)
             ask(self.receivers, "weights", total // each, each, False)
             for engine in engines:
@@ -162,43 +170,50 @@ class Bench:
         return (tensors == "small" or digests) and not first
 
     def case(self, engine: str, receivers: int, digests: bool) -> dict[str, Any]:
-        """Best of the rounds: GB/s."""
+        """Medians of the rounds: GB/s."""
         self.make(engine, receivers)
-        found: dict[str, list[float]] = {"publish": [], "total": [], "load": [], "memcpy": [], "raw": []}
-        raw = engine in WITHOUT_LOADING and not digests and self.raw_made(engine, receivers)
+        members = [self.sender, *self.receivers[:receivers]]
+        found: dict[str, list[float]] = {"publish": [], "total": [], "load": [], "memcpy": []}
+        raw: dict[Any, list[float]] = {}
+        dropped: dict[Any, list[float]] = {}
+        if engine in WITHOUT_LOADING and not digests:
+            self.make_raw(engine, receivers)
+            raw = {way: [] for way in _weights_raw.WAYS[engine]}
+            dropped = {way: [] for way in _weights_raw.DROPPED if engine == "zmq"}
         self.transfer(engine, receivers, digests)  # the first one touches the buffers
-        for _ in range(self.arguments.rounds):
+        for way in list(raw)[:1]:
+            ask(members, "raw", way)
+        of_a_fraction = self.tensors == "large" and not digests
+        for _ in range(self.arguments.rounds if of_a_fraction or not self.arguments.quick else 2):
             found["memcpy"].append(ask([self.sender], "memcpy")[0])
             publish, total, load = self.transfer(engine, receivers, digests)
             found["publish"].append(total if engine in WITHOUT_LOADING else publish)
             found["total"].append(total)
             if engine == "shared":
                 found["load"].append(load)
-            if raw:
-                what = {"nccl": "raw", "zmq": "raw_zmq", "nixl": "raw_nixl"}[engine]
-                for chunk in RAW_CHUNKS[:2] if engine == "zmq" else RAW_CHUNKS:
-                    found["raw"].append(ask([self.sender, *self.receivers[:receivers]], what, chunk)[0])
+            for way, values in (*raw.items(), *dropped.items()):
+                values.append(ask(members, "raw", way)[0])
         ask(self.all, "forget")
-        return {name: round(max(values), 3) if values else None for name, values in found.items()}
+        figures = {name: rounded(values) for name, values in found.items()}
+        return {**figures, "raw": best(raw), "dropped": best(dropped)}
 
-    def raw_made(self, engine: str, receivers: int) -> bool:
+    def make_raw(self, engine: str, receivers: int) -> None:
         """Connect the ends as the engine's own transport does, without the engine."""
+        workers = self.receivers[:receivers]
         self.count += 1
         if engine == "zmq":
-            (address,) = ask([self.sender], "listen", receivers)
-            ask(self.receivers[:receivers], "dial", address)
-            return True
-        if engine == "nixl":
-            there = ask(self.receivers[:receivers], "register")
-            (place,) = ask([self.sender], "register", there)
-            ask(self.receivers[:receivers], "meet", place)
-            return True
-        members = [self.sender, *self.receivers[:receivers]]
-        for rank, member in enumerate(members):
-            member.send(("group", str(self.folder / f"store-{self.count}"), rank, len(members)))
-        for member in members:
-            answer(member)
-        return True
+            (place,) = ask([self.sender], "raw_make", engine, receivers)
+            ask(workers, "raw_make", engine, 0, place)
+        elif engine == "nixl":
+            there = ask(workers, "raw_make", engine)
+            (place,) = ask([self.sender], "raw_make", engine, there)
+            ask(workers, "raw_meet", place)
+        else:
+            members = [self.sender, *workers]
+            for rank, member in enumerate(members):
+                member.send(("raw_make", engine, str(self.folder / f"store-{self.count}"), rank, len(members)))
+            for member in members:
+                answer(member)
 
     def deltas(self, gigabytes: float, engines: list[str]) -> Iterator[dict[str, Any]]:
         """What updates cost that change a part of the weights."""
@@ -259,6 +274,16 @@ class Bench:
         return bytes_ / published / 1e9, bytes_ / total / 1e9, bytes_ / (time.perf_counter() - start) / 1e9
 
 
+def rounded(values: list[float]) -> float | None:
+    """Their median."""
+    return round(median(values), 3) if values else None
+
+
+def best(ways: dict[Any, list[float]]) -> float | None:
+    """The median of the way that has the highest one."""
+    return max((round(median(values), 3) for values in ways.values()), default=None)
+
+
 def ask(connections: list[Connection], what: str, *details: Any) -> list[Any]:
     """Order the same of several, and wait for all."""
     for connection in connections:
@@ -305,15 +330,9 @@ class End:
         self.own: list[Any] = []  #: where a receiver loads to
         self.bytes = 0
         self.engine: Any = None
-        self.group: Any = None
-        self.socket: Any = None
-        self.peers = 0
+        self.raw: Any = None
         self.delta_sender: Any = None
         self.held: Any = None
-        self.buffer: Any = None
-        self.agent: Any = None
-        self.others: list[Any] = []
-        self.address: int | None = None  #: of the sender's memory
 
     @classmethod
     def run(cls, connection: Connection) -> None:
@@ -347,129 +366,24 @@ class End:
         what()
         return self.bytes / (time.perf_counter() - start) / 1e9
 
-    def do_group(self, store: str, rank: int, size: int) -> None:
-        """A raw gloo group, and a buffer of the whole model."""
-        import torch
-        import torch.distributed
+    def do_raw_make(self, engine: str, *details: Any) -> Any:
+        """An end of the engine's own transport: what the others have to know of it."""
+        self.raw = _weights_raw.KINDS[engine](self.bytes, SECONDS, *details)
+        return self.raw.place
 
-        distributed: Any = torch.distributed  # its stubs lack what its builds have
-        options = distributed.ProcessGroupGloo._Options()
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=SECONDS)
-        self.group = distributed.ProcessGroupGloo(distributed.FileStore(store, size), rank, size, options)
-        self.buffer = torch.zeros(self.bytes, dtype=torch.uint8)
+    def do_raw_meet(self, place: Any) -> None:
+        """The end of a receiver knows the sender's."""
+        self.raw.meet(place)
 
-    def do_raw(self, chunk: int) -> float:
-        """GB/s of broadcasting the buffer, two pieces under way."""
-
-        def broadcast() -> None:
-            under_way: list[Any] = []
-            for start in range(0, self.bytes, chunk):
-                under_way.append(self.group.broadcast(self.buffer[start : start + chunk], 0))
-                if len(under_way) > 1:
-                    under_way.pop(0).wait()
-            for work in under_way:
-                work.wait()
-            self.group.barrier().wait()  # all have it
-
-        return self.timed(broadcast)
-
-    def do_listen(self, peers: int) -> str:
-        """A raw ZeroMQ socket of the sender, and a buffer of the whole model."""
-        import numpy
-        import zmq
-
-        self.peers, self.buffer = peers, numpy.ones(self.bytes, dtype=numpy.uint8)
-        self.socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        address = f"ipc://@jackfield-benchmark-{os.getpid()}-{id(self.socket)}"
-        self.socket.bind(address)
-        return address
-
-    def do_dial(self, address: str) -> None:
-        """A raw ZeroMQ socket of a receiver."""
-        import zmq
-
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.connect(address)
-
-    def do_raw_zmq(self, chunk: int) -> float:
-        """GB/s of sending the buffer to every receiver, which says when it has all."""
-        import zmq
-
-        if not self.peers:
-            self.socket.send(b"ready")
-            left = self.bytes
-            while left:
-                left -= len(self.socket.recv(copy=False))
-            self.socket.send(b"done")
-            return 0.0
-        identities = [self.socket.recv_multipart()[0] for _ in range(self.peers)]
-
-        def send() -> None:
-            for start in range(0, self.bytes, chunk):
-                for identity in identities:
-                    self.socket.send(identity, zmq.SNDMORE)
-                    self.socket.send(memoryview(self.buffer)[start : start + chunk], copy=False)
-            for _ in identities:
-                self.socket.recv_multipart()
-
-        return self.timed(send)
-
-    def do_register(self, peers: list[Any] | None = None) -> tuple[bytes, int]:
-        """A raw NIXL agent and registered memory of the whole model: what others have to know of them."""
-        import torch
-        from nixl import nixl_agent, nixl_agent_config
-
-        os.environ.setdefault("UCX_NET_DEVICES", "lo")
-        config = nixl_agent_config(enable_prog_thread=False)
-        self.agent = nixl_agent(f"benchmark-{os.getpid()}-{id(self)}-{time.monotonic_ns()}", config)
-        self.buffer = torch.zeros(self.bytes, dtype=torch.uint8)
-        self.agent.register_memory(self.buffer)
-        self.others = [self.agent.add_remote_agent(metadata) for metadata, _ in peers or []]
-        return self.agent.get_agent_metadata(), self.buffer.data_ptr()
-
-    def do_meet(self, place: tuple[bytes, int]) -> None:
-        """A receiver knows the sender's memory."""
-        self.others, self.address = [self.agent.add_remote_agent(place[0])], place[1]
-
-    def notified(self, count: int) -> None:
-        """Wait for so many words of others, who are answered meanwhile."""
-        while count:
-            count -= sum(map(len, self.agent.get_new_notifs().values()))
-            time.sleep(1e-4)
-
-    def do_raw_nixl(self, chunk: int) -> float:
-        """GB/s of every receiver's reading the sender's memory, from the sender's word to the last one's."""
-
-        def send() -> None:
-            for other in self.others:
-                self.agent.send_notif(other, b"go")
-            self.notified(len(self.others))
-
-        if self.address is None:
-            return self.timed(send)
-        self.notified(1)
-        for start in range(0, self.bytes, chunk):
-            here = self.agent.get_xfer_descs(self.buffer[start : start + chunk])
-            there = [(self.address + start, len(self.buffer[start : start + chunk]), 0)]
-            handle = self.agent.initialize_xfer("READ", here, self.agent.get_xfer_descs(there, "DRAM"), self.others[0])
-            state = self.agent.transfer(handle)
-            while state == "PROC":
-                state = self.agent.check_xfer_state(handle)
-            if state != "DONE":
-                raise OSError(f"NIXL: {state}")
-        self.agent.send_notif(self.others[0], b"done")
-        return 0.0
+    def do_raw(self, way: Any) -> float:
+        """GB/s of moving the model by it."""
+        return self.timed(lambda: self.raw.move(way))
 
     def do_forget(self) -> None:
         """Let the group, the socket and the engine go."""
-        if self.socket is not None:
-            self.socket.close(0)
-        self.socket, self.peers = None, 0
-        self.delta_sender = self.held = None
-        self.group = self.engine = self.buffer = self.agent = self.address = None
+        if self.raw is not None:
+            self.raw.close()
+        self.delta_sender = self.held = self.engine = self.raw = None
 
     def do_make(self, name: str, settings: dict[str, Any], side: Any) -> None:
         """One end of an engine."""

@@ -145,11 +145,12 @@ class NCCLCheckpointEngine(OneSenderEngine):
                 return
             bucket = self._arriving.popleft()
             await finished(meeting, bucket.done, f"the sender to send bucket {bucket.number}")
-            meeting.tell({"got": bucket.number})
+            meeting.tell({"got": bucket.number, "room": room})
             for item in views(bucket.buffer, bucket.entries):
                 yield item
             room += 1
-            meeting.tell({"room": room})
+            if self._arriving:  # else said with the next one, before which the sender needs no more
+                meeting.tell({"room": room})
 
     async def finalize(self) -> None:
         """Leave meeting and group; whoever still needs this end is told so. Whoever asks again waits for the same."""

@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
@@ -66,6 +65,7 @@ class Agent:
         """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nixl")
         self._stopped = threading.Event()
+        self._asked = threading.Event()  #: there is something to do
         self._registered: dict[tuple[int, int], Any] = {}  #: by address and size
         self._agent: Any = None
         self._lock = threading.Lock()
@@ -177,11 +177,14 @@ class Agent:
                 self._answering = False
                 return
         self._agent.get_new_notifs()
-        time.sleep(_PROGRESS_SECONDS)
+        self._asked.wait(_PROGRESS_SECONDS)
+        self._asked.clear()  # it is in the queue before this thread's next turn
         self._thread.submit(self._answer)
 
     def _do(self, work: Callable[[], T]) -> Future[T]:
-        return self._thread.submit(self._cleanly, work)
+        future = self._thread.submit(self._cleanly, work)
+        self._asked.set()
+        return future
 
     @staticmethod
     def _cleanly(work: Callable[[], T]) -> T:
@@ -196,6 +199,7 @@ class Agent:
         """Let everything go; transfers that are under way are given up. Blocks for milliseconds."""
         self._stopped.set()
         self._thread.submit(self._drop)
+        self._asked.set()
         self._thread.shutdown()
 
     def _drop(self) -> None:

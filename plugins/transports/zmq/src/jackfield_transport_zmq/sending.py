@@ -245,7 +245,7 @@ class Receiving:
         self._pool = pool
         self.arrived: deque[Arrived] = deque()
         self.chunks = 0  #: that have come
-        self._room = _WINDOW  #: chunks that may come
+        self._room = self._told = _WINDOW  #: chunks that may come; and that the sender knows of
         self._pieces: list[Entry] = []  #: of the large tensor that is coming,
         self._buffer = torch.empty(0, dtype=torch.uint8)  #: and where to
         self._changed: asyncio.Future[None] | None = None
@@ -270,7 +270,8 @@ class Receiving:
             message = self._wire.decode([frame.buffer for frame in frames])
             if message.kind == "chunk" and message["number"] == self.chunks and len(message.buffers) == 1:
                 self.chunks += 1
-                self._meeting.tell({"got": self.chunks})
+                self._told = self._room
+                self._meeting.tell({"got": self.chunks, "room": self._told})
                 self._put(message)
                 self.changed()
 
@@ -307,7 +308,9 @@ class Receiving:
     def _grant(self) -> None:
         """There is room for one more."""
         self._room += 1
-        self._meeting.tell({"room": self._room})
+        if self._room - self._told >= _WINDOW // 2:  # less is said with the next chunk
+            self._told = self._room
+            self._meeting.tell({"room": self._told})
 
     def changed(self) -> None:
         """Something has come, by this way or by the meeting."""
