@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from jackfield.errors import EngineError
-from jackfield_engine_fsdp.model import TokenModel
+from jackfield_engine_fsdp.model import TokenModel, has_adapter
 from jackfield_engine_fsdp.optimization import Optimization
 from jackfield_engine_fsdp.process_group import Ranks
 from jackfield_engine_fsdp.random_state import RandomStreams
@@ -140,7 +139,7 @@ def _tensors(model: TokenModel, optimization: Optimization | None) -> dict[str, 
 
     With an adapter the base model is left out: it never changes, and the model folder has it.
     """
-    adapter = isinstance(model.language_model, PeftModel)
+    adapter = has_adapter(model.language_model)
     kept = {
         name: tensor.detach()
         for name, tensor in model.named_parameters()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from tensordict import TensorDict
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,7 +27,7 @@ from jackfield.errors import EngineError
 from jackfield_engine_fsdp import checkpointing, export, loading, norms, passes
 from jackfield_engine_fsdp.batching import RowBatch
 from jackfield_engine_fsdp.config import Config
-from jackfield_engine_fsdp.model import TokenModel, shard
+from jackfield_engine_fsdp.model import TokenModel, has_adapter, shard
 from jackfield_engine_fsdp.optimization import Optimization
 from jackfield_engine_fsdp.placement import Placement
 from jackfield_engine_fsdp.process_group import Ranks
@@ -196,7 +195,7 @@ class FSDPEngine(BaseEngine):
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Inside, the model is its base model; no effect without an adapter."""
         language_model = self._ready().language_model
-        return language_model.disable_adapter() if isinstance(language_model, PeftModel) else nullcontext()
+        return language_model.disable_adapter() if has_adapter(language_model) else nullcontext()
 
     # ---- computing
 
@@ -298,7 +297,7 @@ class FSDPEngine(BaseEngine):
     def get_per_tensor_grad(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Full gradients in the order of the parameters; zeros where a parameter got none."""
         model = self._ready()
-        adapter = isinstance(model.language_model, PeftModel)
+        adapter = has_adapter(model.language_model)
         for name, parameter in self._optimizing().parameters.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             yield export.trainable_name(name, adapter), export.full(gradient)

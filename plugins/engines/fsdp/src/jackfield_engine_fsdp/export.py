@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from jackfield_engine_fsdp.loading import without_progress_bars
-from jackfield_engine_fsdp.model import TokenModel
+from jackfield_engine_fsdp.model import TokenModel, has_adapter
 
 __all__ = [
     "adapter_config",
@@ -68,7 +67,7 @@ def trainable_name(name: str, adapter: bool) -> str:
 
 def published_tensors(model: TokenModel) -> Iterator[tuple[str, torch.Tensor]]:
     """What inference loads: the adapter's tensors if there is one, else parameters (tied once) and saved buffers."""
-    if isinstance(model.language_model, PeftModel):
+    if has_adapter(model.language_model):
         for name, parameter in model.language_model.named_parameters():
             if parameter.requires_grad:
                 yield published_name(name), full(parameter)
@@ -98,7 +97,7 @@ def value_head_tensors(model: TokenModel) -> dict[str, torch.Tensor]:
 
 def adapter_config(model: TokenModel) -> dict[str, Any] | None:
     """The adapter's PEFT config as JSON-ready values; None without an adapter."""
-    if not isinstance(model.language_model, PeftModel):
+    if not has_adapter(model.language_model):
         return None
     return {name: _plain(value) for name, value in model.language_model.peft_config["default"].to_dict().items()}
 
@@ -128,7 +127,7 @@ def save_folder(model: TokenModel, source: Path, folder: Path, writes: bool) -> 
     head = value_head_tensors(model)
     if not writes:
         return
-    if isinstance(model.language_model, PeftModel):
+    if has_adapter(model.language_model):
         save_file(_contiguous(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
         model.language_model.peft_config["default"].save_pretrained(str(folder))
     else:

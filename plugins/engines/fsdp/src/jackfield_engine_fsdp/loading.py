@@ -6,16 +6,18 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from jackfield.abc.engine import LoraSpec, ModelSpec
 from jackfield.errors import EngineError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 __all__ = ["DTYPES", "add_lora", "load_causal_lm", "make_value_head", "seeded", "torch_dtype", "without_progress_bars"]
 
@@ -132,6 +134,8 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> PeftModel:
     Raises:
         EngineError: ``config.invalid-value`` when PEFT refuses the settings, e.g. target modules that are not there.
     """
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=spec.rank,

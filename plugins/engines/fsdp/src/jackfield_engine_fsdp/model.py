@@ -5,11 +5,11 @@ Shapes: ``B`` rows, ``S`` padded positions, ``N`` response tokens, ``H`` hidden 
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -19,7 +19,16 @@ from transformers import PreTrainedModel
 from jackfield.errors import EngineError
 from jackfield_engine_fsdp.config import Config
 
-__all__ = ["TokenModel", "decoder_layers", "shard", "token_statistics"]
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+__all__ = ["TokenModel", "decoder_layers", "has_adapter", "shard", "token_statistics"]
+
+
+def has_adapter(model: PreTrainedModel | PeftModel) -> TypeGuard[PeftModel]:
+    """Whether a language model is one of PEFT's, which takes a while to import and is left out where no adapter is."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 class TokenModel(nn.Module):
@@ -57,7 +66,7 @@ class TokenModel(nn.Module):
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model itself, inside of the adapter if there is one."""
         model = self.language_model
-        return model.get_base_model() if isinstance(model, PeftModel) else model
+        return model.get_base_model() if has_adapter(model) else model
 
     def _narrow(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_BSH, *rest = inputs
