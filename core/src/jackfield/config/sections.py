@@ -51,7 +51,11 @@ class DataConfig:
     train: str | None = option(None, help="JSONL file of training tasks")
     eval: str | None = option(None, help="JSONL file of held-out tasks")
     format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; GSM8K's own format by default")
-    expert: str | None = option(None, help="JSONL file of an expert's answers, in the same format (mix, mix_chord)")
+    expert: str | None = option(
+        None,
+        help="JSONL file of an expert's answers as texts, in the same format (mix, mix_chord); rows of token ids: "
+        "queue.expert",
+    )
     experts_per_step: int = option(0, help="answers of the expert in one training batch", validator=ge(0))
     chat_template: str | None = option(None, help="a Jinja chat template in the place of the tokenizer's own")
     prompts_per_step: int = option(32, help="tasks (groups) in one training batch", validator=gt(0))
