@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,6 +39,7 @@ from jackfield.weights import WeightReceiver, digest
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.decoder import Decoder
 from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_model
+from jackfield_rollout_transformers.requests import Requests
 from jackfield_rollout_transformers.sampling import mix
 from jackfield_rollout_transformers.selfcheck import check_decoding, check_requests
 from jackfield_rollout_transformers.sequence import Sequence, StopStrings
@@ -71,14 +71,9 @@ class TransformersServer(BaseRolloutServer):
         self._batch_lock = asyncio.Lock()
         self._update_lock = asyncio.Lock()
         self._visitors = 0
-        self._arrived = False
-        self._work = asyncio.Event()
-        self._drained = asyncio.Event()
-        self._active: dict[str, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
-        self._discarded: list[Sequence] = []
+        self._requests = Requests()
         self._version = 0
-        self._requests = 0
+        self._unseeded = 0  #: requests without a seed so far
         self._paused = self._draining = self._stopped = False
         self._awake: set[str] = set(_MEMORY)
         self._failure: str | None = None
@@ -137,8 +132,8 @@ class TransformersServer(BaseRolloutServer):
     async def stop(self) -> None:
         """End the decode loop and the worker thread; every unfinished request fails with ``rollout.stopped``."""
         self._stopped = True
-        self._reject_all(self._refusal)
-        self._work.set()
+        self._requests.reject_all(self._refusal)
+        self._requests.work.set()
         if self._endpoint is not None:
             await self._endpoint.close()
         if self._update_task is not None:
@@ -158,8 +153,8 @@ class TransformersServer(BaseRolloutServer):
             detail = "asleep"
         return HealthReport(
             healthy=refusal is None,
-            running=self._running,
-            waiting=len(self._waiting),
+            running=self._requests.running,
+            waiting=len(self._requests.waiting),
             weight_version=self._version,
             detail=detail,
         )
@@ -173,7 +168,7 @@ class TransformersServer(BaseRolloutServer):
         try:
             await sequence.ended
         finally:
-            self._discard(sequence)
+            self._requests.discard(sequence)
         return sequence.result()
 
     def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
@@ -189,7 +184,7 @@ class TransformersServer(BaseRolloutServer):
                 yield chunk
             await sequence.ended  # raises what ended it, if anything did
         finally:
-            self._discard(sequence)
+            self._requests.discard(sequence)
             sequence.ended.cancel()
 
     def _submit(self, request: GenerateRequest, stream: asyncio.Queue[GenerateChunk | None] | None = None) -> Sequence:
@@ -197,7 +192,7 @@ class TransformersServer(BaseRolloutServer):
         if refusal is not None:
             raise refusal
         check_request(request, self._model.vocabulary, self._model.max_model_len)
-        if request.request_id in self._active:
+        if request.request_id in self._requests.active:
             raise self._error(f"request {request.request_id!r} is running already", "rollout.request")
         wanted = request.minimum_weight_version
         if wanted is not None and wanted > self._version:
@@ -208,18 +203,15 @@ class TransformersServer(BaseRolloutServer):
                 found=self._version,
             )
         sequence = self._make_sequence(request, stream)
-        self._active[request.request_id] = sequence
-        self._waiting.append(sequence)
-        self._arrived = True
-        self._work.set()
+        self._requests.add(sequence)
         return sequence
 
     def _make_sequence(self, request: GenerateRequest, stream: asyncio.Queue[GenerateChunk | None] | None) -> Sequence:
         sampling = request.sampling
         seed = sampling.seed
         if seed is None:
-            seed = mix(mix(mix(self.context.seed + _UNSEEDED) + self.context.replica) + self._requests)
-            self._requests += 1
+            seed = mix(mix(mix(self.context.seed + _UNSEEDED) + self.context.replica) + self._unseeded)
+            self._unseeded += 1
         own = frozenset() if sampling.ignore_eos else self._model.end_ids
         stop_strings = None
         if sampling.stop:
@@ -243,7 +235,8 @@ class TransformersServer(BaseRolloutServer):
     async def abort(self, request: AbortRequest) -> AbortResult:
         """End requests; when it returns they generate no more."""
         async with self._between_hops():
-            chosen = [self._active[name] for name in request.request_ids or self._active if name in self._active]
+            active = self._requests.active
+            chosen = [active[name] for name in request.request_ids or active if name in active]
             for sequence in chosen:
                 self._end_early(sequence)
         return AbortResult(request_ids=tuple(sequence.request.request_id for sequence in chosen))
@@ -254,29 +247,28 @@ class TransformersServer(BaseRolloutServer):
         """Stop decoding; when it returns no forward pass runs."""
         if request.mode == "wait" and not self._paused:
             self._draining = True
-            self._note_drained()
+            self._requests.note_drained()
             try:
-                await (
-                    self._drained.wait()
-                )  # ends with the requests that run, at their limits; resume and stop end it, too
+                # ends with the requests that run, at their limits; resume and stop end it, too
+                await self._requests.drained.wait()
                 if not self._draining:
-                    return PauseResult(running=self._running)
+                    return PauseResult(running=self._requests.running)
             finally:
                 self._draining = False
-                self._work.set()
+                self._requests.work.set()
         async with self._between_hops():
             self._paused = True
             if request.mode == "abort":
-                for sequence in [one for one in self._active.values() if one.row >= 0]:
+                for sequence in [one for one in self._requests.active.values() if one.row >= 0]:
                     self._end_early(sequence)
-        return PauseResult(running=self._running)
+        return PauseResult(running=self._requests.running)
 
     async def resume(self, request: ResumeRequest) -> ResumeResult:
         """Go on decoding."""
         self._paused = self._draining = False
-        self._drained.set()
-        self._work.set()
-        return ResumeResult(running=self._running)
+        self._requests.drained.set()
+        self._requests.work.set()
+        return ResumeResult(running=self._requests.running)
 
     async def sleep(self, request: SleepRequest) -> SleepResult:
         """Give memory back; only while paused or idle. Requests that a pause keeps are computed again afterwards.
@@ -286,11 +278,11 @@ class TransformersServer(BaseRolloutServer):
         """
         async with self._between_hops():
             self._require_running()
-            if not self._paused and self._active:
+            if not self._paused and self._requests.active:
                 raise self._error("the server is decoding", "rollout.request", fix="pause it before it sleeps")
-            kept = [one for one in self._decoder.sequences if one.request.request_id in self._active]
+            kept = [one for one in self._decoder.sequences if one.request.request_id in self._requests.active]
             freed = self._decoder.release()
-            self._waiting.extendleft(reversed(kept))
+            self._requests.waiting.extendleft(reversed(kept))
             if request.level == 2:
                 freed += self._weights.drop()
                 self._stale = "the weights were given back by sleep(level=2) and no full update has come"
@@ -308,7 +300,7 @@ class TransformersServer(BaseRolloutServer):
                 self._weights.to(self._model.device)
                 self._weights.allocate()
             self._awake |= tags
-            self._work.set()
+            self._requests.work.set()
         return WakeUpResult(awake=tuple(tag for tag in _MEMORY if tag in self._awake))
 
     # -- weights ---------------------------------------------------------------------------------------------------
@@ -433,22 +425,22 @@ class TransformersServer(BaseRolloutServer):
         return WeightReceiver(engine)
 
     def _enter_version(self, version: int) -> None:
-        for sequence in self._active.values():
+        for sequence in self._requests.active.values():
             sequence.stamp(self._version)
         self._version = version
         self._stale = self._failure = None
-        self._work.set()
+        self._requests.work.set()
 
     def _become_stale(self, reason: str) -> None:
         self._stale = reason
-        self._reject_all(self._refusal)
+        self._requests.reject_all(self._refusal)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
         while not self._stopped:
-            await self._work.wait()
-            self._work.clear()
+            await self._requests.work.wait()
+            self._requests.work.clear()
             try:
                 while self._runnable():
                     async with self._batch_lock:
@@ -461,29 +453,27 @@ class TransformersServer(BaseRolloutServer):
     def _runnable(self) -> bool:
         if self._paused or self._refusal() is not None or len(self._awake) < len(_MEMORY):
             return False
-        return self._running > 0 or (bool(self._waiting) and not self._draining)
+        return self._requests.running > 0 or (bool(self._requests.waiting) and not self._draining)
 
     async def _hop(self) -> bool:
         """Let callers in and out, then run some passes; whether requests ended."""
-        self._decoder.remove(self._discarded)
-        self._discarded.clear()
+        self._decoder.remove(self._requests.discarded)
+        self._requests.discarded.clear()
         if not self._runnable():
             return False
-        count = 0 if self._draining else self._decoder.choose_joiners(self._waiting)
-        joiners = [self._waiting.popleft() for _ in range(count)]
-        self._arrived = False
-        streams = [one for one in self._active.values() if one.stream is not None]
+        count = 0 if self._draining else self._decoder.choose_joiners(self._requests.waiting)
+        joiners, streams = self._requests.join(count), self._requests.streams()
         steps = 1 if streams else self.config.steps_per_hop
         ended = await self._in_thread(self._decoder.run, joiners, steps, self._interrupted)
         for sequence in ended:
-            self._settle(sequence)
+            self._requests.settle(sequence, self._version)
         for sequence in streams:
-            self._feed(sequence)
-        self._note_drained()
+            self._requests.feed(sequence, self._version)
+        self._requests.note_drained()
         return bool(ended)
 
     def _interrupted(self) -> bool:
-        return self._visitors > 0 or self._arrived or self._stopped or self._stale is not None
+        return self._visitors > 0 or self._requests.arrived or self._stopped or self._stale is not None
 
     @contextlib.asynccontextmanager
     async def _between_hops(self) -> AsyncIterator[None]:
@@ -500,68 +490,20 @@ class TransformersServer(BaseRolloutServer):
 
     # -- how requests end ------------------------------------------------------------------------------------------
 
-    @property
-    def _running(self) -> int:
-        return len(self._active) - len(self._waiting)
-
-    def _settle(self, sequence: Sequence) -> None:
-        """Hand a finished sequence to its caller, unless he left."""
-        if self._active.get(sequence.request.request_id) is not sequence:
-            return
-        del self._active[sequence.request.request_id]
-        sequence.stamp(self._version)
-        if sequence.stream is not None:
-            sequence.stream.put_nowait(sequence.next_chunk())
-            sequence.stream.put_nowait(None)
-        if not sequence.ended.done():
-            sequence.ended.set_result(None)
-
-    def _feed(self, sequence: Sequence) -> None:
-        """Give a stream what has come since the last chunk."""
-        if sequence.finish_reason is None and sequence.stream is not None:
-            sequence.stamp(self._version)
-            if len(sequence.token_ids) > sequence.streamed:
-                sequence.stream.put_nowait(sequence.next_chunk())
-
     def _end_early(self, sequence: Sequence) -> None:
         """Abort; between hops only."""
         if sequence.row >= 0:
             self._decoder.remove([sequence])
         else:
-            self._waiting.remove(sequence)
+            self._requests.waiting.remove(sequence)
         sequence.finish_reason = "abort"
-        self._settle(sequence)
-        self._note_drained()
-
-    def _discard(self, sequence: Sequence) -> None:
-        """Forget a sequence whose caller has left; no effect on one that has ended."""
-        if self._active.get(sequence.request.request_id) is not sequence:
-            return
-        del self._active[sequence.request.request_id]
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-        else:
-            self._discarded.append(sequence)
-        self._arrived = True
-        self._note_drained()
-        self._work.set()
-
-    def _reject_all(self, reason: Callable[[], JackfieldError | None]) -> None:
-        """Fail everything unfinished."""
-        for sequence in list(self._active.values()):
-            self._discard(sequence)
-            if not sequence.ended.done():
-                error = reason()
-                assert error is not None
-                sequence.ended.set_exception(error)
-            if sequence.stream is not None:
-                sequence.stream.put_nowait(None)
-        self._note_drained()
+        self._requests.settle(sequence, self._version)
+        self._requests.note_drained()
 
     def _fail(self, error: Exception) -> None:
         self._failure = _line(error)
-        self._reject_all(lambda: self._failed(error))
-        self._discarded.clear()
+        self._requests.reject_all(lambda: self._failed(error))
+        self._requests.discarded.clear()
         self._decoder.release()
 
     def _failed(self, cause: BaseException | None = None) -> RolloutError:
@@ -572,12 +514,6 @@ class TransformersServer(BaseRolloutServer):
         )
         refusal.__cause__ = cause
         return refusal
-
-    def _note_drained(self) -> None:
-        if self._running == 0:
-            self._drained.set()
-        else:
-            self._drained.clear()
 
     def _refusal(self) -> RolloutError | None:
         """Why nothing can be generated, if so."""
