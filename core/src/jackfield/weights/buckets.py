@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Entry", "aligned", "entry_of", "put", "raw", "view", "views"]
+__all__ = ["Entry", "aligned", "entry_of", "is_plain", "put", "raw", "view", "views"]
 
 #: A tensor's place in a buffer, as JSON: ``[name, dtype, shape, offset in bytes]``.
 Entry: TypeAlias = "list[Any]"
@@ -48,15 +48,15 @@ def put(buffer: torch.Tensor, entry: Entry, tensor: torch.Tensor) -> None:
         raise ValueError(f"{entry[0]}: {size} bytes at {offset} do not fit into a buffer of {buffer.nbytes}")
     if not size:
         return
-    if size < _SMALL and _plain(tensor) and buffer.device.type == "cpu":
+    if size < _SMALL and is_plain(tensor) and buffer.is_cpu:
         ctypes.memmove(buffer.data_ptr() + offset, tensor.data_ptr(), size)
     else:
         view(buffer, entry).copy_(tensor.detach())
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether memory holds the values as they are, in row-major order, for the host to read."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:

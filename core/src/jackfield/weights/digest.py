@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from jackfield.weights.buckets import is_plain
+
 if TYPE_CHECKING:
     import torch
 
@@ -19,7 +21,7 @@ def digest(tensor: torch.Tensor) -> str:
     Any dtype, shape, stride and device; a tensor that is not contiguous or not on the CPU is copied. A digest finds
     errors; it does not withstand forgery.
     """
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     state = xxhash.xxh3_128(f"{str(plain.dtype).removeprefix('torch.')}{list(plain.shape)}".encode())
     if size := plain.nbytes:
         # the memory itself: of many small tensors, views of torch and numpy would take longer than hashing
