@@ -7,14 +7,21 @@ import gc
 import sys
 from collections.abc import Iterator
 
-__all__ = ["collection_paused"]
+__all__ = ["collection_paused", "own_process"]
 
 _LARGE = 200  #: modules
+_own = False
+
+
+def own_process() -> None:
+    """Say that this process does nothing but Jackfield's work, so that what large imports find there may stay."""
+    global _own
+    _own = True
 
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """No cyclic garbage collection meanwhile, and after a large import none among what is there then.
+    """No cyclic garbage collection meanwhile; in a process of our own, never among what is there after a large import.
 
     What imports make lives on, so that looking for garbage among it is in vain. With torch and transformers it takes a
     fifth of the time that their import needs, and a quarter of a second in each full collection later, of which the
@@ -25,7 +32,7 @@ def collection_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        if len(sys.modules) - before >= _LARGE:
+        if _own and len(sys.modules) - before >= _LARGE:
             gc.freeze()
         if enabled:
             gc.enable()

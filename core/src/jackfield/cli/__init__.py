@@ -14,6 +14,7 @@ import click
 
 from jackfield import __version__
 from jackfield.errors import JackfieldError
+from jackfield.imports import own_process
 
 __all__ = ["COMMANDS", "json_option", "main"]
 
@@ -55,6 +56,7 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in self._lazy.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
+        own_process()
         try:
             return super().invoke(ctx)
         except JackfieldError as error:

@@ -26,6 +26,7 @@ from jackfield.abc import CONTRACTS
 from jackfield.abc.rollout import RolloutContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RunError, error_fields
+from jackfield.imports import own_process
 from jackfield.plugins.handshake import introduce
 from jackfield.plugins.registry import load_plugin
 from jackfield.runtime.process.wire import decode, frame, read, types_of
@@ -141,6 +142,7 @@ def _end_with(parent: int, descriptor: int) -> None:
 
 def main(descriptor: int, parent: int) -> None:
     """Serve until the parent's end of the socket closes."""
+    own_process()
     os.set_inheritable(descriptor, False)
     watch = threading.Thread(target=_end_with, args=(parent, os.dup(descriptor)), name="jackfield-parent", daemon=True)
     watch.start()

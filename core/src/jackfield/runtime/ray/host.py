@@ -22,7 +22,7 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import WorkerLost
-from jackfield.imports import collection_paused
+from jackfield.imports import collection_paused, own_process
 from jackfield.runtime.revival import state_of
 
 __all__ = ["Host", "Place", "interface_of"]
@@ -56,6 +56,7 @@ class Host:
         self._making = asyncio.Lock()
         self._gate = asyncio.Event()
         self._pool: ThreadPoolExecutor | None = None
+        own_process()
         if os.path.isdir(folder):
             os.chdir(folder)
 
@@ -145,6 +146,7 @@ class Host:
             if close is not None:
                 await close()
             del close
+            gc.unfreeze()  # it was made with the imports
             gc.collect()  # its memory is the next one's
 
     def _lost(self) -> WorkerLost:
