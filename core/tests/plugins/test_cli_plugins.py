@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,8 @@ def test_an_unknown_kind_is_wrong_usage(site):
 
 
 def test_list_is_quick_and_imports_no_plugin_and_nothing_heavy(site):
-    """Half a second is the promise with ten plugins; the machine is shared, so the best of some runs counts."""
+    """Half a second is the promise with ten plugins. Others may use the machine, so the least processor time of some
+    runs counts, and twice the promise still passes."""
     for number in range(10):
         site.install(f"bomb_{number}", modules={"__init__.py": "raise RuntimeError('imported')"})
     program = """
@@ -119,12 +120,17 @@ print(json.dumps([sorted(heavy), [row["status"] for row in json.loads(output) if
     assert [[], ["ok"] * 10] == json.loads(result.stdout)
     best = float("inf")
     for _ in range(6):
-        started = time.perf_counter()
+        before = _seconds_of_children()
         assert 0 == site.cli("plugins", "list").returncode
-        best = min(best, time.perf_counter() - started)
+        best = min(best, _seconds_of_children() - before)
         if best < 0.5:
             break
     assert best < 1.0
+
+
+def _seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_importing_jackfield_loads_nothing_heavy(site):
