@@ -48,7 +48,7 @@ class EngineConfig(MeetingConfig):
 
     bucket_bytes: int = option(
         4 * 2**20,
-        help="Size of a message that small tensors share; larger ones go in pieces of four times as much.",
+        help="Size of a message that small tensors share; a tensor of up to four times as much goes alone, a larger one in pieces.",
         validator=gt(0),
     )
     transport: Literal["auto", "ipc", "tcp"] = option(

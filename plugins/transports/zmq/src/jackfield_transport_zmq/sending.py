@@ -27,7 +27,7 @@ __all__ = ["MESSAGES", "Arrived", "Receiving", "Sending"]
 
 _WINDOW = 6  #: chunks that a worker takes ahead of what it has read
 _SLOTS = 6  #: buckets that are filled or on their way
-_PIECE = 4  #: buckets; what a large tensor goes in
+_WHOLE = 4  #: buckets; a tensor up to this is one message, which nobody copies; pieces are put together
 
 MESSAGES: dict[str, dict[str, Schema]] = {
     "want": {"worker": int, "chunk": int},
@@ -163,7 +163,8 @@ class Sending:
         size = tensor.nbytes
         if size > self._bucket_bytes:
             self._flush()
-            content, entry, piece = raw(tensor.detach().cpu()), entry_of(name, tensor), _PIECE * self._bucket_bytes
+            content, entry = raw(tensor.detach().cpu()), entry_of(name, tensor)
+            piece = size if size <= _WHOLE * self._bucket_bytes else self._bucket_bytes
             for start in range(0, size, piece):
                 self._launch(content[start : start + piece], start, size, [entry])
             await self._arrived(self.made)
