@@ -48,7 +48,8 @@ class EngineConfig(MeetingConfig):
 
     bucket_bytes: int = option(
         4 * 2**20,
-        help="Size of a message that small tensors share; a tensor of up to four times as much goes alone, a larger one in pieces.",
+        help="Size of a message that small tensors share; a tensor up to four times that goes alone, larger ones in "
+        "pieces of this size.",
         validator=gt(0),
     )
     transport: Literal["auto", "ipc", "tcp"] = option(
