@@ -86,6 +86,15 @@ class ExportThroughHalf(Exporting):
         yield name, tensor.bfloat16().to(tensor.dtype)
 
 
+@mutant("ENG-031")
+class ExportFromOneBuffer(Exporting):
+    """Every tensor is exported from the same memory."""
+
+    def changed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = self.__dict__.setdefault("buffer", torch.empty(1 << 20, dtype=torch.uint8))
+        yield name, buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
 @mutant("ENG-032", "ENG-033", "ENG-040", "ENG-044")
 class StaleExport(Exporting):
     """The norms are exported as they were loaded."""

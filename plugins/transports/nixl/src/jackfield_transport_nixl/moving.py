@@ -43,7 +43,7 @@ async def finished(meeting: Meeting, future: Future[T], who: str, where: str | N
 
 
 class Sending:
-    """What one transfer sends. A tensor has been copied when :meth:`add` returns."""
+    """What one transfer sends. The tensor before the last has been copied or read when :meth:`add` returns."""
 
     def __init__(self, meeting: Meeting, agent: Agent, slots: Sequence[torch.Tensor], in_place: bool) -> None:
         """
@@ -61,6 +61,7 @@ class Sending:
         self._made = 0  #: pieces so far; piece n lies in slot n modulo their number
         self._used = 0  #: bytes of the bucket that is filled
         self._entries: list[Entry] = []
+        self._lent: tuple[torch.Tensor, int] | None = None  #: a tensor that is read where it lies, as which piece
 
     @staticmethod
     def slots(kept: list[torch.Tensor], bucket_bytes: int, device: str) -> list[torch.Tensor]:
@@ -81,7 +82,12 @@ class Sending:
         await self._meeting.until(lambda peer: "ready" in peer.said, "read the sender's memory")
 
     async def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor into a bucket, or a large one into several."""
+        """Copy a tensor into a bucket, or a large one into several, or have it read where it lies."""
+        before, self._lent = self._lent, None
+        await self._add(name, tensor)
+        await self._take_back(before)
+
+    async def _add(self, name: str, tensor: torch.Tensor) -> None:
         size = tensor.nbytes
         if size > self._bucket_bytes:
             await self._flush()
@@ -103,7 +109,7 @@ class Sending:
         self._used = aligned(self._used + size)
 
     async def _lend(self, content: torch.Tensor, entry: Entry) -> None:
-        """Have a tensor read where it lies, uint8 ``[bytes]``; its owner may write there again afterwards."""
+        """Have a tensor read where it lies, uint8 ``[bytes]``."""
         agent, size = self._agent, content.numel()
 
         def registered() -> bytes:
@@ -112,14 +118,21 @@ class Sending:
 
         metadata = await finished(self._meeting, agent.run(registered), "memory to be registered")
         lent = {"agent": b64encode(metadata).decode(), "place": attrs.astuple(place_of(content))}
+        self._lent = content, self._made
         self._show(size, 0, size, [entry], lent)
-        last = self._made - 1
-        await self._meeting.until(lambda peer: peer.said.get("got", 0) > last, f"read bucket {last}")
-        agent.release(content)
+
+    async def _take_back(self, lent: tuple[torch.Tensor, int] | None) -> None:
+        """Wait until a tensor has been read: its owner may write there again."""
+        if lent is not None:
+            content, piece = lent
+            await self._meeting.until(lambda peer: peer.said.get("got", 0) > piece, f"read bucket {piece}")
+            if self._lent is None or self._lent[0].data_ptr() != content.data_ptr():  # else it goes by another name, too
+                self._agent.release(content)
 
     async def end(self) -> None:
         """Show what is left."""
         await self._flush()
+        await self._take_back(self._lent)
 
     async def _slot(self) -> torch.Tensor:
         """The buffer that is to be filled, once everybody has read what was in it."""

@@ -104,6 +104,7 @@ class Sending:
         self._used = 0
         self._slot_free_at = [0] * _SLOTS  #: once everybody has all chunks before this one
         self._fills = 0  #: of slots
+        self._lent = 0  #: chunks up to the last that lies in the memory of the tensor that came last; 0: it was copied
 
     def begin(self, meeting: Meeting, slots: list[torch.Tensor]) -> None:
         """Take what workers want.
@@ -156,10 +157,16 @@ class Sending:
         self.pump()
 
     async def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a small tensor into a bucket; send a large one from where it lies, and wait until it has arrived."""
+        """Copy a small tensor into a bucket, send a large one from where it lies; the one before has arrived then."""
         assert self._meeting is not None
         if not self._meeting.peers:
             return
+        before, self._lent = self._lent, 0
+        await self._add(name, tensor)
+        if before:
+            await self._arrived(before)
+
+    async def _add(self, name: str, tensor: torch.Tensor) -> None:
         size = tensor.nbytes
         if size > self._bucket_bytes:
             self._flush()
@@ -167,7 +174,7 @@ class Sending:
             piece = size if size <= _WHOLE * self._bucket_bytes else self._bucket_bytes
             for start in range(0, size, piece):
                 self._launch(content[start : start + piece], start, size, [entry])
-            await self._arrived(self.made)
+            self._lent = self.made
             return
         if self._used + size > self._bucket_bytes:
             self._flush()

@@ -9,6 +9,7 @@ is where a peer is silent, default 0.5).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 from collections.abc import Generator
@@ -140,14 +141,13 @@ async def a_tensor_is_valid_until_the_next_is_drawn(subject: Subject) -> None:
 
 @check("CKE-018", page=_TENSORS)
 async def the_sender_does_not_count_on_memory_of_the_generator(subject: Subject) -> None:
-    """A tensor whose memory is written over as soon as the next one is drawn arrives as it was."""
+    """A tensor whose memory is written over as soon as the next but one is drawn arrives as it was."""
     wanted = {f"step {index}": torch.full((6, 5), float(index)) for index in range(12)}
-    shared = torch.empty(6, 5)
+    buffers = torch.empty(2, 6, 5)
 
     def reused() -> Weights:
-        for name, tensor in wanted.items():
-            shared.copy_(tensor)
-            yield name, shared
+        for (name, tensor), buffer in zip(wanted.items(), itertools.cycle(buffers)):
+            yield name, buffer.copy_(tensor)
 
     for settings in support.bucket_settings(subject):
         async with support.ends(subject, workers=2, **settings) as made:
