@@ -104,8 +104,8 @@ class CheckpointEngine(ABC):
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
         """Send every tensor (trainer's side). Every rank exhausts the generator; a rank that does not send drops them.
 
-        A tensor may be reused by the generator's owner as soon as the next but one is drawn: one is on its way while the
-        next one is drawn.
+        A tensor may be reused by the generator's owner as soon as the next but one is drawn: it may be on its way while
+        the next one is drawn.
         """
 
     @abstractmethod

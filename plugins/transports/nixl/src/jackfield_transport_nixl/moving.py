@@ -126,7 +126,7 @@ class Sending:
         if lent is not None:
             content, piece = lent
             await self._meeting.until(lambda peer: peer.said.get("got", 0) > piece, f"read bucket {piece}")
-            if self._lent is None or self._lent[0].data_ptr() != content.data_ptr():  # else it goes by another name, too
+            if self._lent is None or self._lent[0].data_ptr() != content.data_ptr():  # else the same by another name
                 self._agent.release(content)
 
     async def end(self) -> None:
