@@ -21,7 +21,7 @@ SLOTS = 2  #: buckets of one end: one is filled or read while the other is on it
 
 
 class Sending:
-    """What one transfer sends. A tensor has been copied, or has left, when :meth:`add` returns."""
+    """What one transfer sends. The tensor before the last has been copied, or has left, when :meth:`add` returns."""
 
     def __init__(
         self, meeting: Meeting, group: Group | None, slots: list[torch.Tensor], bucket_bytes: int, device: str
@@ -43,16 +43,22 @@ class Sending:
         self._used = 0  #: bytes of it
         self._entries: list[Entry] = []
         self._flights: list[Future[None] | None] = [None] * SLOTS  #: by slot
+        self._lent: int | None = None  #: slot from which the tensor that came last leaves; None: it was copied
 
     async def add(self, name: str, tensor: torch.Tensor) -> None:
         """Put a tensor into a bucket; send a large one alone."""
         if self._group is None:
             return
+        before, self._lent = self._lent, None
+        await self._add(name, tensor)
+        if before is not None:
+            await self._landed(before)
+
+    async def _add(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.nbytes * _DIRECT >= self._bucket_bytes:
             await self._flush()
             content = raw(tensor.detach().to(self._device))
-            await self._launch(content, [entry_of(name, tensor)])
-            await self._landed((self._number - 1) % SLOTS)
+            self._lent = await self._launch(content, [entry_of(name, tensor)])
             return
         if self._used + tensor.nbytes > self._bucket_bytes:
             await self._flush()
@@ -75,8 +81,8 @@ class Sending:
         if entries:
             await self._launch(self._slots[self._number % SLOTS][:size], entries)
 
-    async def _launch(self, content: torch.Tensor, entries: list[Entry]) -> None:
-        """Broadcast a bucket, uint8 ``[bytes]``, once all have room for it."""
+    async def _launch(self, content: torch.Tensor, entries: list[Entry]) -> int:
+        """Broadcast a bucket, uint8 ``[bytes]``, once all have room for it; returns its slot."""
         assert self._group is not None
         number = self._number
         await self._meeting.until(lambda peer: peer.said.get("room", 0) > number, f"have room for bucket {number}")
@@ -84,16 +90,18 @@ class Sending:
         self._meeting.tell({"bucket": number, "bytes": content.numel(), "tensors": entries})
         self._flights[number % SLOTS] = self._group.broadcast(content)
         self._number += 1
+        return number % SLOTS
 
     async def _landed(self, slot: int) -> None:
         """Wait until the bucket that was sent from a slot has arrived."""
         flight, self._flights[slot] = self._flights[slot], None
         if flight is None:
             return
+        number = self._number - 1 - (self._number - 1 - slot) % SLOTS
 
         def late() -> str:
             peers = self._meeting.peers.values()
-            return " and ".join(peer.name for peer in peers if peer.said.get("got", -1) < self._number - 1)
+            return " and ".join(peer.name for peer in peers if peer.said.get("got", -1) < number)
 
         await finished(self._meeting, flight, f"{late() or 'the inference workers'} to take a bucket")
 
