@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,9 +13,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from jackfield.clock import Clock
-from jackfield.errors import PluginError, RunError
-from jackfield.runtime.ray import Cluster, ClusterOptions
+from jackfield.errors import PluginError
 from jackfield.runtime.ray.cluster import check_interpreter
 
 
@@ -50,11 +49,36 @@ def test_a_missing_interpreter_is_refused() -> None:
     assert "plugin.interpreter" == refused.value.code
 
 
-def test_a_cluster_that_is_not_there_is_named() -> None:
-    """Ray would try for minutes."""
+JOIN = """
+import asyncio, json, sys
+import ray
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from jackfield.clock import Clock
+from jackfield.errors import RunError
+from jackfield.runtime.ray import Cluster, ClusterOptions
+
+assert not is_token_auth_enabled()
+try:
+    asyncio.run(Cluster(Clock(), 30.0).open(ClusterOptions(address=sys.argv[1]), needed_cpus=1))
+except RunError as error:
+    print(json.dumps([error.code, error.where, is_token_auth_enabled()]))
+"""
+
+
+def test_a_cluster_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """Ray would try for minutes. A token in the home folder is shown to it, also where Ray was imported before."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    address = f"127.0.0.1:{port}"
-    with pytest.raises(RunError) as refused:
-        asyncio.run(Cluster(Clock(), 30.0).open(ClusterOptions(address=address), needed_cpus=1))
-    assert ("runtime.cluster", address) == (refused.value.code, refused.value.where)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0123456789abcdef" * 4)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_A")}
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN, f"127.0.0.1:{port}"],
+        env={**own, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert 0 == done.returncode, done.stderr
+    assert ["runtime.cluster", f"127.0.0.1:{port}", True] == json.loads(done.stdout)

@@ -31,7 +31,7 @@ _END_SECONDS = 15.0
 _GONE_SECONDS = 15.0  #: for the processes of a cluster to be gone, after which they are killed
 _REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
 _LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by a public address
-_TOKEN = "RAY_AUTH_TOKEN"
+_TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 #: Whether Ray prints which calls it makes again: those that wait for an actor. Who died is told anyway.
 _QUIET = "RAY_enable_output_error_log_if_still_retry"
 
@@ -364,8 +364,11 @@ def _use_token(*, joins: bool) -> None:
     """
     there = any(name in os.environ for name in (_TOKEN, "RAY_AUTH_TOKEN_PATH"))
     if joins:
-        if there or (Path.home() / ".ray" / "auth_token").is_file():
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        there |= (Path.home() / ".ray" / "auth_token").is_file()
+        if there and _MODE not in os.environ:
+            os.environ[_MODE] = "token"
+            if "ray" in sys.modules:  # it has read its settings
+                sys.modules["ray._raylet"].Config.initialize("")
     elif not there:
         os.environ[_TOKEN] = secrets.token_hex(32)
 
