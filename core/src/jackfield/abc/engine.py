@@ -263,6 +263,7 @@ class BaseEngine(ABC):
 
         With an adapter: the adapter's tensors under PEFT's names and the PEFT config (the base does not change);
         without: all of the model's tensors and None. Tied tensors come once. Every rank must exhaust the generator.
+        A tensor keeps its values until the next but one is drawn.
         """
 
     @abstractmethod
