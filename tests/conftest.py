@@ -5,12 +5,18 @@ What all packages' tests share, the data folder and the rule about skips, is in 
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from jackfield_commands import CommandServer
+
 ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = ROOT / "examples" / "quickstart"
 sys.path.insert(0, str(ROOT / "tools"))
 
 from packages import Package, discover  # noqa: E402, after the path is set
@@ -38,3 +44,56 @@ def wheels(packages: dict[str, Package]) -> dict[str, Path]:
 def _sources(package: Package) -> list[Path]:
     files = [file for file in package.source.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     return [package.folder / "pyproject.toml", *files]
+
+
+@pytest.fixture(scope="session")
+def make_task_module() -> ModuleType:
+    """``examples/quickstart/make_task.py``."""
+    spec = importlib.util.spec_from_file_location("quickstart_make_task", QUICKSTART / "make_task.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def made(make_task_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's files: three sets of problems, and a model that knows nothing."""
+    folder = tmp_path_factory.mktemp("made")
+    make_task_module.make_task(folder, seed=5)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def jackfield(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
+    """``jackfield("run", FILE)``: the command line, without its imports: see ``jackfield_commands``."""
+    with CommandServer(tmp_path_factory.mktemp("commands")) as server:
+        yield server
+
+
+@pytest.fixture
+def quickstart_settings(made: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """``quickstart_settings("folder name", "key=value", ...)``: arguments of ``jackfield run`` for a run of seconds."""
+
+    def settings(name: str, *overrides: str) -> list[str]:
+        return [
+            str(QUICKSTART / "grpo.yaml"),
+            f"name={name}",
+            f"folder={tmp_path / name}",
+            f"model.path={made / 'model'}",
+            f"data.train={made / 'problems.jsonl'}",
+            f"data.eval={made / 'held_out.jsonl'}",
+            "data.prompts_per_step=4",
+            "data.runs_per_prompt=4",
+            "sampling.max_new_tokens=6",
+            "schedule.steps=3",
+            "evaluation.every=0",
+            "runtime.threads=1",
+            "observe.progress=false",
+            "observe.curve=false",
+            "observe.tensorboard=false",
+            *overrides,
+        ]
+
+    return settings

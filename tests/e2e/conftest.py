@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,25 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 
 Run = Callable[..., tuple[RunResult, list[dict[str, Any]]]]
-
-
-@pytest.fixture(scope="session")
-def make_task_module() -> ModuleType:
-    """``examples/quickstart/make_task.py``."""
-    spec = importlib.util.spec_from_file_location("quickstart_make_task", QUICKSTART / "make_task.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def made(make_task_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's files: three sets of problems, and a model that knows nothing."""
-    folder = tmp_path_factory.mktemp("made")
-    make_task_module.make_task(folder, seed=5)
-    return folder
 
 
 @pytest.fixture
