@@ -15,7 +15,7 @@ from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
-from jackfield.data.tokens import encode_prompt
+from jackfield.data.tokens import encode_answers, encode_prompt
 from jackfield.errors import AgentError, ConfigError, DataError, JackfieldError, PluginError, WorkerLost
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Rows, Written, rows_of
@@ -115,18 +115,11 @@ class AgentWorker:
             DataError: the task has none, or its prompt is too long.
         """
         task = order.task
-        if task.response is None:
-            raise DataError("a task has no answer to learn from", where=f"task {task.id}", fix="set data.format")
         prompt_ids = encode_prompt(self._tokenizer, task, self._max_prompt_tokens)
-        texts = [task.response] if task.rejected is None else [task.response, task.rejected]
-        responses = [self._encode_response(text) for text in texts]
-        tags = [supervised_tags(task, prompt_ids, response_ids) for response_ids in responses]
+        answers = encode_answers(self._tokenizer, task)  # type: ignore[arg-type]
+        tags = [supervised_tags(task, prompt_ids, mask) for _, mask in answers]
         make = expert_columns if expert else supervised_columns
-        return self._keep(order.id, make(task, prompt_ids, responses), tags)
-
-    def _encode_response(self, text: str) -> Sequence[int]:
-        encode: Callable[[str], Sequence[int]] = self._tokenizer.encode_response  # type: ignore[attr-defined]
-        return encode(text)
+        return self._keep(order.id, make(task, prompt_ids, answers), tags)
 
     def _keep(self, id: str, columns: Mapping[str, Column], tags: Sequence[Mapping[str, Any]]) -> RunProduct:
         self._kept[id] = columns
