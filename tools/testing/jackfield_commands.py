@@ -182,6 +182,7 @@ def _child(command: dict[str, Any]) -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.chdir(command["folder"])
         os.environ.update(command["environment"])
+        sys.path[:0] = filter(None, command["environment"].get("PYTHONPATH", "").split(os.pathsep))
         sys.argv = ["jackfield", *command["arguments"]]
         from jackfield.cli import main
 

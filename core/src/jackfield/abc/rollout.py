@@ -66,7 +66,10 @@ class SamplingParams:
     top_p: float = option(1.0, help="keep the likeliest tokens that together have this probability; 1: all")
     top_k: int = option(0, help="keep so many of the likeliest tokens; 0: all")
     min_p: float = option(0.0, help="keep tokens of at least this share of the likeliest one's probability; 0: all")
-    seed: int | None = option(None, help="null: drawn from the replica's seed")
+    seed: int | None = option(
+        None,
+        help="seed of a request; of a run: the base of its requests' seeds; null: the replica's, or the run's seed",
+    )
     stop_token_ids: tuple[int, ...] = option((), help="tokens that end a response, beside the model's own")
     stop: tuple[str, ...] = option(
         (), help="texts that end a response; the text only finds the end, it is never tokenised again"

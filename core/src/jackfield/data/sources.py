@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import codecs
 import json
+import math
 import os
 import weakref
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ __all__ = ["JsonLines", "Records", "Source", "malformed", "names"]
 
 #: Lines in the first so many bytes of a file are parsed when the file is opened, later ones when they are used.
 CHECKED_BYTES = 64 * 2**20
+LINE_BYTES = 16 * 2**20  #: of the longest line
 
 
 class Source:
@@ -84,7 +87,8 @@ class JsonLines(Source):
         offset = 0
         self.checked = 0
         with open(self._file, "rb", closefd=False) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
+                self._check_line(line, number)
                 content.update(line)
                 if line.strip():
                     self._offsets.append(offset)
@@ -93,6 +97,16 @@ class JsonLines(Source):
                 offset += len(line)
         self._end = offset
         self.digest = content.hexdigest()
+
+    def _check_line(self, line: bytes, number: int) -> None:
+        """Refuse what would otherwise be read into memory, or be cut in two, before it can be parsed."""
+        where = f"{self.place}:{number}"
+        if len(line) > LINE_BYTES:
+            raise malformed(
+                "a line is too long", where, f"at most {LINE_BYTES >> 20} MiB", f"more than {LINE_BYTES} bytes"
+            )
+        if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise malformed("the file is not UTF-8", where, "UTF-8", "a byte-order mark of UTF-16", "save it as UTF-8")
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -105,10 +119,34 @@ class JsonLines(Source):
         end = self._offsets[index + 1] if index + 1 < len(self._offsets) else self._end
         text = os.pread(self._file, end - start, start)
         try:
-            return json.loads(text)
-        except ValueError as error:  # UnicodeDecodeError is one
-            where = f"{self.place}:{self.line(index)}"
-            raise malformed("a line is not JSON", where, "a JSON object", f"{error}") from error
+            return _parsed(text)
+        except (ValueError, RecursionError) as error:  # UnicodeError is a ValueError
+            where, found = f"{self.place}:{self.line(index)}", f"{type(error).__name__}: {error}"
+            raise malformed("a line is not JSON", where, "a JSON object in UTF-8", found[:300]) from None
+
+
+def _parsed(text: bytes) -> Any:
+    """Parse a line that any other process, too, can read: finite numbers, integers of 64 bits, texts in UTF-8.
+
+    Raises:
+        ValueError, RecursionError: it is none.
+    """
+    value = json.loads(text.decode("utf-8-sig"), parse_constant=_finite, parse_float=_finite, parse_int=_integer)
+    if rb"\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+    return value
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= (number := int(text)) < 2**64:
+        raise ValueError(f"the integer {text[:40]} does not fit into 64 bits; write it as a text")
+    return number
 
 
 def names(paths: Sequence[Path]) -> list[str]:

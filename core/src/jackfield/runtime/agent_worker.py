@@ -5,6 +5,7 @@ The controller sees handles, tags and sizes; token ids go from here to the queue
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from jackfield.queue import Rows, Written, rows_of
 from jackfield.queue.rows import check_columns
 from jackfield.runtime.router import ReplicaRouter
 from jackfield.runtime.samples import (
+    agent_tags,
     expert_columns,
     sequence_columns,
     sequence_tags,
@@ -91,7 +93,7 @@ class AgentWorker:
         assert self._make_agent is not None, "a worker without replicas runs no agents"
         output = await run_agent(self._make_agent(), order.sampling, order.task, self._clock, order.seconds)
         sequences = output.sequences[-1:] if last else output.sequences
-        tags = [sequence_tags(order.task, sequence, order.run) for sequence in sequences]
+        tags = [{**sequence_tags(order.task, sequence, order.run), **agent_tags(output)} for sequence in sequences]
         return self._keep(order.id, sequence_columns(order.task, sequences), tags)
 
     async def reroute(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
@@ -185,9 +187,38 @@ async def run_agent(
         raise
     except Exception as error:
         raise AgentError(f"the agent loop raised {type(error).__name__}: {error}", where=f"task {task.id}") from error
+    _check_output(output, task)
     for sequence in output.sequences:
         _check(sequence, task)
     return output
+
+
+def _check_output(output: AgentLoopOutput, task: Task) -> None:
+    """Refuse what no step could show, and inputs that no engine would see."""
+    turns = output.num_turns
+    wrong = {name: value for name, value in output.metrics.items() if not _is_finite(value)}
+    if wrong or not isinstance(turns, int) or turns < 1:
+        raise AgentError(
+            "an agent loop returned metrics that are not numbers",
+            code="agent.output",
+            where=f"task {task.id}",
+            expected="num_turns of 1 or more, and finite numbers as metrics",
+            found=f"num_turns {turns!r}, metrics {wrong}",
+        )
+    images = sorted({name for sequence in output.sequences for name in sequence.multi_modal_inputs})
+    if images:
+        raise AgentError(
+            "an agent loop returned multi_modal_inputs, which no engine trains on",
+            code="agent.output",
+            where=f"task {task.id}",
+            expected="sequences of tokens alone",
+            found=f"multi_modal_inputs {', '.join(map(str, images))}",
+            fix="leave multi_modal_inputs empty",
+        )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _check(sequence: AgentSequence, task: Task) -> None:

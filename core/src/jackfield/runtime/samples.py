@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import xxhash
 
-from jackfield.abc.agent import AgentSequence
+from jackfield.abc.agent import AgentLoopOutput, AgentSequence
 from jackfield.abc.transfer_queue import Column
 from jackfield.data.tasks import Task
 from jackfield.errors import ConfigError
@@ -16,6 +16,8 @@ from jackfield.queue import BatchMeta, column_from_rows, json_column
 
 __all__ = [
     "TRAIN",
+    "agent_metrics",
+    "agent_tags",
     "evaluation_seed",
     "expert_columns",
     "global_counts",
@@ -120,6 +122,21 @@ def sequence_tags(task: Task, sequence: AgentSequence, run: int) -> dict[str, An
         "weight_version_max": max(versions, default=0),
         "finish_reason": sequence.finish_reason,
     }
+
+
+def agent_tags(output: AgentLoopOutput) -> dict[str, Any]:
+    """What an agent loop says of its run, on each of the run's rows: ``turns`` and ``agent/NAME``."""
+    return {"turns": output.num_turns, **{f"agent/{name}": float(value) for name, value in output.metrics.items()}}
+
+
+def agent_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over rows: ``agent/turns``, and ``agent/NAME/mean`` over the rows that have the metric."""
+    values: dict[str, list[float]] = {}
+    for tags in rows:
+        for name, value in tags.items():
+            if name == "turns" or name.startswith("agent/"):
+                values.setdefault("agent/turns" if name == "turns" else f"{name}/mean", []).append(value)
+    return {name: sum(some) / len(some) for name, some in values.items()}
 
 
 def supervised_columns(task: Task, prompt_ids: Sequence[int], answers: Sequence[_Answer]) -> dict[str, Column]:
