@@ -121,6 +121,38 @@ def test_what_cannot_be_used_is_refused(run: Run, tmp_path: Path, mode: str, wor
     assert "Traceback" not in ended.error
 
 
+def test_an_agent_that_always_raises(run: Run) -> None:
+    """The error leads with its exception, and equal ones are counted."""
+    ended = run("raise", "agent=observant", "agent.mode=raise")
+    assert 1 == ended.code
+    first = ended.error.splitlines()[0]
+    assert first.startswith("[queue.ticket-failed] ")
+    assert "4 × ValueError: the tool is out of order" in first
+    assert 1 == ended.error.count("the tool is out of order"), ended.error
+
+
+def test_a_reward_that_always_raises(run: Run, tmp_path: Path) -> None:
+    """The error leads with its exception, too, and DAPO's filter does not hide it."""
+    file = tmp_path / "reward.py"
+    file.write_text("def score(**_):\n    raise ValueError('no such unit')\n")
+    reward = f"reward={{name: function, path: '{file}:score'}}"
+    ended = run("reward", reward, "algorithm.name=dapo")
+    assert 1 == ended.code
+    first = ended.error.splitlines()[0]
+    assert "× ValueError: no such unit" in first, ended.error
+
+
+def test_equal_rewards_are_no_failure(run: Run, tmp_path: Path) -> None:
+    """DAPO replaces groups of equal rewards; when none other come, it trains on what there is, and nothing failed."""
+    file = tmp_path / "reward.py"
+    file.write_text("def score(**_):\n    return 1.0\n")
+    ended = run("equal", f"reward={{name: function, path: '{file}:score'}}", "algorithm.name=dapo", "schedule.steps=1")
+    assert 0 == ended.code, ended.error
+    assert not (tmp_path / "equal" / "samples" / "failed.jsonl").exists()
+    [step] = [line for line in lines(tmp_path / "equal" / "metrics.jsonl") if line["kind"] == "step"]
+    assert 4 == step["groups/refills"]
+
+
 def test_a_seed_of_the_sampling_is_the_base_of_all_requests(run: Run, tmp_path: Path) -> None:
     """Another one draws other answers, the run's own seed as ``sampling.seed`` the same."""
     answers = []

@@ -161,7 +161,7 @@ def test_a_filter_may_drop_a_published_group(run: Run) -> None:
         await bench.queue.drop_group(group, "all rewards are equal")
         await bench.queue.drop_group(group, "twice: no effect")
         assert "all rewards are equal" == (await bench.queue.group(group)).reason
-        assert "all rewards are equal" == (await bench.queue.drain_failures())[group]
+        assert group not in await bench.queue.drain_failures(), "what a filter drops has not failed"
         with pytest.raises(DeadlineExceeded, match="waits to be claimed again; slots without a group: 0"):
             await bench.queue.lease_groups("trainer", 0, deadline_seconds=1)
         # nobody iterates over its slots: the ticket is offered to the next claimant
@@ -187,7 +187,7 @@ def test_a_ticket_fails_after_too_many_refills_and_names_the_reasons(run: Run) -
 
         waiting = asyncio.ensure_future(bench.queue.lease_groups("trainer", 0, deadline_seconds=10))
         for failing in (explore(), waiting):
-            with pytest.raises(QueueError, match=r"refilled 2 times; attempt 0: .*reason 0.*reason 1.*reason 2"):
+            with pytest.raises(QueueError, match=r"reason 0.*reason 1.*reason 2.*refilled 2 times"):
                 await failing
         with pytest.raises(QueueError, match="has failed"):
             await bench.put("train/0/0/0", 0)

@@ -5,6 +5,7 @@ The controller holds metadata only; no method here sees a tensor.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -167,7 +168,7 @@ class Controller(Tickets):
                 if group.satisfied():
                     self.leases.group_published(group)
                 else:
-                    self._refill(group, f"{_shortage(group)}; rows failed: {reason}")
+                    self._refill(group, f"{reason} ({_shortage(group)})")
 
     def lose_rows(self, keys: Sequence[str], batch: BatchMeta | None, reason: str) -> None:
         """The backend has lost rows: their groups' policy decides again.
@@ -261,11 +262,12 @@ class Controller(Tickets):
 
 
 def _shortage(group: Group) -> str:
-    failed = [f"run {run}: {why}" for run, why in sorted(group.ended.items()) if why is not None]
+    counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None)
+    failed = "; ".join(f"{count} × {why}" for why, count in counted.most_common(3))
     if group.minimum_rows is not None:
         head = f"{len(group.rows)} of at least {group.minimum_rows} rows survive"
     else:
         alive = {row.run for row in group.rows}
         lost = [str(run) for run in range(group.runs) if run not in alive]
         head = f"runs without a surviving row: {', '.join(lost)}"
-    return f"{head} ({'; '.join(failed[:3])})" if failed else head
+    return f"{failed} ({head})" if failed else head

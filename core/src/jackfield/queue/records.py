@@ -201,10 +201,10 @@ class TicketState:
 
     def error(self) -> QueueError:
         return QueueError(
-            f"ticket {self.number} of partition {self.partition.name!r} has failed: {self.failure}",
+            f"{self.failure}: ticket {self.number} of partition {self.partition.name!r} has failed",
             code="queue.ticket-failed",
             where=f"{self.partition.name}/{self.number}",
-            fix="look at why its groups were dropped, or raise schedule.max_refills",
+            fix="correct what failed; where it fails only now and then, raise schedule.max_refills",
         )
 
 

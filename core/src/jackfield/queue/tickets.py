@@ -6,6 +6,7 @@ The controller holds metadata only; no method here sees a tensor.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -201,7 +202,7 @@ class Tickets(Backpressure):
         group = self.state.group(group_id)
         if group.state != "dropped":
             self._require_free(group)
-            self._refill(group, reason)
+            self._refill(group, reason, failed=False)
 
     @staticmethod
     def _require_free(group: Group) -> None:
@@ -214,11 +215,11 @@ class Tickets(Backpressure):
                 found=f"leased by {names}" if names else f"{group.consumed} rows consumed",
             )
 
-    def _refill(self, group: Group, reason: str) -> None:
-        """Drop a group and let its slot be filled once more, or fail its ticket."""
+    def _refill(self, group: Group, reason: str, *, failed: bool = True) -> None:
+        """Drop a group and let its slot be filled once more, or fail its ticket. A filtered group is no failure."""
         slot = group.slot
         ticket = slot.ticket
-        self._end_group(group, reason)
+        self._end_group(group, reason, failed=failed)
         slot.reasons.append(reason)
         slot.attempt += 1
         slot.claim = 0
@@ -228,21 +229,19 @@ class Tickets(Backpressure):
             return
         slot.group = None
         slot.touch()
-        last = list(enumerate(slot.reasons))[-3:]
-        ticket.failure = f"slot {slot.index} was refilled {self.max_refills} times; " + "; ".join(
-            f"attempt {attempt}: {why}" for attempt, why in last
-        )
+        ticket.failure = f"{_grouped(slot.reasons)}; slot {slot.index} was refilled {self.max_refills} times"
         self.state.changes.note("failure", ticket.partition.name, ticket.number, ticket.failure)
         ticket.note_change()
         self.leases.ticket_failed(ticket.partition, ticket.number)
         self.state.room.notify()
 
-    def _end_group(self, group: Group, reason: str) -> None:
+    def _end_group(self, group: Group, reason: str, *, failed: bool = True) -> None:
         """Its rows expire; nobody will see them."""
         if group.state == "published":
             group.slot.ticket.published -= 1
         group.state, group.reason = "dropped", reason
-        self.state.failed(group.id, reason)
+        if failed:
+            self.state.failed(group.id, reason)
         for row in list(group.rows):
             self._remove(row, "expired")
         group.settled.notify()
@@ -327,3 +326,9 @@ def _unfinished(ticket: TicketState) -> str:
         return f"{head}: published groups that no consumer has leased: {', '.join(free[:4])}"
     names = {consumer.name for group in groups for consumer in group.held_by if not group.is_acked()}
     return f"{head}: consumers that have leased groups and not acked them: {', '.join(sorted(names))}"
+
+
+def _grouped(reasons: Sequence[str]) -> str:
+    """Distinct reasons of a slot's attempts, the most frequent first, at most three."""
+    counted = Counter(reasons).most_common(3)
+    return "; ".join(why if count == 1 else f"{why} (in {count} attempts)" for why, count in counted)

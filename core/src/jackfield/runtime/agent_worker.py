@@ -186,7 +186,9 @@ async def run_agent(
     except JackfieldError:
         raise
     except Exception as error:
-        raise AgentError(f"the agent loop raised {type(error).__name__}: {error}", where=f"task {task.id}") from error
+        raise AgentError(
+            f"{type(error).__name__}: {error} (raised by the agent loop)", where=f"task {task.id}"
+        ) from error
     _check_output(output, task)
     for sequence in output.sequences:
         _check(sequence, task)

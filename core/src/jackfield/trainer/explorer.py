@@ -152,4 +152,10 @@ class Explorer:
         await written_again(store)
 
     async def _fail(self, group: str, order: RunOrder, error: JackfieldError) -> None:
-        await self.queue.fail_run(group, order.run, reason=f"{error.code}: {error}")
+        await self.queue.fail_run(group, order.run, reason=_summary(error))
+
+
+def _summary(error: JackfieldError) -> str:
+    """What is equal where the same thing went wrong: without the place."""
+    found = "" if error.found is None else f", found {error.found}"
+    return f"{error.message}{found} [{error.code}]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -48,6 +49,7 @@ class RewardPipeline:
     groups: int = attrs.field(default=0, init=False)  #: that have been rewarded
     _leases: dict[str, asyncio.Future[_Lease]] = attrs.field(factory=dict, init=False)
     _failed_groups: int = attrs.field(default=0, init=False)  #: the last ones in a row without a score
+    _errors: Counter[str] = attrs.field(factory=Counter, init=False)  #: of their samples
     _pruned: int = attrs.field(default=-1, init=False)  #: the last ticket at which dropped groups were forgotten
 
     async def register(self) -> None:
@@ -159,11 +161,14 @@ class RewardPipeline:
         """Groups are refilled, but not when it is the reward that is wrong."""
         if any(each.error is None for each in scored):
             self._failed_groups = 0
+            self._errors.clear()
             return
         self._failed_groups += 1
+        self._errors.update(str(each.error).removeprefix("reward failed: ") for each in scored)
         if self._failed_groups > self.max_failed_groups:
+            counted = "; ".join(f"{count} × {error}" for error, count in self._errors.most_common(3))
             raise RewardError(
-                f"{self._failed_groups} groups in a row ended without a single score",
+                f"{counted}: {self._failed_groups} groups in a row ended without a single score",
                 code="reward.too-many-failures",
                 where=f"group {group.id}, task {group.task_id}",
                 expected=f"at most {self.max_failed_groups} (schedule.max_refills)",
