@@ -156,6 +156,7 @@ CODES: dict[str, str] = {
     "run.failed": "A part of the run failed.",
     "worker.start": "A worker process cannot start, or cannot load the user's code.",
     "runtime.cluster": "A Ray cluster cannot be started or joined, or has no room for a worker.",
+    "worker.answer": "A worker process answered what it was not asked; it was killed, and its call has failed.",
     "worker.died": "A worker died, or lost what it had made.",
     "deadline": "Something that was waited for did not come in time.",
     "lint": "An internal rule of the project is broken.",

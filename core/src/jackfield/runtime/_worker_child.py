@@ -2,7 +2,7 @@
 
 Run by its path, not as a module of a package, and with nothing but the standard library, so that it starts fast and
 in any interpreter. Standard output belongs to the user's code and goes where standard error goes; answers travel on a
-descriptor that the user's code does not know.
+descriptor that the user's code does not know and its forks do not have. A request is ``ID JSON``, and so is its answer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 def main() -> None:
     """Serve until standard input ends."""
     _die_with_parent(int(sys.argv[1]))
-    requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    os.register_at_fork(after_in_child=functools.partial(_let_go, requests.fileno(), answers.fileno()))
+    serving = os.getpid()
     with asyncio.Runner() as runner:
         function: Callable[..., Any] | None = None
         for line in requests:
-            request = json.loads(line)
+            id, _, text = line.partition(b" ")
+            request = json.loads(text)
             try:
                 if function is None:
                     function = _load(request)
@@ -46,10 +48,21 @@ def main() -> None:
                     value = function(**request["arguments"])
                     if inspect.isawaitable(value):
                         value = runner.run(_wait(value))
-                text = json.dumps({"value": value}, default=_scalar)
+                answer = json.dumps({"value": value}, default=_scalar)
             except BaseException as error:  # SystemExit is the user's code's, too
-                text = json.dumps({"error": _describe(error)})
-            answers.write(text.encode() + b"\n")
+                answer = json.dumps({"error": _describe(error)})
+            if os.getpid() != serving:  # a fork that the user's code has made, and that came back here
+                os._exit(0)
+            answers.write(b"%b %b\n" % (id, answer.encode()))
+            answers.flush()
+
+
+def _let_go(*descriptors: int) -> None:
+    """Point descriptors elsewhere: a fork neither takes requests nor answers them."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
 
 
 async def _wait(value: Any) -> Any:

@@ -78,9 +78,10 @@ class FunctionReward(RewardAgent):
             "ground_truth": request.ground_truth,
             "extra_info": dict(request.extra_info),
         }
-        result = await self._pool.call(arguments, deadline_seconds=request.deadline_seconds)
+        name = f"sample {request.idempotency_key}"
+        result = await self._pool.call(arguments, deadline_seconds=request.deadline_seconds, name=name)
         if result.status != "ok":
-            return ScoreResult(status=result.status, error=result.error)
+            return ScoreResult(status="timeout" if result.status == "timeout" else "failed", error=result.error)
         try:
             return self._result(result.value)
         except RewardError as error:
