@@ -111,7 +111,7 @@ class AlgorithmConfig:
     old_log_probs: Literal["auto", "rollout", "engine"] = option(
         "auto",
         help="the policy before the update, which ratios are taken to: log-probs of the rollout server (bypass), or "
-        "recomputed by the engine (decoupled); auto: engine where the correction is on",
+        "recomputed by the engine (decoupled); auto: engine where the correction is on, and with sampling filters",
     )
     correction: Correction = option(factory=Correction, help="off-policy correction")
     shaping: Shaping = option(factory=Shaping, help="what happens to rewards before the advantages")
