@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from jackfield.abc.rollout import SamplingParams
@@ -18,11 +20,14 @@ __all__ = [
     "correction_options",
     "corrects",
     "filters",
+    "log_prob_check_options",
     "old_log_probs",
 ]
 
 #: How far a replica's log-probs may be from the engine's on average, in nats, where none is configured.
 _EXACT_BOUND, _ROUNDED_BOUND, _FLOAT8_BOUND = 0.01, 0.25, 0.5
+#: The same for two passes of the engine with the same weights.
+_EXACT_ENGINE_BOUND, _ROUNDED_ENGINE_BOUND = 0.001, 0.1
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -90,16 +95,49 @@ def _numerics_differ(config: RunConfig, rollout: Manifest) -> bool:
 
 def _rounds(config: RunConfig) -> bool:
     """Whether anything is computed with fewer bits than float32 has."""
+    return _engine_rounds(config) or config.weights.dtype not in (None, "float32")
+
+
+def _engine_rounds(config: RunConfig) -> bool:
     mixed = config.engine.settings.get("mixed_precision", "none") not in (None, "none")
-    return mixed or config.model.dtype != "float32" or config.weights.dtype not in (None, "float32")
+    return mixed or config.model.dtype != "float32"
 
 
 def canary_bound(config: RunConfig) -> float:
-    if config.canary.bound is not None:
-        return config.canary.bound
+    """How far a replica's log-probs may be from the engine's on average, in nats."""
+    return _rollout_bound(config) if config.canary.bound is None else config.canary.bound
+
+
+def _rollout_bound(config: RunConfig) -> float:
     if config.weights.dtype == "float8_e4m3fn":
         return _FLOAT8_BOUND
     return _ROUNDED_BOUND if _rounds(config) else _EXACT_BOUND
+
+
+def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
+    """What :class:`~jackfield.trainer.LogProbCheck` allows."""
+    settings, lora = config.log_prob_check, config.model.lora
+    engine = _ROUNDED_ENGINE_BOUND if _engine_rounds(config) else _EXACT_ENGINE_BOUND
+    return {
+        "every": settings.every,
+        "bound": settings.bound or _rollout_bound(config),
+        "train_mode_bound": settings.bound or engine,
+        "rollout": config.mode == "both",
+        "stops": settings.beyond == "stop",
+        "corrects": config.canary.beyond == "correct",
+        "slack": _slack(filters(config)),
+        "dropout": lora is not None and lora.dropout > 0,
+    }
+
+
+def _slack(active: Mapping[str, float]) -> float:
+    """How far, in nats, log-probs of the tokens that filters leave may be above the policy's.
+
+    A top-p keeps at least that share of the probability; of the others only the batch knows.
+    """
+    if not active:
+        return 0.0
+    return -math.log(active["top_p"]) if active.keys() == {"top_p"} else math.inf
 
 
 def check_canary(config: RunConfig, loss: Part, corrects: bool) -> None:
