@@ -145,6 +145,7 @@ CODES: dict[str, str] = {
     "weights.storage": "A folder of weights cannot be written or read: no room, no permission, a damaged file.",
     "schedule.invalid": "The schedule's settings contradict each other.",
     "schedule.staleness": "A batch is staler than the schedule allows.",
+    "run.log-probs": "The log-probs of a training pass are not those of inference, or not those of the rollout.",
     "run.folder-in-use": "Another run is using this folder.",
     "run.changed": "The folder holds a run with other settings or other data.",
     "run.no-checkpoint": "A folder holds no checkpoint.",

@@ -47,6 +47,7 @@ FREE = (
     "runtime",
     "environments",
     "checkpoint_engine",
+    "log_prob_check",
     "schedule.steps",
     "evaluation.every",
     "queue.controller",

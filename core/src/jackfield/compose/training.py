@@ -17,6 +17,7 @@ from jackfield.compose.joining import joining
 from jackfield.compose.mixing import make_sources
 from jackfield.compose.parts import Parts
 from jackfield.compose.recipe import Recipe
+from jackfield.compose.rollout_policy import log_prob_check_options
 from jackfield.config import KLConfig, RunConfig, as_plain
 from jackfield.data.tasks import Task
 from jackfield.queue import GroupSlot
@@ -34,6 +35,7 @@ from jackfield.trainer import (
     Critic,
     Evaluator,
     Explorer,
+    LogProbCheck,
     OfflineProducer,
     PlacementLease,
     PostedVersion,
@@ -147,6 +149,7 @@ class TrainerParts(Parts):
             reference=reference,
             recompute_old_log_probs=recipe.recompute_old_log_probs,
             critic=critic,
+            log_prob_check=self._log_prob_check(critic),
             kl=_kl_controller(config.algorithm.kl),
             kl_in_reward=recipe.plan.kl is not None,
             prepares=recipe.prepares,
@@ -170,6 +173,16 @@ class TrainerParts(Parts):
             agents=crew.agents,
             batch_seconds=config.deadlines.batch,
             recorded=config.observe.samples_per_step,
+        )
+
+    def _log_prob_check(self, critic: Critic | None) -> LogProbCheck | None:
+        if not self.config.log_prob_check.every:
+            return None
+        return LogProbCheck(
+            schedule=self.schedule,
+            note=self.stages.note,
+            first_step=0 if critic is None else critic.warmup_steps,
+            **log_prob_check_options(self.config),
         )
 
     def _producer(self, task_for: Callable[[GroupSlot], Task]) -> OfflineProducer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,13 @@ from jackfield.abc.agent import AgentContext, AgentLoopBase
 from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext
 from jackfield.abc.engine import BaseEngine, EngineContext, ModelSpec
 from jackfield.abc.reward import RewardAgent, RewardContext
-from jackfield.abc.rollout import BaseRolloutServer, RolloutContext
+from jackfield.abc.rollout import (
+    BaseRolloutServer,
+    GenerateRequest,
+    GenerateResult,
+    RolloutContext,
+    SamplingParams,
+)
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.compose.inputs import read_model
@@ -158,9 +164,15 @@ class WorkerFactory:
         loaded = self.registry.load("agent", config.agent.name)
         router = ReplicaRouter(servers, self.clock)
 
-        def make_agent() -> AgentLoopBase:
+        def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
+            generate = router.of_one_run()
+
+            def noted(request: GenerateRequest) -> Awaitable[GenerateResult]:
+                asks(request.sampling)
+                return generate(request)
+
             context = AgentContext(
-                generate=router.of_one_run(),
+                generate=noted,
                 tokenizer=tokenizer,
                 clock=self.clock,
                 run_id=run_id,

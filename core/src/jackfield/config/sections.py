@@ -28,6 +28,7 @@ __all__ = [
     "EvaluationConfig",
     "EvaluationSampling",
     "KLConfig",
+    "LogProbCheckConfig",
     "PartConfig",
     "PluginSection",
     "RunConfig",
@@ -111,7 +112,7 @@ class AlgorithmConfig:
     old_log_probs: Literal["auto", "rollout", "engine"] = option(
         "auto",
         help="the policy before the update, which ratios are taken to: log-probs of the rollout server (bypass), or "
-        "recomputed by the engine (decoupled); auto: engine where the correction is on",
+        "recomputed by the engine (decoupled); auto: engine where the correction is on, and with sampling filters",
     )
     correction: Correction = option(factory=Correction, help="off-policy correction")
     shaping: Shaping = option(factory=Shaping, help="what happens to rewards before the advantages")
@@ -211,6 +212,32 @@ class CanaryConfig:
 
 
 @attrs.frozen(kw_only=True)
+class LogProbCheckConfig:
+    """Whether the policy that is trained is the one that generated: log-probs of the training pass are compared with an
+    inference pass's, and with the rollout's where the weights are the same.
+    """
+
+    every: int = option(
+        10,
+        help="check every n steps, at the next synchronisation when that is later; and on the first batch, on the "
+        "first that published weights made, and after a resume; 0: never",
+        validator=ge(0),
+    )
+    bound: float | None = option(
+        None,
+        help="mean distance of log-probs, in nats; null: 0.01 to the rollout, 0.25 where anything computes with fewer "
+        "bits than float32, 0.5 with weights.dtype: float8_e4m3fn; a tenth of 0.01, or 0.1, to the inference pass. One "
+        "sample may be ten times as far from the rollout",
+        validator=optional(gt(0.0)),
+    )
+    beyond: Literal["stop", "warn"] = option(
+        "stop",
+        help="stop: the run ends (run.log-probs); warn: a warning. With canary.beyond: correct, distances to the "
+        "rollout are a warning in any case",
+    )
+
+
+@attrs.frozen(kw_only=True)
 class EvaluationSampling(SamplingParams):
     """How evaluation answers are drawn: greedy unless told otherwise."""
 
@@ -267,6 +294,9 @@ class RunConfig:
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
     weights: WeightsConfig = option(factory=WeightsConfig, help="how replicas get them")
     canary: CanaryConfig = option(factory=CanaryConfig, help="log-probs of replicas against the engine's")
+    log_prob_check: LogProbCheckConfig = option(
+        factory=LogProbCheckConfig, help="log-probs of the training pass against inference and rollout"
+    )
     runtime: RuntimeConfig = option(factory=RuntimeConfig, help="where workers live")
     deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="longest waits")
     environments: Mapping[str, EnvironmentConfig] = option(

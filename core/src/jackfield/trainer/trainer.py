@@ -14,10 +14,12 @@ from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SampleRecord, SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.runtime.log_probs import Comparison
 from jackfield.runtime.samples import TRAIN, global_counts, is_expert, mini_batches, trained
 from jackfield.runtime.workers import Workers, is_lost, lost_keys, resubmitted, suppress_lost
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.evaluation import Evaluator
+from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.mixing import Source
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Progress, Schedule
@@ -41,8 +43,10 @@ class EngineGroup(Protocol):
     async def compute_values(self, batch: BatchMeta, column: str) -> None:
         """Write a critic's values of the responses into ``column``."""
 
-    async def update(self, batch: BatchMeta, loss: LossSpec) -> Mapping[str, float]:
-        """One optimizer step on ``batch``."""
+    async def update(
+        self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None
+    ) -> Mapping[str, float]:
+        """One optimizer step on ``batch``, and what a comparison of its log-probs finds."""
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
         """Write a checkpoint into ``folder``, which all workers reach and which is empty or absent."""
@@ -107,6 +111,7 @@ class Trainer:
     agents: Workers[AgentWorker]  #: show samples
     batch_seconds: float
     critic: Critic | None = None
+    log_prob_check: LogProbCheck | None = None
     #: of the KL to the reference, in the loss or in the reward
     kl: FixedKLController | AdaptiveKLController = attrs.field(factory=lambda: FixedKLController(coefficient=0.0))
     kl_in_reward: bool = False
@@ -223,23 +228,31 @@ class Trainer:
                     done["critic", number] = await self._update_critic(self.critic, part, step)
                 warm = self.critic is None or step >= self.critic.warmup_steps
                 if warm and ("actor", number) not in done:
-                    done["actor", number] = await self._update_actor(part, step)
+                    check = self.log_prob_check if not number else None  # before the weights change
+                    done["actor", number] = await self._update_actor(part, step, check)
         metrics = _mean([{**done.get(("critic", n), {}), **done.get(("actor", n), {})} for n in range(len(parts))])
         if "policy/kl" in metrics:
             metrics["policy/kl_coefficient"] = self.kl.coefficient
             self.kl.update(metrics["policy/kl"], len(rows))
         return metrics
 
-    async def _update_actor(self, part: BatchMeta, step: int) -> Mapping[str, float]:
-        if self.prepares:
+    async def _update_actor(self, part: BatchMeta, step: int, check: LogProbCheck | None) -> Mapping[str, float]:
+        comparison = None
+        if check is not None and check.is_due(step):
+            engine = "old_log_probs" if self.recompute_old_log_probs else "log_probs"
+            comparison = check.comparison(engine, self.updated)
+        if self.prepares or (comparison is not None and comparison.engine == "log_probs"):
             await self.actor.compute_log_probs(part, "log_probs")
+        if self.prepares:
             await self.estimator.prepare(part)
         options = dict(self.loss_options)
         if "kl" in options:
             options["kl_coefficient"] = self.kl.coefficient
         counts = global_counts(part.tags)
         loss = LossSpec(name=self.algorithm.loss, options=options, global_counts=counts)
-        update = await self.actor.update(part, loss)
+        update = await self.actor.update(part, loss, comparison)
+        if check is not None and comparison is not None:
+            update = check.judge(update, part, step, self.updated)
         _require_finite(update, ("policy/loss", "grad_norm"), step)
         return update
 
