@@ -137,6 +137,7 @@ CODES: dict[str, str] = {
     "wire.size": "A message between processes is above the limits.",
     "wire.authentication": "A message came from somebody who does not know the secret.",
     "weights.digest": "A replica loaded other bytes than the engine sent.",
+    "weights.names": "A model's weights cannot be turned back into the names and shapes of its checkpoint.",
     "weights.missing": "A tensor that was sent did not arrive, or arrived twice.",
     "weights.canary": "A replica computes other log-probs than the engine, with the same weights.",
     "weights.base": "A delta came for a version of the weights that the replica, or the sender, does not hold.",

@@ -24,6 +24,7 @@ from jackfield.abc.engine import (
     SaveCheckpointResult,
 )
 from jackfield.errors import EngineError
+from jackfield.weights.model_folder import CheckpointNames
 from jackfield_engine_fsdp import checkpointing, export, loading, norms, passes
 from jackfield_engine_fsdp.batching import RowBatch
 from jackfield_engine_fsdp.config import Config
@@ -37,7 +38,7 @@ __all__ = ["FSDPEngine"]
 
 
 class FSDPEngine(BaseEngine):
-    """A Hugging Face causal language model under ``torch.distributed.fsdp.fully_shard``.
+    """A Hugging Face language model, or the text side of a vision-language model, under ``torch.distributed.fsdp.fully_shard``.
 
     Every rank is one data-parallel rank. A role ``critic`` with a value head runs no output layer: its loss functions
     get ``log_probs`` of zeros, and its results have none.
@@ -105,6 +106,7 @@ class FSDPEngine(BaseEngine):
     def _build(self) -> TokenModel:
         spec, seed = self.context.model, self.context.seed
         causal_lm = loading.load_causal_lm(spec, self.config.attention, seed)
+        self._names = CheckpointNames(causal_lm, Path(spec.path))
         if self.context.device == "cpu" and self.config.mixed_precision == "none":
             norms.speed_up(causal_lm)
         language_model = causal_lm if spec.lora is None else loading.add_lora(causal_lm, spec.lora, seed)
@@ -142,7 +144,7 @@ class FSDPEngine(BaseEngine):
     def close(self) -> None:
         """Forget model and optimizer, and leave the process group."""
         self._model = self._optimization = self._mode = None
-        for name in ("_sharded", "_placement"):
+        for name in ("_sharded", "_placement", "_names"):
             self.__dict__.pop(name, None)
         if self._ranks is not None:
             self._ranks.leave()
@@ -286,11 +288,11 @@ class FSDPEngine(BaseEngine):
     def get_per_tensor_param(
         self,
     ) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
-        """Copies of the full tensors on the engine's device; the value head stays here."""
-        model = self._ready()
+        """Copies of the full tensors on the engine's device, as a checkpoint has them; the value head stays here."""
+        model, names = self._ready(), self._names
 
         def tensors() -> Generator[tuple[str, torch.Tensor], None, None]:
-            yield from export.published_tensors(model)
+            yield from export.published_tensors(model, names)
 
         return tensors(), export.adapter_config(model)
 
@@ -313,7 +315,7 @@ class FSDPEngine(BaseEngine):
         assert self._ranks is not None, "initialized"
         folder = checkpointing.make_folder(request.folder, self._ranks)
         if request.format == "huggingface":
-            export.save_folder(model, Path(self.context.model.path), folder, writes=self._ranks.rank == 0)
+            export.save_folder(model, self._names, Path(self.context.model.path), folder, writes=self._ranks.rank == 0)
         else:
             checkpointing.save(folder, model, self._optimization, self._streams, self._ranks)
         self._ranks.barrier()

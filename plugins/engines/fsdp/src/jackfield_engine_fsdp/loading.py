@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from jackfield.abc.engine import LoraSpec, ModelSpec
 from jackfield.errors import EngineError
+from jackfield.weights.model_folder import auto_class
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -62,7 +63,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedModel:
-    """The model of ``spec.path`` on the CPU, whole, in every rank.
+    """The model of ``spec.path`` on the CPU, whole, in every rank; of a vision-language model all of it.
 
     Raises:
         EngineError: ``engine.model`` when the folder is missing, cannot be loaded or lacks weights;
@@ -81,7 +82,7 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
         )
     try:
         with seeded(seed), without_progress_bars():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = auto_class(folder, spec.trust_remote_code).from_pretrained(
                 str(folder),
                 dtype=dtype,
                 attn_implementation=attention,

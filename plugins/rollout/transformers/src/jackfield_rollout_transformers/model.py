@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import RolloutError
+from jackfield.weights.model_folder import CheckpointNames, auto_class
 from jackfield_rollout_transformers import attention
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.float8 import rounded, rounded_names
@@ -42,6 +44,7 @@ class LoadedModel:
     end_ids: frozenset[int]  #: the model's own end tokens
     max_model_len: int  #: prompt and response together
     device: torch.device
+    names: CheckpointNames  #: of its tensors in the model folder, under which new weights come
     float8: frozenset[str] = frozenset()  #: names of the weights that are rounded through float8_e4m3fn
 
     def parameters(self) -> list[Tensor]:
@@ -55,6 +58,7 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
     Raises:
         RolloutError: ``engine.model`` when the folder is missing, cannot be loaded or holds a model that this server
             would run wrongly.
+        WeightsError: ``weights.names`` when new weights could not be loaded under the names of the folder.
     """
     path, spec = context.model.path, context.model
     if not os.path.isfile(os.path.join(path, "config.json")):
@@ -63,7 +67,7 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
         raise unusable(path, f"a dtype of {', '.join(_DTYPES)}", spec.dtype)
     device = torch.device(context.device)
     try:
-        module = AutoModelForCausalLM.from_pretrained(
+        module = auto_class(Path(path), spec.trust_remote_code).from_pretrained(
             path,
             dtype=_DTYPES[spec.dtype],
             attn_implementation=config.attention,
@@ -77,6 +81,7 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
             where=path,
             fix="see the cause; where it says that sdpa is not supported, set attention to eager",
         ) from error
+    names = CheckpointNames(module, Path(path))
     if config.attention == "sdpa" and device.type == "cpu":
         module.set_attn_implementation(attention.NAME)
     module = module.to(device).eval().requires_grad_(False)
@@ -99,6 +104,7 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
         end_ids=_end_ids(module),
         max_model_len=limit,
         device=device,
+        names=names,
         float8=float8,
     )
 
