@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,16 +22,27 @@ def checkpoint() -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @json_option
 def list_checkpoints(folder: Path, as_json: bool) -> None:
-    """List the checkpoints of the run in FOLDER, the oldest first."""
+    """List the checkpoints of the run in FOLDER, the oldest first, and name those whose files are not all there."""
     from jackfield.compose.export import run_checkpoints
+    from jackfield.trainer import Checkpoint
 
     found = run_checkpoints(folder)
-    rows = [{"step": each.step, "folder": str(each.folder), "bytes": each.bytes} for each in found]
+    rows: list[dict[str, Any]] = [
+        {"step": step, "folder": str(each.folder), "bytes": each.bytes}
+        if isinstance(each, Checkpoint)
+        else {"step": step, "damaged": {"where": str(each.where), "expected": each.expected, "found": each.found}}
+        for step, each in found.items()
+    ]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     for row in rows:
-        click.echo(f"step {row['step']}: {row['folder']}, {row['bytes']} bytes")
+        damage = row.get("damaged")
+        click.echo(
+            f"step {row['step']}: {row['folder']}, {row['bytes']} bytes"
+            if damage is None
+            else f"step {row['step']}: damaged: {damage['where']}: expected {damage['expected']}, found {damage['found']}"
+        )
 
 
 @checkpoint.command()
@@ -39,7 +51,7 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
 def export(folder: Path, out: Path) -> None:
     """Write the model of a checkpoint to OUT, a Hugging Face folder for from_pretrained.
 
-    FOLDER is a checkpoint, or a run's folder, whose newest checkpoint is taken.
+    FOLDER is a checkpoint, or a run's folder, whose newest whole checkpoint is taken.
     """
     from jackfield.compose.export import export_checkpoint, find_checkpoint
 

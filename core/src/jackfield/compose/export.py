@@ -19,44 +19,63 @@ from jackfield.trainer import Checkpoint, CheckpointStore, open_checkpoint
 __all__ = ["export_checkpoint", "export_model", "find_checkpoint", "find_queue", "run_checkpoints"]
 
 
-def run_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run's folder, the oldest first.
+def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
+    """The checkpoints of a run's folder by their steps, the oldest first; the error in the place of a damaged one.
+
+    Manifests and sizes are looked at, not contents.
 
     Raises:
-        RunError: ``run.no-checkpoint``, ``run.checkpoint-damaged``.
+        RunError: ``run.no-checkpoint``, ``run.checkpoint-format``.
     """
     found = CheckpointStore(folder / "checkpoints").checkpoints()
     if not found:
-        raise RunError(
-            "the folder holds no checkpoint",
-            code="run.no-checkpoint",
-            where=str(folder),
-            expected="the folder of a run with checkpoints, or one of its checkpoints",
-        )
+        raise _none(folder)
     return found
 
 
-def find_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint by its own folder, or the newest of a run by the run's folder."""
-    return open_checkpoint(folder) if (folder / "manifest.json").is_file() else run_checkpoints(folder)[-1]
+def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
+    """A checkpoint by its own folder, or the newest whole one of a run by the run's folder, verified.
+
+    Args:
+        folder: of the checkpoint, or of the run.
+        part: the folder in the checkpoint that is verified; all, where it is not given.
+
+    Raises:
+        RunError: ``run.no-checkpoint``, ``run.checkpoint-damaged``, ``run.checkpoint-format``.
+    """
+    if (folder / "manifest.json").is_file():
+        one = open_checkpoint(folder)
+        one.verify(part)
+        return one
+    newest = CheckpointStore(folder / "checkpoints").newest(part)
+    if newest is None:
+        raise _none(folder)
+    return newest
+
+
+def _none(folder: Path) -> RunError:
+    return RunError(
+        "the folder holds no checkpoint",
+        code="run.no-checkpoint",
+        where=str(folder),
+        expected="the folder of a run with checkpoints, or one of its checkpoints",
+    )
 
 
 def find_queue(folder: Path) -> Path:
-    """The folder of a checkpointed queue: itself, or that of a run's (newest) checkpoint."""
-    return folder if (folder / STATE_FILE).is_file() else find_checkpoint(folder).folder / "queue"
+    """The folder of a checkpointed queue: itself, or that of a run's (newest whole) checkpoint."""
+    return folder if (folder / STATE_FILE).is_file() else find_checkpoint(folder, "queue/").folder / "queue"
 
 
 def export_checkpoint(checkpoint: Checkpoint, out: Path, registry: Registry | None = None) -> None:
-    """Write the actor's weights, as they were at ``checkpoint``, to the Hugging Face folder ``out``.
+    """Write the actor's weights, as they were at a verified ``checkpoint``, to the Hugging Face folder ``out``.
 
     The run's model folder is needed for the model's shape and the tokenizer; one process of this machine must hold the
     model.
 
     Raises:
-        RunError: ``run.checkpoint-damaged``.
         EngineError: when ``out`` is not empty, or the engine cannot load or save.
     """
-    checkpoint.verify()
     if out.exists() and any(out.iterdir()):
         raise EngineError("the folder for the model is not empty", where=str(out), expected="an empty or absent folder")
     config = make_config(checkpoint.state()["config"])

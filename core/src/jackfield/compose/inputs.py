@@ -22,6 +22,9 @@ from jackfield.errors import ConfigError, EngineError
 
 __all__ = ["ModelDescription", "Tasks", "check_tokens", "read_model", "read_tasks"]
 
+#: Files of weights that torch.load would read.
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+
 _ENCODED_PROMPTS = 64  #: of each file, its longest texts: so many are tokenised before the run begins
 
 
@@ -81,6 +84,16 @@ def read_model(config: RunConfig) -> ModelDescription:
             found=_why_unreadable(folder, error),
             fix=f"check the path; the working folder is {Path.cwd()}",
         ) from error
+    pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise EngineError(
+            "the model's weights are pickles, which could execute code when they are read",
+            code="engine.model",
+            where=f"model.path, {folder}",
+            expected="safetensors",
+            found=", ".join(pickles[:4]),
+            fix="load the model in a process that you trust with it, and save_pretrained() it to another folder",
+        )
     text: Mapping[str, Any] = {**described, **(described.get("text_config") or {})}
     rotary = text.get("rope_scaling") or text.get("rope_parameters") or {}
     scaled = rotary.get("rope_type", rotary.get("type", "default")) != "default"

@@ -10,18 +10,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from jackfield.abc.transfer_queue import SnapshotRequest
 from jackfield.errors import QueueError
 from jackfield.queue.archive import write_archive
 from jackfield.queue.journal import read_journal
+from jackfield.queue.ledger import LedgerEnd
 from jackfield.queue.local_consuming import LocalConsuming
 from jackfield.queue.local_producing import LocalProducing
 from jackfield.queue.meta import Notice
 from jackfield.queue.snapshot import FORMAT, load_state, state_dict
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.waiting import wait
+from jackfield.sealed import seal, unseal
 
-__all__ = ["STATE_FILE", "VALUES_FOLDER", "LocalQueue"]
+__all__ = ["STATE_FILE", "VALUES_FOLDER", "LocalQueue", "read_state"]
 
 _EPOCHS = 0xFFFFFFFF  #: that one process gives at most
 _MARKS = 8  #: of checkpoints, also of those that were broken off, that a journal remembers
@@ -94,7 +98,7 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
             text = await self._cut(folder)
         partial = folder / f"{STATE_FILE}.partial"
         with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+            file.write(seal(text))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(folder / STATE_FILE)
@@ -120,7 +124,7 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
             await self.fail_lost()
             mark = uuid.uuid4().hex
             self._marks = [*self._marks[1 - _MARKS :], mark]
-            text = self._state_text(mark=mark, ledger=None if self._ledger is None else self._ledger.position)
+            text = self._state_text(mark=mark, ledger=None if self._ledger is None else attrs.asdict(self._ledger.end))
             self._begin_journal(text)
             try:
                 await self.backend.checkpoint(SnapshotRequest(folder=str(folder / VALUES_FOLDER)))
@@ -162,7 +166,7 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
     async def restore(self, folder: str | Path, step: int | None = None) -> None:
         """See :meth:`~jackfield.queue.TransferQueue.restore`."""
         self._check()
-        saved = _saved_state(folder)
+        saved = self._saved_state(folder)
         async with self._deleting:
             self._state.discarded.clear()
             await self.backend.restore(SnapshotRequest(folder=str(Path(folder) / VALUES_FOLDER)))
@@ -176,14 +180,20 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
 
     def _roll_ledger_back(self, checkpoint: Mapping[str, Any], step: int | None, kept: Sequence[str] = ()) -> None:
         """Say which acks the state that is restored does not have."""
-        position = checkpoint["ledger"]
-        if self._ledger is not None and position is not None:
-            self._ledger.roll_back(position, step, kept=kept)
+        if self._ledger is not None and checkpoint["ledger"] is not None:
+            self._ledger.roll_back(LedgerEnd(**checkpoint["ledger"]), step, kept=kept)
+
+    def _saved_state(self, folder: str | Path) -> dict[str, Any]:
+        """What a checkpoint has of the controller; the ledger is the one that it knows."""
+        saved = read_state(Path(folder))
+        if self._ledger is not None and saved["ledger"] is not None:
+            self._ledger.verify(LedgerEnd(**saved["ledger"]))
+        return saved
 
     async def recover(self, folder: str | Path, step: int, *, kept: Sequence[str] = ()) -> bool:
         """See :meth:`~jackfield.queue.TransferQueue.recover`."""
         self._check()
-        checkpoint = _saved_state(folder)
+        checkpoint = self._saved_state(folder)
         lives = checkpoint["mark"] in self._marks  # it was the trainer that died, not this process
         saved = self._known(checkpoint, step, lives=lives)
         if saved is None:
@@ -229,9 +239,24 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
         await self._delete_now()
 
 
-def _saved_state(folder: str | Path) -> dict[str, Any]:
-    file = Path(folder) / STATE_FILE
+def read_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint in ``folder`` has of the controller.
+
+    Raises:
+        QueueError: ``queue.invalid`` where there is none, or it is damaged or of another format.
+    """
+    file = folder / STATE_FILE
     if not file.is_file():
         raise QueueError("the folder holds no checkpoint of a queue", where=str(folder), expected=STATE_FILE)
-    saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        content = file.read_bytes()
+        saved = unseal(content)
+    except (OSError, ValueError) as error:
+        raise QueueError(
+            "a queue's checkpoint is damaged", where=str(file), expected="JSON with its digest", found=error
+        ) from error
+    if saved.get("format") != FORMAT:
+        raise QueueError(
+            "the queue's state has another format", where=str(file), expected=FORMAT, found=saved.get("format")
+        )
     return saved

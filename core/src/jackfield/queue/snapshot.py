@@ -15,7 +15,7 @@ from jackfield.queue.saving import save_consumer, save_partition
 __all__ = ["FORMAT", "load_state", "state_dict"]
 
 #: The version of the format.
-FORMAT = 4
+FORMAT = 5
 
 
 def state_dict(controller: Controller) -> dict[str, Any]:

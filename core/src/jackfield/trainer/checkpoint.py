@@ -77,8 +77,8 @@ class Checkpointer:
         return await asyncio.to_thread(self.store.commit, steps, state)
 
     def _failure(self, steps: int, error: Exception, free: int) -> RunError:
-        newest = self.store.newest()
-        again = "it begins anew" if newest is None else f"it goes on after step {newest.step}"
+        earlier = self.store.folders()
+        again = f"it goes on after step {max(earlier)}" if earlier else "it begins anew"
         return RunError(
             "a checkpoint could not be written",
             code="run.checkpoint-write",
@@ -91,13 +91,14 @@ class Checkpointer:
     async def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Put engines, queue and random state back to where ``checkpoint`` was cut; the trainer's own state.
 
-        Consumers of the queue are registered, and nobody works yet.
+        The checkpoint is whole (:meth:`CheckpointStore.newest`), consumers of the queue are registered, and nobody
+        works yet.
 
         Raises:
             RunError: ``run.checkpoint-damaged``.
             EngineError: when an engine cannot read its part.
+            QueueError: when the queue cannot, or the ledger is not the one that the checkpoint knows.
         """
-        await asyncio.to_thread(checkpoint.verify)
         state = checkpoint.state()
         for role, engine in self.engines.items():
             await engine.load(str(checkpoint.folder / role))

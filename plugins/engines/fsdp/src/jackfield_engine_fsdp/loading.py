@@ -87,6 +87,7 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
                 dtype=dtype,
                 attn_implementation=attention,
                 trust_remote_code=spec.trust_remote_code,
+                use_safetensors=True,  # no pickle
                 local_files_only=True,
                 output_loading_info=True,
             )

@@ -72,6 +72,7 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
             dtype=_DTYPES[spec.dtype],
             attn_implementation=config.attention,
             trust_remote_code=spec.trust_remote_code,
+            use_safetensors=True,  # no pickle
             local_files_only=True,
         )
     except Exception as error:
