@@ -111,6 +111,7 @@ CODES: dict[str, str] = {
     "engine.model": "The model folder is missing or cannot be loaded.",
     "rollout.failed": "The rollout server raised.",
     "rollout.request": "A generation request is invalid.",
+    "rollout.context-length": "A prompt leaves no room for an answer within the model's length.",
     "rollout.stopped": "The rollout server is stopped or died.",
     "rollout.stale": "A replica whose weights are not current was asked to generate.",
     "agent.failed": "An agent loop raised.",

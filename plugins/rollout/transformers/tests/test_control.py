@@ -361,6 +361,9 @@ def test_logits_that_are_not_finite_are_a_failure(serve: Any, make_request: Any)
         ((3,), {"top_k": -1}, "top_k"),
         ((3,), {"min_p": 2.0}, "min_p"),
         ((3,), {"max_new_tokens": 0}, "max_new_tokens"),
+        ((3,), {"temperature": 1e-300}, "temperature"),
+        ((3,), {"temperature": 1e308}, "temperature"),
+        ((3,), {"seed": 1 << 64}, "seed"),
         ((3,), {"stop": ("",)}, "texts that are not empty"),
     ],
 )
@@ -373,7 +376,8 @@ def test_invalid_requests_are_refused(serve: Any, make_request: Any, prompt: Any
             for attempt in (server.generate(request), anext(server.generate_stream(request))):
                 with pytest.raises(RolloutError) as caught:
                     await attempt
-                assert caught.value.code == "rollout.request"
+                code = "rollout.context-length" if word == "128 tokens" else "rollout.request"
+                assert code == caught.value.code
                 assert "wrong-one" in caught.value.message
                 assert word in str(caught.value)
 
