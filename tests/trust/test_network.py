@@ -37,6 +37,13 @@ def listening(process: psutil.Process) -> list[str]:
     return [each.laddr.ip for each in found if each.laddr and (each.status == psutil.CONN_LISTEN or not each.raddr)]
 
 
+def steps(folder: Path) -> int:
+    """How many steps a run has trained."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return sum('"kind": "step"' in line for line in lines)
+
+
 def until(condition: Callable[[], object], command: Command) -> None:
     ends = time.monotonic() + SECONDS
     while not condition():
@@ -52,7 +59,7 @@ def ray_run(
     command = jackfield.start("run", *quickstart_settings("ray", f"runtime={RAY}", "schedule.steps=10000"))
     below: list[psutil.Process] = []
     try:
-        until((tmp_path / "ray" / "metrics.jsonl").is_file, command)
+        until(lambda: steps(tmp_path / "ray"), command)
         below = processes(command)
         yield command
     finally:
@@ -177,13 +184,13 @@ def test_strangers_at_a_run_fill_no_memory_and_harm_no_sample(
     more = ("transfer_queue={name: zmq, units: 1}", "rollout={name: transformers, openai: {}}", "schedule.steps=10000")
     command = jackfield.start("run", *quickstart_settings("run", *more))
     try:
-        until((tmp_path / "run" / "metrics.jsonl").is_file, command)
+        until(lambda: steps(tmp_path / "run"), command)
         attacked = [each for each in processes(command) if _doors(each)]
         assert len(attacked) >= 2, "a storage unit and the run"
         for each in attacked:
             assert {} == _growth_under_attack(each)
-        lines = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-        until(lambda: len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) > lines, command)
+        trained = steps(tmp_path / "run")
+        until(lambda: steps(tmp_path / "run") > trained, command)
         assert not (tmp_path / "run" / "samples" / "failed.jsonl").exists()
     finally:
         command.kill()
