@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import socket
 import threading
 from datetime import timedelta
-from urllib.parse import SplitResult, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -119,18 +117,5 @@ def _make_group(context: EngineContext, timeout: float) -> None:
             )
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
-    elif context.init_method.startswith("tcp://"):
-        store = _store_at(urlsplit(context.init_method), rank, size, deadline)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
     else:
         dist.init_process_group(backend, init_method=context.init_method, rank=rank, world_size=size, timeout=deadline)
-
-
-def _store_at(place: SplitResult, rank: int, size: int, deadline: timedelta) -> dist.Store:
-    """The ranks' store, which listens at just the address that is named; torch's own would do so on all interfaces."""
-    host, port = str(place.hostname), int(place.port or 0)
-    listener = None
-    if rank == 0:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=max(size, 128)).detach()
-    return dist.TCPStore(host, port, size, rank == 0, timeout=deadline, master_listen_fd=listener)
