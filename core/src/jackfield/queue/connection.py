@@ -16,7 +16,7 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, WireError, rebuilt_error
 from jackfield.queue.meta import BatchMeta
 from jackfield.queue.protocol import REPLIES, REQUESTS, ControllerAddress, Method, method, plain
-from jackfield.sockets import dealer, readable
+from jackfield.sockets import dealer, pieces, readable, whole
 from jackfield.wire import Limits, Message, Wire
 
 __all__ = ["Connection"]
@@ -67,7 +67,7 @@ class Connection:
             QueueError: ``queue.session``: nobody answers in time.
         """
         self._context = zmq.Context[Any]()
-        self._socket = dealer(self._context, self._address.keys)
+        self._socket = dealer(self._context, self._address.keys, self._address.secret)
         identity: Any = self._socket.getsockopt(zmq.IDENTITY)
         self._socket.connect(self._address.address)
         self._gone = None
@@ -111,7 +111,7 @@ class Connection:
     def _live(self, identity: bytes) -> None:
         """Tell the controller, now and then, that this process lives."""
         assert self._context is not None
-        with dealer(self._context, self._address.keys) as socket:
+        with dealer(self._context, self._address.keys, self._address.secret) as socket:
             socket.connect(self._address.address)
             while not self._over.wait(self._address.silence_seconds / _CHECKS):
                 socket.send_multipart(self._requests.encode("alive", {"client": identity}))
@@ -154,7 +154,7 @@ class Connection:
     def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self._socket is None or self._gone is not None:
             return
-        self._socket.send_multipart(self._requests.encode(kind, fields))
+        self._socket.send_multipart(pieces(self._requests.encode(kind, fields)))
         asyncio.get_running_loop().call_soon(self._read)  # sending may have swallowed the notice of what has come
 
     def _ask(self, number: int, called: Method | None, kind: str, fields: Mapping[str, Any]) -> _Call:
@@ -172,7 +172,7 @@ class Connection:
         while self._socket is not None and readable(self._socket):
             frames = self._socket.recv_multipart(copy=False)
             with suppress(WireError):  # counted by the wire
-                self._take(self._wire.decode([frame.buffer for frame in frames]))
+                self._take(self._wire.decode(whole(frames)))
 
     def _take(self, message: Message) -> None:
         self._heard = True

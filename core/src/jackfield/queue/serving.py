@@ -22,7 +22,7 @@ from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, QueueError, WireError, error_fields
 from jackfield.queue.local import LocalQueue
 from jackfield.queue.protocol import REPLIES, REQUESTS, ControllerAddress, Method, method, plain
-from jackfield.sockets import Gate, Keys, is_loopback, listening, readable
+from jackfield.sockets import Gate, Keys, is_loopback, listening, pieces, readable, whole
 from jackfield.wire import Limits, Message, Wire
 
 __all__ = ["QueueServer"]
@@ -113,7 +113,7 @@ class QueueServer:
             QueueError: ``queue.store`` where nobody can listen.
         """
         keys = Keys.make() if self._encrypted else None
-        self._gate = None if keys is None else Gate(self._context, keys)
+        self._gate = Gate(self._context, keys, self._secret)
         try:
             self._socket, address = listening(
                 self._context, self._host, keys, tcp=bool(self._port) or keys is not None, port=self._port
@@ -181,12 +181,12 @@ class QueueServer:
         while self._socket is not None and readable(self._socket):
             identity, *frames = self._socket.recv_multipart(copy=False)
             with suppress(WireError):
-                message = self._wire.decode([frame.buffer for frame in frames])
+                message = self._wire.decode(whole(frames))
                 self._take(bytes(identity.buffer), message)
 
     def _tell(self, identity: bytes, kind: str, fields: Mapping[str, Any]) -> None:
         if self._socket is not None:
-            self._socket.send_multipart([identity, *self._replies.encode(kind, fields)])
+            self._socket.send_multipart([identity, *pieces(self._replies.encode(kind, fields))])
             asyncio.get_running_loop().call_soon(self._read)  # sending may have swallowed the notice of what has come
 
     def _take(self, identity: bytes, message: Message) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult, SamplingParams
+from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult
 from jackfield.errors import RolloutError
 
 __all__ = ["Running", "check_request", "mixed", "own_seed", "shifted_seed"]

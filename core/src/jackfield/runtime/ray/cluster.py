@@ -19,6 +19,7 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
 from jackfield.plugins.interpreters import preflight
 from jackfield.runtime.ray.host import Host, Place
+from jackfield.runtime.ray.loopback import HOST, on_loopback
 from jackfield.runtime.ray.stub import answer
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ _CONCURRENT_CALLS = 10_000
 _END_SECONDS = 15.0
 _GONE_SECONDS = 15.0  #: for the processes of a cluster to be gone, after which they are killed
 _REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
-_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by a public address
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 #: Whether Ray prints which calls it makes again: those that wait for an actor. Who died is told anyway.
 _QUIET = "RAY_enable_output_error_log_if_still_retry"
@@ -92,7 +92,7 @@ class Cluster:
                 "num_cpus": options.num_cpus or max(os.cpu_count() or 1, round(needed_cpus + 0.5)),
                 "object_store_memory": options.object_store_bytes,
                 "include_dashboard": False,
-                "_node_ip_address": _LOOPBACK,
+                "_node_ip_address": HOST,
             }
 
         try:
@@ -100,7 +100,8 @@ class Cluster:
                 await self._clock.wait_for(_reach(options.address), _REACH_SECONDS, f"the cluster {options.address}")
             # in this thread: what Ray starts would end with another one, and Ray has deadlines of its own here
             before = _children()
-            ray.init(address=options.address or "local", log_to_driver=False, configure_logging=False, **own)
+            with on_loopback() if own else contextlib.nullcontext():
+                ray.init(address=options.address or "local", log_to_driver=False, configure_logging=False, **own)
             self._processes = [each for each in _children() if each not in before] if own else []
         except Exception as error:  # whatever Ray raises
             raise RunError(
