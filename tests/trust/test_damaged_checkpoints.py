@@ -1,4 +1,4 @@
-"""A checkpoint that a disk, or a person, has changed: nothing in it is executed, and a run says what it does about it."""
+"""A checkpoint that a disk, or a person, has changed: nothing in it is executed, and a run says what it does."""
 
 from __future__ import annotations
 
