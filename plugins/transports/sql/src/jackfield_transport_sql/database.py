@@ -144,8 +144,8 @@ class Database:
                 code="queue.store",
                 where=self.label,
                 found=told,
-                fix="restore the file, or move it away: a run goes on with the rows of its checkpoint, and makes the rest "
-                "again",
+                fix="restore the file, or move it away: a run goes on with the rows of its checkpoint, and makes "
+                "the rest again",
             )
         message = "the database refuses"
         return QueueError(message, code="queue.store", where=self.label, found=told)
