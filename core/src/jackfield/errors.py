@@ -131,7 +131,7 @@ CODES: dict[str, str] = {
     "queue.full": "The queue stayed full until the deadline.",
     "queue.unreachable": "The server or file behind a queue backend does not answer, or broke off.",
     "queue.store": "What is behind a queue backend cannot be used: login, format, damage, or its own settings.",
-    "queue.lost": "Rows went with the storage unit that held them, which died.",
+    "queue.lost": "Rows went with the storage unit that held them, or their values were altered in the store.",
     "queue.ledger": "The ledger of a run was cut, changed or removed: it is not the one that the checkpoint knows.",
     "queue.session": "A queue's controller in another process does not answer, or knows this process no more.",
     "wire.malformed": "A message from another process is not one of the protocol.",

@@ -210,8 +210,9 @@ class TransferQueueBackend(ABC):
         return
 
     async def lost(self, request: GetRequest) -> LostResult:
-        """Which of these rows, all of whose columns were put, are gone because a part of the store has died.
+        """Which of these rows, all of whose columns were put, are gone: a part of the store has died, or was removed.
 
-        For a store that can lose some rows and keep others; it reads no values.
+        For a store that can lose some rows and keep others; it reads no values. Values that are there and are not what
+        was put are told by :meth:`get` (``queue.lost``, with the keys as ``found``).
         """
         return LostResult()

@@ -41,7 +41,7 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
         click.echo(
             f"step {row['step']}: {row['folder']}, {row['bytes']} bytes"
             if damage is None
-            else f"step {row['step']}: damaged: {damage['where']}: expected {damage['expected']}, found {damage['found']}"
+            else f"step {row['step']}: damaged: {damage['where']}: {damage['found']}, expected {damage['expected']}"
         )
 
 

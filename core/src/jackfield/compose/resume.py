@@ -18,6 +18,7 @@ import attrs
 
 from jackfield.config import RunConfig, as_plain
 from jackfield.errors import RunError
+from jackfield.queue.namespace import NAME_FILE
 from jackfield.sealed import seal, unseal
 from jackfield.trainer import Checkpoint, CheckpointStore
 
@@ -144,7 +145,7 @@ def starting_point(config: RunConfig, folder: Path) -> StartingPoint:
     if not config.checkpoint.resume:
         store.clear()
         if config.queue.controller.address is None:  # else a controller works there
-            shutil.rmtree(folder / "queue", ignore_errors=True)
+            _clear_queue(folder / "queue")
     checkpoint = store.newest(sets_aside=True)
     if checkpoint is not None:
         _check_config(checkpoint, config)
@@ -154,6 +155,15 @@ def starting_point(config: RunConfig, folder: Path) -> StartingPoint:
         (folder / _FINISHED).unlink(missing_ok=True)
         (folder / "error.txt").unlink(missing_ok=True)
     return StartingPoint(store=store, checkpoint=checkpoint, finished=finished)
+
+
+def _clear_queue(folder: Path) -> None:
+    """Remove what an earlier run's queue kept here, damaged or not; its name stays, under which servers know it."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != NAME_FILE:
+            path.unlink()
 
 
 def mark_finished(folder: Path, steps: int) -> None:

@@ -2,8 +2,8 @@
 
 ``index.json`` names the two others and their sizes; it comes last and appears whole, so that a checkpoint which was
 broken off is none, and does no harm to the one before it. ``rows-*.jsonl`` has a line for each row: partition, key, the
-headers of its cells by column with their digests, and its tags or null. ``values-*.bin`` has the cells' bytes in the same
-order. The index has the digest of ``rows-*.jsonl`` and its own; each cell has one.
+headers of its cells by column with their digests, and its tags or null. ``values-*.bin`` has the cells' bytes in the
+same order. The index has the digest of ``rows-*.jsonl`` and its own; each cell has one.
 
 safetensors would not do: it lacks dtypes that torch has (complex128, float8_e8m0fnu), and names each tensor in one
 header, where we have millions of rows.
@@ -145,7 +145,7 @@ def read_archive(folder: Path) -> Iterator[ArchivedRow]:
     """The rows of a folder's checkpoint, one after the other.
 
     Raises:
-        QueueError: ``queue.invalid``, before the first row, where there is no whole checkpoint, or one of another format;
+        QueueError: ``queue.invalid``, before the first row, where there is no whole checkpoint, or another format's;
             ``queue.store`` where values are damaged.
     """
     rows, values = _files(folder)
@@ -182,7 +182,7 @@ def _files(folder: Path) -> tuple[Path, Path]:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise QueueError(message, where=str(folder), expected=_INDEX, found=error) from error
     if index["files"] != sizes:
-        raise QueueError(message, where=str(folder), expected=index["files"], found=sizes)
+        raise QueueError("the checkpoint is incomplete", where=str(folder), expected=index["files"], found=sizes)
     if index["rows_digest"] != digest:
         raise QueueError(message, where=str(rows), expected=f"the digest {index['rows_digest']}", found=digest)
     return rows, values

@@ -1,8 +1,8 @@
 """The ledger of a run: what the queue did with rows, acks and commits first of all, one JSON object per line.
 
 A line is in the file when the queue's call returns, so the ledger of a killed run is complete up to the kill. A run
-that resumes takes nothing out: it appends a rollback that names what the restored checkpoint does not contain. Each line
-has a digest of itself and all lines before it (:mod:`jackfield.sealed`), and a checkpoint knows length and digest.
+that resumes takes nothing out: it appends a rollback that names what the restored checkpoint does not contain. Each
+line has a digest of itself and all lines before it (:mod:`jackfield.sealed`), and a checkpoint knows length and digest.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Ledger:
         found, last = LedgerEnd(), LedgerEnd()
         size = self.end.bytes
         try:
-            for last, _ in _read(self._path, last):
+            for last, _ in _read(self._path, LedgerEnd()):
                 if last.bytes <= end.bytes:
                     found = last
         except QueueError as error:
@@ -144,8 +144,8 @@ def _damaged(path: Path, end: LedgerEnd | None, found: object) -> QueueError:
         where=str(path),
         expected="every line" if end is None else f"{end.bytes} bytes with the digest {end.digest}",
         found=found,
-        fix="restore the file from a copy; without one, take the model out (jackfield checkpoint export) and begin a run "
-        "with it in another folder, or begin anew here with checkpoint.resume=false",
+        fix="restore the file from a copy; without one, take the model out (jackfield checkpoint export) and begin a "
+        "run with it in another folder, or begin anew here with checkpoint.resume=false",
     )
 
 

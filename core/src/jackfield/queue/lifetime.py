@@ -136,12 +136,16 @@ class Lifetime:
 
     async def _delete_now(self) -> None:
         async with self._deleting:
-            self._write_changes()  # that nobody needs them
-            discarded, self._state.discarded = self._state.discarded, {}
-            for partition, keys in discarded.items():
-                await self.backend.delete(DeleteRequest(partition=partition, keys=tuple(dict.fromkeys(keys))))
-                self._state.changes.note("forgotten", partition, keys)
-            self._write_changes()
+            await self._forget()
+
+    async def _forget(self) -> None:
+        """Let the backend forget what nobody needs; the caller holds the lock."""
+        self._write_changes()  # that nobody needs them
+        discarded, self._state.discarded = self._state.discarded, {}
+        for partition, keys in discarded.items():
+            await self.backend.delete(DeleteRequest(partition=partition, keys=tuple(dict.fromkeys(keys))))
+            self._state.changes.note("forgotten", partition, keys)
+        self._write_changes()
 
     async def _expire_leases(self) -> None:
         while True:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import attrs
 from jackfield.abc.transfer_queue import SnapshotRequest
 from jackfield.errors import QueueError
 from jackfield.queue.archive import write_archive
-from jackfield.queue.journal import read_journal
+from jackfield.queue.journal import read_journal, saved_rows
 from jackfield.queue.ledger import LedgerEnd
 from jackfield.queue.local_consuming import LocalConsuming
 from jackfield.queue.local_producing import LocalProducing
 from jackfield.queue.meta import Notice
+from jackfield.queue.missing import some
 from jackfield.queue.snapshot import FORMAT, load_state, state_dict
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.waiting import wait
@@ -131,7 +133,11 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
             except QueueError as error:
                 if error.code != "queue.lost":
                     raise
-                continue  # a part of the store died meanwhile; the rest makes the next attempt
+                named = [str(key) for key in error.found] if isinstance(error.found, list | tuple) else []
+                await self.fail_lost(named=named)
+                if any(key in self._state.rows for key in named):
+                    raise  # somebody works with them
+                await self._forget()  # the rest makes the next attempt
             return text
 
     async def clear(self, folder: str | Path) -> None:
@@ -198,16 +204,20 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
         saved = self._known(checkpoint, step, lives=lives)
         if saved is None:
             return False
-        self.went_on = lives
         async with self._deleting:
+            if not lives:
+                self._state.discarded.clear()
+                self.load_state_dict(saved)
+                self._marks = saved["marks"]
+            lost = await self._lost()
+            if lost & {row["key"] for row in saved_rows(checkpoint)}:
+                self._say_made_again(checkpoint, lost)
+                return False
+            self.went_on = lives
             if lives:
                 self._leases.end_all()
                 for name, consumer in checkpoint["consumers"].items():
                     self._state.consumers[name].sampler.load_state_dict(consumer["sampler"])
-            else:
-                self._state.discarded.clear()
-                self.load_state_dict(saved)
-                self._marks = saved["marks"]
             self._roll_ledger_back(checkpoint, step, kept)
             for name, living in self._state.consumers.items():
                 if name not in kept:
@@ -216,8 +226,20 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
             if not lives:
                 self._controller.offer_unfinished()
             self._begin_journal()
+        if lost:
+            await self.fail_lost()
         await self._delete_now()  # as after a restore
         return True
+
+    def _say_made_again(self, checkpoint: Mapping[str, Any], lost: Collection[str]) -> None:
+        """The queue goes back to a checkpoint: name what is gone, and what was made since."""
+        known = {row["key"] for row in saved_rows(checkpoint)}
+        groups = sorted({row.group.id for row in self._state.rows.values() if row.key not in known})
+        logging.getLogger("jackfield").warning(
+            "%d rows are gone from the queue's store (%s): the queue goes on with the rows of its checkpoint, and what "
+            "was made since is made again: %s",
+            *(len(lost), some(sorted(lost)), f"groups {some(groups)}" if groups else "nothing"),
+        )
 
     def _known(self, checkpoint: Mapping[str, Any], step: int, *, lives: bool) -> dict[str, Any] | None:
         """The newest state, where it came after ``checkpoint`` and can go back to ``step``."""

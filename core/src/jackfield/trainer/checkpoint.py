@@ -113,6 +113,8 @@ class Checkpointer:
         try:
             return await self.queue.recover(checkpoint.folder / "queue", checkpoint.step - 1, kept=_KEPT)
         except QueueError as error:
+            if error.code != "queue.invalid":
+                raise
             logging.getLogger("jackfield").warning("%s; the run goes on with the rows of its checkpoint", error.message)
             return False
 

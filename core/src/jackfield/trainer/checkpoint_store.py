@@ -135,8 +135,8 @@ class CheckpointStore:
             where=str(self.folder),
             expected=f"{errors[0].expected} in {errors[0].where}",
             found="; ".join(f"{error.where}: {error.found}" for error in errors),
-            fix="restore the files of one of them from a copy, or begin anew with checkpoint.resume=false, which removes "
-            "what is there",
+            fix="restore the files of one of them from a copy, or begin anew with checkpoint.resume=false, which "
+            "removes what is there",
         )
 
     @staticmethod

@@ -236,7 +236,7 @@ class PlainEngine(BaseEngine):
         model, file = self._loaded(), Path(request.folder) / "state.pt"
         if not file.is_file():
             raise EngineError("the folder holds no checkpoint of this engine", where=request.folder, expected=file.name)
-        state = torch.load(file, weights_only=True)
+        state = torch.load(file, weights_only=True)  # noqa: TID251, it admits data only
         model.load_state_dict(state["model"])
         if not request.model_only:
             self._random_state, self._schedule_step = state["random"], state["schedule_step"]
