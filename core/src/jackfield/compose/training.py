@@ -17,6 +17,7 @@ from jackfield.compose.joining import joining
 from jackfield.compose.mixing import make_sources
 from jackfield.compose.parts import Parts
 from jackfield.compose.recipe import Recipe
+from jackfield.compose.stopping import Stop
 from jackfield.config import KLConfig, RunConfig, as_plain
 from jackfield.data.tasks import Task
 from jackfield.queue import GroupSlot
@@ -71,10 +72,12 @@ class TrainerParts(Parts):
         hooks: Any,
         clock: Clock,
         store: CheckpointStore,
+        stop: Stop,
         role: Literal["all", "train"],
     ) -> None:
         super().__init__(config, recipe, tasks, make_crew, hooks, clock, role)
         self.store = store
+        self.stop = stop
         self.engines: list[EngineGroup] = []  # every model that is loaded beside the replicas
 
     async def build(self, stack: AsyncExitStack) -> Assembly:
@@ -170,6 +173,7 @@ class TrainerParts(Parts):
             agents=crew.agents,
             batch_seconds=config.deadlines.batch,
             recorded=config.observe.samples_per_step,
+            stop=self.stop.requested,
         )
 
     def _producer(self, task_for: Callable[[GroupSlot], Task]) -> OfflineProducer:
