@@ -18,6 +18,7 @@ from jackfield.compose.mixing import make_sources
 from jackfield.compose.parts import Parts
 from jackfield.compose.recipe import Recipe
 from jackfield.compose.rollout_policy import log_prob_check_options
+from jackfield.compose.stopping import Stop
 from jackfield.config import KLConfig, RunConfig, as_plain
 from jackfield.data.tasks import Task
 from jackfield.queue import GroupSlot
@@ -73,10 +74,12 @@ class TrainerParts(Parts):
         hooks: Any,
         clock: Clock,
         store: CheckpointStore,
+        stop: Stop,
         role: Literal["all", "train"],
     ) -> None:
         super().__init__(config, recipe, tasks, make_crew, hooks, clock, role)
         self.store = store
+        self.stop = stop
         self.engines: list[EngineGroup] = []  # every model that is loaded beside the replicas
 
     async def build(self, stack: AsyncExitStack) -> Assembly:
@@ -173,6 +176,7 @@ class TrainerParts(Parts):
             agents=crew.agents,
             batch_seconds=config.deadlines.batch,
             recorded=config.observe.samples_per_step,
+            stop=self.stop.requested,
         )
 
     def _log_prob_check(self, critic: Critic | None) -> LogProbCheck | None:

@@ -164,6 +164,12 @@ class CheckpointConfig:
     )
     keep: int = option(2, help="how many of the newest checkpoints stay", validator=gt(0))
     at_end: bool = option(True, help="checkpoint after the last step, too")
+    grace: float = option(
+        25.0,
+        help="seconds from SIGTERM or SIGINT to the end of the process: in four fifths of them the step under way is "
+        "finished and a checkpoint written, the rest is for closing",
+        validator=gt(0.0),
+    )
     resume: bool = option(
         True, help="go on from the folder's newest checkpoint; false: remove what is there and begin anew"
     )

@@ -91,13 +91,13 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
         """Replace everything by what :meth:`state_dict` returned. Consumers that are registered keep their columns."""
         load_state(self._controller, saved)
 
-    async def checkpoint(self, folder: str | Path) -> None:
+    async def checkpoint(self, folder: str | Path, again_from: Mapping[str, int] | None = None) -> None:
         """See :meth:`~jackfield.queue.TransferQueue.checkpoint`."""
         self._check()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         async with self._deleting:
-            text = await self._cut(folder)
+            text = await self._cut(folder, again_from or {})
         partial = folder / f"{STATE_FILE}.partial"
         with partial.open("w", encoding="utf-8") as file:
             file.write(seal(text))
@@ -113,20 +113,21 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
         if self._journal is not None:
             self._state.changes.entries.clear()
             self._state.changes.slots.clear()
-            self._journal.begin(self._state_text() if text is None else text)
+            self._journal.begin(self._state_text({}) if text is None else text)
 
-    def _state_text(self, **more: Any) -> str:
+    def _state_text(self, again_from: Mapping[str, int], **more: Any) -> str:
         """The state, and the marks of the checkpoints after which it came: a journal goes on from no other."""
-        state = {**self.state_dict(), "marks": self._marks, **more}
+        state = {**state_dict(self._controller, again_from), "marks": self._marks, **more}
         return json.dumps(state, ensure_ascii=False, separators=(",", ":"))
 
-    async def _cut(self, folder: Path) -> str:
+    async def _cut(self, folder: Path, again_from: Mapping[str, int]) -> str:
         """Write values, and note the controller's state of the moment at which they are cut; without lost rows."""
         while True:
             await self.fail_lost()
             mark = uuid.uuid4().hex
             self._marks = [*self._marks[1 - _MARKS :], mark]
-            text = self._state_text(mark=mark, ledger=None if self._ledger is None else attrs.asdict(self._ledger.end))
+            more = {"mark": mark, "ledger": None if self._ledger is None else attrs.asdict(self._ledger.end)}
+            text = self._state_text({} if self._journal is not None else again_from, **more)
             self._begin_journal(text)
             try:
                 await self.backend.checkpoint(SnapshotRequest(folder=str(folder / VALUES_FOLDER)))

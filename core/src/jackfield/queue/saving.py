@@ -23,11 +23,11 @@ def save_consumer(consumer: Consumer) -> dict[str, Any]:
     }
 
 
-def save_partition(partition: Partition) -> dict[str, Any]:
-    """Its tickets, those that are not consumed."""
+def save_partition(partition: Partition, below: int) -> dict[str, Any]:
+    """Its tickets below a number, those that are not consumed."""
     return {
-        "next_ticket": partition.next_ticket,
-        "tickets": [_save_ticket(ticket) for ticket in partition.tickets.values()],
+        "next_ticket": min(below, partition.next_ticket),
+        "tickets": [_save_ticket(ticket) for ticket in partition.tickets.values() if ticket.number < below],
     }
 
 

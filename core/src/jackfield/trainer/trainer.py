@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import attrs
@@ -32,6 +33,10 @@ CONSUMER = "trainer"
 
 #: Metrics of a step's updates, by role and number.
 Updates: TypeAlias = dict[tuple[str, int], Mapping[str, float]]
+
+
+class _Stopped(Exception):
+    """The run is to end, and nothing of the next step has been done."""
 
 
 class EngineGroup(Protocol):
@@ -118,9 +123,11 @@ class Trainer:
     prepares: bool = False  #: the loss has to know its whole batch before each optimizer step
     whole_groups: bool = False  #: mini-batches do not split groups
     sources: tuple[Source, ...] = ()  #: of what a batch has beside its ticket's groups
+    stop: asyncio.Event = attrs.field(factory=asyncio.Event)  #: the run is to end at the next boundary
     recorded: int = 4  #: samples of a step that are shown in the table
     updated: int = attrs.field(default=0, init=False)  #: steps that are in the engine's weights
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
+    _saved: int = attrs.field(default=0, init=False)  #: steps in the newest checkpoint
 
     async def register(self) -> None:
         """Announce the consumer to the queue, before any row is put."""
@@ -137,7 +144,7 @@ class Trainer:
             first_step: that will be done.
             restored: the trainer's own state of a checkpoint (the KL controller's coefficient); None: a new run.
         """
-        self._published = self.updated = first_step
+        self._published = self.updated = self._saved = first_step
         if restored is None:
             await self._evaluate_if_due(0)
         else:
@@ -148,10 +155,14 @@ class Trainer:
         await self._announce(first_step)
 
     async def run(self, first_step: int = 0) -> int:
-        """Train until the schedule ends; returns the number of completed steps."""
+        """Train until the schedule ends, or the run is to; returns the number of completed steps."""
         for step in range(first_step, self.schedule.steps):
             start = self.clock.time()
-            batch, metrics = await self._train(step)
+            try:
+                batch, metrics = await self._train(step)
+            except _Stopped:
+                await self._save_stopped(step)
+                return step
             await self.queue.ack(batch, step=step)
             await self._record(batch, step, metrics, start)
             await self._evaluate_if_due(step + 1)
@@ -163,7 +174,7 @@ class Trainer:
         """Train on a step's batch. Where rows of it are lost meanwhile, they are made anew, and training goes on."""
         done: Updates = {}
         while True:
-            batch = await self._next_batch(step)
+            batch = await self._next_batch(step, begun=bool(done))
             try:
                 async with self.placement.hold("train"):
                     metrics = await self._estimate(batch, step)
@@ -181,9 +192,11 @@ class Trainer:
                     raise
                 await self.queue.release(batch)
 
-    async def _next_batch(self, step: int) -> BatchMeta:
+    async def _next_batch(self, step: int, *, begun: bool) -> BatchMeta:
         async with self.stages.measure("wait", "trainer", step):
-            batch = await self.queue.lease_groups(CONSUMER, ticket=step, deadline_seconds=self.batch_seconds)
+            leasing = self.queue.lease_groups(CONSUMER, ticket=step, deadline_seconds=self.batch_seconds)
+            stops = not begun and not (self.explores and step % self.schedule.sync_interval)
+            batch = await (self._unless_stopped(leasing) if stops else leasing)
             own = len(set(batch.group_ids))
             further = [
                 await source.sample(self.queue, CONSUMER, step, own, self.batch_seconds) for source in self.sources
@@ -193,6 +206,20 @@ class Trainer:
         for more in filter(None, further):
             batch = batch.joined(more)
         return batch
+
+    async def _unless_stopped(self, leasing: Coroutine[Any, Any, BatchMeta]) -> BatchMeta:
+        """Between two steps at which a checkpoint may be cut, a run that is to end waits for no batch."""
+        lease, asked = asyncio.ensure_future(leasing), asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({lease, asked}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+            if self.stop.is_set() or not lease.done():
+                lease.cancel()
+                await asyncio.wait({lease})
+        if self.stop.is_set():
+            raise _Stopped
+        return lease.result()
 
     async def _estimate(self, batch: BatchMeta, step: int) -> dict[str, float]:
         """Everything that the loss reads beside the samples: log-probs of other policies, values, advantages."""
@@ -290,7 +317,16 @@ class Trainer:
             await self.queue.commit(steps_done - 1)
         last = self.checkpoint_at_end and steps_done == self.schedule.steps
         if self.checkpoints is not None and (last or self._is_due(self.checkpoint_every, steps_done)):
-            await self.checkpoints.save(steps_done, {"kl_coefficient": self.kl.coefficient})
+            await self._save(self.checkpoints, steps_done)
+
+    async def _save(self, checkpoints: Checkpointer, steps_done: int, *, again_from: int | None = None) -> None:
+        await checkpoints.save(steps_done, {"kl_coefficient": self.kl.coefficient}, again_from=again_from)
+        self._saved = steps_done
+
+    async def _save_stopped(self, steps_done: int) -> None:
+        """Checkpoint where the run is to end. Without an offset, explorers were idle at the end of the last step."""
+        if self.checkpoints is not None and steps_done > self._saved:
+            await self._save(self.checkpoints, steps_done, again_from=None if self.schedule.sync_offset else steps_done)
 
     def _is_due(self, every: int, steps_done: int) -> bool:
         """Whether what happens every so many steps happens now; with an explorer, at synchronisations only."""
@@ -298,6 +334,8 @@ class Trainer:
 
     async def _announce(self, steps_done: int) -> None:
         """Let explorers go on. Last of all, so that without an offset nothing is in flight at a checkpoint."""
+        if self.checkpoints is not None:
+            self.checkpoints.note_random_state()
         await self.version.advance(self._published)
         await self.steps_done.advance(steps_done)
 

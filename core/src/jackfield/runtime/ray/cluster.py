@@ -7,7 +7,9 @@ import contextlib
 import os
 import platform
 import secrets
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -99,9 +101,11 @@ class Cluster:
             if options.address is not None:
                 await self._clock.wait_for(_reach(options.address), _REACH_SECONDS, f"the cluster {options.address}")
             # in this thread: what Ray starts would end with another one, and Ray has deadlines of its own here
-            before = _children()
+            before, handler = _children(), signal.getsignal(signal.SIGTERM)
             with on_loopback() if own else contextlib.nullcontext():
                 ray.init(address=options.address or "local", log_to_driver=False, configure_logging=False, **own)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process before anything is put away
             self._processes = [each for each in _children() if each not in before] if own else []
         except Exception as error:  # whatever Ray raises
             raise RunError(
