@@ -202,7 +202,8 @@ def test_rounding_is_let_through(run: Callable[..., Completed], tmp_path: Path) 
 
 
 def test_it_can_be_switched_off(run: Callable[..., Completed], tmp_path: Path) -> None:
-    done = run("unchecked", "log_prob_check.every=0", "rollout.name=shifting", "canary.tokens=0", environment={"SHIFT": "-1"})
+    settings = ("log_prob_check.every=0", "rollout.name=shifting", "canary.tokens=0")
+    done = run("unchecked", *settings, environment={"SHIFT": "-1"})
     assert 0 == done.code, done.error
     assert not checked(steps(tmp_path / "unchecked"), TRAIN_MODE)
 
