@@ -8,6 +8,7 @@ descriptor that the user's code does not know.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -19,6 +20,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +31,7 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 def main() -> None:
     """Serve until standard input ends."""
     _die_with_parent(int(sys.argv[1]))
+    _beat(int(sys.argv[2]), float(sys.argv[3]))
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -61,6 +64,22 @@ def _die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before
         os._exit(1)
+
+
+def _beat(descriptor: int, seconds: float) -> None:
+    """Have a thread say that this process lives, now and then: see ``jackfield.pulse``."""
+    os.set_inheritable(descriptor, False)
+    os.set_blocking(descriptor, False)
+
+    def live() -> None:
+        pause = threading.Event()
+        with contextlib.suppress(BrokenPipeError):
+            while True:
+                with contextlib.suppress(BlockingIOError):  # the parent does not look at the moment
+                    os.write(descriptor, b".")
+                pause.wait(seconds)
+
+    threading.Thread(target=live, name="jackfield-pulse", daemon=True).start()
 
 
 def _load(request: dict[str, Any]) -> Callable[..., Any]:

@@ -53,7 +53,11 @@ class FunctionReward(RewardAgent):
             method=config.method,
             keywords=config.keywords,
             workers=config.workers,
-            limits=WorkerLimits(memory_bytes=config.memory_bytes, start_seconds=config.start_seconds),
+            limits=WorkerLimits(
+                memory_bytes=config.memory_bytes,
+                start_seconds=config.start_seconds,
+                silence_seconds=context.silence_seconds,
+            ),
             clock=context.clock,
             python=None if config.python is None else resolve_interpreter(config.python, "reward.python"),
         )
@@ -78,7 +82,7 @@ class FunctionReward(RewardAgent):
             "ground_truth": request.ground_truth,
             "extra_info": dict(request.extra_info),
         }
-        result = await self._pool.call(arguments, deadline_seconds=request.deadline_seconds)
+        result = await self._pool.call(arguments, request.deadline_seconds, subject=f"sample {request.idempotency_key}")
         if result.status != "ok":
             return ScoreResult(status=result.status, error=result.error)
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RunError
+from jackfield.pulse import LOOKS, SILENCE_SECONDS, Pulse, until_silent
 
 __all__ = ["UserCodePool", "UserCodeWorker", "WorkerLimits", "WorkerResult"]
 
@@ -38,6 +40,7 @@ class WorkerLimits:
     memory_bytes: int | None = 4 * 2**30  #: of address space (RLIMIT_AS); None: unlimited
     cpu_seconds: float | None = None  #: per call (RLIMIT_CPU); None: the deadline on all cores, and a little more
     start_seconds: float = 60.0  #: until the code is imported
+    silence_seconds: float = SILENCE_SECONDS  #: after which a process that gives no sign of life is killed
 
 
 @attrs.frozen(kw_only=True)
@@ -95,7 +98,7 @@ class UserCodeWorker:
             return
         await self.close()
         try:
-            self._process = await _Process.spawn(self._python)
+            self._process = await _Process.spawn(self._python, self._limits.silence_seconds)
         except OSError as error:
             raise self._cannot_start(str(error)) from error
         message = {
@@ -110,10 +113,15 @@ class UserCodeWorker:
             await self.close()
             raise self._cannot_start(result.error or "")
 
-    async def call(self, arguments: Mapping[str, Any], deadline_seconds: float) -> WorkerResult:
+    async def call(self, arguments: Mapping[str, Any], deadline_seconds: float, subject: str = "") -> WorkerResult:
         """Call the function with keyword arguments (JSON values).
 
         After a timeout, a cancellation or a crash the process is gone, and the next call starts another.
+
+        Args:
+            arguments: of the function.
+            deadline_seconds: for the call.
+            subject: what the call is about, for messages: a sample's key.
 
         Raises:
             RunError: ``worker.start``.
@@ -127,7 +135,7 @@ class UserCodeWorker:
         except (TypeError, ValueError) as error:
             return WorkerResult(status="failed", error=f"the arguments of {self._target} are not JSON: {error}")
         await self.start()
-        return await self._exchange(line, deadline_seconds, "answer")
+        return await self._exchange(line, deadline_seconds, f"answer for {subject}" if subject else "answer")
 
     async def close(self) -> None:
         """Kill the process and what it started. May be called at any time, and again."""
@@ -139,6 +147,7 @@ class UserCodeWorker:
         process = self._process
         assert process is not None
         line = message if isinstance(message, str) else json.dumps(message)
+        watching = asyncio.create_task(self._watch(process))
         try:
             answer = await self._clock.wait_for(process.ask(line), seconds, f"{self._target} to {purpose}")
         except DeadlineExceeded as error:
@@ -147,12 +156,21 @@ class UserCodeWorker:
         except BaseException:  # cancelled: whatever the process is doing, nobody wants it
             await self.close()
             raise
+        finally:
+            watching.cancel()
         if answer is None:
             await self.close()
-            return WorkerResult(status="failed", error=f"the process of {self._target} {process.death()}")
+            death = f"the worker process {process.pid} of {self._target}, which had to {purpose}, {process.death()}"
+            logging.getLogger("jackfield").warning("%s; another one takes its place", death)
+            return WorkerResult(status="failed", error=death)
         if "error" in answer:
             return WorkerResult(status="failed", error=str(answer["error"]))
         return WorkerResult(status="ok", value=answer["value"])
+
+    async def _watch(self, process: _Process) -> None:
+        """Kill a process that is silent; its death ends the call."""
+        await until_silent(process.pulse.heard, self._clock, self._limits.silence_seconds)
+        process.end_for_silence(self._limits.silence_seconds)
 
     def _cannot_start(self, found: str) -> RunError:
         return RunError(
@@ -209,7 +227,11 @@ class UserCodePool:
             await worker.start()
 
     async def call(
-        self, arguments: Mapping[str, Any], deadline_seconds: float, call_seconds: float | None = None
+        self,
+        arguments: Mapping[str, Any],
+        deadline_seconds: float,
+        call_seconds: float | None = None,
+        subject: str = "",
     ) -> WorkerResult:
         """Call the function in the next free process. What cannot start is a failed result, with the reason.
 
@@ -217,12 +239,13 @@ class UserCodePool:
             arguments: keyword arguments of the function, JSON values.
             deadline_seconds: for everything, the wait for a free process included.
             call_seconds: for the function alone; None: what is left of the deadline.
+            subject: what the call is about, for messages: a sample's key.
         """
         began = self._clock.time()
         try:
             async with self._worker(deadline_seconds) as worker:
                 left = round(max(deadline_seconds - (self._clock.time() - began), 0.0), 3)
-                return await worker.call(arguments, left if call_seconds is None else min(left, call_seconds))
+                return await worker.call(arguments, left if call_seconds is None else min(left, call_seconds), subject)
         except DeadlineExceeded as error:
             return WorkerResult(status="timeout", error=error.message)
         except RunError as error:
@@ -264,18 +287,26 @@ class _Process(asyncio.SubprocessProtocol):
         self._buffer = bytearray()
         self._noise = bytearray()
         self._complaint = ""
+        self.pulse = Pulse()
 
     @classmethod
-    async def spawn(cls, python: str) -> _Process:
+    async def spawn(cls, python: str, silence_seconds: float) -> _Process:
         """Start a child in a session of its own, so that its process group can be killed as a whole."""
         loop = asyncio.get_running_loop()
-        command = (python, "-P", "-u", str(_CHILD), str(os.getpid()))
-        _, process = await loop.subprocess_exec(cls, *command, start_new_session=True)
+        process = cls()
+        beat = process.pulse.descriptor
+        command = (python, "-P", "-u", str(_CHILD), str(os.getpid()), str(beat), str(silence_seconds / LOOKS))
+        try:
+            await loop.subprocess_exec(lambda: process, *command, start_new_session=True, pass_fds=[beat])
+        except BaseException:
+            process.pulse.close()
+            raise
         return process
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # here, and not where the process was asked for: a start that is cancelled still has a process to end
         self._transport = cast(asyncio.SubprocessTransport, transport)
+        self.pulse.started(self.pid)
 
     @property
     def pid(self) -> int:
@@ -296,6 +327,11 @@ class _Process(asyncio.SubprocessProtocol):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
+    def end_for_silence(self, seconds: float) -> None:
+        """Kill it: it is stopped, or frozen."""
+        self._complaint = f"gave no sign of life for {seconds:g} s and was killed (deadlines.silence)"
+        self.kill()
+
     async def end(self, clock: Clock) -> None:
         """Kill, and wait until nothing is left."""
         if not self.exited.done():
@@ -303,6 +339,7 @@ class _Process(asyncio.SubprocessProtocol):
         with contextlib.suppress(DeadlineExceeded):  # a grandchild of another session may hold a pipe for ever
             await clock.wait_for(asyncio.shield(self._gone), _END_SECONDS, "a killed process to be gone")
         self._transport.close()
+        self.pulse.close()
 
     def noise(self) -> str:
         """The last lines of what the process printed, for messages."""

@@ -33,7 +33,7 @@ class RulesReward(RewardAgent):
             method="judge",
             keywords=settings,
             workers=config.workers,
-            limits=WorkerLimits(memory_bytes=config.memory_bytes),
+            limits=WorkerLimits(memory_bytes=config.memory_bytes, silence_seconds=context.silence_seconds),
             clock=context.clock,
         )
 
@@ -63,7 +63,12 @@ class RulesReward(RewardAgent):
 
     async def _judge_apart(self, request: ScoreRequest) -> ScoreResult:
         arguments = {"response": request.solution_str, "ground_truth": request.ground_truth}
-        result = await self._pool.call(arguments, request.deadline_seconds, call_seconds=self.config.seconds)
+        result = await self._pool.call(
+            arguments,
+            request.deadline_seconds,
+            call_seconds=self.config.seconds,
+            subject=f"sample {request.idempotency_key}",
+        )
         if result.status != "ok":
             return ScoreResult(status=result.status, error=result.error)
         return self._result(*result.value)
