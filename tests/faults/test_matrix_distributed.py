@@ -12,7 +12,7 @@ from jackfield_commands import Command, CommandServer
 
 from .matrix import APART, QUICKSTART, SIGNALS, codes, lives, seen, send, steps, until
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 SILENCE = 4.0
 COMMANDS = {

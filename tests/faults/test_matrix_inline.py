@@ -14,7 +14,7 @@ from jackfield_commands import Command, CommandServer
 
 from .matrix import APART, children, codes, lives, seen, send, steps, until
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 Settings = Callable[..., list[str]]
 SILENCE = 3.0
