@@ -41,6 +41,7 @@ class TransferQueueContext:
     #: another process has opened the queue of this folder, and this backend is a further client of the same store
     #: (capability ``joins``)
     joins: bool = False
+    silence_seconds: float = 30.0  #: after which a process of the store's that gives no sign of life is dead
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -161,7 +162,7 @@ class TransferQueueBackend(ABC):
     Raises (all methods): ``QueueError`` with ``queue.unknown-row``, ``queue.column``, ``queue.closed``.
     """
 
-    abi_version: ClassVar[str] = "1.0"
+    abi_version: ClassVar[str] = "1.1"
 
     #: whether values survive ``kill -9`` of the process that put them
     durable: ClassVar[bool] = False

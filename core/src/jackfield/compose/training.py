@@ -292,7 +292,9 @@ class TrainerParts(Parts):
             return None
         agents, task = self.crew.agents, cast(Task, self.tasks.train[0])
         return Canary(
-            prompt=lambda: resubmitted(lambda: agents.of("canary").prompt_ids(task, _CANARY_PROMPT)),
+            prompt=lambda: resubmitted(
+                lambda: agents.of("canary").prompt_ids(task, _CANARY_PROMPT), "the canary's prompt"
+            ),
             scorer=actor,
             clock=self.clock,
             tokens=config.canary.tokens,

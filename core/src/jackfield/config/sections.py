@@ -16,6 +16,7 @@ from jackfield.config.queue_sections import QueueConfig
 from jackfield.config.runtime_sections import EnvironmentConfig, RuntimeConfig
 from jackfield.data.tasks import TaskFormat
 from jackfield.observe import ObserveConfig
+from jackfield.pulse import SILENCE_SECONDS
 from jackfield.structuring import option
 
 __all__ = [
@@ -273,6 +274,12 @@ class DeadlineConfig:
     reward: float = option(60.0, help="for one score", validator=gt(0.0))
     batch: float = option(1800.0, help="for the batch of the next step", validator=gt(0.0))
     sync: float = option(600.0, help="for one weight synchronisation", validator=gt(0.0))
+    silence: float = option(
+        SILENCE_SECONDS,
+        help="without a sign of life of a process, after which it is dead: it is named and killed, and what it did is "
+        "done again; a thread of its own gives the signs, so that work, however long, is no silence",
+        validator=gt(0.0),
+    )
     drain: float = option(
         60.0,
         help="for the requests of a replica that is removed to end; then they are generated again on the others",

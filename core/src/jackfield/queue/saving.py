@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -17,7 +18,7 @@ def save_consumer(consumer: Consumer) -> dict[str, Any]:
         "partition": consumer.partition.name,
         "columns": list(consumer.columns),
         "epoch": consumer.epoch,
-        "lease_seconds": consumer.lease_seconds,
+        "lease_seconds": None if consumer.lease_seconds == math.inf else consumer.lease_seconds,
         "sampler": consumer.sampler.state_dict(),
         "reuse": None if consumer.reuse is None else attrs.asdict(consumer.reuse),
     }

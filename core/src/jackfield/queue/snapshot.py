@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,9 +78,8 @@ def load_state(controller: Controller, saved: Mapping[str, Any]) -> None:
             state.consumers[name].sampler.load_state_dict(fields["sampler"])
         else:
             reuse = None if fields["reuse"] is None else Reuse(**fields["reuse"])
-            controller.register_consumer(
-                name, fields["partition"], fields["columns"], fields["lease_seconds"], reuse=reuse
-            )
+            seconds = math.inf if fields["lease_seconds"] is None else fields["lease_seconds"]
+            controller.register_consumer(name, fields["partition"], fields["columns"], seconds, reuse=reuse)
         state.consumers[name].epoch = fields["epoch"]
     for name, fields in saved["partitions"].items():
         _load_partition(controller, state.partition(name), fields)

@@ -8,6 +8,7 @@ descriptor that the user's code does not know and its forks do not have. A reque
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -19,6 +20,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +31,12 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 def main() -> None:
     """Serve until standard input ends."""
     _die_with_parent(int(sys.argv[1]))
+    pulse = int(sys.argv[2])
+    _beat(pulse, float(sys.argv[3]))
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    os.register_at_fork(after_in_child=functools.partial(_let_go, requests.fileno(), answers.fileno()))
+    os.register_at_fork(after_in_child=functools.partial(_let_go, requests.fileno(), answers.fileno(), pulse))
     serving = os.getpid()
     with asyncio.Runner() as runner:
         function: Callable[..., Any] | None = None
@@ -74,6 +78,22 @@ def _die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before
         os._exit(1)
+
+
+def _beat(descriptor: int, seconds: float) -> None:
+    """Have a thread say that this process lives, now and then: see ``jackfield.pulse``."""
+    os.set_inheritable(descriptor, False)
+    os.set_blocking(descriptor, False)
+
+    def live() -> None:
+        pause = threading.Event()
+        with contextlib.suppress(BrokenPipeError):
+            while True:
+                with contextlib.suppress(BlockingIOError):  # the parent does not look at the moment
+                    os.write(descriptor, b".")
+                pause.wait(seconds)
+
+    threading.Thread(target=live, name="jackfield-pulse", daemon=True).start()
 
 
 def _load(request: dict[str, Any]) -> Callable[..., Any]:

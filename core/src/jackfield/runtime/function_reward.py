@@ -53,7 +53,11 @@ class FunctionReward(RewardAgent):
             method=config.method,
             keywords=config.keywords,
             workers=config.workers,
-            limits=WorkerLimits(memory_bytes=config.memory_bytes, start_seconds=config.start_seconds),
+            limits=WorkerLimits(
+                memory_bytes=config.memory_bytes,
+                start_seconds=config.start_seconds,
+                silence_seconds=context.silence_seconds,
+            ),
             clock=context.clock,
             python=None if config.python is None else resolve_interpreter(config.python, "reward.python"),
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -23,6 +24,7 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RunError
+from jackfield.pulse import LOOKS, SILENCE_SECONDS, Pulse, until_silent
 
 __all__ = ["UserCodePool", "UserCodeWorker", "WorkerLimits", "WorkerResult"]
 
@@ -40,6 +42,7 @@ class WorkerLimits:
     memory_bytes: int | None = 4 * 2**30  #: of address space (RLIMIT_AS); None: unlimited
     cpu_seconds: float | None = None  #: per call (RLIMIT_CPU); None: the deadline on all cores, and a little more
     start_seconds: float = 60.0  #: until the code is imported
+    silence_seconds: float = SILENCE_SECONDS  #: after which a process that gives no sign of life is killed
 
 
 @attrs.frozen(kw_only=True)
@@ -98,7 +101,7 @@ class UserCodeWorker:
             return
         await self.close()
         try:
-            self._process = await _Process.spawn(self._python)
+            self._process = await _Process.spawn(self._python, self._limits.silence_seconds)
         except OSError as error:
             raise self._cannot_start(str(error)) from error
         message = {
@@ -156,6 +159,7 @@ class UserCodeWorker:
         process = self._process
         assert process is not None
         line = message if isinstance(message, str) else json.dumps(message)
+        watching = asyncio.create_task(self._watch(process))
         try:
             answer = await self._clock.wait_for(process.ask(line), seconds, f"{self._target} to {purpose}")
         except DeadlineExceeded as error:
@@ -164,12 +168,21 @@ class UserCodeWorker:
         except BaseException:  # cancelled: whatever the process is doing, nobody wants it
             await self.close()
             raise
+        finally:
+            watching.cancel()
         if answer is None:
             await self.close()
-            return WorkerResult(status="died", error=str(process.death(f"{self._target} to {purpose}")))
+            death = process.death(f"{self._target}, which had to {purpose}")
+            logging.getLogger("jackfield").warning("%s at %s; another one takes its place", death.message, death.where)
+            return WorkerResult(status="died", error=str(death))
         if "error" in answer:
             return WorkerResult(status="failed", error=str(answer["error"]))
         return WorkerResult(status="ok", value=answer["value"])
+
+    async def _watch(self, process: _Process) -> None:
+        """Kill a process that is silent; its death ends the call."""
+        await until_silent(process.pulse.heard, self._clock, self._limits.silence_seconds)
+        process.end_for_silence(self._limits.silence_seconds)
 
     def _cannot_start(self, found: str) -> RunError:
         return RunError(
@@ -287,19 +300,27 @@ class _Process(asyncio.SubprocessProtocol):
         self._answer: asyncio.Future[dict[str, Any] | None] | None = None
         self._buffer = bytearray()
         self._noise = bytearray()
-        self._complaint = ""
+        self._complaint = self._silence = ""
+        self.pulse = Pulse()
 
     @classmethod
-    async def spawn(cls, python: str) -> _Process:
+    async def spawn(cls, python: str, silence_seconds: float) -> _Process:
         """Start a child in a session of its own, so that its process group can be killed as a whole."""
         loop = asyncio.get_running_loop()
-        command = (python, "-P", "-u", str(_CHILD), str(os.getpid()))
-        _, process = await loop.subprocess_exec(cls, *command, start_new_session=True)
+        process = cls()
+        beat = process.pulse.descriptor
+        command = (python, "-P", "-u", str(_CHILD), str(os.getpid()), str(beat), str(silence_seconds / LOOKS))
+        try:
+            await loop.subprocess_exec(lambda: process, *command, start_new_session=True, pass_fds=[beat])
+        except BaseException:
+            process.pulse.close()
+            raise
         return process
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # here, and not where the process was asked for: a start that is cancelled still has a process to end
         self._transport = cast(asyncio.SubprocessTransport, transport)
+        self.pulse.started(self.pid)
 
     @property
     def pid(self) -> int:
@@ -320,12 +341,17 @@ class _Process(asyncio.SubprocessProtocol):
     @property
     def broken(self) -> bool:
         """Whether the process has ended, or is on its way because of what it has written."""
-        return self.exited.done() or bool(self._complaint)
+        return self.exited.done() or bool(self._complaint or self._silence)
 
     def kill(self) -> None:
         """Kill the process group; the process is its leader."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def end_for_silence(self, seconds: float) -> None:
+        """Kill it: it is stopped, or frozen."""
+        self._silence = f"gave no sign of life for {seconds:g} s and was killed (deadlines.silence)"
+        self.kill()
 
     async def end(self, clock: Clock) -> None:
         """Kill, and wait until nothing is left."""
@@ -334,6 +360,7 @@ class _Process(asyncio.SubprocessProtocol):
         with contextlib.suppress(DeadlineExceeded):  # a grandchild of another session may hold a pipe for ever
             await clock.wait_for(asyncio.shield(self._gone), _END_SECONDS, "a killed process to be gone")
         self._transport.close()
+        self.pulse.close()
 
     def noise(self) -> str:
         """The last lines of what the process printed, for messages."""
@@ -344,15 +371,17 @@ class _Process(asyncio.SubprocessProtocol):
         """How the process ended, and what it was to do."""
         code = self._transport.get_returncode()
         wrong = bool(self._complaint) and code == -signal.SIGKILL
-        if wrong:
+        if self._silence:
+            how = self._silence
+        elif wrong:
             how = f"was killed: {self._complaint}"
         elif code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"ended with exit status {code} before it answered"
         return RunError(
-            f"a worker process {how}",
-            code="worker.answer" if wrong else "worker.died",
+            f"the worker process {self.pid} {how}",
+            code="worker.answer" if wrong and not self._silence else "worker.died",
             where=who,
             expected="one answer to each request" if wrong else None,
             found=self.noise().removeprefix("; ") or None,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from jackfield import __version__
-from jackfield.errors import JackfieldError, QueueError, RunError
+from jackfield.errors import JackfieldError, QueueError, RunError, WorkerLost
 from jackfield.plugins.hooks import CheckpointSaved
 from jackfield.queue import TransferQueue
 from jackfield.runtime.samples import TRAIN
@@ -58,6 +58,8 @@ class Checkpointer:
 
         Raises:
             RunError: ``run.checkpoint-write``; earlier checkpoints are as before.
+            WorkerLost: a rank, or the storage, died meanwhile.
+            QueueError: ``queue.session``: the queue's controller died meanwhile.
         """
         async with self.stages.measure("checkpoint", "trainer", steps - 1):
             try:
@@ -65,6 +67,8 @@ class Checkpointer:
             except (JackfieldError, OSError) as error:
                 free = shutil.disk_usage(self.store.folder.parent).free  # before the half that was written goes
                 await asyncio.to_thread(self.store.discard, steps)
+                if isinstance(error, WorkerLost) or getattr(error, "code", None) == "queue.session":
+                    raise  # whose process has ended is named; the disk is well
                 raise self._failure(steps, error, free) from error
             await self.queue.commit(steps - 1)
             await asyncio.to_thread(self.store.prune)

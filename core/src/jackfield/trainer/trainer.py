@@ -366,7 +366,7 @@ class Trainer:
         if self.recorded:
             shown = batch.select(batch.by_partition()[TRAIN][: self.recorded])
             with suppress_lost():
-                samples = await resubmitted(lambda: self._read(shown))
+                samples = await resubmitted(lambda: self._read(shown), "a table of samples")
                 self.hooks.samples_recorded(event=SamplesRecorded(step=step + 1, partition=TRAIN, samples=samples))
 
     @staticmethod

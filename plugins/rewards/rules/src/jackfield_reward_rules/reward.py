@@ -33,7 +33,7 @@ class RulesReward(RewardAgent):
             method="judge",
             keywords=settings,
             workers=config.workers,
-            limits=WorkerLimits(memory_bytes=config.memory_bytes),
+            limits=WorkerLimits(memory_bytes=config.memory_bytes, silence_seconds=context.silence_seconds),
             clock=context.clock,
         )
 
@@ -63,9 +63,14 @@ class RulesReward(RewardAgent):
 
     async def _judge_apart(self, request: ScoreRequest) -> ScoreResult:
         arguments = {"response": request.solution_str, "ground_truth": request.ground_truth}
-        result = await self._pool.call(arguments, request.deadline_seconds, call_seconds=self.config.seconds)
+        result = await self._pool.call(
+            arguments,
+            request.deadline_seconds,
+            call_seconds=self.config.seconds,
+            name=f"sample {request.idempotency_key}",
+        )
         if result.status != "ok":
-            return ScoreResult(status=result.status, error=result.error)
+            return ScoreResult(status="timeout" if result.status == "timeout" else "failed", error=result.error)
         return self._result(*result.value)
 
     def _result(self, correct: bool, well_formed: bool) -> ScoreResult:
