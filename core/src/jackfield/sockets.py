@@ -2,7 +2,8 @@
 
 Within a host a server listens at an abstract Unix address, which is no file, and a client shows a password that is
 made of the secret (PLAIN); elsewhere it listens at a TCP port, where connections are encrypted by CURVE and only
-clients with the server's client key get in. Every message is signed with the secret in either case (:mod:`jackfield.wire`).
+clients with the server's client key get in. Every message is signed with the secret in either case
+(:mod:`jackfield.wire`).
 
 libzmq holds a frame in memory before it knows who sends it, up to the socket's largest. So frames are small, and longer
 ones travel in pieces (:func:`pieces`, :func:`whole`), which only a client that was let in can send.
