@@ -22,7 +22,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # in peft
 ]
 
-LORA = ("model.lora.rank=4", "optimizer.lr=0.01", "algorithm.entropy_coefficient=0.5", "checkpoint.every=2", "schedule.steps=2")
+LORA = (
+    "model.lora.rank=4",
+    "optimizer.lr=0.01",
+    "algorithm.entropy_coefficient=0.5",
+    "checkpoint.every=2",
+    "schedule.steps=2",
+)
 
 
 @pytest.fixture

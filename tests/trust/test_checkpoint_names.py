@@ -127,9 +127,7 @@ def test_weights_have_the_names_of_their_checkpoint(architecture: str, registry:
 
 
 @pytest.mark.parametrize("architecture", sorted(REFUSED))
-def test_what_cannot_be_trained_is_refused_at_the_start(
-    architecture: str, registry: Registry, tmp_path: Path
-) -> None:
+def test_what_cannot_be_trained_is_refused_at_the_start(architecture: str, registry: Registry, tmp_path: Path) -> None:
     save_model(architecture, tmp_path)
     with pytest.raises(EngineError) as caught, opened(registry, tmp_path):
         pass
@@ -175,7 +173,9 @@ def test_changed_experts_travel_as_deltas(dtype: str, registry: Registry, tmp_pa
 async def score(server: Any) -> list[float]:
     """Log-probabilities of a greedy answer."""
     sampling = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
-    return list((await server.generate(GenerateRequest(request_id="a", prompt_ids=PROMPT, sampling=sampling))).log_probs)
+    return list(
+        (await server.generate(GenerateRequest(request_id="a", prompt_ids=PROMPT, sampling=sampling))).log_probs
+    )
 
 
 def test_a_bfloat16_checkpoint_comes_back_bit_for_bit(registry: Registry, tmp_path: Path) -> None:
