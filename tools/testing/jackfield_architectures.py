@@ -96,7 +96,11 @@ DENSE: Mapping[str, Mapping[str, Any]] = {
     "glm4": {},
     "gpt2": {},
     "gpt_bigcode": {},
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "gpt_neo": {
+        "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "attention_layers": ["global", "local"],
+    },
     "gpt_neox": {},
     "gptj": {"rotary_dim": 4},
     "granite": {},
@@ -120,7 +124,15 @@ DENSE: Mapping[str, Mapping[str, Any]] = {
 }
 MIXTURES: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {},
-    "dbrx": {"attn_config.rope_theta": 1e4, "attn_config.kv_n_heads": 2, "attn_config.clip_qkv": 8.0, "ffn_config.hidden_size": 32, "ffn_config.ffn_hidden_size": 16, "ffn_config.moe_num_experts": 4, "ffn_config.moe_top_k": 2},
+    "dbrx": {
+        "attn_config.rope_theta": 1e4,
+        "attn_config.kv_n_heads": 2,
+        "attn_config.clip_qkv": 8.0,
+        "ffn_config.hidden_size": 32,
+        "ffn_config.ffn_hidden_size": 16,
+        "ffn_config.moe_num_experts": 4,
+        "ffn_config.moe_top_k": 2,
+    },
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -131,10 +143,25 @@ MIXTURES: Mapping[str, Mapping[str, Any]] = {
     "granitemoe": {},
     "granitemoeshared": {},
     "hunyuan_v1_moe": {"rope_parameters": _ROPE, "head_dim": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
     "jetmoe": {},
     "llama4_text": {},
-    "longcat_flash": {"num_key_value_heads": 4, "num_layers": 2, "num_hidden_layers": 4, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "qk_head_dim": 16, "head_dim": 8},
+    "longcat_flash": {
+        "num_key_value_heads": 4,
+        "num_layers": 2,
+        "num_hidden_layers": 4,
+        "expert_ffn_hidden_size": 16,
+        "zero_expert_num": 2,
+        "qk_head_dim": 16,
+        "head_dim": 8,
+    },
     "minimax": {},
     "minimax_m2": {},
     "mixtral": {},
@@ -142,7 +169,12 @@ MIXTURES: Mapping[str, Mapping[str, Any]] = {
     "phimoe": {},
     "qwen2_moe": {},
     "qwen3_moe": {},
-    "qwen3_next": {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "qwen3_next": {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "solar_open": {},
 }
 VISION_LANGUAGE: Mapping[str, Mapping[str, Any]] = {
@@ -170,8 +202,6 @@ VISION_LANGUAGE: Mapping[str, Mapping[str, Any]] = {
     "vipllava": {},
 }
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {**DENSE, **MIXTURES, **VISION_LANGUAGE}
-
-
 
 
 def _settable(config: Any, name: str) -> bool:

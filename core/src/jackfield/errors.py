@@ -151,6 +151,7 @@ CODES: dict[str, str] = {
     "run.log-probs": "The log-probs of a training pass are not those of inference, or not those of the rollout.",
     "run.folder-in-use": "Another run is using this folder.",
     "run.changed": "The folder holds a run with other settings or other data.",
+    "run.no-adapter": "An adapter is to be merged, and the run has trained none.",
     "run.no-checkpoint": "A folder holds no checkpoint.",
     "run.storage": "The run's folder cannot be written or read: no room, no permission, a damaged disk.",
     "run.checkpoint-write": "A checkpoint could not be written; the earlier ones are as before.",

@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 import torch
+from peft import PeftModel
 
 from jackfield.abc.engine import EngineLayout, SaveCheckpointRequest
 from jackfield.errors import EngineError
@@ -25,7 +26,7 @@ __all__: list[str] = []
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
-@mutant("ENG-030", "ENG-033", "ENG-040", "ENG-044")
+@mutant("ENG-030", "ENG-033", "ENG-034", "ENG-040", "ENG-044")
 class WrappedNames(Exporting):
     """Names keep the prefix of a wrapper."""
 
@@ -50,6 +51,17 @@ class TiedTwice(Exporting):
         yield name, tensor
         if name == "model.embed_tokens.weight" and self.model.config.tie_word_embeddings:
             yield "lm_head.weight", tensor
+
+
+@mutant("ENG-034")
+class NamesInMemory(PlainEngine):
+    """Experts are exported as they are stacked in memory."""
+
+    def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(self.model, PeftModel):
+            yield from super().exported()
+        else:
+            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
 
 @mutant("ENG-030")

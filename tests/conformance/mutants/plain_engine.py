@@ -42,6 +42,7 @@ from jackfield.abc.engine import (
 from jackfield.algorithms import resolve_loss
 from jackfield.data.jagged import jagged
 from jackfield.errors import EngineError
+from jackfield.weights.model_folder import CheckpointNames
 
 __all__ = ["Micro", "PlainConfig", "PlainEngine"]
 
@@ -454,12 +455,14 @@ class PlainEngine(BaseEngine):
         return (pair for pair in self.exported()), self.adapter_config()
 
     def exported(self) -> Named:
-        for name, parameter in self.model.named_parameters():
-            if isinstance(self.model, PeftModel):
+        if isinstance(self.model, PeftModel):
+            for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     yield published(name), parameter.detach()
-            else:
-                yield name, parameter.detach()
+            return
+        names, held = CheckpointNames(self.model, Path(self.context.model.path)), self.model.state_dict()
+        for group in names.groups:
+            yield from names.to_checkpoint(group, [held[part].detach() for part in group.parts]).items()
 
     def adapter_config(self) -> Mapping[str, Any] | None:
         if not isinstance(self.model, PeftModel):

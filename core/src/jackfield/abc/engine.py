@@ -46,7 +46,7 @@ class LoraSpec:
     alpha: float = option(16.0, help="the update is scaled by alpha / rank")
     dropout: float = option(0.0, help="dropout on the adapter's input, while training")
     target_modules: tuple[str, ...] = option(
-        (), help="names of the adapted layers; empty: every linear layer except the output layer"
+        (), help="names of the adapted layers; empty: every linear layer of the language model except the output layer"
     )
 
 

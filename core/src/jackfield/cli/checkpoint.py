@@ -48,13 +48,15 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
 @checkpoint.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-def export(folder: Path, out: Path) -> None:
+@click.option("--merge", is_flag=True, help="Merge the LoRA adapter into its base model, and write the whole model.")
+def export(folder: Path, out: Path, merge: bool) -> None:
     """Write the model of a checkpoint to OUT, a Hugging Face folder for from_pretrained.
 
-    FOLDER is a checkpoint, or a run's folder, whose newest whole checkpoint is taken.
+    FOLDER is a checkpoint, or a run's folder, whose newest whole checkpoint is taken. Of a run that trains an adapter,
+    OUT is the adapter's folder, for PEFT, unless --merge is given.
     """
     from jackfield.compose.export import export_checkpoint, find_checkpoint
 
     found = find_checkpoint(folder)
-    export_checkpoint(found, out)
+    export_checkpoint(found, out, merge=merge)
     click.echo(f"model of step {found.step} in {out}")

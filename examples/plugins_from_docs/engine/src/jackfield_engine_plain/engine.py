@@ -27,6 +27,7 @@ from jackfield.abc.engine import (
 )
 from jackfield.algorithms import resolve_loss
 from jackfield.errors import EngineError, PluginError
+from jackfield.weights.model_folder import CheckpointNames
 from jackfield_engine_plain.config import Config
 from jackfield_engine_plain.passes import Pass, micro_batches
 from jackfield_engine_plain.schedule import learning_rate
@@ -189,16 +190,14 @@ class PlainEngine(BaseEngine):
     def get_per_tensor_param(
         self,
     ) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
-        """Parameters (tied ones once) and saved buffers under the model's own names; no adapter, so None."""
+        """All that the checkpoint has (tied tensors once), under its names; no adapter, so None."""
         model = self._loaded()
+        names = CheckpointNames(model, Path(self.context.model.path))
 
         def tensors() -> Generator[tuple[str, torch.Tensor], None, None]:
-            for name, parameter in model.named_parameters():
-                yield name, parameter.detach().clone()
-            saved = model.state_dict().keys()
-            for name, buffer in model.named_buffers():
-                if name in saved:
-                    yield name, buffer.clone()
+            held = model.state_dict()
+            for group in names.groups:
+                yield from names.to_checkpoint(group, [held[part].clone() for part in group.parts]).items()
 
         return tensors(), None
 

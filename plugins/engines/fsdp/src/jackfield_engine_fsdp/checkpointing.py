@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from jackfield.errors import EngineError
-from jackfield_engine_fsdp.model import TokenModel, has_adapter
+from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
 from jackfield_engine_fsdp.optimization import Optimization
 from jackfield_engine_fsdp.process_group import Ranks
 from jackfield_engine_fsdp.random_state import RandomStreams
@@ -155,7 +155,7 @@ def _tensors(model: TokenModel, optimization: Optimization | None) -> dict[str, 
     kept = {
         name: tensor.detach()
         for name, tensor in model.named_parameters()
-        if not adapter or tensor.requires_grad or name.startswith("value_head.")
+        if not adapter or is_of_adapter(name) or name.startswith("value_head.")
     }
     state = {f"model.{name}": tensor for name, tensor in {**kept, **({} if adapter else _buffers(model))}.items()}
     for name, tensors in ({} if optimization is None else optimization.state()).items():

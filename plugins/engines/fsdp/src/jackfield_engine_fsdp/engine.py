@@ -38,7 +38,7 @@ __all__ = ["FSDPEngine"]
 
 
 class FSDPEngine(BaseEngine):
-    """A Hugging Face language model, or the text side of a vision-language model, under ``torch.distributed.fsdp.fully_shard``.
+    """A Hugging Face model, language or vision-language, on text, under ``torch.distributed.fsdp.fully_shard``.
 
     Every rank is one data-parallel rank. A role ``critic`` with a value head runs no output layer: its loss functions
     get ``log_probs`` of zeros, and its results have none.

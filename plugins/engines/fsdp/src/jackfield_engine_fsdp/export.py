@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from jackfield.weights.model_folder import CheckpointNames
 from jackfield_engine_fsdp.loading import without_progress_bars
-from jackfield_engine_fsdp.model import TokenModel, has_adapter
+from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
 
 __all__ = [
     "adapter_config",
@@ -73,7 +73,7 @@ def published_tensors(model: TokenModel, names: CheckpointNames) -> Iterator[tup
     """
     if has_adapter(model.language_model):
         for name, parameter in model.language_model.named_parameters():
-            if parameter.requires_grad:
+            if is_of_adapter(name):  # an engine without an optimizer trains nothing, and exports all the same
                 yield published_name(name), full(parameter)
         return
     module = model.causal_lm

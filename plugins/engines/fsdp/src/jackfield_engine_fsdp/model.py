@@ -22,13 +22,18 @@ from jackfield_engine_fsdp.config import Config
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["TokenModel", "decoder_layers", "has_adapter", "shard", "token_statistics"]
+__all__ = ["TokenModel", "decoder_layers", "has_adapter", "is_of_adapter", "shard", "token_statistics"]
 
 
 def has_adapter(model: PreTrainedModel | PeftModel) -> TypeGuard[PeftModel]:
     """Whether a language model is one of PEFT's, which takes a while to import and is left out where no adapter is."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of a model with an adapter is one of the adapter's."""
+    return ".lora_" in name
 
 
 class TokenModel(nn.Module):
