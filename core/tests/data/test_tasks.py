@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.data import tasks as tasks_module
+from jackfield.data import sources as sources_module
 from jackfield.data.tasks import SeededOrder, Task, TaskFormat, TaskSet
 from jackfield.errors import ConfigError, DataError
 
@@ -109,7 +109,7 @@ def test_empty_files_are_refused(tmp_path: Path, text: str) -> None:
         (b'{"question": "q"}', "field 'answer' is missing"),
         (b'{"answer": "a"}', "field 'question' is missing"),
         (b'{"question": 5, "answer": "a"}', "field 'question' is not a text"),
-        (b'{"question": [{"role": "user"}], "answer": "a"}', "messages_key"),
+        (b'{"question": [{"role": "user"}], "answer": "a"}', "not a conversation"),
         (b'{"question": "q", "answer": "a", "id": true}', "not an id"),
         (b'{"question": "q", "answer": "a", "self": 1}', "reserved name 'self'"),
         (b'{"question": "q", "answer": "a", "id": "bad:1"}', "two tasks have one id"),
@@ -132,7 +132,7 @@ def test_malformed_conversations_are_refused(value: object) -> None:
 
 def test_lines_beyond_the_checked_part_fail_when_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file larger than memory opens without parsing all of it."""
-    monkeypatch.setattr(tasks_module, "CHECKED_BYTES", 10)
+    monkeypatch.setattr(sources_module, "CHECKED_BYTES", 10)
     tasks = TaskSet.load(write(tmp_path / "big.jsonl", problem(1), {"nothing": 0}))
     assert "big:1" == tasks[0].id
     with pytest.raises(DataError, match=r"big\.jsonl:2"):

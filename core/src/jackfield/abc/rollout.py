@@ -130,7 +130,7 @@ class SamplingParams:
     )
     seed: int | None = option(
         None,
-        help="null: drawn from the replica's seed",
+        help="seed of a request; of a run: the base of its requests' seeds; null: the replica's, or the run's seed",
         validator=_ranged("null, or -2^63 to 2^63 - 1", lambda value: value is None or _is_seed(value)),
     )
     stop_token_ids: tuple[int, ...] = option(

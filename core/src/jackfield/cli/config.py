@@ -43,9 +43,13 @@ def explain(file: str, overrides: tuple[str, ...]) -> None:
 @config.command()
 @_arguments
 def validate(file: str, overrides: tuple[str, ...]) -> None:
-    """Check the configuration's structure, plugin settings included. Paths in it need not exist."""
+    """Check all settings, those of plugins and of algorithm parts included. Paths in it need not exist."""
+    from jackfield.compose.checking import check_parts
+    from jackfield.compose.selection import manifests
     from jackfield.config import load_config, validate_plugins
-    from jackfield.plugins import discover
+    from jackfield.plugins import discover, hook_manager
 
-    validate_plugins(load_config(file, overrides), discover())
+    loaded, registry = load_config(file, overrides), discover()
+    validate_plugins(loaded, registry)
+    check_parts(loaded, registry, hook_manager([], manifests(loaded, registry)))
     click.echo(f"{file}: valid")

@@ -17,7 +17,7 @@ import attrs
 from jackfield.compose.recipe import Recipe
 from jackfield.config import RunConfig
 from jackfield.data.tasks import TaskSet
-from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_prompt
+from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError
 
 __all__ = ["ModelDescription", "Tasks", "check_tokens", "read_model", "read_tasks"]
@@ -59,9 +59,9 @@ def read_tasks(config: RunConfig, recipe: Recipe) -> Tasks:
         DataError: ``data.missing``, ``data.empty`` or ``data.malformed``, with file and line.
     """
     return Tasks(
-        train=_load(config, "train"),
+        train=_load(config, "train", answers=config.mode == "train"),
         held_out=_load(config, "eval", limit=config.evaluation.tasks) if config.evaluation.every else None,
-        expert=_load(config, "expert") if recipe.experts else None,
+        expert=_load(config, "expert", answers=True) if recipe.experts else None,
     )
 
 
@@ -104,12 +104,13 @@ def read_model(config: RunConfig) -> ModelDescription:
 
 
 def check_tokens(config: RunConfig, tasks: Tasks, model: ModelDescription) -> None:
-    """Load the tokenizer, and see that it fits the model and that prompts are not too long.
+    """Load the tokenizer, and see that it fits the model, that prompts are not too long and that answers render.
 
-    The longest texts of each file are tokenised here; a longer prompt among the others ends the run when it comes.
+    The longest texts of each file are tokenised here; a line of the others that is refused ends the run when it comes.
 
     Raises:
-        DataError: ``data.missing``, ``data.no-chat-template``, ``data.vocabulary`` or ``data.prompt-too-long``.
+        DataError: ``data.missing``, ``data.no-chat-template``, ``data.vocabulary``, ``data.prompt-too-long``, or
+            what the template refuses, with file and line.
     """
     tokenizer = HuggingFaceChatTokenizer.load(
         config.model.path,
@@ -118,13 +119,14 @@ def check_tokens(config: RunConfig, tasks: Tasks, model: ModelDescription) -> No
     )
     if model.vocabulary_size is not None:
         check_vocabulary(tokenizer, model.vocabulary_size)
-    if model.max_prompt_tokens is not None:
-        for each in filter(None, (tasks.train, tasks.held_out, tasks.expert)):
-            for number in _longest(each):
-                encode_prompt(tokenizer, each[number], model.max_prompt_tokens, each.place(number))
+    for each in filter(None, (tasks.train, tasks.held_out, tasks.expert)):
+        for number in _longest(each):
+            encode_prompt(tokenizer, each[number], model.max_prompt_tokens)
+            if each.answers:
+                encode_answers(tokenizer, each[number])
 
 
-def _load(config: RunConfig, which: str, limit: int | None = None) -> TaskSet:
+def _load(config: RunConfig, which: str, *, limit: int | None = None, answers: bool = False) -> TaskSet:
     file: str | None = getattr(config.data, which)
     if file is None:
         raise ConfigError(
@@ -135,7 +137,7 @@ def _load(config: RunConfig, which: str, limit: int | None = None) -> TaskSet:
             found="nothing",
             fix="name a JSONL file",
         )
-    return TaskSet.load(file, config.data.format, limit=limit)
+    return TaskSet.load(file, config.data.format, limit=limit, answers=answers)
 
 
 def _why_unreadable(folder: Path, error: Exception) -> str:

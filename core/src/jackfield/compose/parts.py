@@ -126,7 +126,7 @@ class Parts:
             sampling=unstructure(config.sampling),
             groups=config.data.prompts_per_step,
             runs=config.data.runs_per_prompt,
-            seed=config.seed,
+            seed=config.seed if config.sampling.seed is None else config.sampling.seed,
             run_seconds=config.deadlines.generate,
             batch_seconds=config.deadlines.batch,
             greedy_baseline=self.recipe.greedy_baseline,

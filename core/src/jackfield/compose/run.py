@@ -17,13 +17,14 @@ from typing import Any, Literal
 import attrs
 
 from jackfield.clock import Clock
+from jackfield.compose.checking import check_parts
 from jackfield.compose.controller import apart
 from jackfield.compose.crew import MakeCrew, crew_maker
 from jackfield.compose.export import export_model
 from jackfield.compose.inputs import Tasks, check_tokens, read_model, read_tasks
-from jackfield.compose.mixing import check_rows, make_sources, mixed_rows
+from jackfield.compose.mixing import check_rows, mixed_rows
 from jackfield.compose.parts import Role
-from jackfield.compose.recipe import Recipe, make_recipe
+from jackfield.compose.recipe import Recipe
 from jackfield.compose.resume import (
     DISK_ERRORS,
     StartingPoint,
@@ -35,7 +36,7 @@ from jackfield.compose.resume import (
     storage_error,
     storage_errors,
 )
-from jackfield.compose.selection import check_plugins, import_plugins, manifests, register_parts
+from jackfield.compose.selection import check_plugins, import_plugins, manifests
 from jackfield.compose.separate import ExplorerParts, RewardParts
 from jackfield.compose.stopping import Stop
 from jackfield.compose.training import TrainerParts
@@ -347,9 +348,7 @@ def _prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], rol
     if here:
         import_plugins(config, registry, heavy=False)
     manager = hook_manager(hooks, manifests(config, registry))
-    register_parts(manager.hook)
-    make_sources(config.queue)  # refuses what there is not
-    recipe = make_recipe(config, registry.find("rollout", config.rollout.name))
+    recipe = check_parts(config, registry, manager)
     tasks, model = read_tasks(config, recipe), read_model(config)
     _quiet_libraries()
     if here:

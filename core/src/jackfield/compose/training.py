@@ -203,6 +203,7 @@ class TrainerParts(Parts):
 
     def _evaluator(self, held_out: Sequence[Task]) -> Evaluator:
         assert self.crew.rewards is not None
+        sampling = self.config.evaluation.sampling
         return Evaluator(
             tasks=held_out,
             agents=self.crew.agents,
@@ -212,8 +213,8 @@ class TrainerParts(Parts):
             clock=self.clock,
             stages=self.stages,
             hooks=self.hooks,
-            sampling=unstructure(self.config.evaluation.sampling),
-            seed=self.config.seed,
+            sampling=unstructure(sampling),
+            seed=self.config.seed if sampling.seed is None else sampling.seed,
             run_seconds=self.config.deadlines.generate,
             score_seconds=self.config.deadlines.reward * self.config.schedule.reward_attempts,
             recorded=self.config.observe.samples_per_evaluation,

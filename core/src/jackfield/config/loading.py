@@ -42,7 +42,7 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(
             "the configuration file does not exist", code="config.unreadable", where=str(path), fix="check the path"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # UnicodeDecodeError is a ValueError
         raise ConfigError(
             "the configuration file cannot be read as YAML", code="config.unreadable", where=str(path), found=error
         ) from error
@@ -100,9 +100,10 @@ def parse_override(text: str) -> tuple[list[str], Any]:
         )
     try:
         return keys, yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        shown = text if len(text) <= 200 else text[:200] + "…"
         raise ConfigError(
-            f"the value of the override {text!r} is not YAML", code="config.override", where=path, found=error
+            f"the value of the override {shown!r} is not YAML", code="config.override", where=path, found=error
         ) from error
 
 

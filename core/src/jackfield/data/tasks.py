@@ -7,12 +7,9 @@ position.
 
 from __future__ import annotations
 
-import array
 import json
 import math
-import os
 import struct
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +17,26 @@ from typing import Any
 import attrs
 import xxhash
 
+from jackfield.data.conversations import (
+    Answer,
+    Conversation,
+    check_turn,
+    implied_prompt,
+    is_conversation,
+    plain_text,
+    read_answer,
+    read_conversation,
+    split,
+)
+from jackfield.data.sources import JsonLines, Records, Source, malformed, names
 from jackfield.errors import ConfigError, DataError
 from jackfield.structuring import option
 
 __all__ = ["SeededOrder", "Task", "TaskFormat", "TaskSet"]
 
-#: Lines in the first so many bytes of a file are parsed when the file is opened, later ones when they are used.
-CHECKED_BYTES = 64 * 2**20
 #: Parameters of an agent loop's ``run`` beside the fields.
 _RESERVED = frozenset({"self", "sampling_params"})
+_MISSING = "name the right keys of the records in data.format; null where they have none"
 
 
 @attrs.frozen(kw_only=True)
@@ -40,8 +48,9 @@ class Task:
     ground_truth: str = ""
     data_source: str = ""  #: the name by which rewards and metrics tell data sets apart
     fields: Mapping[str, Any] = attrs.field(factory=dict)  #: the whole record: JSON values only
-    response: str | None = None  #: the text that supervised training teaches
-    rejected: str | None = None  #: the text that a preference ranks below the response
+    response: Answer | None = None  #: what supervised training teaches: a text, or messages after the prompt's
+    rejected: Answer | None = None  #: what a preference ranks below the response
+    place: str = attrs.field(default="", eq=False)  #: for errors: ``file:line``
 
     @property
     def digest(self) -> str:
@@ -67,11 +76,25 @@ class Task:
 class TaskFormat:
     """How a record becomes a task. A key may be a path (``reward_model.ground_truth``)."""
 
-    prompt_key: str = option("question", help="Field with the problem's text.")
+    prompt_key: str | None = option(
+        "question",
+        help="Field with the problem: a text, or a list of messages; null: response_key and rejected_key hold whole "
+        "conversations, which share the prompt.",
+    )
     answer_key: str | None = option("answer", help="Field with the ground truth; null: tasks have none.")
-    response_key: str | None = option(None, help="Field with the text that supervised training teaches; null: answer.")
-    rejected_key: str | None = option(None, help="Field with the text that a preference ranks below it (dpo).")
-    messages_key: str | None = option(None, help="Field with a list of role and content, in the place of prompt_key.")
+    response_key: str | None = option(
+        None,
+        help="Field with what supervised training teaches: a text, or a list of messages; null: the assistant's last "
+        "turn in the conversation, or answer_key.",
+    )
+    rejected_key: str | None = option(
+        None, help="Field with what a preference ranks below it (dpo): a text, or a list of messages."
+    )
+    messages_key: str | None = option(
+        None,
+        help="Field with a list of messages (role and content), in the place of prompt_key. Where the assistant has "
+        "the last word, its last turn is the answer and what is before it the prompt.",
+    )
     id_key: str = option("id", help="Field with the task's id; records without it get file stem and line number.")
     system: str | None = option(None, help="A system message to put in front.")
     prompt_template: str = option("{prompt}", help="Text of the user's message; {prompt} stands for the problem.")
@@ -105,40 +128,61 @@ class TaskFormat:
             DataError: ``data.malformed``, with what is missing.
         """
         if not isinstance(record, dict):
-            raise _malformed("a line is not a JSON object", where, "a JSON object", type(record).__name__)
+            raise malformed("a line is not a JSON object", where, "a JSON object", type(record).__name__)
         for name in _RESERVED & record.keys():
-            raise _malformed(f"a field has the reserved name {name!r}", where, "another name", name, "rename the field")
-        ground_truth = "" if self.answer_key is None else _plain_text(_lookup(record, self.answer_key, where))
+            raise malformed(f"a field has the reserved name {name!r}", where, "another name", name, "rename the field")
+        answer = None if self.answer_key is None else _lookup(record, self.answer_key, where)
+        messages, response, rejected = self._parts(record, answer, where)
         source = self.data_source or record.get("data_source") or default_source
         return Task(
             id=_record_id(record, self.id_key, where) or default_id,
-            messages=self._messages(record, where),
-            ground_truth=ground_truth,
+            messages=messages,
+            ground_truth="" if self.answer_key is None else plain_text(answer),
             data_source=str(source),
             fields=record,
-            response=self._response(record, ground_truth, where),
-            rejected=None if self.rejected_key is None else _plain_text(_lookup(record, self.rejected_key, where)),
+            response=response,
+            rejected=rejected,
+            place=where,
         )
 
-    def _messages(self, record: dict[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
-        head = () if self.system is None else ({"role": "system", "content": self.system},)
-        if self.messages_key is not None:
-            return (*head, *_conversation(_lookup(record, self.messages_key, where), self.messages_key, where))
-        prompt = _lookup(record, self.prompt_key, where)
-        if not isinstance(prompt, str):
-            raise _malformed(
-                f"field {self.prompt_key!r} is not a text",
-                where,
-                "a text",
-                f"{type(prompt).__name__}",
-                fix="name a field with a list of messages as messages_key" if isinstance(prompt, list) else None,
-            )
-        return (*head, {"role": "user", "content": self.prompt_template.replace("{prompt}", prompt)})
+    def _parts(
+        self, record: dict[str, Any], answer: Any, where: str
+    ) -> tuple[Conversation, Answer | None, Answer | None]:
+        """The prompt, what is taught, and what is ranked below it."""
+        taught, rejected = (
+            None if key is None else read_answer(_lookup(record, key, where), key, where)
+            for key in (self.response_key, self.rejected_key)
+        )
+        head: Conversation = () if self.system is None else ({"role": "system", "content": self.system},)
+        if self.prompt_key is None and self.messages_key is None:
+            prompt, taught, rejected = implied_prompt(taught, rejected, where)
+            return (*head, *prompt), taught, rejected
+        prompt, own = self._prompt(record, where)
+        if own is not None and taught is not None:
+            found = f"messages that end with the assistant's, and {self.response_key!r}"
+            raise malformed("a record has two answers to learn from", where, "one answer", found)
+        taught = own if taught is None else taught
+        if taught is None and (isinstance(answer, str | int | float) or is_conversation(answer)):
+            taught = tuple(answer) if isinstance(answer, list) else plain_text(answer)
+        for each in (taught, rejected):
+            check_turn(each, where)
+        return (*head, *prompt), taught, rejected
 
-    def _response(self, record: dict[str, Any], ground_truth: str, where: str) -> str | None:
-        if self.response_key is not None:
-            return _plain_text(_lookup(record, self.response_key, where))
-        return None if self.answer_key is None else ground_truth
+    def _prompt(self, record: dict[str, Any], where: str) -> tuple[Conversation, Conversation | None]:
+        """The prompt's messages, and those of the answer where the assistant has the last word."""
+        key = self.messages_key or self.prompt_key
+        assert key is not None
+        value = _lookup(record, key, where)
+        if self.messages_key is None and isinstance(value, str):
+            return ({"role": "user", "content": self.prompt_template.replace("{prompt}", value)},), None
+        if self.messages_key is None and not isinstance(value, list):
+            expected = "a text, or a list of messages"
+            raise malformed(f"field {key!r} is not a text", where, expected, type(value).__name__)
+        messages = read_conversation(value, key, where)
+        if self.prompt_template != "{prompt}":
+            expected, fix = "a text, as there is a prompt_template", "remove data.format.prompt_template"
+            raise malformed(f"field {key!r} is not a text", where, expected, "a list of messages", fix)
+        return split(messages, key, where)
 
 
 class TaskSet(Sequence[Task]):
@@ -148,8 +192,11 @@ class TaskSet(Sequence[Task]):
     :attr:`digest` tells.
     """
 
-    def __init__(self, sources: Sequence[_Source], task_format: TaskFormat, limit: int | None = None) -> None:
+    def __init__(
+        self, sources: Sequence[Source], task_format: TaskFormat, limit: int | None = None, answers: bool = False
+    ) -> None:
         self._sources = sources
+        self.answers = answers  #: whether each task has an answer to learn from
         self._format = task_format
         self._starts = [0]
         for source in sources:
@@ -163,6 +210,7 @@ class TaskSet(Sequence[Task]):
         task_format: TaskFormat | None = None,
         *,
         limit: int | None = None,
+        answers: bool = False,
     ) -> TaskSet:
         """Open JSONL files.
 
@@ -170,15 +218,15 @@ class TaskSet(Sequence[Task]):
             files: one or several paths; their tasks follow one another.
             task_format: how records become tasks; GSM8K's format by default.
             limit: use the first so many tasks only.
+            answers: refuse a record without an answer to learn from.
 
         Raises:
             DataError: ``data.missing``, ``data.empty``, ``data.malformed`` (lines in the first 64 MiB of each
                 file are checked here, ids among them for doubles; later lines when they are used).
         """
         paths = [Path(files)] if isinstance(files, str | Path) else [Path(file) for file in files]
-        names = _names(paths)
-        sources = [_JsonLines(path, name) for path, name in zip(paths, names, strict=True)]
-        tasks = cls(sources, task_format or TaskFormat(), limit)
+        sources = [JsonLines(path, name) for path, name in zip(paths, names(paths), strict=True)]
+        tasks = cls(sources, task_format or TaskFormat(), limit, answers)
         tasks._check(", ".join(map(str, paths)))
         return tasks
 
@@ -187,7 +235,7 @@ class TaskSet(Sequence[Task]):
         cls, records: Iterable[Any], task_format: TaskFormat | None = None, *, name: str = "records"
     ) -> TaskSet:
         """Make a set of records in memory; ids are ``name:1`` and so on."""
-        tasks = cls([_Records(list(records), name)], task_format or TaskFormat())
+        tasks = cls([Records(list(records), name)], task_format or TaskFormat())
         tasks._check(name)
         return tasks
 
@@ -210,7 +258,16 @@ class TaskSet(Sequence[Task]):
         line = source.line(index)
         where = f"{source.place}:{line}"
         record = source.record(index)
-        return self._format.task(record, where=where, default_id=f"{source.name}:{line}", default_source=source.name)
+        task = self._format.task(record, where=where, default_id=f"{source.name}:{line}", default_source=source.name)
+        if self.answers and task.response is None:
+            raise malformed(
+                "a record has no answer to learn from",
+                where,
+                "a text or messages in data.format.response_key, or a conversation that ends with the assistant",
+                f"a prompt that ends with the role {task.messages[-1]['role']!r}, and no answer to it",
+                "correct the line, or name the right fields in data.format",
+            )
+        return task
 
     def checked(self) -> Iterator[int]:
         """The numbers of the tasks that were checked when the files were opened."""
@@ -222,7 +279,7 @@ class TaskSet(Sequence[Task]):
         source, index = self._find(number)
         return f"{source.place}:{source.line(index)}"
 
-    def _find(self, number: int) -> tuple[_Source, int]:
+    def _find(self, number: int) -> tuple[Source, int]:
         index = next(index for index, end in enumerate(self._starts[1:]) if number < end)
         return self._sources[index], number - self._starts[index]
 
@@ -234,7 +291,7 @@ class TaskSet(Sequence[Task]):
             name = self[number].id
             if name in seen:
                 found = f"{name!r}, as in {self.place(seen[name])}"
-                raise _malformed("two tasks have one id", self.place(number), "unique ids", found)
+                raise malformed("two tasks have one id", self.place(number), "unique ids", found)
             seen[name] = number
 
 
@@ -287,109 +344,6 @@ def _mix(key: int, turn: int, value: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", turn, value), seed=key)
 
 
-class _Source:
-    """Records of one origin."""
-
-    name: str  #: in default ids and as default data source
-    place: str  #: in errors
-    digest: str
-    checked: int  #: how many records are checked at the beginning
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def line(self, index: int) -> int:
-        """The line of a record, from 1."""
-        raise NotImplementedError
-
-    def record(self, index: int) -> Any:
-        """A parsed record."""
-        raise NotImplementedError
-
-
-class _Records(_Source):
-    def __init__(self, records: list[Any], name: str) -> None:
-        self._records = records
-        self.name = self.place = name
-        self.checked = len(records)
-        text = json.dumps(records, sort_keys=True, ensure_ascii=False)
-        self.digest = xxhash.xxh3_128_hexdigest(text.encode())
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def line(self, index: int) -> int:
-        return index + 1
-
-    def record(self, index: int) -> Any:
-        return self._records[index]
-
-
-class _JsonLines(_Source):
-    """A JSONL file: 16 bytes of memory per record, one ``pread`` per access."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        if not path.is_file():
-            raise DataError(
-                "the task file does not exist",
-                code="data.missing",
-                where=str(path),
-                expected="a JSONL file",
-                found="a folder" if path.is_dir() else "nothing",
-                fix=f"check the path; the working folder is {Path.cwd()}",
-            )
-        self.name = name
-        self.place = str(path)
-        self._offsets = array.array("Q")
-        self._lines = array.array("Q")
-        self._file = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
-        self._scan()
-
-    def _scan(self) -> None:
-        content = xxhash.xxh3_128()
-        offset = 0
-        self.checked = 0
-        with open(self._file, "rb", closefd=False) as file:
-            for number, line in enumerate(file, start=1):
-                content.update(line)
-                if line.strip():
-                    self._offsets.append(offset)
-                    self._lines.append(number)
-                    self.checked += offset < CHECKED_BYTES
-                offset += len(line)
-        self._end = offset
-        self.digest = content.hexdigest()
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def line(self, index: int) -> int:
-        return self._lines[index]
-
-    def record(self, index: int) -> Any:
-        start = self._offsets[index]
-        end = self._offsets[index + 1] if index + 1 < len(self._offsets) else self._end
-        text = os.pread(self._file, end - start, start)
-        try:
-            return json.loads(text)
-        except ValueError as error:  # UnicodeDecodeError is one
-            where = f"{self.place}:{self.line(index)}"
-            raise _malformed("a line is not JSON", where, "a JSON object", f"{error}") from error
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Stems, told apart by a number where two files have one."""
-    names: list[str] = []
-    for path in paths:
-        stem, count = path.stem, 1
-        while stem in names:
-            count += 1
-            stem = f"{path.stem}~{count}"
-        names.append(stem)
-    return names
-
-
 def _lookup(record: dict[str, Any], path: str, where: str) -> Any:
     if path in record:
         return record[path]
@@ -397,15 +351,9 @@ def _lookup(record: dict[str, Any], path: str, where: str) -> Any:
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
             fields = ", ".join(repr(name) for name in record) or "no fields"
-            raise _malformed(
-                f"field {path!r} is missing", where, f"a field {path!r}", fields, "name the right keys of the records"
-            )
+            raise malformed(f"field {path!r} is missing", where, f"a field {path!r}", fields, _MISSING)
         value = value[key]
     return value
-
-
-def _plain_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _record_id(record: dict[str, Any], key: str, where: str) -> str | None:
@@ -413,21 +361,5 @@ def _record_id(record: dict[str, Any], key: str, where: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise _malformed(f"field {key!r} is not an id", where, "a text or an integer", repr(value))
+        raise malformed(f"field {key!r} is not an id", where, "a text or an integer", repr(value))
     return str(value)
-
-
-def _conversation(value: Any, key: str, where: str) -> Sequence[Mapping[str, Any]]:
-    fine = isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value)
-    if not fine:
-        found = repr(value)
-        raise _malformed(
-            f"field {key!r} is not a conversation", where, "a list of messages with role and content", found[:200]
-        )
-    messages: list[Mapping[str, Any]] = value
-    return messages
-
-
-def _malformed(message: str, where: str, expected: str, found: str, fix: str | None = None) -> DataError:
-    fix = fix or "correct the line, or leave it out"
-    return DataError(message, code="data.malformed", where=where, expected=expected, found=found, fix=fix)

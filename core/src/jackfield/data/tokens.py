@@ -6,20 +6,22 @@ the template's difference on a made-up conversation, so that each inserted token
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jackfield.abc.agent import ChatTokenizer
+from jackfield.data.conversations import Answer
 from jackfield.data.tasks import Task
 from jackfield.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["HuggingFaceChatTokenizer", "check_vocabulary", "encode_prompt"]
+__all__ = ["HuggingFaceChatTokenizer", "check_vocabulary", "encode_answers", "encode_prompt"]
 
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "q"}
 _ANSWER = "jackfield-answer"
@@ -165,6 +167,36 @@ class HuggingFaceChatTokenizer:
         """Tokens of an answer that is taught (supervised training), the end token included."""
         return (*self._encode(text), self._end_token_ids[0])
 
+    def encode_completion(
+        self, messages: Sequence[Mapping[str, Any]], completion: Sequence[Mapping[str, Any]]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Tokens of messages that are taught, as the template renders them behind the prompt, and their mask.
+
+        The mask is 1 on what the assistant says, the token that ends its turn included, and 0 on tools' results, on
+        headers of turns and on what the template puts behind the last turn.
+
+        Args:
+            messages: the prompt's.
+            completion: what follows; its last message is the assistant's.
+
+        Raises:
+            DataError: ``data.not-append-only``: the tokens of the prompt, or of the turns before an answer, do not
+                begin those of the whole; ``data.malformed``: the template refuses the messages or leaves one out.
+        """
+        text = self._render([*messages, *completion], generation_prompt=False)
+        whole = self._encode(text)
+        mask = [0] * len(whole)
+        for number, message in enumerate(completion):
+            if message["role"] == "assistant":
+                self._require_rendered(message, text)
+                start = self._prefix([*messages, *completion[:number]], whole, generation_prompt=True)
+                end = self._answer_end([*messages, *completion[: number + 1]], whole, start)
+                mask[start:end] = [1] * (end - start)
+        prompt = len(self.encode_chat(messages))
+        if self._turn_end is None:
+            return (*whole[prompt:], self._end_token_ids[0]), (*mask[prompt:], 1)
+        return whole[prompt:], tuple(mask[prompt:])
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of some tokens."""
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -195,6 +227,42 @@ class HuggingFaceChatTokenizer:
             ) from error
         return text
 
+    def _prefix(self, messages: Sequence[Mapping[str, Any]], whole: tuple[int, ...], *, generation_prompt: bool) -> int:
+        """How many tokens of ``whole`` render these messages, with which it has to begin."""
+        begin = self._encode(self._render(messages, generation_prompt))
+        if whole[: len(begin)] != begin:
+            same = next((n for n, (one, two) in enumerate(zip(begin, whole, strict=False)) if one != two), len(whole))
+            raise DataError(
+                "the tokens of a prompt are not the first tokens of the prompt with its answer",
+                code="data.not-append-only",
+                where=self._name,
+                expected=f"token {same} to be {self.decode(begin[same : same + 8], False)!r}",
+                found=repr(self.decode(whole[same : same + 8], False)),
+                fix="give a chat_template that renders every message without looking at later ones, and whose "
+                "generation prompt begins an answer as it stands in the conversation",
+            )
+        return len(begin)
+
+    def _answer_end(self, messages: Sequence[Mapping[str, Any]], whole: tuple[int, ...], start: int) -> int:
+        """Where the answer that begins at token ``start``, the last of ``messages``, ends."""
+        if self._turn_end is None:
+            return self._prefix(messages, whole, generation_prompt=False)
+        ends = (place for place in range(start, len(whole)) if whole[place] in self._end_token_ids)
+        return next(ends, len(whole) - 1) + 1
+
+    def _require_rendered(self, message: Mapping[str, Any], text: str) -> None:
+        """Refuse a template that leaves out what is to be taught (thinking, or a role that it does not know)."""
+        content = message.get("content")
+        if isinstance(content, str) and "".join(content.split()) not in "".join(text.split()):
+            raise DataError(
+                "the chat template leaves out a part of an answer",
+                code="data.malformed",
+                where=self._name,
+                expected=f"the answer {content[:200]!r}",
+                found=repr(text[-400:]),
+                fix="give another chat_template, or take that part out of the data",
+            )
+
     def _find_turn_end(self) -> int | None:
         """The special token by which the template closes an answer (``<|im_end|>``), if it has one.
 
@@ -206,31 +274,66 @@ class HuggingFaceChatTokenizer:
         return token_ids[0] if token_ids and token_ids[0] in special else None
 
 
-def encode_prompt(
-    tokenizer: ChatTokenizer, task: Task, max_tokens: int | None, where: str | None = None
-) -> tuple[int, ...]:
+def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) -> tuple[int, ...]:
     """The tokens of a task's prompt.
 
     Args:
         tokenizer: of the model.
         task: whose.
         max_tokens: as many as a prompt may have; None: any number.
-        where: the task's place, for errors; None: its id will do.
 
     Raises:
         DataError: ``data.prompt-too-long``; ``data.malformed`` when the template refuses the messages.
     """
-    token_ids = tokenizer.encode_chat(task.messages)
+    with _naming(task):
+        token_ids = tokenizer.encode_chat(task.messages)
     if max_tokens is not None and len(token_ids) > max_tokens:
         raise DataError(
             "a prompt has too many tokens",
             code="data.prompt-too-long",
-            where=where or f"task {task.id}",
+            where=_place(task),
             expected=f"at most {max_tokens} tokens",
             found=f"{len(token_ids)} tokens",
             fix="leave this task out of the data, or raise data.max_prompt_tokens or runtime.max_model_len",
         )
     return token_ids
+
+
+def encode_answers(tokenizer: HuggingFaceChatTokenizer, task: Task) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Tokens and mask of a task's answer, and of the one that is ranked below it.
+
+    Raises:
+        DataError: the task has no answer; those of :meth:`HuggingFaceChatTokenizer.encode_completion`.
+    """
+    if task.response is None:
+        raise DataError("a task has no answer to learn from", where=_place(task), fix="set data.format")
+    with _naming(task):
+        return [
+            _encode_answer(tokenizer, task, answer) for answer in (task.response, task.rejected) if answer is not None
+        ]
+
+
+def _encode_answer(
+    tokenizer: HuggingFaceChatTokenizer, task: Task, answer: Answer
+) -> tuple[Sequence[int], Sequence[int]]:
+    if not isinstance(answer, str):
+        return tokenizer.encode_completion(task.messages, answer)
+    token_ids = tokenizer.encode_response(answer)
+    return token_ids, [1] * len(token_ids)
+
+
+@contextlib.contextmanager
+def _naming(task: Task) -> Iterator[None]:
+    """An error of the template names the task's line."""
+    try:
+        yield
+    except DataError as error:
+        error.where = f"{_place(task)} (chat template of {error.where})"
+        raise
+
+
+def _place(task: Task) -> str:
+    return task.place or f"task {task.id}"
 
 
 def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size: int) -> None:

@@ -5,6 +5,7 @@ The controller sees handles, tags and sizes; token ids go from here to the queue
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,14 @@ from jackfield.abc.rollout import BaseRolloutServer, SamplingParams
 from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
-from jackfield.data.tokens import encode_prompt
+from jackfield.data.tokens import encode_answers, encode_prompt
 from jackfield.errors import AgentError, ConfigError, DataError, JackfieldError, PluginError, WorkerLost
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Rows, Written, rows_of
 from jackfield.queue.rows import check_columns
 from jackfield.runtime.router import ReplicaRouter
 from jackfield.runtime.samples import (
+    agent_tags,
     expert_columns,
     sequence_columns,
     sequence_tags,
@@ -93,8 +95,8 @@ class AgentWorker:
         asked: set[SamplingParams] = set()
         output = await run_agent(self._make_agent(asked.add), order.sampling, order.task, self._clock, order.seconds)
         sequences = output.sequences[-1:] if last else output.sequences
-        own = _own_sampling(order.sampling, asked)
-        tags = [{**sequence_tags(order.task, sequence, order.run), **own} for sequence in sequences]
+        more = {**agent_tags(output), **_own_sampling(order.sampling, asked)}
+        tags = [{**sequence_tags(order.task, sequence, order.run), **more} for sequence in sequences]
         return self._keep(order.id, sequence_columns(order.task, sequences), tags)
 
     async def reroute(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
@@ -118,18 +120,11 @@ class AgentWorker:
             DataError: the task has none, or its prompt is too long.
         """
         task = order.task
-        if task.response is None:
-            raise DataError("a task has no answer to learn from", where=f"task {task.id}", fix="set data.format")
         prompt_ids = encode_prompt(self._tokenizer, task, self._max_prompt_tokens)
-        texts = [task.response] if task.rejected is None else [task.response, task.rejected]
-        responses = [self._encode_response(text) for text in texts]
-        tags = [supervised_tags(task, prompt_ids, response_ids) for response_ids in responses]
+        answers = encode_answers(self._tokenizer, task)  # type: ignore[arg-type]
+        tags = [supervised_tags(task, prompt_ids, mask) for _, mask in answers]
         make = expert_columns if expert else supervised_columns
-        return self._keep(order.id, make(task, prompt_ids, responses), tags)
-
-    def _encode_response(self, text: str) -> Sequence[int]:
-        encode: Callable[[str], Sequence[int]] = self._tokenizer.encode_response  # type: ignore[attr-defined]
-        return encode(text)
+        return self._keep(order.id, make(task, prompt_ids, answers), tags)
 
     def _keep(self, id: str, columns: Mapping[str, Column], tags: Sequence[Mapping[str, Any]]) -> RunProduct:
         self._kept[id] = columns
@@ -203,9 +198,38 @@ async def run_agent(
         raise
     except Exception as error:
         raise AgentError(f"the agent loop raised {type(error).__name__}: {error}", where=f"task {task.id}") from error
+    _check_output(output, task)
     for sequence in output.sequences:
         _check(sequence, task)
     return output
+
+
+def _check_output(output: AgentLoopOutput, task: Task) -> None:
+    """Refuse what no step could show, and inputs that no engine would see."""
+    turns = output.num_turns
+    wrong = {name: value for name, value in output.metrics.items() if not _is_finite(value)}
+    if wrong or not isinstance(turns, int) or turns < 1:
+        raise AgentError(
+            "an agent loop returned metrics that are not numbers",
+            code="agent.output",
+            where=f"task {task.id}",
+            expected="num_turns of 1 or more, and finite numbers as metrics",
+            found=f"num_turns {turns!r}, metrics {wrong}",
+        )
+    images = sorted({name for sequence in output.sequences for name in sequence.multi_modal_inputs})
+    if images:
+        raise AgentError(
+            "an agent loop returned multi_modal_inputs, which no engine trains on",
+            code="agent.output",
+            where=f"task {task.id}",
+            expected="sequences of tokens alone",
+            found=f"multi_modal_inputs {', '.join(map(str, images))}",
+            fix="leave multi_modal_inputs empty",
+        )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _check(sequence: AgentSequence, task: Task) -> None:

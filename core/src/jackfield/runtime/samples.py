@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 
-from jackfield.abc.agent import AgentSequence
+from jackfield.abc.agent import AgentLoopOutput, AgentSequence
 from jackfield.abc.transfer_queue import Column
 from jackfield.data.tasks import Task
 from jackfield.errors import ConfigError
@@ -16,6 +16,8 @@ from jackfield.queue import BatchMeta, column_from_rows, json_column
 
 __all__ = [
     "TRAIN",
+    "agent_metrics",
+    "agent_tags",
     "evaluation_seed",
     "expert_columns",
     "global_counts",
@@ -30,6 +32,9 @@ __all__ = [
     "supervised_tags",
     "trained",
 ]
+
+#: Tokens of an answer that is taught, and their mask.
+_Answer: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 TRAIN = "train"  #: the partition that the trainer consumes
 
@@ -119,37 +124,52 @@ def sequence_tags(task: Task, sequence: AgentSequence, run: int) -> dict[str, An
     }
 
 
-def supervised_columns(task: Task, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> dict[str, Column]:
+def agent_tags(output: AgentLoopOutput) -> dict[str, Any]:
+    """What an agent loop says of its run, on each of the run's rows: ``turns`` and ``agent/NAME``."""
+    return {"turns": output.num_turns, **{f"agent/{name}": float(value) for name, value in output.metrics.items()}}
+
+
+def agent_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over rows: ``agent/turns``, and ``agent/NAME/mean`` over the rows that have the metric."""
+    values: dict[str, list[float]] = {}
+    for tags in rows:
+        for name, value in tags.items():
+            if name == "turns" or name.startswith("agent/"):
+                values.setdefault("agent/turns" if name == "turns" else f"{name}/mean", []).append(value)
+    return {name: sum(some) / len(some) for name, some in values.items()}
+
+
+def supervised_columns(task: Task, prompt_ids: Sequence[int], answers: Sequence[_Answer]) -> dict[str, Column]:
     """The columns of rows whose responses are the task's own answers."""
     import torch
 
     prompt = torch.tensor(prompt_ids, dtype=torch.int64)
     return {
-        "prompt_ids": column_from_rows([prompt] * len(responses)),
-        "response_ids": column_from_rows([torch.tensor(response, dtype=torch.int64) for response in responses]),
-        "response_mask": column_from_rows([torch.ones(len(response), dtype=torch.bool) for response in responses]),
+        "prompt_ids": column_from_rows([prompt] * len(answers)),
+        "response_ids": column_from_rows([torch.tensor(token_ids, dtype=torch.int64) for token_ids, _ in answers]),
+        "response_mask": column_from_rows([torch.tensor(mask, dtype=torch.bool) for _, mask in answers]),
     }
 
 
-def expert_columns(task: Task, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> dict[str, Column]:
+def expert_columns(task: Task, prompt_ids: Sequence[int], answers: Sequence[_Answer]) -> dict[str, Column]:
     """The same among sampled rows: nobody sampled these, so their log-probs are 0, and nobody scores them."""
     import torch
 
     return {
-        **supervised_columns(task, prompt_ids, responses),
-        "rollout_log_probs": column_from_rows([torch.zeros(len(response)) for response in responses]),
-        "task": json_column([_task_fields(task, reward=0.0)] * len(responses)),
+        **supervised_columns(task, prompt_ids, answers),
+        "rollout_log_probs": column_from_rows([torch.zeros(len(token_ids)) for token_ids, _ in answers]),
+        "task": json_column([_task_fields(task, reward=0.0)] * len(answers)),
     }
 
 
-def supervised_tags(task: Task, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> dict[str, Any]:
+def supervised_tags(task: Task, prompt_ids: Sequence[int], mask: Sequence[int]) -> dict[str, Any]:
     """What the controller knows of such a row."""
     return {
         "task": task.id,
         "run": 0,
         "prompt_tokens": len(prompt_ids),
-        "response_tokens": len(response_ids),
-        "model_tokens": len(response_ids),
+        "response_tokens": len(mask),
+        "model_tokens": sum(mask),
     }
 
 

@@ -15,13 +15,14 @@ from jackfield.errors import JackfieldError, RewardError, WorkerLost
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
 from jackfield.runtime.agent_worker import AgentWorker, RunOrder, ends_the_run
 from jackfield.runtime.reward_worker import RewardWorker, Scored
-from jackfield.runtime.samples import evaluation_seed
+from jackfield.runtime.samples import agent_metrics, evaluation_seed
 from jackfield.runtime.workers import Workers, is_lost, resubmitted, suppress_lost, written_again
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.stages import Stages
 
 __all__ = ["Evaluator"]
 
+_SAID = ("turns", "agent")  #: tags that an agent loop gives to its rows
 EVAL = "eval"  #: the partition whose rows live as long as an evaluation; the queue's controller knows nothing of them
 
 
@@ -81,6 +82,7 @@ class Evaluator:
             "failed": 1.0 - len(scores) / len(outcomes),
             "response_tokens": sum(lengths) / len(outcomes),
             "tasks": float(len(outcomes)),
+            **agent_metrics(outcome.tags for outcome in outcomes if outcome.tags is not None),
         }
         shown = tuple([await self._record(outcome) for outcome in outcomes[: self.recorded]])
         stored = tuple(outcome.scored.key for outcome in outcomes if outcome.tags is not None)
@@ -125,6 +127,8 @@ class Evaluator:
             with suppress_lost():
                 (record,) = await resubmitted(reading, f"the table's line of sample {key}")
         tags = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
+        said = {name: value for name, value in (outcome.tags or {}).items() if name.partition("/")[0] in _SAID}
+        tags = {**tags, **said}
         tags = tags if error is None else {**tags, "error": error}
         return attrs.evolve(record, key=f"{EVAL}/{outcome.task.id}", reward=outcome.scored.score, tags=tags)
 

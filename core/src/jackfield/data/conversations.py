@@ -1,0 +1,138 @@
+"""Conversations in records: lists of messages, as prompts and as answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from jackfield.data.sources import malformed
+
+__all__ = [
+    "Answer",
+    "Conversation",
+    "check_turn",
+    "implied_prompt",
+    "is_conversation",
+    "plain_text",
+    "read_answer",
+    "read_conversation",
+    "split",
+]
+
+Conversation: TypeAlias = "tuple[Mapping[str, Any], ...]"  #: messages with a role and content each
+Answer: TypeAlias = "str | Conversation"  #: a text, or the messages that follow the prompt
+
+_ASKING = ("user", "system", "developer")  #: roles of which the last ends the prompt of a conversation
+_MESSAGES = "a list of messages, each with a role (a text) and content (a text, or parts)"
+
+
+def read_conversation(value: Any, key: str, where: str) -> Conversation:
+    """Check a list of messages.
+
+    Raises:
+        DataError: ``data.malformed``.
+    """
+    if not is_conversation(value):
+        raise malformed(f"field {key!r} is not a conversation", where, _MESSAGES, repr(value)[:200])
+    return tuple(value)
+
+
+def read_answer(value: Any, key: str, where: str) -> Answer:
+    """Check an answer that is taught: a text, a number (as its JSON text), or a list of messages.
+
+    Raises:
+        DataError: ``data.malformed``.
+    """
+    if isinstance(value, str | int | float):
+        return plain_text(value)
+    if not isinstance(value, list):
+        raise malformed(f"field {key!r} is not an answer", where, f"a text, or {_MESSAGES}", repr(value)[:200])
+    return read_conversation(value, key, where)
+
+
+def check_turn(answer: Answer | None, where: str) -> None:
+    """Refuse messages that do not begin and end with the assistant.
+
+    Raises:
+        DataError: ``data.malformed``.
+    """
+    if not isinstance(answer, tuple):
+        return
+    roles = [message["role"] for message in answer]
+    if roles[:1] != ["assistant"] or roles[-1:] != ["assistant"]:
+        raise malformed(
+            "the messages of an answer do not begin and end with the assistant's",
+            where,
+            "messages from the assistant's first to its last; the prompt is apart",
+            f"the roles {', '.join(roles) or '(none)'}",
+            "where the answer repeats the whole conversation, set data.format.prompt_key to null",
+        )
+
+
+def split(messages: Conversation, key: str, where: str) -> tuple[Conversation, Conversation | None]:
+    """Prompt and answer of a conversation; no answer where the assistant does not have the last word.
+
+    The answer is the last turn: what follows the last message of a user (or system), from the assistant's first
+    message on, tool calls and their results included.
+
+    Raises:
+        DataError: ``data.malformed``: there is no prompt.
+    """
+    roles = [message["role"] for message in messages]
+    if roles[-1] != "assistant":
+        return messages, None
+    asked = max((index for index, role in enumerate(roles) if role in _ASKING), default=-1)
+    first = roles.index("assistant", asked + 1)
+    if not first:
+        found = f"the roles {', '.join(roles)}"
+        raise malformed(f"the conversation {key!r} has no prompt", where, "a message before the assistant's", found)
+    return messages[:first], messages[first:]
+
+
+def implied_prompt(
+    answer: Answer | None, rejected: Answer | None, where: str
+) -> tuple[Conversation, Conversation, Conversation | None]:
+    """Prompt and answers where the answers repeat the whole conversation: what two of them share is the prompt.
+
+    Raises:
+        DataError: ``data.malformed``.
+    """
+    if not isinstance(answer, tuple) or isinstance(rejected, str):
+        raise malformed(
+            "the answers do not hold the prompt",
+            where,
+            "whole conversations, as lists of messages, as data.format.prompt_key is null",
+            "a text",
+            "name the prompt's field as data.format.prompt_key",
+        )
+    if rejected is None:
+        prompt, own = split(answer, "response_key", where)
+        check_turn(own or (), where)
+        return prompt, own or (), None
+    shared = next((n for n, pair in enumerate(zip(answer, rejected, strict=False)) if pair[0] != pair[1]), 0)
+    if not shared:
+        expected = "messages that both share, then two answers"
+        found = "the same conversation twice" if answer == rejected else "nothing in common at the beginning"
+        raise malformed("the two conversations imply no prompt", where, expected, found)
+    for each in (answer[shared:], rejected[shared:]):
+        check_turn(each, where)
+    return answer[:shared], answer[shared:], rejected[shared:]
+
+
+def plain_text(value: Any) -> str:
+    """A text as it is, the last message's content of a conversation, and anything else as JSON."""
+    if is_conversation(value):
+        value = value[-1].get("content")
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a list of messages, one at least."""
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), str | list) or bool(value.get("tool_calls"))

@@ -1,0 +1,82 @@
+"""Data files and configurations that no parser likes: one coded error with the place, and no traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jackfield_commands import CommandServer
+
+GOOD = b'{"question": "How many?", "answer": "8"}\n'
+
+
+def valued(value: bytes) -> bytes:
+    return b'{"question": "How many?", "answer": "8", "more": ' + value + b"}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        pytest.param(GOOD + valued(b"[" * 100_000 + b"]" * 100_000), 2, id="nesting"),
+        pytest.param(GOOD + valued(b'{"a":' * 100_000 + b"1" + b"}" * 100_000), 2, id="nested objects"),
+        pytest.param(GOOD + valued(rb'"\ud800"'), 2, id="surrogate"),
+        pytest.param(GOOD + valued(rb'{"\uDFFF": 1}'), 2, id="surrogate in a key"),
+        pytest.param((GOOD + GOOD).decode().encode("utf-16"), 1, id="UTF-16"),
+        pytest.param(GOOD + valued(b"\xff"), 2, id="Latin-1"),
+        pytest.param(GOOD + valued(b"NaN"), 2, id="NaN"),
+        pytest.param(GOOD + valued(b"-Infinity"), 2, id="infinity"),
+        pytest.param(GOOD + valued(b"1e999"), 2, id="a float that overflows"),
+        pytest.param(GOOD + valued(b"9" * 5000), 2, id="5000 digits"),
+        pytest.param(GOOD + valued(b"1" + b"0" * 30), 2, id="more than 64 bits"),
+        pytest.param(GOOD + valued(b'"\x00"'), 2, id="NUL"),
+        pytest.param(GOOD + valued(b'"' + b"x" * 60_000_000 + b'"'), 2, id="60 MB"),
+    ],
+)
+def test_a_line_of_data(
+    jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path, content: bytes, line: int
+) -> None:
+    file = tmp_path / "odd.jsonl"
+    file.write_bytes(content)
+    ended = jackfield("run", *quickstart_settings("odd", f"data.train={file}"))
+    assert 1 == ended.code
+    assert ended.error.startswith("[data.malformed] "), ended.error[:2000]
+    assert f"{file}:{line}\n" in ended.error
+    assert "Traceback" not in ended.error
+    assert len(ended.error) < 2000
+    assert not (tmp_path / "odd").exists()
+
+
+def test_a_whole_surrogate_pair_and_a_mark_of_utf_8_are_read(
+    jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "fine.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + GOOD + valued(rb'"\ud83d\ude00"'))
+    ended = jackfield("run", *quickstart_settings("fine", f"data.train={file}", "schedule.steps=1"))
+    assert 0 == ended.code, ended.error
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"a: " + b"[" * 5000 + b"]" * 5000, "config.unreadable"),
+        (b"a: \x00", "config.unreadable"),
+        (b"\xff\xff", "config.unreadable"),
+        (b"name: 2024-13-45", "config.unreadable"),
+    ],
+)
+def test_a_configuration(jackfield: CommandServer, tmp_path: Path, content: bytes, code: str) -> None:
+    file = tmp_path / "odd.yaml"
+    file.write_bytes(content)
+    ended = jackfield("config", "validate", str(file))
+    assert 1 == ended.code
+    assert ended.error.startswith(f"[{code}] "), ended.error[:2000]
+    assert "Traceback" not in ended.error
+
+
+def test_an_override(jackfield: CommandServer, quickstart_settings: Callable[..., list[str]]) -> None:
+    arguments = quickstart_settings("odd", "name=" + "[" * 5000)
+    ended = jackfield("config", "validate", *arguments)
+    assert 1 == ended.code
+    assert ended.error.startswith("[config.override] "), ended.error[:2000]
