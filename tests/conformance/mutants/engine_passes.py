@@ -219,14 +219,23 @@ class LossScaleKept(PlainEngine):
         (loss * scale).backward()
 
 
-@mutant("ENG-026", "ENG-062")
+@mutant("ENG-026", "ENG-062", only=("dropout",))
 class NoDropout(PlainEngine):
     """Dropout is never on."""
 
-    dropout_in_training = False
+    def dropout(self, model: Any) -> float:
+        return 0.0
 
 
-@mutant("ENG-026")
+@mutant("ENG-029")
+class ConfiguredDropout(PlainEngine):
+    """Dropout is on in training as the model's config says."""
+
+    def dropout(self, model: Any) -> float:
+        return float(model.config.attention_dropout)
+
+
+@mutant("ENG-026", only=("dropout",))
 class AlwaysDropout(PlainEngine):
     """eval_mode leaves dropout on."""
 

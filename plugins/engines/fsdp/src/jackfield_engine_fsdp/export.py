@@ -74,7 +74,7 @@ def published_tensors(model: TokenModel) -> Iterator[tuple[str, torch.Tensor]]:
         return
     causal_lm = model.causal_lm
     for name, parameter in causal_lm.named_parameters():
-        yield name, full(parameter)
+        yield name, full(parameter.detach().to(model.published_dtypes.get(name, parameter.dtype)))
     for name, buffer in _saved_buffers(causal_lm):
         yield name, full(buffer)
 
@@ -131,8 +131,11 @@ def save_folder(model: TokenModel, source: Path, folder: Path, writes: bool) -> 
         save_file(_contiguous(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
         model.language_model.peft_config["default"].save_pretrained(str(folder))
     else:
-        with without_progress_bars():
+        with without_progress_bars(), model.dropout.config_as_loaded():
             model.causal_lm.save_pretrained(str(folder), state_dict=tensors)
+            if model.published_dtypes:  # the library names the dtype of the master weights
+                model.causal_lm.config.dtype = model.dtype
+                model.causal_lm.config.save_pretrained(str(folder))
     if head:
         save_file(_contiguous(head), folder / "value_head.safetensors", metadata={"format": "pt"})
     names = [*COMPANIONS, *(path.name for path in source.glob("*.py"))]
