@@ -35,6 +35,7 @@ from jackfield_engine_fsdp.optimization import Optimization
 from jackfield_engine_fsdp.placement import Placement
 from jackfield_engine_fsdp.process_group import Ranks
 from jackfield_engine_fsdp.random_state import RandomStreams
+from jackfield_engine_fsdp.rotary import Rotary
 
 __all__ = ["FSDPEngine"]
 
@@ -125,6 +126,7 @@ class FSDPEngine(BaseEngine):
             dtype=dtype,
             published_dtypes=published,
             dropout=dropout,
+            rotary=Rotary(causal_lm),
             with_log_probs=self.context.role != "critic",
             temperature=self.context.temperature,
             logits_chunk=self.config.logits_chunk,
@@ -239,7 +241,8 @@ class FSDPEngine(BaseEngine):
         self._check_pass(loss_function, forward_only)
         assert self._ranks is not None, "initialized"
         function = _resolve(loss_function)
-        batch = RowBatch(data, model.causal_lm.get_input_embeddings().num_embeddings, self._ranks.device)
+        vocabulary = model.causal_lm.get_input_embeddings().num_embeddings
+        batch = RowBatch(data, vocabulary, self._ranks.device, model.rotary)
         run = passes.Pass(model, batch, function, backward=not forward_only)
         micro_batches = batch.plan(self.context.micro_batch_tokens)
         count = self._ranks.maximum(len(micro_batches))

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from jackfield.errors import EngineError
 from jackfield_engine_fsdp.config import Config
 from jackfield_engine_fsdp.dropout import Dropout
+from jackfield_engine_fsdp.rotary import Rotary
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -55,6 +56,7 @@ class TokenModel(nn.Module):
         dtype: torch.dtype,
         published_dtypes: Mapping[str, torch.dtype],
         dropout: Dropout,
+        rotary: Rotary,
         with_log_probs: bool,
         temperature: float,
         logits_chunk: int,
@@ -63,6 +65,7 @@ class TokenModel(nn.Module):
         self.dtype = dtype
         self.published_dtypes = published_dtypes
         self.dropout = dropout
+        self.rotary = rotary
         self.language_model = language_model
         self.value_head = value_head
         self.with_log_probs = with_log_probs
@@ -103,6 +106,7 @@ class TokenModel(nn.Module):
             want_entropy: whether the entropy of each prediction is computed.
         """
         log_probs = entropy = None
+        self.rotary.reset()
         self._positions = positions
         try:
             if self.with_log_probs:
