@@ -13,8 +13,8 @@ def length_limits(config: Mapping[str, Any]) -> dict[str, int]:
 
     A pass computes them for its longest row, so rows on both sides of a limit do not go into one pass. With
     ``longrope`` there are two sets of frequencies; with ``dynamic`` each length beyond the limit has its own. A
-    sequence that crosses a limit while it is generated keeps keys of the frequencies that it began with, and no pass over the
-    whole sequence agrees with it.
+    sequence that crosses a limit while it is generated keeps keys of the frequencies that it began with, and no pass
+    over the whole sequence agrees with it.
 
     Args:
         config: of a Hugging Face model with rotary embeddings, as in ``config.json``.

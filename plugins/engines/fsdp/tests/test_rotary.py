@@ -26,16 +26,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"rope_parameters": {**_FULL, "original_max_position_embeddings": LIMIT}, "max_position_embeddings": 64},
     ),
-    "longrope with scales": (
-        "phimoe",
-        {
-            "rope_parameters": {
-                **_FULL, "original_max_position_embeddings": LIMIT, "short_mscale": 1.1, "long_mscale": 1.4
-            },
-            "max_position_embeddings": 64,
-            "num_local_experts": 4,
-        },
-    ),
     "dynamic": (
         "qwen3",
         {
@@ -76,9 +66,8 @@ def sided_rows(kit: ModuleType) -> Rows:
 
 
 def fresh(folder: Path) -> Any:
-    """In float64, but for mixtures of experts, whose products the library has in float32 at most."""
-    dtype = torch.float32 if "scales" in folder.name else torch.float64
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    """In float64."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
 
 
 def alone(folder: Path, row: dict[str, list[Any]]) -> torch.Tensor:
