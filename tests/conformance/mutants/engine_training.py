@@ -209,7 +209,7 @@ class CheckpointWithoutSchedule(PlainEngine):
         super().restore(state, {**facts, "schedule_step": self.schedule_step}, request)
 
 
-@mutant("ENG-051")
+@mutant("ENG-051", only=("dropout",))
 class CheckpointWithoutRandom(PlainEngine):
     """A checkpoint does not hold the random state."""
 
@@ -251,7 +251,7 @@ class OffloadLosesGradients(PlainEngine):
         self.optimizing().zero_grad()
 
 
-@mutant("ENG-051", "ENG-061")
+@mutant("ENG-051", "ENG-061", only=("dropout",))
 class SharedStream(PlainEngine):
     """Dropout draws from the stream of the process, which the engine seeds at its beginning."""
 
@@ -263,7 +263,7 @@ class SharedStream(PlainEngine):
         return contextlib.nullcontext()
 
 
-@mutant("ENG-061", "ENG-062", "ENG-082", "ENG-095", only=("lora", "value_head"))
+@mutant("ENG-061", "ENG-062", "ENG-082", "ENG-095", only=("dropout", "lora", "value_head"))
 class SeedIgnored(PlainEngine):
     """The seed is drawn from whatever the process draws from."""
 
@@ -271,7 +271,7 @@ class SeedIgnored(PlainEngine):
         return int(torch.randint(1 << 30, ()))
 
 
-@mutant("ENG-062", "ENG-082", "ENG-095", only=("lora", "value_head"))
+@mutant("ENG-062", "ENG-082", "ENG-095", only=("dropout", "lora", "value_head"))
 class SeedConstant(PlainEngine):
     """Every engine has the same seed."""
 

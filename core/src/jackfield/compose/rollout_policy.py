@@ -126,7 +126,7 @@ def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
         "stops": settings.beyond == "stop",
         "corrects": config.canary.beyond == "correct",
         "slack": _slack(filters(config)),
-        "dropout": lora is not None and lora.dropout > 0,
+        "dropout": config.model.dropout > 0 or (lora is not None and lora.dropout > 0),
     }
 
 

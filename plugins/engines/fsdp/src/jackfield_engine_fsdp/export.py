@@ -76,10 +76,11 @@ def published_tensors(model: TokenModel, names: CheckpointNames) -> Iterator[tup
             if is_of_adapter(name):  # an engine without an optimizer trains nothing, and exports all the same
                 yield published_name(name), full(parameter)
         return
-    module = model.causal_lm
+    module, dtypes = model.causal_lm, model.published_dtypes
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     for group in names.groups:
-        yield from names.to_checkpoint(group, [full(tensors[part]) for part in group.parts]).items()
+        parts = [full(tensors[part].detach().to(dtypes.get(part, tensors[part].dtype))) for part in group.parts]
+        yield from names.to_checkpoint(group, parts).items()
 
 
 def value_head_tensors(model: TokenModel) -> dict[str, torch.Tensor]:
@@ -126,8 +127,11 @@ def save_folder(model: TokenModel, names: CheckpointNames, source: Path, folder:
         save_file(_contiguous(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
         model.language_model.peft_config["default"].save_pretrained(str(folder))
     else:
-        with without_progress_bars():
+        with without_progress_bars(), model.dropout.config_as_loaded():
             model.causal_lm.save_pretrained(str(folder), state_dict=tensors, save_original_format=False)
+            if model.published_dtypes:  # the library names the dtype of the master weights
+                model.causal_lm.config.dtype = model.dtype
+                model.causal_lm.config.save_pretrained(str(folder))
     if head:
         save_file(_contiguous(head), folder / "value_head.safetensors", metadata={"format": "pt"})
     companions = [*COMPANIONS, *(path.name for path in source.glob("*.py"))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,17 @@ from jackfield.weights.model_folder import auto_class
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["DTYPES", "add_lora", "load_causal_lm", "make_value_head", "seeded", "torch_dtype", "without_progress_bars"]
+__all__ = [
+    "DTYPES",
+    "add_lora",
+    "changed_by",
+    "load_causal_lm",
+    "make_masters",
+    "make_value_head",
+    "seeded",
+    "torch_dtype",
+    "without_progress_bars",
+]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -216,6 +226,29 @@ def _refuse_stacked(adapted: PeftModel, layers: dict[str, nn.Module]) -> None:
 
 def _last_names(layers: dict[str, nn.Module]) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+
+
+def make_masters(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Cast every parameter to float32 in place; their dtypes before, by name. Tied parameters stay tied."""
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return dtypes
+
+
+@torch.no_grad()
+def changed_by(step: float, parameters: Iterable[torch.Tensor]) -> float:
+    """The share of elements that change when ``step`` is added, in their own dtype.
+
+    An update of AdamW is about as large as the learning rate. An element of bfloat16 has 8 bits: it does not change by
+    less than 1/512 to 1/256 of itself.
+    """
+    changed = total = 0
+    for parameter in parameters:
+        wide = parameter.float()
+        changed += int(((wide + step).to(parameter.dtype) != parameter).sum())
+        total += parameter.numel()
+    return changed / max(1, total)
 
 
 def make_value_head(hidden_size: int, dtype: torch.dtype, seed: int) -> nn.Linear:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from jackfield.abc.rollout import RolloutContext
+from jackfield.data.rotary import length_limits
 from jackfield.errors import RolloutError
 from jackfield.weights.model_folder import CheckpointNames, auto_class
 from jackfield_rollout_transformers import attention
@@ -30,7 +31,6 @@ _DTYPES = {
     _FLOAT8: torch.bfloat16,  # what it computes in
 }
 _TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
-_ROTARY_PER_BATCH = ("dynamic", "longrope")  # frequencies depend on the longest row of a pass
 
 
 @attrs.frozen(eq=False)
@@ -156,10 +156,14 @@ def _check_architecture(path: str, settings: Any, limit: int) -> None:
         raise unusable(path, f"layers with full attention{hint}", ", ".join(strange))
     if getattr(settings, "is_encoder_decoder", False):
         raise unusable(path, "a decoder-only model", "an encoder-decoder model")
-    rotary = getattr(settings, "rope_parameters", None) or {}
-    kind = rotary.get("rope_type", "default")
-    if kind in _ROTARY_PER_BATCH:
-        raise unusable(path, "rotary frequencies that do not depend on the batch", f"rope_type {kind!r}")
+    for kind, within in length_limits(settings.to_dict()).items():
+        if limit > within:  # a request that crosses it keeps keys of other frequencies, and so do others in its batch
+            raise unusable(
+                path,
+                f"max_model_len of at most {within} (runtime.max_model_len): its rope_type is {kind!r}, "
+                "whose frequencies depend on the length beyond",
+                str(limit),
+            )
 
 
 def _end_ids(module: Any) -> frozenset[int]:

@@ -36,6 +36,7 @@ __all__ = [
     "assert_tokens",
     "batch",
     "context_of",
+    "dropout",
     "expected",
     "gradients",
     "held_gradients",
@@ -306,6 +307,11 @@ def context_of(subject: Subject, folder: Path | None = None, **changes: Any) -> 
         "seed": 3,
     }
     return EngineContext(model=model, **{**standard, **changes})
+
+
+def dropout(subject: Subject) -> dict[str, Any]:
+    """For :func:`opened`: a model with dropout in training, as far as the engine has it (1.0 had no setting)."""
+    return {"folder": model_folder(dropout=0.5), **({"dropout": 0.5} if subject.has("dropout") else {})}
 
 
 @contextlib.contextmanager
