@@ -53,6 +53,7 @@ class WorkerResult:
     status: Literal["ok", "failed", "died", "timeout"]
     value: Any = None  #: JSON value, with ``ok``
     error: str | None = None  #: the last lines of a traceback, how the process died, or who was waited for
+    timed_out_after: float | None = None  #: seconds that the function had; None: it did not run out of time
 
 
 class UserCodeWorker:
@@ -164,7 +165,7 @@ class UserCodeWorker:
             answer = await self._clock.wait_for(process.ask(line), seconds, f"{self._target} to {purpose}")
         except DeadlineExceeded as error:
             await self.close()
-            return WorkerResult(status="timeout", error=str(error) + process.noise())
+            return WorkerResult(status="timeout", error=str(error) + process.noise(), timed_out_after=seconds)
         except BaseException:  # cancelled: whatever the process is doing, nobody wants it
             await self.close()
             raise
