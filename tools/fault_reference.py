@@ -1,4 +1,4 @@
-"""Writes ``docs/reference/faults.md`` from what the tests of the fault matrix have seen (``tests/faults/results.json``).
+"""Writes ``docs/reference/faults.md`` from what the tests of the fault matrix saw: ``tests/faults/results.json``.
 
 JACKFIELD_WRITE_FAULTS=1 pytest tests/faults        # see it again
 .venv/bin/python tools/fault_reference.py           # write the page
@@ -32,9 +32,8 @@ INTRODUCTION = """\
 
 Each process of a run gives signs of life, in a thread of its own: work, however long, is no silence. A process without
 a sign of life for `deadlines.silence` seconds, which uses no processor time either, is dead: it is killed, so that it
-can do no harm when it wakes up, named with its role, its number and its host, and what it did is done again. STOP stands
-for everything that freezes a process. The tables show what the tests in `tests/faults` have seen; a cell without a
-result was not tried.
+can do no harm when it wakes up, named with its role, its number and its host, and what it did is done again. STOP
+stands for everything that freezes a process. The tests in `tests/faults` compare what they see with these tables.
 """
 
 
@@ -53,7 +52,9 @@ def main() -> None:
 def reference() -> str:
     """The page."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return "\n".join([INTRODUCTION, *(line for name in RUNTIMES for line in _table(name, results.get(name, {})))]) + "\n"
+    return (
+        "\n".join([INTRODUCTION, *(line for name in RUNTIMES for line in _table(name, results.get(name, {})))]) + "\n"
+    )
 
 
 def _table(runtime: str, results: dict[str, dict[str, str]]) -> Iterator[str]:
