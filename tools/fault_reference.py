@@ -1,4 +1,4 @@
-"""Writes ``docs/reference/faults.md`` from ``tests/faults/results.json``, what tests of the fault matrix have seen.
+"""Writes ``docs/reference/faults.md`` from what the tests of the fault matrix saw: ``tests/faults/results.json``.
 
 JACKFIELD_WRITE_FAULTS=1 pytest tests/faults        # see it again
 .venv/bin/python tools/fault_reference.py           # write the page
@@ -33,8 +33,7 @@ INTRODUCTION = """\
 Each process of a run gives signs of life, in a thread of its own: work, however long, is no silence. A process without
 a sign of life for `deadlines.silence` seconds, which uses no processor time either, is dead: it is killed, so that it
 can do no harm when it wakes up, named with its role, its number and its host, and what it did is done again. STOP
-stands for everything that freezes a process. The tables show what the tests in `tests/faults` have seen; a cell without a
-result was not tried.
+stands for everything that freezes a process. The tests in `tests/faults` compare what they see with these tables.
 """
 
 

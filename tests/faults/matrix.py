@@ -17,7 +17,7 @@ SIGNALS = ("KILL", "STOP", "TERM")
 ROLES = ("replica", "rank", "agent", "reward", "storage unit", "controller", "explorer", "trainer")
 RUNTIMES = ("inline", "ray", "distributed")
 APART = "not a process of its own"
-_DEADLINE = 150.0
+_DEADLINE = 240.0
 
 
 def until(what: str, found: Callable[[], Any], seconds: float = _DEADLINE) -> Any:
