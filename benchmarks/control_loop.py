@@ -90,7 +90,7 @@ class Rank:
     async def initialize(self) -> EngineLayout:
         return EngineLayout()
 
-    async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
+    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> dict[str, float]:
         return {"policy/loss": 0.0, "grad_norm": 0.0, "lr": 0.0}
 
 
@@ -119,7 +119,7 @@ class Crew:
 
 
 def make_agents(backend: TransferQueueBackend) -> AgentWorker:
-    return AgentWorker(Rows(backend), Tokenizer(), Clock(), lambda: Agent(10**9, None))  # type: ignore[arg-type]
+    return AgentWorker(Rows(backend), Tokenizer(), Clock(), lambda _: Agent(10**9, None))  # type: ignore[arg-type]
 
 
 def make_rewards(backend: TransferQueueBackend) -> RewardWorker:

@@ -113,6 +113,7 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
     checks = [
         Stage("lint", "ruff: rules", _command([*ruff, "check", "."], 120)),
         Stage("format", "ruff: layout", _command([*ruff, "format", "--check", "."], 120)),
+        Stage("links", "no link leaves the repository", _command([PYTHON, "tools/check_links.py"], 60)),
         Stage("imports", "who imports whom", _command([PYTHON, "tools/check_imports.py"], 180)),
         Stage("types", "mypy, strict", lambda: _types(packages)),
         Stage("abi", "contracts against their snapshots", _command(snapshot, 120)),
@@ -128,7 +129,7 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
         Stage("wheels", "all wheels into dist/ and .venv", lambda: _wheels(list(packages.values()))),
         *(dataclasses.replace(check, group="checks") for check in [interpreters, *checks]),
         Stage("tox", "each package's tests against its wheel, alone", _command(tox, 1800)),
-        Stage("session", "one pytest session over all wheels", _command(pytest, 1800)),
+        Stage("session", "one pytest session over all wheels", _command(pytest, 2700)),
     ]
 
 

@@ -421,7 +421,8 @@ class Agent(BaseRolloutServer):
 
 def test_rollout_server_that_dies_in_the_middle_of_a_step(place: Workplace) -> None:
     place.install("mortal", kind="rollout", plugin=SERVER)
-    ended = place.fails("rollout.stopped", "rollout=mortal", "canary.tokens=0")  # its log-probs are made up
+    unchecked = ("canary.tokens=0", "log_prob_check.every=0")  # its log-probs are made up
+    ended = place.fails("rollout.stopped", "rollout=mortal", *unchecked)
     assert "rollout replica 0 died" in ended.stderr
     assert "the server closed the connection" in ended.stderr
     assert "exit code 9" in ended.stderr

@@ -165,6 +165,11 @@ def test_a_run_in_a_cluster_is_the_inline_run(small_run: Run, joined: Path) -> N
     check_close(expected, joined, steps=4)
     # they take turns on the device: a version is compared at the turn after the step that made it
     assert all(line["canary/distance"] < 1e-4 for line in by_step(metrics(joined))[1:])
+    for name in ("log_prob_check/rollout", "log_prob_check/train_mode"):  # two ranks count every token once
+        compared = [line for line in by_step(metrics(joined)) if f"{name}/mean" in line]
+        assert [1, 2] == [line["step"] for line in compared]
+        assert all(line[f"{name}/max"] < 1e-4 for line in compared)
+        assert all(line[f"{name}/tokens"] == pytest.approx(16 * line["response_tokens/mean"]) for line in compared)
     workers = json.loads((joined / "workers.json").read_text())
     names = {"the actor engine, rank 1", "rollout replica 0", "agent worker 0", "reward worker 0"}
     assert names <= set(workers)

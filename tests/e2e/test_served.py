@@ -62,7 +62,7 @@ class Roles:
     def end_queue(self) -> None:
         """Have the controller end as people do; it has refused nothing."""
         self.order(end="queue")
-        assert 0 == self.ended("queue"), self.printed("queue")
+        assert 128 + signal.SIGTERM == self.ended("queue"), self.printed("queue")
         assert "ended; refused: nothing" in self.printed("queue")
 
     def _next(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
     the trainer when it writes its second checkpoint; the controller and the other explorer go on meanwhile.
     """
     folder = tmp_path / "run"
-    common = shared(folder, made, "queue.controller={silence: 8.0, rewards: apart}")
+    common = shared(folder, made, "queue.controller={rewards: apart}", "deadlines.silence=8")
     roles.start("queue", "queue", "serve", *common)
     roles.until("the queue is served", of="queue")
     second_save = ("jackfield.trainer.checkpoint:Checkpointer.save", 2)
@@ -206,7 +206,7 @@ def test_a_run_outlives_its_controller(roles: Roles, made: Path, tmp_path: Path)
     The same commands go on from the first checkpoint, with the very rows that had been made and scored since.
     """
     folder = tmp_path / "run"
-    common = shared(folder, made, "queue={durable: true, controller: {silence: 8.0}}")
+    common = shared(folder, made, "queue={durable: true}", "deadlines.silence=8")
     second_cut = ("jackfield.queue.local:LocalQueue.checkpoint", 2)
     roles.start("queue", "queue", "serve", *common, die_at=second_cut)
     roles.until("the queue is served", of="queue")

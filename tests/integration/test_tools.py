@@ -113,3 +113,17 @@ def test_uv_is_told_where_pip_finds_packages(tmp_path: Path, monkeypatch: pytest
     assert "/wheels/one,/wheels/two" == found["UV_FIND_LINKS"]
     assert "http://one/simple http://two/simple" == found["UV_INDEX"]
     assert "UV_DEFAULT_INDEX" not in found
+
+
+@pytest.mark.needs("git")
+@pytest.mark.parametrize(
+    ("target", "refused"), [("b/there", False), ("/tmp/there", True), ("../outside", True), ("b/../../outside", True)]
+)
+def test_a_link_that_leaves_the_repository_is_refused(tmp_path: Path, target: str, refused: bool) -> None:
+    """Whether it is absolute or climbs out; one to a place inside may be committed."""
+    (tmp_path / "a").symlink_to(target)
+    for command in (["init", "--quiet"], ["add", "a"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    check = [sys.executable, str(ROOT / "tools" / "check_links.py"), str(tmp_path)]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert (int(refused), refused) == (done.returncode, f"a link to {target}" in done.stdout)

@@ -5,8 +5,9 @@
     command.pid, command.wait(60).code                                  # 143: ended by SIGTERM (or exit code 143)
 
 The fixture ``jackfield`` (one server for each pytest process) is in ``tests/conftest.py``. A command is a process with
-a session of its own, as in a shell of its own; its standard output and error are files. A command that a test has
-left running is killed with everything in its session's process group at the end of the test session.
+a session of its own, as in a shell of its own, and finds modules in its PYTHONPATH; its standard output and error are
+files. A command that a test has left running is killed with everything in its session's process group at the end of the
+test session.
 """
 
 from __future__ import annotations

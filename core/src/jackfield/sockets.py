@@ -1,25 +1,36 @@
 """ZeroMQ sockets of both ends: where servers listen, and who gets in.
 
-Within a host a server listens at an abstract Unix address, which is no file; elsewhere at a TCP port, where connections
-are encrypted by CURVE and only clients with the server's client key get in. Every message is signed with a secret in
-either case (:mod:`jackfield.wire`).
+Within a host a server listens at an abstract Unix address, which is no file, and a client shows a password that is
+made of the secret (PLAIN); elsewhere it listens at a TCP port, where connections are encrypted by CURVE and only
+clients with the server's client key get in. Every message is signed with the secret in either case
+(:mod:`jackfield.wire`).
+
+libzmq holds a frame in memory before it knows who sends it, up to the socket's largest. So frames are small, and longer
+ones travel in pieces (:func:`pieces`, :func:`whole`), which only a client that was let in can send.
 """
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import secrets
 import sys
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import attrs
 import zmq
 from zmq.utils import z85
 
-__all__ = ["Gate", "Keys", "dealer", "is_loopback", "listening", "readable"]
+from jackfield.wire import Buffer
+
+__all__ = ["Gate", "Keys", "dealer", "is_loopback", "listening", "pieces", "readable", "whole"]
 
 _POLLIN = int(zmq.POLLIN)  #: an enumeration's own arithmetic takes longer than all the rest of a look
-_LARGEST = 1 << 33  #: bytes of a frame, as in jackfield.wire
+_PIECE = 1 << 18  #: bytes of a frame
+_LARGEST = _PIECE + 1024  #: with what encryption adds
+_USER = b"jackfield"
 _HEARTBEAT_MS = 2_000  #: a TCP peer that is gone is noticed after some of these
 
 
@@ -55,12 +66,12 @@ def is_loopback(host: str) -> bool:
 def listening(
     context: zmq.Context[Any], host: str, keys: Keys | None, tcp: bool, port: int = 0
 ) -> tuple[zmq.Socket[Any], str]:
-    """A server's socket and its address.
+    """A server's socket and its address. Its context needs a :class:`Gate`, without which nobody gets in.
 
     Args:
         context: of the process.
         host: an address of this machine, for TCP.
-        keys: for CURVE.
+        keys: for CURVE; None: PLAIN.
         tcp: whether others than this host's processes are to come.
         port: for TCP; 0: any that is free.
 
@@ -74,7 +85,9 @@ def listening(
         socket.curve_server = True
         socket.curve_publickey = keys.server_public.encode()
         socket.curve_secretkey = keys.server_secret.encode()
-        socket.setsockopt(zmq.ZAP_DOMAIN, b"jackfield")
+    else:
+        socket.plain_server = True
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"jackfield")
     try:
         if not tcp and sys.platform == "linux":
             address = f"ipc://@jackfield-{secrets.token_hex(12)}"
@@ -91,7 +104,7 @@ def listening(
     return socket, address
 
 
-def dealer(context: zmq.Context[Any], keys: Keys | None) -> zmq.Socket[Any]:
+def dealer(context: zmq.Context[Any], keys: Keys | None, secret: bytes) -> zmq.Socket[Any]:
     """A client's socket, which is not connected yet."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, 1)
@@ -101,7 +114,48 @@ def dealer(context: zmq.Context[Any], keys: Keys | None) -> zmq.Socket[Any]:
         socket.curve_serverkey = keys.server_public.encode()
         socket.curve_publickey = keys.client_public.encode()
         socket.curve_secretkey = keys.client_secret.encode()
+    else:
+        socket.plain_username = _USER
+        socket.plain_password = _password(secret)
     return socket
+
+
+def pieces(frames: Iterable[Buffer]) -> list[Buffer]:
+    """The frames of a message cut into small ones; what is below a piece stays what it is, and nothing is copied.
+
+    A full piece is followed by the rest of its frame, which is empty where the frame ends with the piece.
+    """
+    cut: list[Buffer] = []
+    for frame in frames:
+        if (frame.nbytes if isinstance(frame, memoryview) else len(frame)) < _PIECE:
+            cut.append(frame)
+            continue
+        view = memoryview(frame).cast("B")
+        cut.extend(view[start : start + _PIECE] for start in range(0, len(view), _PIECE))
+        if len(view) % _PIECE == 0:
+            cut.append(b"")
+    return cut
+
+
+def whole(frames: Sequence[zmq.Frame]) -> list[Buffer]:
+    """The frames that :func:`pieces` were made of; those of one piece lie where they came."""
+    found: list[Buffer] = []
+    parts: list[Buffer] = []
+    for frame in frames:
+        content = frame.buffer
+        if len(content) < _PIECE and not parts:
+            found.append(content)
+            continue
+        parts.append(content)
+        if len(content) < _PIECE:
+            found.append(bytearray().join(parts))
+            parts = []
+    return [*found, *parts]  # what is left over is of no message of ours; whoever reads it refuses it
+
+
+def _password(secret: bytes) -> bytes:
+    """What a client shows: of the secret, which it does not tell."""
+    return blake2b(_USER, digest_size=32, key=secret).hexdigest().encode()
 
 
 def readable(socket: zmq.Socket[Any]) -> bool:
@@ -115,22 +169,24 @@ def _tune(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)  # else who announces more has it allocated
+    socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
 
 
 class Gate:
-    """Lets in who has the key of the queue's clients (ZAP, RFC 27), and counts the others."""
+    """Lets in who has the key of the clients, or the password (ZAP, RFC 27), and counts the others."""
 
-    def __init__(self, context: zmq.Context[Any], keys: Keys) -> None:
-        self._key = z85.decode(keys.client_public.encode())
+    def __init__(self, context: zmq.Context[Any], keys: Keys | None, secret: bytes) -> None:
+        self._mechanism = b"PLAIN" if keys is None else b"CURVE"
+        self._known = [_USER, _password(secret)] if keys is None else [z85.decode(keys.client_public.encode())]
         self.refused = 0
         self.socket = context.socket(zmq.REP)
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> None:
         """One question of libzmq's."""
-        version, number, _, _, _, mechanism, *credentials = self.socket.recv_multipart()
-        known = mechanism == b"CURVE" and credentials == [self._key]
+        version, number, _, _, _, mechanism, *shown = self.socket.recv_multipart()
+        fits = len(shown) == len(self._known) and all(map(hmac.compare_digest, shown, self._known))
+        known = fits and mechanism == self._mechanism
         self.refused += not known
         status = [b"200", b"OK", b"client", b""] if known else [b"400", b"refused", b"", b""]
         self.socket.send_multipart([version, number, *status])

@@ -69,7 +69,7 @@ def unstructure(value: Any) -> Any:
 def _explain(caught: BaseException, cls: Any, path: str, data: Any, error: type[JackfieldError]) -> JackfieldError:
     """The first leaf of cattrs' tree of errors, as one of ours."""
     if isinstance(caught, JackfieldError):
-        return caught
+        return caught if isinstance(caught, error) else _in_configuration(caught, path, error)
     if isinstance(caught, ClassValidationError | IterableValidationError):
         noted, others = caught.group_exceptions()
         extra = [other for other in others if isinstance(other, ForbiddenExtraKeysError)]
@@ -97,6 +97,19 @@ def _explain(caught: BaseException, cls: Any, path: str, data: Any, error: type[
     code = "config.wrong-type" if isinstance(caught, _WrongType) else "config.invalid-value"
     detail = caught.args[0] if caught.args else caught
     return error(f"wrong value at {path}: {detail}", code=code, where=path, expected=expected, found=repr(data))
+
+
+def _in_configuration(caught: JackfieldError, path: str, error: type[JackfieldError]) -> JackfieldError:
+    """What a class of a contract refuses, said of the settings it was to be made from."""
+    name = str(caught.where or "").rpartition(".")[2]
+    where = f"{path}.{name}".strip(".")
+    return error(
+        f"wrong value at {where}: {caught.message}",
+        code="config.invalid-value",
+        where=where,
+        expected=caught.expected,
+        found=caught.found,
+    )
 
 
 def _lookup(data: Any, name: Any) -> Any:

@@ -49,7 +49,9 @@ def certificate(name: str = "good", **changes: Any) -> dict[str, Any]:
 
 def found(name: str = "good") -> str | None:
     certification = find_certification(discover().resolve(name))
-    return None if certification is None else f"{certification.source} {certification.level} {certification.date}"
+    if certification is None or certification.stale:
+        return None
+    return f"{certification.source} {certification.level} {certification.date}"
 
 
 def test_a_certificate_of_what_is_installed_counts(site, folder: Path) -> None:
@@ -141,11 +143,31 @@ def test_check_certifies_and_list_shows_it(site, folder: Path, tmp_path: Path) -
     assert {"id", "tier", "outcome", "seconds", "invariant", "page", "message"} == set(made["checks"][0])
     assert made["counts"]["passed"] == sum(each["outcome"] == "passed" for each in made["checks"])
     rows = {row["name"]: row for row in json.loads(site.cli("plugins", "list", "--json").stdout)}
-    assert {"date": made["date"][:10], "level": "full", "source": "local", "conformance": "0.1.0"} == rows["good"][
-        "certified"
-    ]
+    shown = {"date": made["date"][:10], "level": "full", "source": "local", "conformance": "0.1.0", "stale": ""}
+    assert shown == rows["good"]["certified"]
     line = next(line for line in site.cli("plugins", "list").stdout.splitlines() if line.startswith("good"))
     assert f"certified {made['date'][:10]} (full)" in line
+
+
+def test_a_stale_certificate_is_not_ok(site, folder: Path) -> None:
+    """Since the checks ran the plugin was changed: list and doctor say so, and what to do, and a new check ends it."""
+    package = site.folder / site.install("good", modules={"plugin.py": SCORING})
+    keep(certificate())
+    rows = {row["name"]: row for row in json.loads(site.cli("plugins", "list", "--json").stdout)}
+    assert ("ok", None) == (rows["good"]["status"], rows["good"]["stale_certificate"])
+    (package / "plugin.py").write_text(SCORING + "# changed\n")
+    rows = {row["name"]: row for row in json.loads(site.cli("plugins", "list", "--json").stdout)}
+    assert ("stale", None) == (rows["good"]["status"], rows["good"]["certified"])
+    assert "full" == rows["good"]["stale_certificate"]["level"]
+    table = site.cli("plugins", "list").stdout
+    assert "STALE certificate 2026-11-21 (full)" in table
+    assert "fix: jackfield plugins check good --kind reward" in table
+    examined = json.loads(site.cli("plugins", "doctor", "good", "--json").stdout)
+    assert ["stale"] == [plugin["status"] for plugin in examined["plugins"]]
+    assert "STALE" in site.cli("plugins", "doctor", "good").stdout
+    assert 0 == site.cli("plugins", "check", "good").returncode
+    rows = {row["name"]: row for row in json.loads(site.cli("plugins", "list", "--json").stdout)}
+    assert ("ok", "full") == (rows["good"]["status"], rows["good"]["certified"]["level"])
 
 
 def test_check_names_the_broken_invariant(site, folder: Path) -> None:

@@ -61,6 +61,24 @@ def test_the_implementation_is_the_authors_own(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", available_kinds())
+def test_the_implementation_keeps_the_rules_for_all_kinds(kind: str, tmp_path: Path) -> None:
+    """``docs/plugins/index.md``: no pickle, no blocking wait, no thread of the run's, deadlines by the clock."""
+    _, package = project(kind, tmp_path)
+    found = set()
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                found.add(f"{ast.unparse(node.value)}.{node.attr}")
+            elif isinstance(node, ast.Call) and ast.unparse(node).startswith("asyncio.get_running_loop().run_in_exec"):
+                found.add(f"run_in_executor of {ast.unparse(node.args[0])}")
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                found |= {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
+    refused = {"asyncio.to_thread", "asyncio.wait_for", "asyncio.timeout", "time.sleep", "to_thread"}
+    refused |= {"pickle", "cloudpickle", "marshal", "shelve", "torch.load", "torch.save", "run_in_executor of None"}
+    assert set() == found & refused
+
+
+@pytest.mark.parametrize("kind", available_kinds())
 def test_the_plugin_passes_its_gates(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Laid out as pip leaves it, it is found and its class fits the contract."""
     _, package = project(kind, tmp_path)

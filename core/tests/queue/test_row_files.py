@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jackfield.cli import main
 from jackfield.errors import QueueError
-from jackfield.queue import Lineage, column_from_rows, dense_column, json_column
+from jackfield.queue import Ledger, Lineage, column_from_rows, dense_column, json_column
 from jackfield.queue.browse import saved_rows
 from jackfield.queue.cells import Cell
 from jackfield.queue.row_files import StoredRow, cell_of, from_plain, read_rows, to_plain, write_rows
@@ -208,7 +208,10 @@ def test_the_tree_outlives_the_rows(run: Callable[..., None], tmp_path: Path) ->
         await queue.checkpoint(saved)
         await queue.restore(saved)
         await queue.checkpoint(saved)
-        (folder / "ledger.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in queue.ledger))
+        ledger = Ledger(folder / "ledger.jsonl")
+        for entry in queue.ledger:
+            ledger.write(entry)
+        ledger.close()
 
     run(test)
     lines = [

@@ -25,10 +25,10 @@ class FakeRank:
     async def initialize(self) -> EngineLayout:
         return self.layout
 
-    async def read(self, batch: BatchMeta, *, update: bool) -> None:
+    async def read(self, batch: BatchMeta, *, update: bool, comparison: object) -> None:
         return
 
-    async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
+    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object) -> dict[str, float]:
         self.got.append(batch.keys)
         return self.metrics
 
@@ -147,7 +147,7 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
 
 def test_a_rank_that_does_not_answer_is_named_with_its_samples() -> None:
     class Stuck(FakeRank):
-        async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
+        async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object) -> dict[str, float]:
             await asyncio.Event().wait()
             raise AssertionError
 

@@ -62,7 +62,7 @@ class Mortal(BaseRolloutServer):
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:  # type: ignore[override]
         self.calls.append(request)
-        if request.sampling.temperature < 0:
+        if request.sampling.temperature == 99.0:
             raise RolloutError("no", code="rollout.request")
         count = request.sampling.max_new_tokens
         for index in range(count):
@@ -192,7 +192,7 @@ def test_a_request_that_is_refused_or_cancelled_kills_nobody() -> None:
 
     async def life() -> None:
         with pytest.raises(RolloutError, match="no"):
-            await world.server.generate(request(temperature=-1.0))
+            await world.server.generate(request(temperature=99.0))
         running = asyncio.create_task(world.server.generate(request()))
         await world.clock.sleep(1.0)
         running.cancel()

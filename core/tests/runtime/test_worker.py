@@ -226,22 +226,24 @@ def test_prints_do_not_reach_the_protocol(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "status", "words"),
     [
-        ("die", ["ended with exit status 3", "last words"]),
-        ("segfault", ["killed by SIGSEGV"]),
-        ("leave", ["SystemExit: 4"]),
-        ("fail", ["ValueError: broken on purpose", "in fail", "user_code.py"]),
-        ("hog", ["MemoryError"]),
-        ("thing", ["not JSON", "builtins.object"]),
+        ("die", "died", ["ended with exit status 3", "last words"]),
+        ("segfault", "died", ["killed by SIGSEGV"]),
+        ("leave", "failed", ["SystemExit: 4"]),
+        ("fail", "failed", ["ValueError: broken on purpose", "in fail", "user_code.py"]),
+        ("hog", "failed", ["MemoryError"]),
+        ("thing", "failed", ["not JSON", "builtins.object"]),
     ],
 )
-def test_a_failure_says_what_happened_and_the_next_call_works(file: Path, name: str, words: list[str]) -> None:
+def test_a_failure_says_what_happened_and_the_next_call_works(
+    file: Path, name: str, status: str, words: list[str]
+) -> None:
     async def main() -> None:
         async with worker(file, name, limits=WorkerLimits(memory_bytes=2 << 30)) as failing:
             for _ in range(2):
                 result = await failing.call({}, 30)
-                assert "failed" == result.status
+                assert status == result.status
                 assert all(word in (result.error or "") for word in words), result.error
             assert "_worker_child" not in (result.error or ""), "our own frames are left out"
 

@@ -112,7 +112,7 @@ class FakeActor:
     async def compute_values(self, batch: BatchMeta, column: str) -> None:
         raise AssertionError("not asked for")
 
-    async def update(self, batch: BatchMeta, loss: LossSpec) -> Mapping[str, float]:
+    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> Mapping[str, float]:
         columns = await self.queue.get(batch, ("advantages",))
         await self.clock.sleep(self.seconds)
         self.updates.append((batch, loss))
@@ -187,7 +187,7 @@ class FakeCritic:
         rows = [torch.full((tags["response_tokens"],), 0.5) for tags in batch.tags]
         await self.queue.put(batch, {column: column_from_rows(rows)})
 
-    async def update(self, batch: BatchMeta, loss: LossSpec) -> Mapping[str, float]:
+    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> Mapping[str, float]:
         self.updates.append((batch, loss))
         return {"value/loss": 0.25, "grad_norm": 2.0, "lr": 0.1}
 
@@ -318,7 +318,7 @@ class Simulation:
         )
         await queue.start()
         rows = Rows(backend)
-        agents = Workers([AgentWorker(rows, FakeTokenizer(), clock, lambda: FakeAgent(self))])
+        agents = Workers([AgentWorker(rows, FakeTokenizer(), clock, lambda _: FakeAgent(self))])
         reward = FakeReward(clock, self.reward_seconds)
         scorer = RewardWorker(rows, reward, FakeTokenizer(), clock, score_seconds=self.score_deadline)
         self.synchronizer = FakeSynchronizer(clock, self.sync_seconds)

@@ -39,6 +39,7 @@ class Draft:
     mask: list[int] = attrs.field(factory=list)
     log_probs: list[float] = attrs.field(factory=list)
     versions: list[int] = attrs.field(factory=list)
+    generated: int = 0
 
     def insert(self, ids: Sequence[int]) -> None:
         self.ids += ids
@@ -51,6 +52,7 @@ class Draft:
         self.mask += [1] * len(result.token_ids)
         self.log_probs += result.log_probs
         self.versions += result.weight_versions
+        self.generated += len(result.token_ids)
 
     def finish(self, reward: float | None, reason: str) -> AgentSequence:
         return AgentSequence(
@@ -72,7 +74,11 @@ class ReferenceAgent(AgentLoopBase):
     async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
         draft, turns = self.draft_class(self.prompt(fields)), 0
         for _ in range(self.config.max_turns):
-            result = await self.ask(self.shown(draft), self.sampling(sampling_params))
+            sampling = self.sampling(sampling_params)
+            left = self.left(sampling.max_new_tokens, draft)
+            if not left:
+                break
+            result = await self.ask(self.shown(draft), attrs.evolve(sampling, max_new_tokens=left))
             draft.answer(result)
             turns += 1
             text = self.context.tokenizer.decode(result.token_ids)
@@ -95,7 +101,11 @@ class ReferenceAgent(AgentLoopBase):
         return (*draft.prompt, *draft.ids)
 
     def sampling(self, sampling_params: Mapping[str, Any]) -> SamplingParams:
-        return SamplingParams(**sampling_params)
+        stops = (*sampling_params.get("stop_token_ids", ()), *self.context.tokenizer.end_token_ids)
+        return SamplingParams(**{**sampling_params, "stop_token_ids": stops})
+
+    def left(self, budget: int, draft: Draft) -> int:
+        return budget - draft.generated
 
     async def ask(self, prompt: tuple[int, ...], sampling: SamplingParams) -> GenerateResult:
         request = GenerateRequest(request_id=self.request_id(), prompt_ids=prompt, sampling=sampling)
@@ -183,7 +193,22 @@ class RewardIsNotANumber(ReferenceAgent):
 
 class OwnTemperature(ReferenceAgent):
     def sampling(self, sampling_params: Mapping[str, Any]) -> SamplingParams:
-        return SamplingParams(**{**sampling_params, "temperature": 1.0})
+        return super().sampling({**sampling_params, "temperature": 1.0})
+
+
+class BudgetPerTurn(ReferenceAgent):
+    def left(self, budget: int, draft: Draft) -> int:
+        return budget
+
+
+class NoEndTokens(ReferenceAgent):
+    def sampling(self, sampling_params: Mapping[str, Any]) -> SamplingParams:
+        return SamplingParams(**sampling_params)
+
+
+class DropsStopTokens(ReferenceAgent):
+    def sampling(self, sampling_params: Mapping[str, Any]) -> SamplingParams:
+        return super().sampling({**sampling_params, "stop_token_ids": ()})
 
 
 class NoPromptLimit(ReferenceAgent):
@@ -330,6 +355,15 @@ MUTANTS: dict[str, Mutant] = {
     "no log-probabilities": Mutant(cls=NoLogProbs, killed_by=("AGT-013",), what="log-probabilities are 0"),
     "one version": Mutant(cls=OneVersion, killed_by=("AGT-013",), what="old tokens carry the newest weight version"),
     "own temperature": Mutant(cls=OwnTemperature, killed_by=("AGT-014",), what="the temperature is always 1"),
+    "budget per turn": Mutant(
+        cls=BudgetPerTurn, killed_by=("AGT-014",), what="each turn may generate as many tokens as the whole run"
+    ),
+    "no end tokens": Mutant(
+        cls=NoEndTokens, killed_by=("AGT-026",), what="the end tokens of the chat template do not stop the model"
+    ),
+    "drops stop tokens": Mutant(
+        cls=DropsStopTokens, killed_by=("AGT-026",), what="the stop tokens of the run are replaced by the end tokens"
+    ),
     "no prompt limit": Mutant(cls=NoPromptLimit, killed_by=("AGT-015",), what="prompts may be of any length"),
     "cuts prompts": Mutant(cls=CutsPrompts, killed_by=("AGT-015",), what="long prompts lose their beginning silently"),
     "same prompt": Mutant(cls=OnlySystemMessage, killed_by=("AGT-016",), what="the task's messages are not used"),

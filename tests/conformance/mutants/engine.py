@@ -12,5 +12,5 @@ __all__ = ["MUTANTS", "REFERENCE", "engine_features", "engine_passes", "engine_t
 REFERENCE = Reference(
     cls=PlainEngine,
     config_class=PlainConfig,
-    capabilities={"lora": "full", "value_head": "full", "gradient_checkpointing": "full"},
+    capabilities={"dropout": "full", "lora": "full", "value_head": "full", "gradient_checkpointing": "full"},
 )

@@ -176,7 +176,7 @@ class UnseededAdapter(PlainEngine):
         return made
 
 
-@mutant("ENG-100", only=("gradient_checkpointing",))
+@mutant("ENG-100", only=("dropout", "gradient_checkpointing"))
 class RecomputedWithOtherDropout(PlainEngine):
     """The recomputation of gradient checkpointing draws its dropout anew."""
 

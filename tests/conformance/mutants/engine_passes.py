@@ -28,7 +28,6 @@ __all__: list[str] = []
     "ENG-017",
     "ENG-020",
     "ENG-025",
-    "ENG-026",
     "ENG-027",
     "ENG-028",
     "ENG-076",
@@ -40,7 +39,7 @@ class OffByOnePositions(PlainEngine):
         return (positions - 1).clamp(min=0)
 
 
-@mutant("ENG-010", "ENG-011", "ENG-012", "ENG-013", "ENG-014", "ENG-026", "ENG-028", "ENG-076")
+@mutant("ENG-010", "ENG-011", "ENG-012", "ENG-013", "ENG-014", "ENG-028", "ENG-076")
 class SortedRows(PlainEngine):
     """Results come in the order in which rows were computed: longest first."""
 
@@ -69,7 +68,7 @@ class AttachedResults(PlainEngine):
         return tokens.float()
 
 
-@mutant("ENG-010", "ENG-011", "ENG-012", "ENG-013", "ENG-014", "ENG-026", "ENG-028", "ENG-076")
+@mutant("ENG-010", "ENG-011", "ENG-012", "ENG-013", "ENG-014", "ENG-028", "ENG-076")
 class PaddedResults(PlainEngine):
     """Results of all rows are as long as the longest one."""
 
@@ -219,14 +218,23 @@ class LossScaleKept(PlainEngine):
         (loss * scale).backward()
 
 
-@mutant("ENG-026", "ENG-062")
+@mutant("ENG-026", "ENG-062", only=("dropout",))
 class NoDropout(PlainEngine):
     """Dropout is never on."""
 
-    dropout_in_training = False
+    def dropout(self, model: Any) -> float:
+        return 0.0
 
 
-@mutant("ENG-026")
+@mutant("ENG-029")
+class ConfiguredDropout(PlainEngine):
+    """Dropout is on in training as the model's config says."""
+
+    def dropout(self, model: Any) -> float:
+        return float(model.config.attention_dropout)
+
+
+@mutant("ENG-026", only=("dropout",))
 class AlwaysDropout(PlainEngine):
     """eval_mode leaves dropout on."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 import torch
+from peft import PeftModel
 
 from jackfield.abc.engine import EngineLayout, SaveCheckpointRequest
 from jackfield.errors import EngineError
@@ -25,7 +26,7 @@ __all__: list[str] = []
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
-@mutant("ENG-030", "ENG-033", "ENG-040", "ENG-044")
+@mutant("ENG-030", "ENG-033", "ENG-034", "ENG-040", "ENG-044")
 class WrappedNames(Exporting):
     """Names keep the prefix of a wrapper."""
 
@@ -50,6 +51,17 @@ class TiedTwice(Exporting):
         yield name, tensor
         if name == "model.embed_tokens.weight" and self.model.config.tie_word_embeddings:
             yield "lm_head.weight", tensor
+
+
+@mutant("ENG-034")
+class NamesInMemory(PlainEngine):
+    """Experts are exported as they are stacked in memory."""
+
+    def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(self.model, PeftModel):
+            yield from super().exported()
+        else:
+            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
 
 @mutant("ENG-030")
@@ -197,7 +209,7 @@ class CheckpointWithoutSchedule(PlainEngine):
         super().restore(state, {**facts, "schedule_step": self.schedule_step}, request)
 
 
-@mutant("ENG-051")
+@mutant("ENG-051", only=("dropout",))
 class CheckpointWithoutRandom(PlainEngine):
     """A checkpoint does not hold the random state."""
 
@@ -239,7 +251,7 @@ class OffloadLosesGradients(PlainEngine):
         self.optimizing().zero_grad()
 
 
-@mutant("ENG-051", "ENG-061")
+@mutant("ENG-051", "ENG-061", only=("dropout",))
 class SharedStream(PlainEngine):
     """Dropout draws from the stream of the process, which the engine seeds at its beginning."""
 
@@ -251,7 +263,7 @@ class SharedStream(PlainEngine):
         return contextlib.nullcontext()
 
 
-@mutant("ENG-061", "ENG-062", "ENG-082", "ENG-095", only=("lora", "value_head"))
+@mutant("ENG-061", "ENG-062", "ENG-082", "ENG-095", only=("dropout", "lora", "value_head"))
 class SeedIgnored(PlainEngine):
     """The seed is drawn from whatever the process draws from."""
 
@@ -259,7 +271,7 @@ class SeedIgnored(PlainEngine):
         return int(torch.randint(1 << 30, ()))
 
 
-@mutant("ENG-062", "ENG-082", "ENG-095", only=("lora", "value_head"))
+@mutant("ENG-062", "ENG-082", "ENG-095", only=("dropout", "lora", "value_head"))
 class SeedConstant(PlainEngine):
     """Every engine has the same seed."""
 

@@ -87,6 +87,7 @@ def subject_of(kind: str, reference: Reference, folder: Path, mutant: Mutant | N
         capabilities=choose("capabilities"),
         fixture=choose("fixture"),
         folder=folder,
+        abi=choose("cls").abi_version,
     )
 
 

@@ -42,6 +42,7 @@ from jackfield.abc.engine import (
 from jackfield.algorithms import resolve_loss
 from jackfield.data.jagged import jagged
 from jackfield.errors import EngineError
+from jackfield.weights.model_folder import CheckpointNames
 
 __all__ = ["Micro", "PlainConfig", "PlainEngine"]
 
@@ -82,7 +83,6 @@ class PlainEngine(BaseEngine):
     """One rank; several sum their gradients after each pass."""
 
     config: PlainConfig
-    dropout_in_training = True
 
     def __init__(self, config: PlainConfig, context: EngineContext) -> None:
         super().__init__(config, context)
@@ -118,6 +118,9 @@ class PlainEngine(BaseEngine):
         except (OSError, ValueError) as error:
             raise EngineError(f"no model in {spec.path}", code="engine.model") from error
         hidden_size = model.config.hidden_size
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):  # all the dropout that a Qwen3 has
+                module.attention_dropout = self.dropout(model)
         if spec.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         if spec.lora is not None:
@@ -125,6 +128,9 @@ class PlainEngine(BaseEngine):
         self.model = model.eval()
         if spec.value_head:
             self.head = self.made_head(hidden_size)
+
+    def dropout(self, model: Any) -> float:
+        return self.context.model.dropout
 
     def fresh(self, read: Any) -> Any:
         """A model of one's own, of a closed engine where there is one: to copy one takes longer than a pass."""
@@ -212,7 +218,7 @@ class PlainEngine(BaseEngine):
     def in_mode(self, mode: str) -> Iterator[None]:
         model, before = self.ready(), self.mode
         self.mode = mode
-        self.turn(model, mode == "train" and self.dropout_in_training)
+        self.turn(model, mode == "train")
         try:
             yield
         finally:
@@ -454,12 +460,14 @@ class PlainEngine(BaseEngine):
         return (pair for pair in self.exported()), self.adapter_config()
 
     def exported(self) -> Named:
-        for name, parameter in self.model.named_parameters():
-            if isinstance(self.model, PeftModel):
+        if isinstance(self.model, PeftModel):
+            for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     yield published(name), parameter.detach()
-            else:
-                yield name, parameter.detach()
+            return
+        names, held = CheckpointNames(self.model, Path(self.context.model.path)), self.model.state_dict()
+        for group in names.groups:
+            yield from names.to_checkpoint(group, [held[part].detach() for part in group.parts]).items()
 
     def adapter_config(self) -> Mapping[str, Any] | None:
         if not isinstance(self.model, PeftModel):

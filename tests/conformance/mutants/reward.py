@@ -243,6 +243,21 @@ class RefusesFields(ReferenceReward):
         return await super().compute_score(request)
 
 
+class AnswersInOrder(ReferenceReward):
+    """Hands out answers in the order of the requests, as a worker does whose answers have no id."""
+
+    def __init__(self, config: Any, context: RewardContext) -> None:
+        super().__init__(config, context)
+        self.answers: list[ScoreResult] = []
+
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        if request.ground_truth in ("broken", "slow"):
+            return await super().compute_score(request)
+        self.answers.append(self.result(self.config.correct if self.is_right(request) else 0.0, request))
+        await asyncio.sleep(0)
+        return self.answers.pop(0)
+
+
 class DropsFailed(ReferenceReward):
     def post_process_scores(self, scores: Sequence[ScoreResult]) -> Sequence[ScoreResult]:
         return super().post_process_scores([each for each in scores if each.status == "ok"])
@@ -329,6 +344,11 @@ MUTANTS: dict[str, Mutant] = {
     "shared pool": Mutant(cls=SharedPool, killed_by=("REW-021",), what="closing one agent closes the other"),
     "takes fields away": Mutant(cls=TakesFieldsAway, killed_by=("REW-022",), what="extra_info of a request is changed"),
     "refuses fields": Mutant(cls=RefusesFields, killed_by=("REW-023",), what="an unknown field of the task is refused"),
+    "answers in order": Mutant(
+        cls=AnswersInOrder,
+        killed_by=("REW-024", "REW-050"),
+        what="the answer of a cancelled call is given to the next one",
+    ),
     "drops failed": Mutant(cls=DropsFailed, killed_by=("REW-030",), what="post-processing drops failed runs"),
     "sorts groups": Mutant(cls=SortsGroups, killed_by=("REW-030",), what="post-processing sorts the group"),
     "zero for failed": Mutant(cls=ZeroForFailed, killed_by=("REW-030",), what="a failed run gets a score of 0"),

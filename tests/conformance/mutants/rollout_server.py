@@ -248,13 +248,11 @@ class ReferenceServer(BaseRolloutServer):
         raise RolloutError(f"request {name!r} cannot be generated", code="rollout.request", found=found)
 
     def in_range(self, sampling: SamplingParams) -> bool:
-        return (
-            sampling.max_new_tokens >= 1
-            and 0 <= sampling.temperature < float("inf")
-            and 0 < sampling.top_p <= 1
-            and sampling.top_k >= 0
-            and 0 <= sampling.min_p <= 1
-        )
+        try:
+            attrs.validate(sampling)
+        except RolloutError:
+            return False
+        return True
 
     @property
     def limit(self) -> int:

@@ -284,7 +284,8 @@ class RefusesWithoutAName(ReferenceServer):
 class BendsSampling(ReferenceServer):
     def submit(self, request: GenerateRequest) -> Job:
         sampling = request.sampling
-        bent = attrs.evolve(sampling, top_p=min(sampling.top_p, 1.0), min_p=max(sampling.min_p, 0.0))
+        with attrs.validators.disabled():
+            bent = attrs.evolve(sampling, top_p=min(sampling.top_p, 1.0), min_p=max(sampling.min_p, 0.0))
         return super().submit(attrs.evolve(request, sampling=bent))
 
 
@@ -294,6 +295,22 @@ class TakesNegativeTemperatures(ReferenceServer):
         if sampling.temperature < 0:
             sampling = attrs.evolve(sampling, temperature=0.0)
         return super().submit(attrs.evolve(request, sampling=sampling))
+
+
+class TakesTinyTemperatures(ReferenceServer):
+    def submit(self, request: GenerateRequest) -> Job:
+        if 0 < request.sampling.temperature < 0.01:
+            request = attrs.evolve(request, sampling=attrs.evolve(request.sampling, temperature=0.0))
+        return super().submit(request)
+
+
+class SharesTheTemperature(ReferenceServer):
+    def step(self, job: Job) -> None:
+        if job.request.sampling.temperature >= 50:
+            for other in list(self.jobs.values()):
+                if other is not job:
+                    self.end_early(other)
+        super().step(job)
 
 
 class ReplacesRequests(ReferenceServer):
@@ -396,6 +413,8 @@ MUTANTS = (
     mutant(RefusesWithoutAName, "refusals do not name the request", "036", "037", "038", "039"),
     mutant(BendsSampling, "sampling parameters are bent into range", "038"),
     mutant(TakesNegativeTemperatures, "a negative temperature is taken for greedy", "038"),
+    mutant(TakesTinyTemperatures, "a temperature that no float32 holds is taken for greedy", "038"),
+    mutant(SharesTheTemperature, "a high temperature ends the requests beside it", "041"),
     mutant(ReplacesRequests, "a request with the id of a running one replaces it", "039"),
     mutant(IgnoresImages, "inputs beside tokens are ignored", "040"),
     attrs.evolve(

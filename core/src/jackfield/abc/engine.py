@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import attrs
+from attrs.validators import ge, lt
 
 from jackfield.structuring import option
 
@@ -46,7 +47,7 @@ class LoraSpec:
     alpha: float = option(16.0, help="the update is scaled by alpha / rank")
     dropout: float = option(0.0, help="dropout on the adapter's input, while training")
     target_modules: tuple[str, ...] = option(
-        (), help="names of the adapted layers; empty: every linear layer except the output layer"
+        (), help="names of the adapted layers; empty: every linear layer of the language model except the output layer"
     )
 
 
@@ -59,6 +60,12 @@ class ModelSpec:
     value_head: bool = option(False, help="a scalar head on the last hidden state (a critic)")
     lora: LoraSpec | None = option(None, help="train a low-rank adapter; null: train the model's own weights")
     gradient_checkpointing: bool = option(False, help="compute activations again in the backward pass, for less memory")
+    dropout: float = option(
+        0.0,
+        help="probability of every dropout of the model in training passes; dropout in its config.json is not used "
+        "(capability dropout)",
+        validator=[ge(0.0), lt(1.0)],
+    )
     trust_remote_code: bool = option(False, help="run Python code that the model's folder brings")
 
 
@@ -195,7 +202,7 @@ class BaseEngine(ABC):
     The constructor only stores; :meth:`initialize` loads. Methods are called by one thread at a time.
     """
 
-    abi_version: ClassVar[str] = "1.0"
+    abi_version: ClassVar[str] = "1.1"
 
     def __init__(self, config: Any, context: EngineContext) -> None:
         self.config = config
@@ -216,7 +223,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:
-        """A context in which training passes run (dropout on, weights on the device)."""
+        """A context in which training passes run (dropout of ``ModelSpec.dropout``, weights on the device)."""
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ class RewardContext:
 
     clock: Clock = attrs.field(factory=Clock)
     seed: int = 0
+    silence_seconds: float = 30.0  #: after which a process of the agent's that gives no sign of life is dead
 
 
 @attrs.frozen(kw_only=True)
@@ -55,7 +56,7 @@ class RewardAgent(ABC):
     groups.
     """
 
-    abi_version: ClassVar[str] = "1.0"
+    abi_version: ClassVar[str] = "1.1"
 
     def __init__(self, config: Any, context: RewardContext) -> None:
         self.config = config

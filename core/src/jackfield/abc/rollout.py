@@ -6,13 +6,15 @@ Token ids in, token ids and log-probabilities out; text is never re-tokenised.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal
 
 import attrs
 
 from jackfield.abc.engine import ModelSpec
 from jackfield.clock import Clock
+from jackfield.errors import RolloutError
 from jackfield.structuring import option
 
 __all__ = [
@@ -54,29 +56,101 @@ class RolloutContext:
     clock: Clock = attrs.field(factory=Clock)
 
 
+_INT32 = 2**31 - 1
+_MOST_STOPS = 64
+_MOST_STOP_CHARACTERS = 1024
+_MOST_STOP_TOKENS = 4096
+
+
+def _ranged(expected: str, fits: Callable[[Any], bool]) -> Callable[[Any, Any, Any], None]:
+    """A validator that refuses a value outside its range, by the setting's name."""
+
+    def check(_: Any, attribute: Any, value: Any) -> None:
+        if not fits(value):
+            raise RolloutError(
+                f"{attribute.name} is out of range",
+                code="rollout.request",
+                where=f"sampling.{attribute.name}",
+                expected=expected,
+                found=repr(value)[:200],
+                fix="give a value in the range",
+            )
+
+    return check
+
+
+def _whole(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
+
+
+def _number(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Real) and not isinstance(value, bool) and fits(value)
+
+
+def _few(most: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, tuple | list) and len(value) <= most and all(map(fits, value))
+
+
+_is_token, _is_seed = _whole(0, _INT32), _whole(-(2**63), 2**63 - 1)
+
+
 @attrs.frozen(kw_only=True)
 class SamplingParams:
     """How tokens are drawn. The same on every backend.
 
-    Order: temperature, top-k, top-p, min-p. ``temperature=0`` is greedy.
+    Order: temperature, top-k, top-p, min-p. ``temperature=0`` is greedy. Every number has a range in which each backend
+    computes what is said here.
+
+    Raises:
+        RolloutError: ``rollout.request`` for a value out of its range.
     """
 
-    max_new_tokens: int = option(128, help="longest response, in tokens")
-    temperature: float = option(1.0, help="logits are divided by it; 0: greedy")
-    top_p: float = option(1.0, help="keep the likeliest tokens that together have this probability; 1: all")
-    top_k: int = option(0, help="keep so many of the likeliest tokens; 0: all")
-    min_p: float = option(0.0, help="keep tokens of at least this share of the likeliest one's probability; 0: all")
+    max_new_tokens: int = option(
+        128, help="longest response, in tokens", validator=_ranged("1 to 2^31 - 1", _whole(1, _INT32))
+    )
+    temperature: float = option(
+        1.0,
+        help="logits are divided by it, 0.01 to 100; 0: greedy",
+        validator=_ranged("0 (greedy), or 0.01 to 100", _number(lambda value: value == 0 or 0.01 <= value <= 100)),
+    )
+    top_p: float = option(
+        1.0,
+        help="keep the likeliest tokens that together have this probability; 1: all",
+        validator=_ranged("more than 0, at most 1", _number(lambda value: 0 < value <= 1)),
+    )
+    top_k: int = option(
+        0,
+        help="keep so many of the likeliest tokens; 0: all",
+        validator=_ranged("0 (off) to 2^31 - 1", _whole(0, _INT32)),
+    )
+    min_p: float = option(
+        0.0,
+        help="keep tokens of at least this share of the likeliest one's probability; 0: all",
+        validator=_ranged("0 to 1", _number(lambda value: 0 <= value <= 1)),
+    )
     seed: int | None = option(
         None,
         help="seed of a request; of a run: the base of its requests' seeds; null: the replica's, or the run's seed",
+        validator=_ranged("null, or -2^63 to 2^63 - 1", lambda value: value is None or _is_seed(value)),
     )
-    stop_token_ids: tuple[int, ...] = option((), help="tokens that end a response, beside the model's own")
+    stop_token_ids: tuple[int, ...] = option(
+        (),
+        help="tokens that end a response, beside the model's own",
+        validator=_ranged(f"at most {_MOST_STOP_TOKENS} ids, 0 to 2^31 - 1", _few(_MOST_STOP_TOKENS, _is_token)),
+    )
     stop: tuple[str, ...] = option(
-        (), help="texts that end a response; the text only finds the end, it is never tokenised again"
+        (),
+        help="texts that end a response; the text only finds the end, it is never tokenised again",
+        validator=_ranged(
+            f"at most {_MOST_STOPS} texts that are not empty, of at most {_MOST_STOP_CHARACTERS} characters",
+            _few(_MOST_STOPS, lambda text: isinstance(text, str) and 0 < len(text) <= _MOST_STOP_CHARACTERS),
+        ),
     )
     ignore_eos: bool = option(False, help="go on after the model's own end tokens")
     logprobs: Literal["processed", "raw"] = option(
-        "processed", help="processed: of the distribution that was drawn from; raw: of the logits at temperature 1"
+        "processed",
+        help="processed: of the distribution that was drawn from; raw: of the logits at temperature 1",
+        validator=_ranged("processed or raw", lambda value: value in ("processed", "raw")),
     )
 
 
@@ -271,7 +345,9 @@ class BaseRolloutServer(ABC):
         """Generate one sample. Cancelling the call aborts the request.
 
         Raises:
-            RolloutError: ``rollout.request`` for an invalid request, ``rollout.stopped``, ``rollout.stale``.
+            RolloutError: ``rollout.request`` for an invalid request, ``rollout.context-length`` for a prompt that
+                leaves no room for an answer, ``rollout.failed`` where the model computes nothing finite for this
+                request (others go on), ``rollout.stopped``, ``rollout.stale``.
         """
 
     @abstractmethod

@@ -41,6 +41,7 @@ class TransferQueueContext:
     #: another process has opened the queue of this folder, and this backend is a further client of the same store
     #: (capability ``joins``)
     joins: bool = False
+    silence_seconds: float = 30.0  #: after which a process of the store's that gives no sign of life is dead
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -161,7 +162,7 @@ class TransferQueueBackend(ABC):
     Raises (all methods): ``QueueError`` with ``queue.unknown-row``, ``queue.column``, ``queue.closed``.
     """
 
-    abi_version: ClassVar[str] = "1.0"
+    abi_version: ClassVar[str] = "1.1"
 
     #: whether values survive ``kill -9`` of the process that put them
     durable: ClassVar[bool] = False
@@ -210,8 +211,9 @@ class TransferQueueBackend(ABC):
         return
 
     async def lost(self, request: GetRequest) -> LostResult:
-        """Which of these rows, all of whose columns were put, are gone because a part of the store has died.
+        """Which of these rows, all of whose columns were put, are gone: a part of the store has died, or was removed.
 
-        For a store that can lose some rows and keep others; it reads no values.
+        For a store that can lose some rows and keep others; it reads no values. Values that are there and are not what
+        was put are told by :meth:`get` (``queue.lost``, with the keys as ``found``).
         """
         return LostResult()

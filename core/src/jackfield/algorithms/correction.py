@@ -32,7 +32,9 @@ class Correction:
     """Off-policy correction: importance weights of the policy that generated, and what they reject."""
 
     enabled: bool | None = option(
-        None, help="null: where the rollout server's log-probs differ from the engine's by more than rounding"
+        None,
+        help="null: where the rollout server's log-probs differ from the engine's by more than rounding, and with "
+        "sampling filters (top_p, top_k, min_p)",
     )
     level: Literal["token", "sequence", "geometric"] = option(
         "token", help="a ratio per token, of the whole response, or of the response's geometric mean"

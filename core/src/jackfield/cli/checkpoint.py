@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,28 +22,41 @@ def checkpoint() -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @json_option
 def list_checkpoints(folder: Path, as_json: bool) -> None:
-    """List the checkpoints of the run in FOLDER, the oldest first."""
+    """List the checkpoints of the run in FOLDER, the oldest first, and name those whose files are not all there."""
     from jackfield.compose.export import run_checkpoints
+    from jackfield.trainer import Checkpoint
 
     found = run_checkpoints(folder)
-    rows = [{"step": each.step, "folder": str(each.folder), "bytes": each.bytes} for each in found]
+    rows: list[dict[str, Any]] = [
+        {"step": step, "folder": str(each.folder), "bytes": each.bytes}
+        if isinstance(each, Checkpoint)
+        else {"step": step, "damaged": {"where": str(each.where), "expected": each.expected, "found": each.found}}
+        for step, each in found.items()
+    ]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     for row in rows:
-        click.echo(f"step {row['step']}: {row['folder']}, {row['bytes']} bytes")
+        damage = row.get("damaged")
+        click.echo(
+            f"step {row['step']}: {row['folder']}, {row['bytes']} bytes"
+            if damage is None
+            else f"step {row['step']}: damaged: {damage['where']}: {damage['found']}, expected {damage['expected']}"
+        )
 
 
 @checkpoint.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-def export(folder: Path, out: Path) -> None:
+@click.option("--merge", is_flag=True, help="Merge the LoRA adapter into its base model, and write the whole model.")
+def export(folder: Path, out: Path, merge: bool) -> None:
     """Write the model of a checkpoint to OUT, a Hugging Face folder for from_pretrained.
 
-    FOLDER is a checkpoint, or a run's folder, whose newest checkpoint is taken.
+    FOLDER is a checkpoint, or a run's folder, whose newest whole checkpoint is taken. Of a run that trains an adapter,
+    OUT is the adapter's folder, for PEFT, unless --merge is given.
     """
     from jackfield.compose.export import export_checkpoint, find_checkpoint
 
     found = find_checkpoint(folder)
-    export_checkpoint(found, out)
+    export_checkpoint(found, out, merge=merge)
     click.echo(f"model of step {found.step} in {out}")

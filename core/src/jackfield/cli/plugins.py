@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["plugins"]
 
 _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
+_MARKS = {"ok": "ok     ", "stale": "STALE  ", "problem": "PROBLEM"}
 _TIERS = ("base", "capability", "stress", "gpu")
 _kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only plugins of this kind.")
 
@@ -43,7 +44,7 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
     certified = [find_certification(record) for record in records]
     if as_json:
         rows = [
-            {**record.as_dict(), "certified": None if found is None else found.as_dict()}
+            {**record.as_dict(), "status": _status(record, found), **_certificates(found)}
             for record, found in zip(records, certified, strict=True)
         ]
         click.echo(json.dumps(rows, indent=2))
@@ -235,19 +236,45 @@ def _table(records: Sequence[PluginRecord], certified: Sequence[Certification | 
     for record, found in zip(records, certified, strict=True):
         description = record.manifest.description if record.manifest else ""
         provider = f"{record.distribution} {record.version}"
-        status = record.status if found is None else f"certified {found.date} ({found.level})"
+        status = _status(record, found)
+        if found is not None:
+            status = f"{'STALE certificate' if found.stale else 'certified'} {found.date} ({found.level})"
         rows.append((record.name, record.kind, record.abi or "-", provider, status, description))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row, error in zip(rows, [None, *(record.error for record in records)], strict=True):
+    notes = [_note(record, found) for record, found in zip(records, certified, strict=True)]
+    for row, note in zip(rows, ["", *notes], strict=True):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         yield "  ".join([*cells, row[-1]]).rstrip()
-        if error is not None:
-            yield _indented(error)
+        if note:
+            yield textwrap.indent(note, "    ")
+
+
+def _status(record: PluginRecord, found: Certification | None) -> str:
+    return "stale" if found is not None and found.stale else record.status
+
+
+def _note(record: PluginRecord, found: Certification | None) -> str:
+    """What is wrong with a plugin, and what to do."""
+    if record.error is not None:
+        return str(record.error)
+    return _stale(record, found.stale) if found is not None and found.stale else ""
+
+
+def _stale(record: PluginRecord, reason: str) -> str:
+    return f"{reason}\nfix: jackfield plugins check {record.name} --kind {record.kind}"
+
+
+def _certificates(found: Certification | None) -> dict[str, dict[str, str] | None]:
+    """The certificate that counts, and the one that does not count any more."""
+    shown = None if found is None else found.as_dict()
+    stale = shown is not None and bool(shown["stale"])
+    return {"certified": None if stale else shown, "stale_certificate": shown if stale else None}
 
 
 def _interpreter_lines(report: InterpreterReport) -> Iterator[str]:
     versions = ", ".join(f"{name} {version or '-'}" for name, version in report.versions.items())
-    yield f"{_mark(report.problem is None)} interpreter {report.path}: Python {report.python or '-'}, {versions}"
+    mark = _MARKS["ok" if report.problem is None else "problem"]
+    yield f"{mark} interpreter {report.path}: Python {report.python or '-'}, {versions}"
     if report.problem is not None:
         yield _indented(report.problem)
 
@@ -255,13 +282,11 @@ def _interpreter_lines(report: InterpreterReport) -> Iterator[str]:
 def _plugin_lines(report: PluginReport) -> Iterator[str]:
     record = report.record
     tried = f", {report.seconds:.1f} s" if report.python else ""
-    yield f"{_mark(not report.problems)} {record.label}, ABI {record.abi or '-'}{tried}"
+    yield f"{_MARKS[report.status]} {record.label}, ABI {record.abi or '-'}{tried}"
     for problem in report.problems:
         yield _indented(problem)
-
-
-def _mark(fine: bool) -> str:
-    return "ok     " if fine else "PROBLEM"
+    if report.stale:
+        yield textwrap.indent(_stale(record, report.stale), "    ")
 
 
 def _indented(error: JackfieldError) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,14 +174,15 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
 
     They take the same CONFIG. It ends with Ctrl-C or SIGTERM; what it had refused is said then.
     """
-    import signal
-
     from jackfield.compose.controller import serve_queue
+    from jackfield.compose.stopping import Stop
     from jackfield.config import load_config
+
+    settings = load_config(config, overrides)
+    stop = Stop(settings.checkpoint.grace)
 
     async def main() -> None:
         """Serve until a signal comes, and say where and what was refused."""
-        until = asyncio.Event()
         servers: list[QueueServer] = []
 
         def ready(server: QueueServer, file: Path) -> None:
@@ -188,13 +190,14 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
             servers.append(server)
             click.echo(f"the queue is served; {file} says where")
 
-        for each in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(each, until.set)
-        await serve_queue(load_config(config, overrides), until, ready=ready)
+        with stop.boundary("with what is under way"):
+            await serve_queue(settings, stop.requested, ready=ready)
         refused = ", ".join(f"{count} {code}" for code, count in sorted(servers[0].refused.items()))
         click.echo(f"ended; refused: {refused or 'nothing'}")
 
-    asyncio.run(main())
+    with stop.listening():
+        asyncio.run(stop.bounded(main()))
+    sys.exit(stop.code)
 
 
 def _tree(row: Ancestor) -> dict[str, Any]:

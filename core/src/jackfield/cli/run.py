@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import sys
+from asyncio import CancelledError
+from typing import TYPE_CHECKING, Literal
 
 import click
+
+if TYPE_CHECKING:
+    from jackfield.compose.stopping import Stop
+    from jackfield.config import RunConfig
 
 __all__ = ["run"]
 
@@ -22,22 +28,40 @@ def run(
     file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
 ) -> None:
     """Do the run that FILE describes, after OVERRIDES such as schedule.steps=10."""
-    from jackfield.compose import explore, reward
-    from jackfield.compose import run as do_run
     from jackfield.config import load_config
 
     if address is not None:
         overrides = (*overrides, "runtime.name=ray", f"runtime.ray.address={address}")
     config = load_config(file, overrides)
+    from jackfield.compose.stopping import Stop
+
+    stop = Stop(config.checkpoint.grace)
+    try:
+        with stop.listening():
+            _do(config, role, stop)
+    except CancelledError:
+        if stop.code is None:
+            raise
+        click.echo(f"ended; the same command goes on from the newest checkpoint in {config.folder}, if there is one")
+        sys.exit(stop.code)
+
+
+def _do(config: RunConfig, role: Literal["explore", "reward", "train"] | None, stop: Stop) -> None:
+    from jackfield.compose import explore, reward
+    from jackfield.compose import run as do_run
+
     if role == "explore":
-        explored = explore(config)
+        explored = explore(config, stop=stop)
         click.echo(f"explored up to weights {explored.version}; see {explored.folder}")
         return
     if role == "reward":
-        rewarded = reward(config)
+        rewarded = reward(config, stop=stop)
         click.echo(f"{rewarded.groups} groups rewarded; see {rewarded.folder}")
         return
-    result = do_run(config, role="all" if role is None else role)
+    result = do_run(config, role="all" if role is None else role, stop=stop)
+    if result.stopped:
+        click.echo(f"stopped after {result.steps} steps; the same command goes on")
+        sys.exit(stop.code)
     if result.finished_before:
         click.echo(
             f"{result.folder} holds the finished run; for more steps raise schedule.steps, else take another folder"

@@ -123,7 +123,8 @@ async def serve_queue(
         queue = local_queue(config, WorkerFactory(config=config, registry=registry, clock=clock).backend(), clock)
         stack.push_async_callback(queue.close)
         await queue.start()
-        server = QueueServer(queue, clock, host=settings.host, port=settings.port, silence_seconds=settings.silence)
+        silence = config.deadlines.silence
+        server = QueueServer(queue, clock, host=settings.host, port=settings.port, silence_seconds=silence)
         stack.push_async_callback(server.close)
         address = await server.start()
         file = folder / "address.json"

@@ -3,72 +3,133 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 
 import attrs
 
-from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
+from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, ModelSpec, SaveCheckpointRequest
 from jackfield.config import RunConfig, make_config
 from jackfield.errors import EngineError, JackfieldError, RunError
 from jackfield.plugins import Registry, discover
 from jackfield.queue.local import STATE_FILE
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.trainer import Checkpoint, CheckpointStore, open_checkpoint
+from jackfield.weights import MergedAdapter
+from jackfield.weights.model_folder import auto_class
 
 __all__ = ["export_checkpoint", "export_model", "find_checkpoint", "find_queue", "run_checkpoints"]
 
 
-def run_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a run's folder, the oldest first.
+def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
+    """The checkpoints of a run's folder by their steps, the oldest first; the error in the place of a damaged one.
+
+    Manifests and sizes are looked at, not contents.
 
     Raises:
-        RunError: ``run.no-checkpoint``, ``run.checkpoint-damaged``.
+        RunError: ``run.no-checkpoint``, ``run.checkpoint-format``.
     """
     found = CheckpointStore(folder / "checkpoints").checkpoints()
     if not found:
-        raise RunError(
-            "the folder holds no checkpoint",
-            code="run.no-checkpoint",
-            where=str(folder),
-            expected="the folder of a run with checkpoints, or one of its checkpoints",
-        )
+        raise _none(folder)
     return found
 
 
-def find_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint by its own folder, or the newest of a run by the run's folder."""
-    return open_checkpoint(folder) if (folder / "manifest.json").is_file() else run_checkpoints(folder)[-1]
+def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
+    """A checkpoint by its own folder, or the newest whole one of a run by the run's folder, verified.
+
+    Args:
+        folder: of the checkpoint, or of the run.
+        part: the folder in the checkpoint that is verified; all, where it is not given.
+
+    Raises:
+        RunError: ``run.no-checkpoint``, ``run.checkpoint-damaged``, ``run.checkpoint-format``.
+    """
+    if (folder / "manifest.json").is_file():
+        one = open_checkpoint(folder)
+        one.verify(part)
+        return one
+    newest = CheckpointStore(folder / "checkpoints").newest(part)
+    if newest is None:
+        raise _none(folder)
+    return newest
+
+
+def _none(folder: Path) -> RunError:
+    return RunError(
+        "the folder holds no checkpoint",
+        code="run.no-checkpoint",
+        where=str(folder),
+        expected="the folder of a run with checkpoints, or one of its checkpoints",
+    )
 
 
 def find_queue(folder: Path) -> Path:
-    """The folder of a checkpointed queue: itself, or that of a run's (newest) checkpoint."""
-    return folder if (folder / STATE_FILE).is_file() else find_checkpoint(folder).folder / "queue"
+    """The folder of a checkpointed queue: itself, or that of a run's (newest whole) checkpoint."""
+    return folder if (folder / STATE_FILE).is_file() else find_checkpoint(folder, "queue/").folder / "queue"
 
 
-def export_checkpoint(checkpoint: Checkpoint, out: Path, registry: Registry | None = None) -> None:
-    """Write the actor's weights, as they were at ``checkpoint``, to the Hugging Face folder ``out``.
+def export_checkpoint(
+    checkpoint: Checkpoint, out: Path, registry: Registry | None = None, *, merge: bool = False
+) -> None:
+    """Write the actor's weights, as they were at a verified ``checkpoint``, to the Hugging Face folder ``out``.
 
     The run's model folder is needed for the model's shape and the tokenizer; one process of this machine must hold the
     model.
 
+    Args:
+        checkpoint: of a run.
+        out: an empty or absent folder.
+        registry: of plugins; None: the installed ones.
+        merge: write base model and adapter as one model; False: the adapter alone, where one was trained.
+
     Raises:
-        RunError: ``run.checkpoint-damaged``.
+        RunError: ``run.no-adapter``: there is nothing to merge.
         EngineError: when ``out`` is not empty, or the engine cannot load or save.
     """
-    checkpoint.verify()
     if out.exists() and any(out.iterdir()):
         raise EngineError("the folder for the model is not empty", where=str(out), expected="an empty or absent folder")
     config = make_config(checkpoint.state()["config"])
+    if merge and config.model.lora is None:
+        raise RunError(
+            "the run has not trained an adapter",
+            code="run.no-adapter",
+            where=str(checkpoint.folder),
+            expected="a run with model.lora",
+            fix="leave out --merge: the exported folder holds the whole model",
+        )
     engine = _engine(config, registry or discover())
     try:
         engine.initialize()
         engine.load_checkpoint(LoadCheckpointRequest(folder=str(checkpoint.folder / "actor"), model_only=True))
         engine.save_checkpoint(SaveCheckpointRequest(folder=str(out), format="huggingface"))
+        if merge:
+            _merge(config.model, out)
     except OSError as error:
         raise EngineError(f"the model could not be written: {error}", where=str(out)) from error
     finally:
         engine.close()
+
+
+def _merge(spec: ModelSpec, folder: Path) -> None:
+    """Replace the adapter in ``folder`` by its base model with the adapter merged; other files stay there."""
+    import torch
+    from safetensors.torch import load_file
+
+    file, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    model = auto_class(Path(spec.path), spec.trust_remote_code).from_pretrained(
+        spec.path,
+        dtype=getattr(torch, spec.dtype),
+        trust_remote_code=spec.trust_remote_code,
+        local_files_only=True,
+    )
+    weights = model.state_dict(keep_vars=True)
+    named = {name.removesuffix(".weight"): weight.data for name, weight in weights.items() if name.endswith(".weight")}
+    MergedAdapter(named.get, lambda: named).merge(load_file(file), json.loads(settings.read_text(encoding="utf-8")))
+    model.save_pretrained(folder)
+    file.unlink()
+    settings.unlink()
 
 
 def _engine(config: RunConfig, registry: Registry) -> BaseEngine:

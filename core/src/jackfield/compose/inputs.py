@@ -16,11 +16,15 @@ import attrs
 
 from jackfield.compose.recipe import Recipe
 from jackfield.config import RunConfig
+from jackfield.data.rotary import length_limits
 from jackfield.data.tasks import TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError
 
 __all__ = ["ModelDescription", "Tasks", "check_tokens", "read_model", "read_tasks"]
+
+#: Files of weights that torch.load would read.
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
 _ENCODED_PROMPTS = 64  #: of each file, its longest texts: so many are tokenised before the run begins
 
@@ -81,13 +85,39 @@ def read_model(config: RunConfig) -> ModelDescription:
             found=_why_unreadable(folder, error),
             fix=f"check the path; the working folder is {Path.cwd()}",
         ) from error
+    pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise EngineError(
+            "the model's weights are pickles, which could execute code when they are read",
+            code="engine.model",
+            where=f"model.path, {folder}",
+            expected="safetensors",
+            found=", ".join(pickles[:4]),
+            fix="load the model in a process that you trust with it, and save_pretrained() it to another folder",
+        )
     text: Mapping[str, Any] = {**described, **(described.get("text_config") or {})}
     rotary = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    _check_rotary(config, text)
     scaled = rotary.get("rope_type", rotary.get("type", "default")) != "default"
     return ModelDescription(
         vocabulary_size=text.get("vocab_size"),
         max_prompt_tokens=_prompt_limit(config, None if scaled else text.get("max_position_embeddings")),
     )
+
+
+def _check_rotary(config: RunConfig, text: Mapping[str, Any]) -> None:
+    """Refuse samples that cross a length beyond which rotary frequencies are others."""
+    room = config.runtime.max_model_len or text.get("max_position_embeddings") or 0
+    for kind, limit in length_limits(text).items():
+        if config.mode == "both" and room > limit:
+            raise ConfigError(
+                f"the model's rotary frequencies ({kind}) are others beyond {limit} tokens, and a sample that grows "
+                "beyond them while it is generated has log-probs that no training pass computes",
+                where="runtime.max_model_len",
+                expected=f"at most {limit}",
+                found=config.runtime.max_model_len,
+                fix=f"set runtime.max_model_len: {limit}",
+            )
 
 
 def check_tokens(config: RunConfig, tasks: Tasks, model: ModelDescription) -> None:

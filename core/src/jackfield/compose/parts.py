@@ -32,6 +32,10 @@ __all__ = ["Parts", "Role"]
 Role: TypeAlias = Literal["all", "explore", "reward", "train"]
 
 
+#: What a role is called, before the run's name.
+_CLIENTS = {"all": "the run", "explore": "the explorer", "reward": "the role", "train": "the trainer of"}
+
+
 class Parts:
     """Makes the parts of one role; what it starts is ended by the exit stack."""
 
@@ -87,7 +91,7 @@ class Parts:
         if config.queue.controller.address is None:
             queue = local_queue(config, backend, self.clock)
         else:
-            queue = remote_queue(config, backend, self.clock, config.name)
+            queue = remote_queue(config, backend, self.clock, f"{_CLIENTS[self.role]} {config.name}")
         stack.push_async_callback(queue.close)
         await queue.start()
         return queue

@@ -61,7 +61,7 @@ class RayCrews:
         self._make = make
         self._config = make.config
         self._registry = make.registry
-        self._cluster = Cluster(make.clock, make.config.deadlines.start)
+        self._cluster = Cluster(make.clock, make.config.deadlines.start, make.config.deadlines.silence)
         self._interpreters: dict[str, str] | None = None  # None: the cluster is not open
         self._crew: _RayCrew | None = None
 
@@ -184,7 +184,7 @@ class _RayCrew:
         routes = {number: cast(LastingReplica, replica).for_agents for number, replica in replicas.items()}
         for number, agent in enumerate(self._agents):
             agent.made_by(self._cluster.told(self._make_agent(number, routes)))
-        work = (resubmitted(partial(agent.reroute, routes, seconds)) for agent in self._agents)
+        work = (resubmitted(partial(agent.reroute, routes, seconds), "the list of replicas") for agent in self._agents)
         return sum(await asyncio.gather(*work))
 
     async def _drop(self, number: int) -> None:

@@ -9,15 +9,21 @@ import attrs
 
 from jackfield.algorithms import Algorithm, Part, algorithm, names, part
 from jackfield.algorithms.losses import COUNTS, ROW_INPUTS, TOKEN_INPUTS
+from jackfield.compose.rollout_policy import (
+    canary_bound,
+    check_canary,
+    check_correction,
+    check_sampling,
+    correction_options,
+    corrects,
+    old_log_probs,
+)
 from jackfield.config import CriticConfig, PartConfig, RunConfig, WeightsConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
 from jackfield.runtime.advantages import AdvantagePlan
 
 __all__ = ["Recipe", "make_recipe"]
-
-#: How far a replica's log-probs may be from the engine's on average, in nats, where none is configured.
-_EXACT_BOUND, _ROUNDED_BOUND, _FLOAT8_BOUND = 0.01, 0.25, 0.5
 
 #: What an estimator can get beside values, reward dimensions and the greedy run's reward, which the recipe adds.
 _ESTIMATOR_INPUTS = frozenset(
@@ -69,26 +75,24 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
     wanted = {*chosen.needs, *(estimator.needs if estimator else ())}
     experts = config.data.experts_per_step if "expert_mask" in loss.needs and config.data.expert else 0
     mixes = experts > 0 or ("expert_mask" in loss.needs and config.queue.expert is not None)
-    corrects = estimator is not None and _corrects(config, loss, rollout)
-    old: Literal["rollout", "engine"] = "engine" if corrects else "rollout"
-    if settings.old_log_probs != "auto":
-        old = settings.old_log_probs
-    _check_correction(config, loss, corrects, old)
-    _check_canary(config, loss, corrects)
+    corrected = estimator is not None and corrects(config, loss, rollout)
+    old = old_log_probs(config, corrected)
+    check_correction(config, loss, corrected, old)
+    check_canary(config, loss, corrected)
     reference = settings.kl.coefficient > 0 or "reference" in wanted or _reads_reference(chosen, loss)
     supplied = _supplied(config, estimator is not None, reference, mixes)
     prepared = _prepared(loss, supplied)
     recipe = Recipe(
         algorithm=chosen,
         loss_options=_loss_options(config, chosen),
-        loss_columns=_loss_columns(config, loss, supplied, prepared, corrects),
+        loss_columns=_loss_columns(config, loss, supplied, prepared, corrected),
         renamed={} if estimator is None or old == "engine" else {"old_log_probs": "rollout_log_probs"},
         plan=_plan(
-            config, chosen, loss, old=old, corrects=corrects, prepares=bool(prepared), mixes=mixes, reference=reference
+            config, chosen, loss, old=old, corrects=corrected, prepares=bool(prepared), mixes=mixes, reference=reference
         ),
         critic="critic" in wanted or "values" in wanted,
         reference=reference,
-        recompute_old_log_probs=corrects or (old == "engine" and _reads_old(config, loss, estimator)),
+        recompute_old_log_probs=corrected or (old == "engine" and _reads_old(config, loss, estimator)),
         prepares=bool(prepared),
         dynamic_sampling=_dynamic_sampling(config, chosen),
         greedy_baseline="baseline_rewards" in wanted,
@@ -96,7 +100,7 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
         experts=experts,
         pairs="pair_ids" in (*loss.needs, *loss.accepts),
         whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
-        canary_bound=_canary_bound(config),
+        canary_bound=canary_bound(config),
     )
     _check_supply(config, recipe, loss, estimator, supplied, prepared)
     _check_effect(config, recipe)
@@ -139,7 +143,7 @@ def _plan(
         old_log_probs="old_log_probs" if old == "engine" else "rollout_log_probs",
         shaping=settings.shaping,
         kl=settings.kl.name if settings.kl.in_reward and settings.kl.coefficient > 0 else None,
-        correction=_correction_options(config, old) if corrects else None,
+        correction=correction_options(config, old) if corrects else None,
         experts=mixes,
         reference=reference,
         rewards="rewards" in loss.needs,
@@ -175,73 +179,8 @@ def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
             expected="mode: train",
             found="mode: both",
         )
-
-
-def _corrects(config: RunConfig, loss: Part, rollout: Manifest) -> bool:
-    """On by default where numerics differ, and the loss can be weighed and does not weigh itself."""
-    enabled = config.algorithm.correction.enabled
-    if enabled is not None:
-        return enabled
-    differs = config.canary.beyond == "correct" or _numerics_differ(config, rollout)
-    return differs and not loss.per_sequence and not _weighs_itself(loss)
-
-
-def _weighs_itself(loss: Part) -> bool:
-    return "rollout_log_probs" in (*loss.needs, *loss.accepts)
-
-
-def _numerics_differ(config: RunConfig, rollout: Manifest) -> bool:
-    """Whether the server's log-probs are more than rounding away from the engine's."""
-    return rollout.capabilities.get("engine_log_probs") != "full" or _rounds(config)
-
-
-def _rounds(config: RunConfig) -> bool:
-    """Whether anything is computed with fewer bits than float32 has."""
-    mixed = config.engine.settings.get("mixed_precision", "none") not in (None, "none")
-    return mixed or config.model.dtype != "float32" or config.weights.dtype not in (None, "float32")
-
-
-def _canary_bound(config: RunConfig) -> float:
-    if config.canary.bound is not None:
-        return config.canary.bound
-    if config.weights.dtype == "float8_e4m3fn":
-        return _FLOAT8_BOUND
-    return _ROUNDED_BOUND if _rounds(config) else _EXACT_BOUND
-
-
-def _check_canary(config: RunConfig, loss: Part, corrects: bool) -> None:
-    """Whoever wants a distance corrected has to have a correction."""
-    if config.canary.beyond == "correct" and not corrects and not _weighs_itself(loss):
-        raise ConfigError(
-            "the run does not correct for other log-probs than the engine's",
-            where="canary.beyond",
-            expected="stop, or an algorithm whose loss importance weights can correct",
-            found="correct",
-            fix="set canary.beyond: stop, or leave algorithm.correction.enabled away and choose a loss per token",
-        )
-
-
-def _check_correction(config: RunConfig, loss: Part, corrects: bool, old: str) -> None:
-    where = "algorithm.correction"
-    if corrects and loss.per_sequence:
-        raise ConfigError(
-            f"loss {loss.name} has one value per sequence, which weights of tokens cannot correct",
-            where=where,
-            fix=f"set {where}.enabled: false",
-        )
-    if corrects and old == "rollout" and config.algorithm.correction.reject == "none":
-        raise ConfigError(
-            "around the rollout server's log-probs the loss's own ratio corrects: nothing is left to do but to reject",
-            where=where,
-            expected="old_log_probs: engine (weights), or a reject (whole tokens or responses are left out)",
-            fix=f"set algorithm.old_log_probs: engine, or {where}.reject",
-        )
-
-
-def _correction_options(config: RunConfig, old: str) -> dict[str, Any]:
-    """Around the rollout's own log-probs, the loss's ratio weighs and the correction only rejects."""
-    options = config.algorithm.correction.options
-    return options if old == "engine" else {**options, "bound": "none", "batch_normalize": False}
+    if config.mode == "both":
+        check_sampling(config.sampling)
 
 
 def _supplied(config: RunConfig, estimates: bool, reference: bool, experts: bool) -> frozenset[str]:

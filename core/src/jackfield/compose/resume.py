@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
 import socket
@@ -17,6 +18,8 @@ import attrs
 
 from jackfield.config import RunConfig, as_plain
 from jackfield.errors import RunError
+from jackfield.queue.namespace import NAME_FILE
+from jackfield.sealed import seal, unseal
 from jackfield.trainer import Checkpoint, CheckpointStore
 
 __all__ = [
@@ -47,6 +50,7 @@ FREE = (
     "runtime",
     "environments",
     "checkpoint_engine",
+    "log_prob_check",
     "schedule.steps",
     "evaluation.every",
     "queue.controller",
@@ -128,30 +132,57 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def starting_point(config: RunConfig, folder: Path) -> StartingPoint:
-    """Find the checkpoint to go on from; what earlier starts left half done is removed.
+    """Find the checkpoint to go on from: the newest whole one. What earlier starts left half done is removed.
+
+    Without ``checkpoint.resume`` nothing is read of what is there.
 
     Raises:
-        RunError: ``run.changed`` when the folder's run is another one; ``run.checkpoint-damaged``.
+        RunError: ``run.changed`` when the folder's run is another one; ``run.checkpoint-damaged``,
+            ``run.checkpoint-format``.
     """
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
     store.clean()
     if not config.checkpoint.resume:
         store.clear()
-    checkpoint = store.newest()
+        if config.queue.controller.address is None:  # else a controller works there
+            _clear_queue(folder / "queue")
+    checkpoint = store.newest(sets_aside=True)
     if checkpoint is not None:
         _check_config(checkpoint, config)
-    marker = folder / _FINISHED
-    steps = json.loads(marker.read_text(encoding="utf-8"))["steps"] if marker.is_file() else None
+    steps = _finished_steps(folder) if checkpoint is not None else None
     finished = checkpoint is not None and checkpoint.step == steps == config.schedule.steps
     if not finished:
-        marker.unlink(missing_ok=True)
+        (folder / _FINISHED).unlink(missing_ok=True)
         (folder / "error.txt").unlink(missing_ok=True)
     return StartingPoint(store=store, checkpoint=checkpoint, finished=finished)
 
 
+def _clear_queue(folder: Path) -> None:
+    """Remove what an earlier run's queue kept here, damaged or not; its name stays, under which servers know it."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != NAME_FILE:
+            path.unlink()
+
+
 def mark_finished(folder: Path, steps: int) -> None:
     """The model of the last step is in its place."""
-    replace_text(folder / _FINISHED, json.dumps({"steps": steps}))
+    replace_text(folder / _FINISHED, seal(json.dumps({"steps": steps})))
+
+
+def _finished_steps(folder: Path) -> object:
+    """What :func:`mark_finished` noted; None where it did not, or where that is damaged, or the model is gone."""
+    marker = folder / _FINISHED
+    if not marker.is_file() or not (folder / "model").is_dir():
+        return None
+    try:
+        return unseal(marker.read_bytes()).get("steps")
+    except ValueError as error:
+        logging.getLogger("jackfield").warning(
+            "%s is damaged (%s); the run goes on from its newest checkpoint, and writes its model again", marker, error
+        )
+        return None
 
 
 def replace_text(file: Path, text: str) -> None:

@@ -38,6 +38,7 @@ from jackfield.compose.resume import (
 )
 from jackfield.compose.selection import check_plugins, import_plugins, manifests
 from jackfield.compose.separate import ExplorerParts, RewardParts
+from jackfield.compose.stopping import Stop
 from jackfield.compose.training import TrainerParts
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, show
@@ -81,6 +82,7 @@ class RunResult:
     model: Path  #: a Hugging Face folder with the trained weights
     steps: int
     finished_before: bool = False  #: the folder held the finished run, and nothing was done
+    stopped: bool = False  #: a signal has ended it before its last step; there is no model
 
 
 @attrs.frozen(kw_only=True)
@@ -105,6 +107,7 @@ def run(
     hooks: Sequence[object] = (),
     registry: Registry | None = None,
     role: Literal["all", "train"] = "all",
+    stop: Stop | None = None,
 ) -> RunResult:
     """Do a run in this process.
 
@@ -113,13 +116,16 @@ def run(
         hooks: further listeners, beside those of the configuration.
         registry: the installed plugins; discovered when not given.
         role: train: explorers are launched separately (:func:`explore`), and so is the queue's controller.
+        stop: ends the run early; None: nothing does.
 
     Raises:
         JackfieldError: whatever ended the run; the folder keeps everything written before, and the same call goes on
             from the newest checkpoint.
+        CancelledError: ``stop`` has ended it before a step was done.
     """
+    stop = stop or Stop(config.checkpoint.grace)
     with asyncio.Runner() as runner:
-        return runner.run(run_async(config, hooks=hooks, registry=registry, role=role))
+        return runner.run(stop.bounded(run_async(config, hooks=hooks, registry=registry, role=role, stop=stop)))
 
 
 async def run_async(
@@ -129,9 +135,10 @@ async def run_async(
     registry: Registry | None = None,
     clock: Clock | None = None,
     role: Literal["all", "train"] = "all",
+    stop: Stop | None = None,
 ) -> RunResult:
     """The same inside of a running event loop."""
-    registry, clock = registry or discover(), clock or Clock()
+    registry, clock, stop = registry or discover(), clock or Clock(), stop or Stop(config.checkpoint.grace)
     if role == "all" and config.queue.controller.rewards == "apart":
         raise ConfigError(
             "nobody scores the samples of a run in one process but that process",
@@ -156,13 +163,15 @@ async def run_async(
             make_crew = crew_maker(make, processes)
             for _ in range(config.runtime.ray.recoveries):
                 try:
-                    return await _run(config, prepared, make_crew, clock, start, role)
+                    return await _run(config, prepared, make_crew, clock, start, stop, role)
                 except WorkerLost as error:
                     start = _recovery(config, folder, error)
-            return await _run(config, prepared, make_crew, clock, start, role)
+            return await _run(config, prepared, make_crew, clock, start, stop, role)
 
 
-def explore(config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None) -> Explored:
+def explore(
+    config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None, stop: Stop | None = None
+) -> Explored:
     """Explore for a trainer in another process, until every batch of the schedule is trained on.
 
     Any number of processes may do so, and come and go. Each has a folder of its own in the run's.
@@ -171,12 +180,15 @@ def explore(config: RunConfig, *, hooks: Sequence[object] = (), registry: Regist
         config: the run's.
         hooks: further listeners, beside those of the configuration.
         registry: the installed plugins; discovered when not given.
+        stop: ends it early; None: nothing does.
 
     Raises:
         JackfieldError: whatever ended it; what it had begun is made by others.
+        CancelledError: ``stop`` has ended it.
     """
+    stop = stop or Stop(config.checkpoint.grace)
     with asyncio.Runner() as runner:
-        return runner.run(explore_async(config, hooks=hooks, registry=registry))
+        return runner.run(stop.bounded(explore_async(config, hooks=hooks, registry=registry)))
 
 
 async def explore_async(
@@ -199,7 +211,9 @@ async def explore_async(
     return Explored(folder=folder, version=parts.version.value)
 
 
-def reward(config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None) -> Rewarded:
+def reward(
+    config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None, stop: Stop | None = None
+) -> Rewarded:
     """Reward for a trainer in another process, until it has done its last step.
 
     One process does so at a time; another one that comes after its death goes on where it was.
@@ -208,13 +222,16 @@ def reward(config: RunConfig, *, hooks: Sequence[object] = (), registry: Registr
         config: the run's, with ``queue.controller.rewards: apart``.
         hooks: further listeners, beside those of the configuration.
         registry: the installed plugins; discovered when not given.
+        stop: ends it early; None: nothing does.
 
     Raises:
         RunError: ``run.folder-in-use``: another process rewards for this run.
         JackfieldError: whatever ended it.
+        CancelledError: ``stop`` has ended it.
     """
+    stop = stop or Stop(config.checkpoint.grace)
     with asyncio.Runner() as runner:
-        return runner.run(reward_async(config, hooks=hooks, registry=registry))
+        return runner.run(stop.bounded(reward_async(config, hooks=hooks, registry=registry)))
 
 
 async def reward_async(
@@ -278,19 +295,20 @@ async def _run(
     make_crew: MakeCrew,
     clock: Clock,
     start: StartingPoint,
+    stop: Stop,
     role: Literal["all", "train"],
 ) -> RunResult:
     folder, hooks = Path(config.folder), prepared.hooks
-    parts = TrainerParts(config, prepared.recipe, prepared.tasks, make_crew, hooks.hook, clock, start.store, role)
+    parts = TrainerParts(config, prepared.recipe, prepared.tasks, make_crew, hooks.hook, clock, start.store, stop, role)
     steps = await _told(config, hooks, start.step, parts.steps_done, _train(parts, folder, start))
-    return RunResult(folder=folder, model=folder / "model", steps=steps)
+    return RunResult(folder=folder, model=folder / "model", steps=steps, stopped=steps < config.schedule.steps)
 
 
 async def _told(
     config: RunConfig, manager: HookManager, first_step: int, done: Progress, work: Coroutine[Any, Any, None]
 ) -> int:
     """Tell the hooks of beginning and end, and leave the traceback of a failure in the folder; the steps done."""
-    folder, failure = Path(config.folder), None
+    folder, failure, stopped = Path(config.folder), None, False
     started = RunStarted(
         name=config.name,
         folder=str(folder),
@@ -302,6 +320,9 @@ async def _told(
     try:
         with _one_compute_thread(config):
             await work
+    except asyncio.CancelledError:
+        stopped = True  # by a signal, or by the caller: nothing has failed
+        raise
     except BaseException as error:
         failure = _first(error, folder)
         text = "".join(traceback.format_exception(error))
@@ -312,7 +333,7 @@ async def _told(
         raise failure from error
     finally:
         steps = max(first_step, done.value)
-        manager.hook.run_ended(event=RunEnded(folder=str(folder), steps=steps, error=failure))
+        manager.hook.run_ended(event=RunEnded(folder=str(folder), steps=steps, error=failure, stopped=stopped))
     return steps
 
 
@@ -363,11 +384,13 @@ async def _train(parts: TrainerParts, folder: Path, start: StartingPoint) -> Non
             await _open_control(stack, parts.config, run.replicas, parts.clock)
         loops = (*run.background, *(rows.keep for rows in mixed))
         background = [tasks.create_task(part()) for part in loops]
-        steps = await run.trainer.run(start.step)
-        await export_model(run.actor, folder / "model")
-        if parts.role == "train":
-            await post_finished(parts.queue, steps)
-        mark_finished(folder, steps)
+        with parts.stop.boundary("with a checkpoint after this step"):
+            steps = await run.trainer.run(start.step)
+            if steps == parts.config.schedule.steps:
+                await export_model(run.actor, folder / "model")
+                if parts.role == "train":
+                    await post_finished(parts.queue, steps)
+                mark_finished(folder, steps)
         for task in (*background, *watching):
             task.cancel()
 

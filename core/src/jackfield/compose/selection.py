@@ -57,6 +57,8 @@ def check_plugins(config: RunConfig, registry: Registry) -> None:
         )
     if config.queue.controller.address is not None:
         check_apart(config, registry, "queue.controller.address is set")
+    if config.model.dropout > 0.0:
+        require_capability(registry.find("engine", config.engine.name), "dropout", "model.dropout is set")
     if config.model.lora is not None:
         require_capability(registry.find("engine", config.engine.name), "lora", "model.lora is set")
         require_capability(registry.find("rollout", config.rollout.name), "weights_adapter", "model.lora is set")

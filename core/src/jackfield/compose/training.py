@@ -17,6 +17,8 @@ from jackfield.compose.joining import joining
 from jackfield.compose.mixing import make_sources
 from jackfield.compose.parts import Parts
 from jackfield.compose.recipe import Recipe
+from jackfield.compose.rollout_policy import log_prob_check_options
+from jackfield.compose.stopping import Stop
 from jackfield.config import KLConfig, RunConfig, as_plain
 from jackfield.data.tasks import Task
 from jackfield.queue import GroupSlot
@@ -34,6 +36,7 @@ from jackfield.trainer import (
     Critic,
     Evaluator,
     Explorer,
+    LogProbCheck,
     OfflineProducer,
     PlacementLease,
     PostedVersion,
@@ -71,10 +74,12 @@ class TrainerParts(Parts):
         hooks: Any,
         clock: Clock,
         store: CheckpointStore,
+        stop: Stop,
         role: Literal["all", "train"],
     ) -> None:
         super().__init__(config, recipe, tasks, make_crew, hooks, clock, role)
         self.store = store
+        self.stop = stop
         self.engines: list[EngineGroup] = []  # every model that is loaded beside the replicas
 
     async def build(self, stack: AsyncExitStack) -> Assembly:
@@ -147,6 +152,7 @@ class TrainerParts(Parts):
             reference=reference,
             recompute_old_log_probs=recipe.recompute_old_log_probs,
             critic=critic,
+            log_prob_check=self._log_prob_check(critic),
             kl=_kl_controller(config.algorithm.kl),
             kl_in_reward=recipe.plan.kl is not None,
             prepares=recipe.prepares,
@@ -170,6 +176,17 @@ class TrainerParts(Parts):
             agents=crew.agents,
             batch_seconds=config.deadlines.batch,
             recorded=config.observe.samples_per_step,
+            stop=self.stop.requested,
+        )
+
+    def _log_prob_check(self, critic: Critic | None) -> LogProbCheck | None:
+        if not self.config.log_prob_check.every:
+            return None
+        return LogProbCheck(
+            schedule=self.schedule,
+            note=self.stages.note,
+            first_step=0 if critic is None else critic.warmup_steps,
+            **log_prob_check_options(self.config),
         )
 
     def _producer(self, task_for: Callable[[GroupSlot], Task]) -> OfflineProducer:
@@ -276,7 +293,9 @@ class TrainerParts(Parts):
             return None
         agents, task = self.crew.agents, cast(Task, self.tasks.train[0])
         return Canary(
-            prompt=lambda: resubmitted(lambda: agents.of("canary").prompt_ids(task, _CANARY_PROMPT)),
+            prompt=lambda: resubmitted(
+                lambda: agents.of("canary").prompt_ids(task, _CANARY_PROMPT), "the canary's prompt"
+            ),
             scorer=actor,
             clock=self.clock,
             tokens=config.canary.tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,13 @@ from jackfield.abc.agent import AgentContext, AgentLoopBase
 from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext
 from jackfield.abc.engine import BaseEngine, EngineContext, ModelSpec
 from jackfield.abc.reward import RewardAgent, RewardContext
-from jackfield.abc.rollout import BaseRolloutServer, RolloutContext
+from jackfield.abc.rollout import (
+    BaseRolloutServer,
+    GenerateRequest,
+    GenerateResult,
+    RolloutContext,
+    SamplingParams,
+)
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.compose.inputs import read_model
@@ -41,7 +47,8 @@ class WorkerFactory:
 
     def backend(self) -> TransferQueueBackend:
         """Where values are kept; not started."""
-        context = TransferQueueContext(folder=str(Path(self.config.folder) / "queue"))
+        folder = str(Path(self.config.folder) / "queue")
+        context = TransferQueueContext(folder=folder, silence_seconds=self.config.deadlines.silence)
         return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
     def joined_backend(self, folder: Path) -> TransferQueueBackend:
@@ -50,7 +57,8 @@ class WorkerFactory:
         Args:
             folder: of that queue.
         """
-        context = TransferQueueContext(folder=str(folder), joins=True)
+        silence = self.config.deadlines.silence
+        context = TransferQueueContext(folder=str(folder), joins=True, silence_seconds=silence)
         return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
     def engine_rank(
@@ -147,6 +155,7 @@ class WorkerFactory:
             seconds=max(config.deadlines.generate, config.deadlines.start, config.deadlines.sync),
             log=Path(config.folder) / f"replica-{context.replica}.log",
             environment={} if threads is None else {"OMP_NUM_THREADS": str(threads)},
+            silence_seconds=config.deadlines.silence,
         )
 
     def agent_worker(self, rows: Rows, servers: Mapping[int, BaseRolloutServer], *, run_id: str) -> AgentWorker:
@@ -158,9 +167,15 @@ class WorkerFactory:
         loaded = self.registry.load("agent", config.agent.name)
         router = ReplicaRouter(servers, self.clock)
 
-        def make_agent() -> AgentLoopBase:
+        def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
+            generate = router.of_one_run()
+
+            def noted(request: GenerateRequest) -> Awaitable[GenerateResult]:
+                asks(request.sampling)
+                return generate(request)
+
             context = AgentContext(
-                generate=router.of_one_run(),
+                generate=noted,
                 tokenizer=tokenizer,
                 clock=self.clock,
                 run_id=run_id,
@@ -173,7 +188,8 @@ class WorkerFactory:
     async def reward_worker(self, rows: Rows) -> RewardWorker:
         """A worker whose reward agent is started."""
         config = self.config
-        agent: RewardAgent = self._plugin("reward", RewardContext(clock=self.clock, seed=config.seed))
+        context = RewardContext(clock=self.clock, seed=config.seed, silence_seconds=config.deadlines.silence)
+        agent: RewardAgent = self._plugin("reward", context)
         name = f"the reward agent {config.reward.name} to start"
         try:
             await self.clock.wait_for(agent.start(), config.deadlines.start, name)

@@ -68,11 +68,6 @@ class ControllerConfig:
     rewards: Literal["train", "apart"] = option(
         "train", help="who scores samples: the role train, or a process of its own, --role reward"
     )
-    silence: float = option(
-        30.0,
-        help="seconds after which controller and run take each other for dead when nothing is heard",
-        validator=gt(0.0),
-    )
 
 
 @attrs.frozen(kw_only=True)

@@ -16,6 +16,7 @@ from jackfield.config.queue_sections import QueueConfig
 from jackfield.config.runtime_sections import EnvironmentConfig, RuntimeConfig
 from jackfield.data.tasks import TaskFormat
 from jackfield.observe import ObserveConfig
+from jackfield.pulse import SILENCE_SECONDS
 from jackfield.structuring import option
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "EvaluationConfig",
     "EvaluationSampling",
     "KLConfig",
+    "LogProbCheckConfig",
     "PartConfig",
     "PluginSection",
     "RunConfig",
@@ -111,7 +113,7 @@ class AlgorithmConfig:
     old_log_probs: Literal["auto", "rollout", "engine"] = option(
         "auto",
         help="the policy before the update, which ratios are taken to: log-probs of the rollout server (bypass), or "
-        "recomputed by the engine (decoupled); auto: engine where the correction is on",
+        "recomputed by the engine (decoupled); auto: engine where the correction is on, and with sampling filters",
     )
     correction: Correction = option(factory=Correction, help="off-policy correction")
     shaping: Shaping = option(factory=Shaping, help="what happens to rewards before the advantages")
@@ -163,6 +165,12 @@ class CheckpointConfig:
     )
     keep: int = option(2, help="how many of the newest checkpoints stay", validator=gt(0))
     at_end: bool = option(True, help="checkpoint after the last step, too")
+    grace: float = option(
+        25.0,
+        help="seconds from SIGTERM or SIGINT to the end of the process: in four fifths of them the step under way is "
+        "finished and a checkpoint written, the rest is for closing",
+        validator=gt(0.0),
+    )
     resume: bool = option(
         True, help="go on from the folder's newest checkpoint; false: remove what is there and begin anew"
     )
@@ -211,6 +219,32 @@ class CanaryConfig:
 
 
 @attrs.frozen(kw_only=True)
+class LogProbCheckConfig:
+    """Whether the policy that is trained is the one that generated: log-probs of the training pass are compared with an
+    inference pass's, and with the rollout's where the weights are the same.
+    """
+
+    every: int = option(
+        10,
+        help="check every n steps, at the next synchronisation when that is later; and on the first batch, on the "
+        "first that published weights made, and after a resume; 0: never",
+        validator=ge(0),
+    )
+    bound: float | None = option(
+        None,
+        help="mean distance of log-probs, in nats; null: 0.01 to the rollout, 0.25 where anything computes with fewer "
+        "bits than float32, 0.5 with weights.dtype: float8_e4m3fn; a tenth of 0.01, or 0.1, to the inference pass. One "
+        "sample may be ten times as far from the rollout",
+        validator=optional(gt(0.0)),
+    )
+    beyond: Literal["stop", "warn"] = option(
+        "stop",
+        help="stop: the run ends (run.log-probs); warn: a warning. With canary.beyond: correct, distances to the "
+        "rollout are a warning in any case",
+    )
+
+
+@attrs.frozen(kw_only=True)
 class EvaluationSampling(SamplingParams):
     """How evaluation answers are drawn: greedy unless told otherwise."""
 
@@ -240,6 +274,12 @@ class DeadlineConfig:
     reward: float = option(60.0, help="for one score", validator=gt(0.0))
     batch: float = option(1800.0, help="for the batch of the next step", validator=gt(0.0))
     sync: float = option(600.0, help="for one weight synchronisation", validator=gt(0.0))
+    silence: float = option(
+        SILENCE_SECONDS,
+        help="without a sign of life of a process, after which it is dead: it is named and killed, and what it did is "
+        "done again; a thread of its own gives the signs, so that work, however long, is no silence",
+        validator=gt(0.0),
+    )
     drain: float = option(
         60.0,
         help="for the requests of a replica that is removed to end; then they are generated again on the others",
@@ -267,6 +307,9 @@ class RunConfig:
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
     weights: WeightsConfig = option(factory=WeightsConfig, help="how replicas get them")
     canary: CanaryConfig = option(factory=CanaryConfig, help="log-probs of replicas against the engine's")
+    log_prob_check: LogProbCheckConfig = option(
+        factory=LogProbCheckConfig, help="log-probs of the training pass against inference and rollout"
+    )
     runtime: RuntimeConfig = option(factory=RuntimeConfig, help="where workers live")
     deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="longest waits")
     environments: Mapping[str, EnvironmentConfig] = option(

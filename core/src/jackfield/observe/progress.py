@@ -92,7 +92,9 @@ class ProgressDisplay(Listener):
         """Print the summary, after the other observers have written theirs."""
         self.close()
         took = "" if self._began is None else f" in {_duration(self._clock.time() - self._began)}"
-        if event.error is None:
+        if event.stopped or (event.error is None and event.steps < self._total):
+            self._view.line(f"run stopped after {event.steps} steps{took}; the same command goes on")
+        elif event.error is None:
             self._view.line(f"run ended well: {event.steps} steps{took}")
         else:
             self._view.line(f"run FAILED after {event.steps} steps{took}: {_first_line(event.error)}")

@@ -60,6 +60,7 @@ class Certification:
     level: str  #: ``partial``, ``base`` or ``full``
     source: Literal["local", "shipped"]
     conformance: str  #: version of jackfield-conformance
+    stale: str = ""  #: what has changed since the checks ran, so that the certificate does not count; empty: nothing
 
     def as_dict(self) -> dict[str, str]:
         """JSON-ready fields."""
@@ -98,25 +99,39 @@ def keep(certificate: Mapping[str, Any]) -> Path:
 
 
 def find_certification(record: PluginRecord) -> Certification | None:
-    """Whether a plugin is certified as it is installed; None: it is not.
+    """Find the certificate of a plugin.
 
-    A local certificate comes first: where it speaks of these files and says no, a shipped one does not count.
+    A local certificate comes first: where it is of the installed files and says no, a shipped one does not count. One
+    that counts comes before a stale one.
+
+    Returns:
+        The certificate; with ``stale`` set where the plugin has changed since the checks ran; None: there is none.
     """
     manifest = record.manifest
     if manifest is None or record.error is not None:
         return None
+    stale = None
     for source, file in _places(manifest):
         found = _read(file)
-        if found is not None and _speaks_of(found, record, manifest):
-            if found["level"] not in ("partial", "base", "full"):
-                return None
-            return Certification(
-                date=str(found["date"])[:10],
-                level=found["level"],
-                source=source,
-                conformance=str(found["versions"].get("jackfield-conformance") or "unknown"),
-            )
-    return None
+        if found is None or (found["kind"], found["plugin"]) != (record.kind, record.name):
+            continue
+        change = _change(found, record, manifest)
+        certified = found["level"] in ("partial", "base", "full")
+        if not change:
+            return _certification(found, source, "") if certified else None
+        if certified and stale is None:
+            stale = _certification(found, source, change)
+    return stale
+
+
+def _certification(found: Mapping[str, Any], source: Literal["local", "shipped"], stale: str) -> Certification:
+    return Certification(
+        date=str(found["date"])[:10],
+        level=found["level"],
+        source=source,
+        conformance=str(found["versions"].get("jackfield-conformance") or "unknown"),
+        stale=stale,
+    )
 
 
 def plugin_digest(manifest: Manifest) -> str | None:
@@ -212,10 +227,17 @@ def _read(file: Path) -> dict[str, Any] | None:
     return found if whole and found.get("format") == FORMAT and isinstance(found["versions"], dict) else None
 
 
-def _speaks_of(found: Mapping[str, Any], record: PluginRecord, manifest: Manifest) -> bool:
-    mine = (record.kind, record.name, record.distribution, record.version, record.abi)
-    theirs = (found["kind"], found["plugin"], found.get("distribution"), found["versions"].get("plugin"), found["abi"])
-    return mine == theirs and found["digest"] is not None and found["digest"] == plugin_digest(manifest)
+def _change(found: Mapping[str, Any], record: PluginRecord, manifest: Manifest) -> str:
+    """What is not as it was when the checks ran; empty: nothing that the certificate speaks of."""
+    for what, then, now in (
+        ("distribution", found.get("distribution"), record.distribution),
+        ("version", found["versions"].get("plugin"), record.version),
+        ("ABI", found["abi"], record.abi),
+    ):
+        if then != now:
+            return f"the checks ran on {what} {then}, {now} is installed"
+    unchanged = found["digest"] is not None and found["digest"] == plugin_digest(manifest)
+    return "" if unchanged else "the plugin's files have changed since the checks ran"
 
 
 def _package_folder(manifest: Manifest) -> Path | None:

@@ -11,11 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from jackfield.errors import CODES, JackfieldError, PluginError, PluginImportError
+from jackfield.plugins.certificates import find_certification
 from jackfield.plugins.discovery import PluginRecord
 from jackfield.plugins.handshake import check_interpreter
 from jackfield.plugins.interpreters import ChildResult, InterpreterReport, preflight, run_child
@@ -32,13 +33,20 @@ class PluginReport:
     versions: Mapping[str, str | None]  #: there, of jackfield, torch and ray
     seconds: float
     problems: tuple[JackfieldError, ...]
+    stale: str = ""  #: why its certificate does not count any more; empty: it counts, or there is none
+
+    @property
+    def status(self) -> Literal["ok", "stale", "problem"]:
+        """The worst that was found."""
+        return "problem" if self.problems else "stale" if self.stale else "ok"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
         identity = ("name", "kind", "abi", "distribution", "version")
         return {
             **{name: getattr(self.record, name) for name in identity},
-            "status": "problem" if self.problems else "ok",
+            "status": self.status,
+            "stale": self.stale,
             "python": self.python,
             "versions": dict(self.versions),
             "seconds": round(self.seconds, 3),
@@ -86,6 +94,7 @@ def _try(record: PluginRecord, interpreter: InterpreterReport, deadline: float) 
         versions=interpreter.versions,
         seconds=seconds,
         problems=problems,
+        stale=certification.stale if (certification := find_certification(record)) else "",
     )
 
 

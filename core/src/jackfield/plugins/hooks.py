@@ -58,6 +58,7 @@ class RunEnded:
     folder: str
     steps: int  #: completed
     error: BaseException | None = None
+    stopped: bool = False  #: a signal, or whoever called, has ended it before its end
 
 
 @attrs.frozen(kw_only=True)

@@ -2,7 +2,8 @@
 
 ``index.json`` names the two others and their sizes; it comes last and appears whole, so that a checkpoint which was
 broken off is none, and does no harm to the one before it. ``rows-*.jsonl`` has a line for each row: partition, key, the
-headers of its cells by column, and its tags or null. ``values-*.bin`` has the cells' bytes in the same order.
+headers of its cells by column with their digests, and its tags or null. ``values-*.bin`` has the cells' bytes in the
+same order. The index has the digest of ``rows-*.jsonl`` and its own; each cell has one.
 
 safetensors would not do: it lacks dtypes that torch has (complex128, float8_e8m0fnu), and names each tensor in one
 header, where we have millions of rows.
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
+import xxhash
 
 from jackfield.abc.transfer_queue import SnapshotResult
 from jackfield.errors import QueueError
 from jackfield.queue.cells import Cell
+from jackfield.sealed import seal, unseal
 
 __all__ = ["BATCH_BYTES", "BATCH_ROWS", "ArchiveWriter", "ArchivedRow", "batches", "read_archive", "write_archive"]
 
@@ -31,7 +34,7 @@ BATCH_ROWS = 500
 BATCH_BYTES = 1 << 25  #: of values
 
 _INDEX = "index.json"
-_FORMAT = 2
+_FORMAT = 3
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -60,13 +63,19 @@ class ArchiveWriter:
         self._names = f"rows-{mark}.jsonl", f"values-{mark}.bin"
         self._rows = (folder / self._names[0]).open("w", encoding="utf-8")
         self._values = (folder / self._names[1]).open("wb")
+        self._digest = xxhash.xxh3_128()  # of the rows
         self._finished = False
 
     def add(self, row: ArchivedRow) -> None:
         """Append a row."""
-        headers = {name: [cell.kind, cell.dtype, cell.shape] for name, cell in row.cells.items()}
+        headers = {
+            name: [cell.kind, cell.dtype, cell.shape, cell.digest(row.partition, row.key, name)]
+            for name, cell in row.cells.items()
+        }
         entry = [row.partition, row.key, headers, row.tags]
-        self._rows.write(json.dumps(entry, ensure_ascii=False, separators=(",", ":")) + "\n")
+        line = json.dumps(entry, ensure_ascii=False, separators=(",", ":")) + "\n"
+        self._rows.write(line)
+        self._digest.update(line.encode())
         for cell in row.cells.values():
             self._values.write(cell.content)
         self._row_count += 1
@@ -78,10 +87,16 @@ class ArchiveWriter:
             file.flush()
             os.fsync(file.fileno())
         sizes = {name: (self._folder / name).stat().st_size for name in self._names}
-        index = {"format": _FORMAT, "rows": self._row_count, "bytes": self._byte_count, "files": sizes}
+        index = {
+            "format": _FORMAT,
+            "rows": self._row_count,
+            "bytes": self._byte_count,
+            "files": sizes,
+            "rows_digest": self._digest.hexdigest(),
+        }
         partial = self._folder / f"{_INDEX}.partial"
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(index, file)
+            file.write(seal(json.dumps(index)))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self._folder / _INDEX)
@@ -130,31 +145,44 @@ def read_archive(folder: Path) -> Iterator[ArchivedRow]:
     """The rows of a folder's checkpoint, one after the other.
 
     Raises:
-        QueueError: ``queue.invalid``, before the first row, where there is no whole checkpoint.
+        QueueError: ``queue.invalid``, before the first row, where there is no whole checkpoint, or another format's;
+            ``queue.store`` where values are damaged.
     """
     rows, values = _files(folder)
     with rows.open(encoding="utf-8") as lines, values.open("rb") as content:
         for line in lines:
             partition, key, headers, tags = json.loads(line)
             cells = {}
-            for name, header in headers.items():
-                cell = Cell(header[0], header[1], tuple(header[2]), b"")
+            for name, (kind, dtype, shape, digest) in headers.items():
+                cell = Cell(kind, dtype, tuple(shape), b"")
                 cells[name] = attrs.evolve(cell, content=content.read(cell.size))
+                if cells[name].digest(partition, key, name) != digest:
+                    raise QueueError(
+                        "a value of a queue's checkpoint is damaged",
+                        code="queue.store",
+                        where=f"{values}: {name} of {key}",
+                        expected=f"bytes with the digest {digest}",
+                        found="other bytes",
+                    )
             yield ArchivedRow(partition=partition, key=key, cells=cells, tags=tags)
 
 
 def _files(folder: Path) -> tuple[Path, Path]:
+    """Those of the rows, whose digest is right, and of the values."""
+    message = "the folder holds no checkpoint of a queue's values"
     try:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        if index["format"] != _FORMAT:
-            raise QueueError(
-                "the checkpoint is of another format", where=str(folder), expected=_FORMAT, found=index["format"]
-            )
-        found = {name: (folder / name).stat().st_size for name in index["files"]}
-    except (OSError, ValueError) as error:
-        message = "the folder holds no checkpoint of a queue's values"
+        content = (folder / _INDEX).read_bytes()
+        if (found := json.loads(content).get("format")) != _FORMAT:
+            what = "the checkpoint of a queue's values is of another format"
+            raise QueueError(what, where=str(folder), expected=f"format {_FORMAT}", found=f"format {found}")
+        index = unseal(content)
+        rows, values = (folder / name for name in index["files"])
+        sizes = {name: (folder / name).stat().st_size for name in index["files"]}
+        digest = xxhash.xxh3_128_hexdigest(rows.read_bytes())
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise QueueError(message, where=str(folder), expected=_INDEX, found=error) from error
-    if index["files"] != found:
-        raise QueueError("the checkpoint is incomplete", where=str(folder), expected=index["files"], found=found)
-    rows, values = (folder / name for name in index["files"])
+    if index["files"] != sizes:
+        raise QueueError("the checkpoint is incomplete", where=str(folder), expected=index["files"], found=sizes)
+    if index["rows_digest"] != digest:
+        raise QueueError(message, where=str(rows), expected=f"the digest {index['rows_digest']}", found=digest)
     return rows, values

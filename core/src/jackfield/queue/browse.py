@@ -12,10 +12,10 @@ import attrs
 from jackfield.errors import QueueError
 from jackfield.queue.archive import read_archive
 from jackfield.queue.cells import Cell
+from jackfield.queue.ledger import read_ledger
 from jackfield.queue.lineage import Lineage
-from jackfield.queue.local import STATE_FILE, VALUES_FOLDER
+from jackfield.queue.local import VALUES_FOLDER, read_state
 from jackfield.queue.row_files import StoredRow
-from jackfield.queue.snapshot import FORMAT
 
 __all__ = ["Ancestor", "plain_values", "saved_rows", "trace"]
 
@@ -70,17 +70,16 @@ def trace(key: str, checkpoint: Path | None, ledger: Path | None) -> Ancestor:
         ledger: of the run (``ledger.jsonl``): every derivation there ever was.
 
     Raises:
-        QueueError: ``queue.unknown-row`` where neither knows the row.
+        QueueError: ``queue.unknown-row`` where neither knows the row; ``queue.ledger``, ``queue.invalid`` for damage.
     """
     derived: dict[str, Lineage] = {}
     living: set[str] = set()
     if ledger is not None and ledger.is_file():
-        with ledger.open(encoding="utf-8") as lines:
-            for line in lines:
-                if '"derive"' in line and (entry := json.loads(line))["event"] == "derive":
-                    derived[entry["key"]] = Lineage(entry["operation"], tuple(entry["parents"]))
+        for entry in read_ledger(ledger):
+            if entry["event"] == "derive":
+                derived[entry["key"]] = Lineage(entry["operation"], tuple(entry["parents"]))
     if checkpoint is not None:
-        state = _state(checkpoint)
+        state = read_state(checkpoint)
         derived |= {name: Lineage(operation, tuple(parents)) for name, (operation, parents) in state["lineage"].items()}
         for _, row_key in _known(checkpoint):
             living.add(row_key)
@@ -101,21 +100,10 @@ def _ancestor(key: str, derived: Mapping[str, Lineage], living: set[str], below:
     )
 
 
-def _state(folder: Path) -> dict[str, Any]:
-    """What the controller wrote."""
-    file = folder / STATE_FILE
-    if not file.is_file():
-        raise QueueError("the folder holds no checkpoint of a queue", where=str(folder), expected=STATE_FILE)
-    state = json.loads(file.read_text(encoding="utf-8"))
-    if state.get("format") != FORMAT:
-        raise QueueError("the queue's state has another format", expected=FORMAT, found=state.get("format"))
-    return state  # type: ignore[no-any-return]
-
-
 def _known(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """What the controller knew of each row."""
     found = {}
-    for partition, saved in _state(folder)["partitions"].items():
+    for partition, saved in read_state(folder)["partitions"].items():
         for ticket in saved["tickets"]:
             for group in filter(None, (slot["group"] for slot in ticket["slots"])):
                 for row in group["rows"]:

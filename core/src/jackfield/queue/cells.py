@@ -1,17 +1,19 @@
 """A row of a column as typed bytes: what stores outside this process keep.
 
-A cell's *header* says what its bytes are: ``["jagged","int64",[3]]``. No pickle, no class names of Python.
+A cell's *header* says what its bytes are: ``["jagged","int64",[3]]``. No pickle, no class names of Python. Stores that
+somebody else could change keep a *digest* with it, of the bytes, of the header and of where the cell belongs.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
+import xxhash
 
 from jackfield.abc.transfer_queue import Column
 from jackfield.errors import QueueError
@@ -19,7 +21,7 @@ from jackfield.errors import QueueError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Buffer", "Cell", "Kind", "cells_of", "column_kind", "column_of"]
+__all__ = ["Buffer", "Cell", "Kind", "cells_of", "column_kind", "column_of", "damaged_rows"]
 
 Kind = Literal["dense", "jagged", "json"]
 Buffer = bytes | bytearray | memoryview
@@ -76,6 +78,12 @@ class Cell:
     def header(self) -> str:
         """What :meth:`parse` reads."""
         return json.dumps([self.kind, self.dtype, self.shape], separators=(",", ":"))
+
+    def digest(self, partition: str, key: str, name: str) -> str:
+        """Of this cell as the one of a column of a row: xxh3_64, 16 hexadecimal digits."""
+        hashed = xxhash.xxh3_64(json.dumps([partition, key, name, self.kind, self.dtype, self.shape]).encode())
+        hashed.update(self.content)
+        return hashed.hexdigest()
 
     @property
     def size(self) -> int:
@@ -157,6 +165,19 @@ def column_of(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Te
 def column_kind(column: Column) -> Kind:
     """How the rows of a column lie."""
     return "dense" if column.offsets is None else "json" if column.encoding == "json" else "jagged"
+
+
+def damaged_rows(partition: str, keys: Iterable[str], where: str) -> QueueError:
+    """The error of a store in which cells are not what was put: their rows are lost, and can be made again."""
+    found = sorted(set(keys))
+    shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+    return QueueError(
+        f"values of {len(found)} rows of partition {partition!r} are not those that were put: {shown}",
+        code="queue.lost",
+        where=where,
+        expected="bytes with the digests that were put with them",
+        found=found,
+    )
 
 
 def _bytes(values: torch.Tensor) -> memoryview:

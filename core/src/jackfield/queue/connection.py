@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -14,15 +16,15 @@ import zmq
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, WireError, rebuilt_error
+from jackfield.pulse import LOOKS, Process, Work, until_silent
 from jackfield.queue.meta import BatchMeta
 from jackfield.queue.protocol import REPLIES, REQUESTS, ControllerAddress, Method, method, plain
-from jackfield.sockets import dealer, readable
+from jackfield.sockets import dealer, pieces, readable, whole
 from jackfield.wire import Limits, Message, Wire
 
 __all__ = ["Connection"]
 
 _WHO = "the queue's controller"
-_CHECKS = 4  #: signs of life in the time after which the other end is dead
 _GOODBYE_MS = 200  #: for the last words to leave
 
 
@@ -56,6 +58,7 @@ class Connection:
         self._pulse: threading.Thread | None = None
         self._over = threading.Event()
         self._heard = False  #: since the last look
+        self._work = Work()  #: of the controller
         self._gone: str | None = "it was not started"
 
     # -- life
@@ -67,13 +70,13 @@ class Connection:
             QueueError: ``queue.session``: nobody answers in time.
         """
         self._context = zmq.Context[Any]()
-        self._socket = dealer(self._context, self._address.keys)
+        self._socket = dealer(self._context, self._address.keys, self._address.secret)
         identity: Any = self._socket.getsockopt(zmq.IDENTITY)
         self._socket.connect(self._address.address)
         self._gone = None
         asyncio.get_running_loop().add_reader(self._file(), self._read)
-        number = next(self._numbers)
-        call = self._ask(number, None, "hello", {"id": number, "name": self._name})
+        number, ours = next(self._numbers), attrs.asdict(Process.of(os.getpid()))
+        call = self._ask(number, None, "hello", {"id": number, "name": self._name, "process": ours})
         try:
             await self._clock.wait_for(call.answer, self._address.silence_seconds, _WHO)
         except DeadlineExceeded as error:
@@ -111,20 +114,25 @@ class Connection:
     def _live(self, identity: bytes) -> None:
         """Tell the controller, now and then, that this process lives."""
         assert self._context is not None
-        with dealer(self._context, self._address.keys) as socket:
+        with dealer(self._context, self._address.keys, self._address.secret) as socket:
             socket.connect(self._address.address)
-            while not self._over.wait(self._address.silence_seconds / _CHECKS):
+            while not self._over.wait(self._address.silence_seconds / LOOKS):
                 socket.send_multipart(self._requests.encode("alive", {"client": identity}))
 
     async def _watch(self) -> None:
-        """Notice that the controller says nothing any more."""
-        silent = 0
-        while self._gone is None:
-            await self._clock.sleep(self._address.silence_seconds / _CHECKS)
-            self._read()
-            silent, self._heard = (0 if self._heard else silent + 1), False
-            if silent > _CHECKS:
-                self._fail(f"nothing was heard of it for {self._address.silence_seconds:g} s")
+        """Notice that the controller says nothing any more; one that is stopped does no harm later."""
+        seconds, process = self._address.silence_seconds, self._address.process
+        await until_silent(self._lives, self._clock, seconds)
+        if self._gone is None:
+            end = ", and it was killed" if process.kill() else ""
+            self._fail(f"nothing was heard of it for {seconds:g} s (deadlines.silence){end}")
+
+    def _lives(self) -> bool:
+        """Whether there was anything of the controller since the last look."""
+        self._read()
+        heard, self._heard = self._heard, False
+        works = self._work.goes_on(self._address.process)
+        return self._gone is not None or heard or works
 
     def _fail(self, reason: str, *, closed: bool = False) -> None:
         """Nothing will be answered any more."""
@@ -141,7 +149,7 @@ class Connection:
         return QueueError(
             f"the connection to {_WHO} is lost: {self._gone}",
             code="queue.session",
-            where=f"{self._address.address} (process {self._address.pid})",
+            where=f"{self._address.address}, {self._address.process}",
             fix="start this process again, once `jackfield queue serve` runs",
         )
 
@@ -154,7 +162,7 @@ class Connection:
     def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self._socket is None or self._gone is not None:
             return
-        self._socket.send_multipart(self._requests.encode(kind, fields))
+        self._socket.send_multipart(pieces(self._requests.encode(kind, fields)))
         asyncio.get_running_loop().call_soon(self._read)  # sending may have swallowed the notice of what has come
 
     def _ask(self, number: int, called: Method | None, kind: str, fields: Mapping[str, Any]) -> _Call:
@@ -172,12 +180,14 @@ class Connection:
         while self._socket is not None and readable(self._socket):
             frames = self._socket.recv_multipart(copy=False)
             with suppress(WireError):  # counted by the wire
-                self._take(self._wire.decode([frame.buffer for frame in frames]))
+                self._take(self._wire.decode(whole(frames)))
 
     def _take(self, message: Message) -> None:
         self._heard = True
         if message.kind == "gone":
             self._fail(message["reason"])
+        elif message.kind == "news":
+            logging.getLogger("jackfield").warning("%s", message["text"])
         if "id" not in message.fields:
             return
         call = self._calls.pop(message["id"], None)

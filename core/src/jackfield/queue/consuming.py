@@ -41,7 +41,7 @@ class Consuming(ABC):
             name: of the consumer.
             partition: whose rows it takes.
             columns: that it needs.
-            lease_seconds: how long its leases hold; None: the queue's default.
+            lease_seconds: how long its leases hold; None: as long as the process that has them lives.
             sampler: chooses among what is ready; None: first ready, first served. Its state is in the queue's
                 checkpoints.
             reuse: of groups that :meth:`sample_groups` gives; None: each once.

@@ -26,6 +26,7 @@ Entries are lists of a kind and its fields:
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ import xxhash
 
 from jackfield.errors import QueueError
 
-__all__ = ["Journal", "read_journal"]
+__all__ = ["Journal", "read_journal", "saved_rows"]
 
 Entry = Sequence[Any]
 
@@ -116,9 +117,12 @@ def read_journal(path: Path) -> dict[str, Any] | None:
 
 def _lines(path: Path) -> Iterator[Any]:
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             content = line[_DIGEST + 1 : -1]
             if not line.endswith(b"\n") or xxhash.xxh3_64_hexdigest(content).encode() != line[:_DIGEST]:
+                if file.read(1):  # else a kill tore it
+                    message = "%s is damaged in line %d: what the queue did after that is done again"
+                    logging.getLogger("jackfield").warning(message, path, number)
                 return
             yield json.loads(content)
 
@@ -179,6 +183,12 @@ class _State:
                     row["acks"][consumer] = [step, done]
         discarded = {name: sorted(self._forget.get(name, ())) for name in {**partitions, **self._forget}}
         return {**self._base, "partitions": partitions, "discarded": discarded}
+
+
+def saved_rows(saved: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of a controller's state, as it is saved."""
+    for partition in saved["partitions"].values():
+        yield from _rows(partition["tickets"])
 
 
 def _rows(tickets: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

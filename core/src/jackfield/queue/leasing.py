@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jackfield.errors import LeaseError, QueueError
@@ -158,6 +159,8 @@ class Leasing(Readiness):
         )
 
     def _schedule(self, lease: Lease) -> None:
+        if lease.expires == math.inf:
+            return
         self._next_lease += 1
         heapq.heappush(self._expiries, (lease.expires, self._next_lease, lease))
         if self._expiries[0][2] is lease:
@@ -182,6 +185,14 @@ class Leasing(Readiness):
         """Take all leases back: nobody is there any more who holds one."""
         for consumer in self._state.consumers.values():
             for lease in list(consumer.leases.values()):
+                self._end(lease)
+
+    def end_held(self, leases: Iterable[tuple[str, int]]) -> None:
+        """Take back those leases, by consumer and epoch, that last as long as their holder, who has ended."""
+        for name, epoch in sorted(leases):
+            consumer = self._state.consumers.get(name)
+            lease = None if consumer is None else consumer.leases.get(epoch)
+            if lease is not None and lease.expires == math.inf:
                 self._end(lease)
 
     def _end(self, lease: Lease) -> None:

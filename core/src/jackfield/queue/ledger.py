@@ -1,18 +1,33 @@
 """The ledger of a run: what the queue did with rows, acks and commits first of all, one JSON object per line.
 
 A line is in the file when the queue's call returns, so the ledger of a killed run is complete up to the kill. A run
-that resumes takes nothing out: it appends a rollback that names what the restored checkpoint does not contain.
+that resumes takes nothing out: it appends a rollback that names what the restored checkpoint does not contain. Each
+line has a digest of itself and all lines before it (:mod:`jackfield.sealed`), and a checkpoint knows length and digest.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ledger", "effective_acks", "read_ledger"]
+import attrs
+
+from jackfield.errors import QueueError
+from jackfield.sealed import seal, seal_of, unseal
+
+__all__ = ["Ledger", "LedgerEnd", "effective_acks", "read_ledger"]
+
+
+@attrs.frozen
+class LedgerEnd:
+    """The end of a ledger at some moment."""
+
+    bytes: int = 0
+    digest: str = ""  #: of the last line, and through it of all
 
 
 class Ledger:
@@ -27,36 +42,62 @@ class Ledger:
         path.touch()
         self._path = path
         self._file = path.open("r+b", buffering=0)  # unbuffered: one entry is one write of the operating system
-        self._end_at(path.read_bytes().rfind(b"\n") + 1)
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._end_at(LedgerEnd(len(whole), seal_of(whole[:-1])))
 
-    def _end_at(self, position: int) -> None:
-        self._file.truncate(position)
-        self._file.seek(position)
+    def _end_at(self, end: LedgerEnd) -> None:
+        self._file.truncate(end.bytes)
+        self._file.seek(end.bytes)
+        self.end = end
 
     def clear(self) -> None:
         """Begin anew."""
-        self._end_at(0)
-
-    @property
-    def position(self) -> int:
-        """Bytes written so far."""
-        return self._file.tell()
+        self._end_at(LedgerEnd())
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append an entry."""
-        rest = memoryview(json.dumps(entry).encode() + b"\n")
+        line = seal(json.dumps(entry), self.end.digest).encode()
+        rest = memoryview(line + b"\n")
         while rest:
             rest = rest[self._file.write(rest) :]
+        self.end = LedgerEnd(self.end.bytes + len(line) + 1, seal_of(line))
 
-    def roll_back(self, position: int, step: int | None, *, kept: Sequence[str] = ()) -> None:
-        """Take back, for the record, the acks after ``position``: the state that is restored does not have them.
+    def verify(self, end: LedgerEnd) -> None:
+        """Compare the file with what it was at a checkpoint. Damage after that costs only the lines behind it.
 
         Args:
-            position: of the ledger when the checkpoint was cut.
+            end: of the ledger when the checkpoint was cut.
+
+        Raises:
+            QueueError: ``queue.ledger`` where something of what the checkpoint knows was changed or is not there.
+        """
+        found, last = LedgerEnd(), LedgerEnd()
+        size = self.end.bytes
+        try:
+            for last, _ in _read(self._path, LedgerEnd()):
+                if last.bytes <= end.bytes:
+                    found = last
+        except QueueError as error:
+            if last.bytes < end.bytes:
+                raise _damaged(self._path, end, error.found) from error
+            lost = size - last.bytes
+            logging.getLogger("jackfield").warning(
+                "%s is damaged after the checkpoint (%s); its last %d bytes are removed", self._path, error.found, lost
+            )
+            self._end_at(last)
+        if found != end:
+            raise _damaged(self._path, end, f"{last.bytes} bytes" if last.bytes < end.bytes else "other contents")
+
+    def roll_back(self, end: LedgerEnd, step: int | None, *, kept: Sequence[str] = ()) -> None:
+        """Take back, for the record, the acks after ``end``: the state that is restored does not have them.
+
+        Args:
+            end: of the ledger when the checkpoint was cut.
             step: the last one that the checkpoint contains, where somebody said.
             kept: consumers whose acks the state has.
         """
-        for consumer, uses in _uses(read_ledger(self._path, position)).items():
+        for consumer, uses in _uses(entry for _, entry in _read(self._path, end)).items():
             if consumer in kept:
                 continue
             keys = [key for key, steps in uses.items() for _ in steps]
@@ -71,12 +112,41 @@ class Ledger:
         self._file.close()
 
 
-def read_ledger(path: Path, position: int = 0) -> Iterator[dict[str, Any]]:
-    """The entries from a position on."""
+def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
+    """The entries, without a last line that is not whole.
+
+    Raises:
+        QueueError: ``queue.ledger`` at the first line that is not as it was written.
+    """
+    return (entry for _, entry in _read(path, LedgerEnd()))
+
+
+def _read(path: Path, start: LedgerEnd) -> Iterator[tuple[LedgerEnd, dict[str, Any]]]:
+    """The entries after a place, and the place behind each."""
+    end = start
     with path.open("rb") as file:
-        file.seek(position)
+        file.seek(start.bytes)
         for line in file:
-            yield json.loads(line)
+            if not line.endswith(b"\n"):
+                return
+            try:
+                entry = unseal(line[:-1], end.digest)
+            except ValueError as error:
+                raise _damaged(path, None, f"another line at byte {end.bytes}") from error
+            end = LedgerEnd(end.bytes + len(line), seal_of(line[:-1]))
+            yield end, entry
+
+
+def _damaged(path: Path, end: LedgerEnd | None, found: object) -> QueueError:
+    return QueueError(
+        "the run's ledger is not the one that was written",
+        code="queue.ledger",
+        where=str(path),
+        expected="every line" if end is None else f"{end.bytes} bytes with the digest {end.digest}",
+        found=found,
+        fix="restore the file from a copy; without one, take the model out (jackfield checkpoint export) and begin a "
+        "run with it in another folder, or begin anew here with checkpoint.resume=false",
+    )
 
 
 def effective_acks(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int | None]]:

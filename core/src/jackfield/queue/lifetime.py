@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,7 +31,7 @@ class Lifetime:
         max_bytes: int | None = None,
         *,
         max_refills: int = 8,
-        lease_seconds: float = 3600.0,
+        lease_seconds: float = math.inf,
         put_deadline_seconds: float = 3600.0,
         ledger: Path | None = None,
         journal: Path | None = None,
@@ -41,7 +43,8 @@ class Lifetime:
             max_rows: backpressure: rows in the queue.
             max_bytes: backpressure: bytes of values in the queue.
             max_refills: how often one slot of a ticket may be refilled before the ticket fails.
-            lease_seconds: how long a lease holds without :meth:`renew`; a consumer may have its own.
+            lease_seconds: how long a lease holds without :meth:`renew`; infinite: as long as the process of its holder
+                lives. A consumer may have its own.
             put_deadline_seconds: how long :meth:`put_run` waits for room, if it is not told otherwise.
             ledger: file that gets each entry of the ledger when it is made; None: they are in :attr:`ledger`.
             journal: file in which what the controller knows survives its process, beside a durable backend. It begins
@@ -136,12 +139,24 @@ class Lifetime:
 
     async def _delete_now(self) -> None:
         async with self._deleting:
-            self._write_changes()  # that nobody needs them
-            discarded, self._state.discarded = self._state.discarded, {}
-            for partition, keys in discarded.items():
-                await self.backend.delete(DeleteRequest(partition=partition, keys=tuple(dict.fromkeys(keys))))
-                self._state.changes.note("forgotten", partition, keys)
-            self._write_changes()
+            await self._forget()
+
+    async def _forget(self) -> None:
+        """Let the backend forget what nobody needs; the caller holds the lock."""
+        self._write_changes()  # that nobody needs them
+        discarded, self._state.discarded = self._state.discarded, {}
+        for partition, keys in discarded.items():
+            await self.backend.delete(DeleteRequest(partition=partition, keys=tuple(dict.fromkeys(keys))))
+            self._state.changes.note("forgotten", partition, keys)
+        self._write_changes()
+
+    def end_leases(self, leases: Iterable[tuple[str, int]]) -> None:
+        """End leases whose holder has ended: those that last as long as it.
+
+        Args:
+            leases: consumer and epoch of each.
+        """
+        self._leases.end_held(leases)
 
     async def _expire_leases(self) -> None:
         while True:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import attrs
 
 from jackfield.abc.transfer_queue import SnapshotRequest
 from jackfield.errors import QueueError
 from jackfield.queue.archive import write_archive
-from jackfield.queue.journal import read_journal
+from jackfield.queue.journal import read_journal, saved_rows
+from jackfield.queue.ledger import LedgerEnd
 from jackfield.queue.local_consuming import LocalConsuming
 from jackfield.queue.local_producing import LocalProducing
 from jackfield.queue.meta import Notice
+from jackfield.queue.missing import some
 from jackfield.queue.snapshot import FORMAT, load_state, state_dict
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.waiting import wait
+from jackfield.sealed import seal, unseal
 
-__all__ = ["STATE_FILE", "VALUES_FOLDER", "LocalQueue"]
+__all__ = ["STATE_FILE", "VALUES_FOLDER", "LocalQueue", "read_state"]
 
 _EPOCHS = 0xFFFFFFFF  #: that one process gives at most
 _MARKS = 8  #: of checkpoints, also of those that were broken off, that a journal remembers
@@ -85,16 +91,16 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
         """Replace everything by what :meth:`state_dict` returned. Consumers that are registered keep their columns."""
         load_state(self._controller, saved)
 
-    async def checkpoint(self, folder: str | Path) -> None:
+    async def checkpoint(self, folder: str | Path, again_from: Mapping[str, int] | None = None) -> None:
         """See :meth:`~jackfield.queue.TransferQueue.checkpoint`."""
         self._check()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         async with self._deleting:
-            text = await self._cut(folder)
+            text = await self._cut(folder, again_from or {})
         partial = folder / f"{STATE_FILE}.partial"
         with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+            file.write(seal(text))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(folder / STATE_FILE)
@@ -107,27 +113,32 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
         if self._journal is not None:
             self._state.changes.entries.clear()
             self._state.changes.slots.clear()
-            self._journal.begin(self._state_text() if text is None else text)
+            self._journal.begin(self._state_text({}) if text is None else text)
 
-    def _state_text(self, **more: Any) -> str:
+    def _state_text(self, again_from: Mapping[str, int], **more: Any) -> str:
         """The state, and the marks of the checkpoints after which it came: a journal goes on from no other."""
-        state = {**self.state_dict(), "marks": self._marks, **more}
+        state = {**state_dict(self._controller, again_from), "marks": self._marks, **more}
         return json.dumps(state, ensure_ascii=False, separators=(",", ":"))
 
-    async def _cut(self, folder: Path) -> str:
+    async def _cut(self, folder: Path, again_from: Mapping[str, int]) -> str:
         """Write values, and note the controller's state of the moment at which they are cut; without lost rows."""
         while True:
             await self.fail_lost()
             mark = uuid.uuid4().hex
             self._marks = [*self._marks[1 - _MARKS :], mark]
-            text = self._state_text(mark=mark, ledger=None if self._ledger is None else self._ledger.position)
+            more = {"mark": mark, "ledger": None if self._ledger is None else attrs.asdict(self._ledger.end)}
+            text = self._state_text({} if self._journal is not None else again_from, **more)
             self._begin_journal(text)
             try:
                 await self.backend.checkpoint(SnapshotRequest(folder=str(folder / VALUES_FOLDER)))
             except QueueError as error:
                 if error.code != "queue.lost":
                     raise
-                continue  # a part of the store died meanwhile; the rest makes the next attempt
+                named = [str(key) for key in error.found] if isinstance(error.found, list | tuple) else []
+                await self.fail_lost(named=named)
+                if any(key in self._state.rows for key in named):
+                    raise  # somebody works with them
+                await self._forget()  # the rest makes the next attempt
             return text
 
     async def clear(self, folder: str | Path) -> None:
@@ -162,7 +173,7 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
     async def restore(self, folder: str | Path, step: int | None = None) -> None:
         """See :meth:`~jackfield.queue.TransferQueue.restore`."""
         self._check()
-        saved = _saved_state(folder)
+        saved = self._saved_state(folder)
         async with self._deleting:
             self._state.discarded.clear()
             await self.backend.restore(SnapshotRequest(folder=str(Path(folder) / VALUES_FOLDER)))
@@ -176,28 +187,38 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
 
     def _roll_ledger_back(self, checkpoint: Mapping[str, Any], step: int | None, kept: Sequence[str] = ()) -> None:
         """Say which acks the state that is restored does not have."""
-        position = checkpoint["ledger"]
-        if self._ledger is not None and position is not None:
-            self._ledger.roll_back(position, step, kept=kept)
+        if self._ledger is not None and checkpoint["ledger"] is not None:
+            self._ledger.roll_back(LedgerEnd(**checkpoint["ledger"]), step, kept=kept)
+
+    def _saved_state(self, folder: str | Path) -> dict[str, Any]:
+        """What a checkpoint has of the controller; the ledger is the one that it knows."""
+        saved = read_state(Path(folder))
+        if self._ledger is not None and saved["ledger"] is not None:
+            self._ledger.verify(LedgerEnd(**saved["ledger"]))
+        return saved
 
     async def recover(self, folder: str | Path, step: int, *, kept: Sequence[str] = ()) -> bool:
         """See :meth:`~jackfield.queue.TransferQueue.recover`."""
         self._check()
-        checkpoint = _saved_state(folder)
+        checkpoint = self._saved_state(folder)
         lives = checkpoint["mark"] in self._marks  # it was the trainer that died, not this process
         saved = self._known(checkpoint, step, lives=lives)
         if saved is None:
             return False
-        self.went_on = lives
         async with self._deleting:
+            if not lives:
+                self._state.discarded.clear()
+                self.load_state_dict(saved)
+                self._marks = saved["marks"]
+            lost = await self._lost()
+            if lost & {row["key"] for row in saved_rows(checkpoint)}:
+                self._say_made_again(checkpoint, lost)
+                return False
+            self.went_on = lives
             if lives:
                 self._leases.end_all()
                 for name, consumer in checkpoint["consumers"].items():
                     self._state.consumers[name].sampler.load_state_dict(consumer["sampler"])
-            else:
-                self._state.discarded.clear()
-                self.load_state_dict(saved)
-                self._marks = saved["marks"]
             self._roll_ledger_back(checkpoint, step, kept)
             for name, living in self._state.consumers.items():
                 if name not in kept:
@@ -206,8 +227,20 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
             if not lives:
                 self._controller.offer_unfinished()
             self._begin_journal()
+        if lost:
+            await self.fail_lost()
         await self._delete_now()  # as after a restore
         return True
+
+    def _say_made_again(self, checkpoint: Mapping[str, Any], lost: Collection[str]) -> None:
+        """The queue goes back to a checkpoint: name what is gone, and what was made since."""
+        known = {row["key"] for row in saved_rows(checkpoint)}
+        groups = sorted({row.group.id for row in self._state.rows.values() if row.key not in known})
+        logging.getLogger("jackfield").warning(
+            "%d rows are gone from the queue's store (%s): the queue goes on with the rows of its checkpoint, and what "
+            "was made since is made again: %s",
+            *(len(lost), some(sorted(lost)), f"groups {some(groups)}" if groups else "nothing"),
+        )
 
     def _known(self, checkpoint: Mapping[str, Any], step: int, *, lives: bool) -> dict[str, Any] | None:
         """The newest state, where it came after ``checkpoint`` and can go back to ``step``."""
@@ -229,9 +262,24 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
         await self._delete_now()
 
 
-def _saved_state(folder: str | Path) -> dict[str, Any]:
-    file = Path(folder) / STATE_FILE
+def read_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint in ``folder`` has of the controller.
+
+    Raises:
+        QueueError: ``queue.invalid`` where there is none, or it is damaged or of another format.
+    """
+    file = folder / STATE_FILE
     if not file.is_file():
         raise QueueError("the folder holds no checkpoint of a queue", where=str(folder), expected=STATE_FILE)
-    saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        content = file.read_bytes()
+        saved = unseal(content)
+    except (OSError, ValueError) as error:
+        raise QueueError(
+            "a queue's checkpoint is damaged", where=str(file), expected="JSON with its digest", found=error
+        ) from error
+    if saved.get("format") != FORMAT:
+        raise QueueError(
+            "the queue's state has another format", where=str(file), expected=FORMAT, found=saved.get("format")
+        )
     return saved

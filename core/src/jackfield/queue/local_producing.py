@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from jackfield.queue.changes import journaled
 from jackfield.queue.lifetime import Lifetime
 from jackfield.queue.lineage import Lineage, with_lineage
 from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket, partition_of
+from jackfield.queue.missing import some
 from jackfield.queue.producing import Producing
 from jackfield.queue.rows import Written
 
@@ -177,18 +179,33 @@ class LocalProducing(Lifetime, Producing):
     async def fail_lost(self, batch: BatchMeta | None = None, named: Sequence[str] = ()) -> tuple[str, ...]:
         """See :meth:`~jackfield.queue.TransferQueue.fail_lost`."""
         self._check()
-        if type(self.backend).lost is TransferQueueBackend.lost and not named:
+        lost = [*named, *sorted(await self._lost())]
+        if not lost:
             return ()
+        there = [key for key in dict.fromkeys(lost) if key in self._state.rows]
+        self._controller.lose_rows(lost, batch, "its values are gone from the store, or damaged in it")
+        failed = [key for key in there if key not in self._state.rows]
+        if failed:
+            logging.getLogger("jackfield").warning(
+                "values of %d rows are gone from the queue's store, or damaged in it; what is needed of them is made "
+                "again: %s",
+                *(len(failed), some(failed)),
+            )
+        return tuple(key for key in dict.fromkeys(lost) if key not in self._state.rows)
+
+    async def _lost(self) -> set[str]:
+        """The rows that the backend does not have any more."""
+        if type(self.backend).lost is TransferQueueBackend.lost:
+            return set()
         places: dict[tuple[str, int], list[str]] = {}
         for row in self._state.rows.values():
             places.setdefault((row.group.partition.name, row.columns), []).append(row.key)
-        lost = list(named)
+        lost: set[str] = set()
         for (partition, columns), keys in places.items():
             names = self._state.partition(partition).names(columns)
             request = GetRequest(partition=partition, keys=tuple(keys), columns=names)
-            lost += (await self.backend.lost(request)).keys
-        self._controller.lose_rows(lost, batch, "its values went with a part of the store")
-        return tuple(key for key in dict.fromkeys(lost) if key not in self._state.rows)
+            lost |= set((await self.backend.lost(request)).keys)
+        return lost
 
     @journaled
     async def fail_rows(self, keys: Sequence[str], reason: str) -> None:

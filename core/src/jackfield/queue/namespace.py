@@ -6,9 +6,9 @@ import os
 import uuid
 from pathlib import Path
 
-__all__ = ["queue_name"]
+__all__ = ["NAME_FILE", "queue_name"]
 
-_FILE = "name.txt"
+NAME_FILE = "name.txt"
 
 
 def queue_name(folder: str | None) -> str:
@@ -23,12 +23,12 @@ def queue_name(folder: str | None) -> str:
     place = Path(folder).absolute()
     run = place.parent.name if place.name == "queue" else place.name
     place.mkdir(parents=True, exist_ok=True)
-    partial = place / f"{_FILE}.{mark}"
+    partial = place / f"{NAME_FILE}.{mark}"
     partial.write_text(f"{run}-{mark}", encoding="utf-8")
     try:
-        os.link(partial, place / _FILE)  # fails where another process was first
+        os.link(partial, place / NAME_FILE)  # fails where another process was first
     except FileExistsError:
         pass
     finally:
         partial.unlink()
-    return (place / _FILE).read_text(encoding="utf-8")
+    return (place / NAME_FILE).read_text(encoding="utf-8", errors="replace")

@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 import attrs
 
 from jackfield.errors import QueueError
+from jackfield.pulse import Process
 from jackfield.queue.samplers import Sampler, SamplerSpec
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.sockets import Keys
@@ -30,7 +31,7 @@ from jackfield.wire import Schema
 __all__ = ["METHODS", "REPLIES", "REQUESTS", "ControllerAddress", "Method", "method", "plain"]
 
 REQUESTS: dict[str, dict[str, Schema]] = {
-    "hello": {"id": int, "name": str},
+    "hello": {"id": int, "name": str, "process": {object}},  #: as attrs gives it
     "call": {"id": int, "method": str, "arguments": {object}},
     "next": {"id": int, "opened": int},  #: of what is iterated over
     "leave": {"id": int, "opened": int, "broken": bool},  #: what was opened by the call of this number
@@ -44,6 +45,7 @@ REPLIES: dict[str, dict[str, Schema]] = {
     "ended": {"id": int},  #: there is no next item
     "error": {"id": int, "error": {object}},
     "alive": {},
+    "news": {"text": str},  #: of another client, or the store
     "gone": {"reason": str},  #: the client is none, or none any more
 }
 
@@ -154,7 +156,7 @@ class ControllerAddress:
     secret: bytes
     keys: Keys | None  #: beyond loopback
     silence_seconds: float  #: after which the one takes the other for dead
-    pid: int
+    process: Process
 
     def write(self, path: Path) -> None:
         """Write it, for this user's eyes only: who can read it may change the queue."""
@@ -179,7 +181,8 @@ class ControllerAddress:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             keys = None if content["keys"] is None else Keys(**content["keys"])
-            return cls(**{**content, "secret": bytes.fromhex(content["secret"]), "keys": keys})
+            secret, process = bytes.fromhex(content["secret"]), Process(**content["process"])
+            return cls(**{**content, "secret": secret, "keys": keys, "process": process})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise QueueError(
                 f"no controller of a queue is to be found: {error}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -17,17 +18,17 @@ def save_consumer(consumer: Consumer) -> dict[str, Any]:
         "partition": consumer.partition.name,
         "columns": list(consumer.columns),
         "epoch": consumer.epoch,
-        "lease_seconds": consumer.lease_seconds,
+        "lease_seconds": None if consumer.lease_seconds == math.inf else consumer.lease_seconds,
         "sampler": consumer.sampler.state_dict(),
         "reuse": None if consumer.reuse is None else attrs.asdict(consumer.reuse),
     }
 
 
-def save_partition(partition: Partition) -> dict[str, Any]:
-    """Its tickets, those that are not consumed."""
+def save_partition(partition: Partition, below: int) -> dict[str, Any]:
+    """Its tickets below a number, those that are not consumed."""
     return {
-        "next_ticket": partition.next_ticket,
-        "tickets": [_save_ticket(ticket) for ticket in partition.tickets.values()],
+        "next_ticket": min(below, partition.next_ticket),
+        "tickets": [_save_ticket(ticket) for ticket in partition.tickets.values() if ticket.number < below],
     }
 
 

@@ -2,12 +2,14 @@
 
 It answers calls of the queue's methods, waits in its own process included, and knows which of its clients live: what a
 client has begun and left open when it dies is broken off, its explorers' tickets are handed out again, and its leases
-end after their time. Values never come here.
+end: at once where they last as long as their holder (``lease_seconds=math.inf``), else after their time. The other
+clients are told of the death. Values never come here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 from collections import Counter
@@ -20,16 +22,18 @@ import zmq
 
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, QueueError, WireError, error_fields
+from jackfield.pulse import LOOKS, Process, Work, silence
 from jackfield.queue.local import LocalQueue
+from jackfield.queue.meta import BatchMeta
 from jackfield.queue.protocol import REPLIES, REQUESTS, ControllerAddress, Method, method, plain
-from jackfield.sockets import Gate, Keys, is_loopback, listening, readable
+from jackfield.sockets import Gate, Keys, is_loopback, listening, pieces, readable, whole
+from jackfield.structuring import structure
 from jackfield.wire import Limits, Message, Wire
 
 __all__ = ["QueueServer"]
 
 _LIMITS = Limits(buffers=0)  #: metadata has none
 _ANEW = ("clear", "restore", "recover")  #: may make the queue another one
-_CHECKS = 4  #: looks at who lives in the time after which a client is dead
 
 
 class _LeftAlone(Exception):
@@ -42,7 +46,11 @@ class _Client:
 
     identity: bytes
     name: str
-    heard: float  #: when, on the clock
+    process: Process
+    work: Work = attrs.field(factory=Work)
+    heard: bool = True  #: since the last look
+    silent: int = 0  #: looks since then
+    leases: set[tuple[str, int]] = attrs.field(factory=set)  #: consumer and epoch
     calls: dict[int, asyncio.Task[None]] = attrs.field(factory=dict)
     iterators: dict[int, AsyncGenerator[Any, None]] = attrs.field(factory=dict)
     contexts: dict[int, AbstractAsyncContextManager[Any]] = attrs.field(factory=dict)
@@ -113,7 +121,7 @@ class QueueServer:
             QueueError: ``queue.store`` where nobody can listen.
         """
         keys = Keys.make() if self._encrypted else None
-        self._gate = None if keys is None else Gate(self._context, keys)
+        self._gate = Gate(self._context, keys, self._secret)
         try:
             self._socket, address = listening(
                 self._context, self._host, keys, tcp=bool(self._port) or keys is not None, port=self._port
@@ -136,7 +144,7 @@ class QueueServer:
             secret=self._secret,
             keys=keys,
             silence_seconds=self._silence,
-            pid=os.getpid(),
+            process=Process.of(os.getpid()),
         )
 
     async def close(self) -> None:
@@ -162,13 +170,27 @@ class QueueServer:
         return task
 
     async def _look(self) -> None:
-        """Who has been silent for too long is gone."""
+        """Who has ended, or has been silent for too long, is gone, and the others are told."""
         while True:
-            await self._clock.sleep(self._silence / _CHECKS)
+            await self._clock.sleep(self._silence / LOOKS)
             self._read()  # what has come while this process was busy counts
             for client in list(self._clients.values()):
-                if self._clock.time() - client.heard > self._silence:
-                    await self._end(client, f"nothing was heard of {client.name} for {self._silence:g} s")
+                if (reason := self._death(client)) is not None:
+                    logging.getLogger("jackfield").warning("%s", reason)
+                    await self._end(client, reason)
+                    for other in self._clients.values():
+                        self._tell(other.identity, "news", {"text": reason})
+
+    def _death(self, client: _Client) -> str | None:
+        """Why a client is dead; one that is stopped is killed, so that it does no harm later."""
+        works = client.work.goes_on(client.process)
+        client.silent = 0 if client.heard or works else client.silent + 1
+        client.heard = False
+        if client.process.lives() is False:
+            return f"{client.name} ({client.process}) has ended without a word"
+        if client.silent <= LOOKS:
+            return None
+        return silence(client.name, client.process, self._silence, killed=client.process.kill())
 
     # -- messages
 
@@ -181,12 +203,12 @@ class QueueServer:
         while self._socket is not None and readable(self._socket):
             identity, *frames = self._socket.recv_multipart(copy=False)
             with suppress(WireError):
-                message = self._wire.decode([frame.buffer for frame in frames])
+                message = self._wire.decode(whole(frames))
                 self._take(bytes(identity.buffer), message)
 
     def _tell(self, identity: bytes, kind: str, fields: Mapping[str, Any]) -> None:
         if self._socket is not None:
-            self._socket.send_multipart([identity, *self._replies.encode(kind, fields)])
+            self._socket.send_multipart([identity, *pieces(self._replies.encode(kind, fields))])
             asyncio.get_running_loop().call_soon(self._read)  # sending may have swallowed the notice of what has come
 
     def _take(self, identity: bytes, message: Message) -> None:
@@ -194,13 +216,14 @@ class QueueServer:
             self._hear_of(message["client"])
             return
         if message.kind == "hello":
-            self._clients.setdefault(identity, _Client(identity, message["name"], self._clock.time()))
+            process = structure(Process, message["process"], "process", QueueError)
+            self._clients.setdefault(identity, _Client(identity, message["name"], process))
         client = self._clients.get(identity)
         if client is None:
             reason = "the queue's controller does not know this client: it was silent, or the controller is another one"
             self._tell(identity, "gone", {"reason": reason})
             return
-        client.heard = self._clock.time()
+        client.heard = True
         if message.kind == "hello":
             self._tell(identity, "value", {"id": message["id"], "value": None})
         elif message.kind == "bye":
@@ -220,7 +243,7 @@ class QueueServer:
         if client is None:
             self._tell(identity, "gone", {"reason": "the queue's controller does not know this client any more"})
         else:
-            client.heard = self._clock.time()
+            client.heard = True
             self._tell(identity, "alive", {})
 
     # -- calls
@@ -270,6 +293,8 @@ class QueueServer:
 
     def _note(self, client: _Client, name: str, arguments: Mapping[str, Any], result: Any) -> None:
         """What has to be known of a client when it is gone, and of the others when the queue is another one."""
+        if isinstance(result, BatchMeta):
+            client.leases.update((claim.consumer, claim.epoch) for claim in result.claims)
         if name == "claim_ticket" or (name == "wait_ticket" and result is not None):
             client.explorers.add(arguments["explorer"])
         elif name == "release_tickets":
@@ -316,6 +341,7 @@ class QueueServer:
         for context in client.contexts.values():
             await _break_off(context)
         with suppress(QueueError):  # a closed queue has no tickets
+            self.queue.end_leases(client.leases)
             for explorer in sorted(client.explorers):
                 await self.queue.release_tickets(explorer)
 

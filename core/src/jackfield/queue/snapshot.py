@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,21 +16,22 @@ from jackfield.queue.saving import save_consumer, save_partition
 __all__ = ["FORMAT", "load_state", "state_dict"]
 
 #: The version of the format.
-FORMAT = 4
+FORMAT = 5
 
 
-def state_dict(controller: Controller) -> dict[str, Any]:
+def state_dict(controller: Controller, again_from: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Published groups, their rows, acks, and the tickets' counters.
 
     Leases are not saved: leased rows are available again after loading. Open groups are not saved either: their slots
-    are filled again.
+    are filled again. ``again_from`` names, by partition, the first ticket that is not saved at all.
     """
-    state = controller.state
+    state, again_from = controller.state, again_from or {}
     unpublished: dict[str, list[str]] = {}
     for key, partition_name in state.in_flight.items():
         unpublished.setdefault(partition_name, []).append(key)
     for row in state.rows.values():
-        if row.group.state != "published":
+        partition, number = row.group.partition.name, row.group.slot.ticket.number
+        if row.group.state != "published" or number >= again_from.get(partition, number + 1):
             unpublished.setdefault(row.group.partition.name, []).append(row.key)
     return {
         "format": FORMAT,
@@ -38,7 +40,10 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "lineage": {
             key: [made.operation, list(made.parents)] for key, made in ancestors(state.rows, state.lineage).items()
         },
-        "partitions": {name: save_partition(partition) for name, partition in state.partitions.items()},
+        "partitions": {
+            name: save_partition(partition, again_from.get(name, partition.next_ticket))
+            for name, partition in state.partitions.items()
+        },
         "discarded": {
             name: sorted({*state.discarded.get(name, []), *unpublished.get(name, [])}) for name in state.partitions
         },
@@ -73,9 +78,8 @@ def load_state(controller: Controller, saved: Mapping[str, Any]) -> None:
             state.consumers[name].sampler.load_state_dict(fields["sampler"])
         else:
             reuse = None if fields["reuse"] is None else Reuse(**fields["reuse"])
-            controller.register_consumer(
-                name, fields["partition"], fields["columns"], fields["lease_seconds"], reuse=reuse
-            )
+            seconds = math.inf if fields["lease_seconds"] is None else fields["lease_seconds"]
+            controller.register_consumer(name, fields["partition"], fields["columns"], seconds, reuse=reuse)
         state.consumers[name].epoch = fields["epoch"]
     for name, fields in saved["partitions"].items():
         _load_partition(controller, state.partition(name), fields)

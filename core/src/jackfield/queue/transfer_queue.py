@@ -78,11 +78,13 @@ class TransferQueue(Producing, Consuming):
     # -- keeping
 
     @abstractmethod
-    async def checkpoint(self, folder: str | Path) -> None:
+    async def checkpoint(self, folder: str | Path, again_from: Mapping[str, int] | None = None) -> None:
         """Write controller and values, as they are at one moment, to ``folder``. Producers go on; deletions wait.
 
         Args:
             folder: made when it is not there; the controller's process reaches it.
+            again_from: by partition, the first ticket that is saved as if nothing of it had been made. A queue with
+                a journal keeps what there is.
         """
 
     @abstractmethod

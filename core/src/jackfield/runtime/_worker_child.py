@@ -2,12 +2,13 @@
 
 Run by its path, not as a module of a package, and with nothing but the standard library, so that it starts fast and
 in any interpreter. Standard output belongs to the user's code and goes where standard error goes; answers travel on a
-descriptor that the user's code does not know.
+descriptor that the user's code does not know and its forks do not have. A request is ``ID JSON``, and so is its answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -19,6 +20,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -29,14 +31,18 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 def main() -> None:
     """Serve until standard input ends."""
     _die_with_parent(int(sys.argv[1]))
-    requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    pulse = int(sys.argv[2])
+    _beat(pulse, float(sys.argv[3]))
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    os.register_at_fork(after_in_child=functools.partial(_let_go, requests.fileno(), answers.fileno(), pulse))
+    serving = os.getpid()
     with asyncio.Runner() as runner:
         function: Callable[..., Any] | None = None
         for line in requests:
-            request = json.loads(line)
+            id, _, text = line.partition(b" ")
+            request = json.loads(text)
             try:
                 if function is None:
                     function = _load(request)
@@ -46,10 +52,21 @@ def main() -> None:
                     value = function(**request["arguments"])
                     if inspect.isawaitable(value):
                         value = runner.run(_wait(value))
-                text = json.dumps({"value": value}, default=_scalar)
+                answer = json.dumps({"value": value}, default=_scalar)
             except BaseException as error:  # SystemExit is the user's code's, too
-                text = json.dumps({"error": _describe(error)})
-            answers.write(text.encode() + b"\n")
+                answer = json.dumps({"error": _describe(error)})
+            if os.getpid() != serving:  # a fork that the user's code has made, and that came back here
+                os._exit(0)
+            answers.write(b"%b %b\n" % (id, answer.encode()))
+            answers.flush()
+
+
+def _let_go(*descriptors: int) -> None:
+    """Point descriptors elsewhere: a fork neither takes requests nor answers them."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
 
 
 async def _wait(value: Any) -> Any:
@@ -61,6 +78,22 @@ def _die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before
         os._exit(1)
+
+
+def _beat(descriptor: int, seconds: float) -> None:
+    """Have a thread say that this process lives, now and then: see ``jackfield.pulse``."""
+    os.set_inheritable(descriptor, False)
+    os.set_blocking(descriptor, False)
+
+    def live() -> None:
+        pause = threading.Event()
+        with contextlib.suppress(BrokenPipeError):
+            while True:
+                with contextlib.suppress(BlockingIOError):  # the parent does not look at the moment
+                    os.write(descriptor, b".")
+                pause.wait(seconds)
+
+    threading.Thread(target=live, name="jackfield-pulse", daemon=True).start()
 
 
 def _load(request: dict[str, Any]) -> Callable[..., Any]:

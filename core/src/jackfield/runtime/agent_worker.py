@@ -6,13 +6,13 @@ The controller sees handles, tags and sizes; token ids go from here to the queue
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
-from jackfield.abc.rollout import BaseRolloutServer
+from jackfield.abc.rollout import BaseRolloutServer, SamplingParams
 from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
@@ -62,7 +62,7 @@ class AgentWorker:
         rows: Rows,
         tokenizer: ChatTokenizer,
         clock: Clock,
-        make_agent: Callable[[], AgentLoopBase] | None,
+        make_agent: Callable[[Callable[[SamplingParams], None]], AgentLoopBase] | None,
         *,
         max_prompt_tokens: int | None = None,
         router: ReplicaRouter | None = None,
@@ -72,7 +72,8 @@ class AgentWorker:
             rows: where samples go.
             tokenizer: of the model.
             clock: through which every wait goes.
-            make_agent: a fresh loop for each run; None where nobody generates.
+            make_agent: a fresh loop for each run, which tells of the sampling parameters of each of its requests;
+                None where nobody generates.
             max_prompt_tokens: of a sample of the data's own answers; agents have the limit in their context.
             router: through which the agents generate.
         """
@@ -91,9 +92,11 @@ class AgentWorker:
             JackfieldError: as :func:`run_agent`.
         """
         assert self._make_agent is not None, "a worker without replicas runs no agents"
-        output = await run_agent(self._make_agent(), order.sampling, order.task, self._clock, order.seconds)
+        asked: set[SamplingParams] = set()
+        output = await run_agent(self._make_agent(asked.add), order.sampling, order.task, self._clock, order.seconds)
         sequences = output.sequences[-1:] if last else output.sequences
-        tags = [{**sequence_tags(order.task, sequence, order.run), **agent_tags(output)} for sequence in sequences]
+        more = {**agent_tags(output), **_own_sampling(order.sampling, asked)}
+        tags = [{**sequence_tags(order.task, sequence, order.run), **more} for sequence in sequences]
         return self._keep(order.id, sequence_columns(order.task, sequences), tags)
 
     async def reroute(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
@@ -164,6 +167,14 @@ class AgentWorker:
             )
             for index, key in enumerate(keys)
         )
+
+
+def _own_sampling(given: Mapping[str, Any], asked: Iterable[SamplingParams]) -> dict[str, str]:
+    """A tag that says what an agent has asked for in the place of what it was given."""
+    names = ("temperature", "top_p", "top_k", "min_p", "logprobs")
+    pairs = {(name, getattr(one, name)) for one in asked for name in names if name in given}
+    own = sorted(f"{name}: {value}" for name, value in pairs if value != given[name])
+    return {"own_sampling": ", ".join(own)} if own else {}
 
 
 def ends_the_run(error: JackfieldError) -> bool:

@@ -92,7 +92,7 @@ class ControlServer:
             token, count = str(question["token"]), question.get("count")
             if not hmac.compare_digest(token.encode(), self._token.encode()) or not isinstance(count, int | None):
                 raise ValueError("no question of ours")
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             error = RunError("this is no question to the run", code="wire.authentication", where=str(self._file))
             return {"error": error_fields(error)}
         try:

@@ -13,6 +13,7 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError, WorkerLost
 from jackfield.queue import BatchMeta, TransferQueue, Written
 from jackfield.runtime.engine_rank import EngineRank
+from jackfield.runtime.log_probs import Comparison
 
 __all__ = ["EngineGroup", "combined", "shares"]
 
@@ -93,11 +94,12 @@ class EngineGroup:
         results = await self._all("to score a few tokens", lambda rank, _: rank.score(prompt_ids, responses))
         return next(result for result in results if result is not None)
 
-    async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
-        """One optimizer step; ``grad_norm``, ``lr`` and the loss's metrics."""
+    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None) -> dict[str, float]:
+        """One optimizer step; ``grad_norm``, ``lr`` and the loss's metrics, and what a comparison finds."""
         parts = self._split(batch)
-        await self._read_first(batch, parts, update=True)
-        results = await self._all(f"to train on {_named(batch)}", lambda rank, index: rank.update(parts[index], loss))
+        await self._read_first(batch, parts, update=True, comparison=comparison)
+        what = f"to train on {_named(batch)}"
+        results = await self._all(what, lambda rank, index: rank.update(parts[index], loss, comparison))
         counted = {
             layout.data_parallel_rank: result
             for layout, result in reversed(list(zip(self._layouts, results, strict=True)))
@@ -105,10 +107,13 @@ class EngineGroup:
         }
         return combined([counted[rank] for rank in sorted(counted)])
 
-    async def _read_first(self, batch: BatchMeta, parts: Sequence[BatchMeta], *, update: bool) -> None:
+    async def _read_first(
+        self, batch: BatchMeta, parts: Sequence[BatchMeta], *, update: bool, comparison: Comparison | None = None
+    ) -> None:
         """Ranks work together: none begins before all have their rows, for some of them may be lost."""
         if len(self._ranks) > 1:
-            await self._all(f"to read {_named(batch)}", lambda rank, index: rank.read(parts[index], update=update))
+            what = f"to read {_named(batch)}"
+            await self._all(what, lambda rank, index: rank.read(parts[index], update=update, comparison=comparison))
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
         """Write a checkpoint."""

@@ -19,10 +19,12 @@ from jackfield.abc.engine import (
 from jackfield.abc.transfer_queue import Column
 from jackfield.errors import EngineError, JackfieldError
 from jackfield.queue import BatchMeta, Rows, Written, column_from_rows, from_nested, to_nested
+from jackfield.runtime.log_probs import Comparison, distances
 from jackfield.runtime.samples import naming_samples
 from jackfield.weights import WeightSender
 
 if TYPE_CHECKING:
+    import torch
     from tensordict import TensorDict
 
 __all__ = ["EngineRank"]
@@ -67,18 +69,18 @@ class EngineRank:
         await self._in_thread(self._engine.initialize)
         return self._engine.layout
 
-    async def read(self, batch: BatchMeta, *, update: bool) -> None:
+    async def read(self, batch: BatchMeta, *, update: bool, comparison: Comparison | None = None) -> None:
         """Read what the next call on this batch needs: :meth:`update`, or another.
 
         Raises:
             QueueError: rows are not there; nothing has been begun.
         """
-        names = self._update_columns if update else _SAMPLE
+        names = self._update_columns(comparison) if update else _SAMPLE
         self._known = (batch.keys, names, await self._values(batch, names))
 
-    @property
-    def _update_columns(self) -> tuple[str, ...]:
-        return (*_SAMPLE, *self._loss_columns)
+    def _update_columns(self, comparison: Comparison | None) -> tuple[str, ...]:
+        compared = () if comparison is None else comparison.columns
+        return tuple(dict.fromkeys((*_SAMPLE, *self._loss_columns, *compared)))
 
     async def compute_log_probs(self, batch: BatchMeta, column: str, *, adapter_off: bool = False) -> Written | None:
         """Write the model's log-probs of the responses into ``column``; None where another rank's results count."""
@@ -108,15 +110,22 @@ class EngineRank:
         assert output.log_probs is not None, "the engine computes log-probs"
         return [row.tolist() for row in output.log_probs.unbind()]
 
-    async def update(self, batch: BatchMeta, loss: LossSpec) -> dict[str, float]:
-        """This rank's part in one optimizer step: ``grad_norm``, ``lr`` and its share of the loss's metrics."""
+    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None) -> dict[str, float]:
+        """This rank's part in one optimizer step: ``grad_norm``, ``lr`` and its share of the loss's metrics.
+
+        With a comparison, the :func:`~jackfield.runtime.log_probs.distances` of the pass that is trained on, too.
+        """
         import torch
 
-        data = await self._read(batch, self._update_columns)
+        table = await self._read(batch, self._update_columns(comparison))
+        data = table.select(*_SAMPLE, *self._loss_columns)
         data["row"] = torch.arange(len(batch))
         with naming_samples(batch):
-            metrics: dict[str, float] = await self._in_thread(lambda: self._train(data, loss))
-        return metrics
+            output, metrics = await self._in_thread(lambda: self._train(data, loss))
+        if comparison is not None and self._engine.layout.is_output_rank:
+            metrics |= distances(_require_log_probs(output), table, batch, comparison)
+        result: dict[str, float] = metrics
+        return result
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
         """Write this rank's part of a checkpoint."""
@@ -145,14 +154,14 @@ class EngineRank:
         with self._engine.eval_mode(), adapter:
             return self._engine.forward_backward_batch(data, None, forward_only=True)
 
-    def _train(self, data: TensorDict, loss: LossSpec) -> dict[str, float]:
+    def _train(self, data: TensorDict, loss: LossSpec) -> tuple[EngineOutput, dict[str, float]]:
         engine = self._engine
         with engine.train_mode():
             engine.optimizer_zero_grad()
             output = engine.forward_backward_batch(data, loss)
             grad_norm = engine.optimizer_step()
         lr = engine.lr_scheduler_step()
-        return {**output.metrics, "grad_norm": grad_norm, "lr": lr}
+        return output, {**output.metrics, "grad_norm": grad_norm, "lr": lr}
 
     async def _read(self, batch: BatchMeta, names: tuple[str, ...]) -> TensorDict:
         known, self._known = self._known, None
@@ -178,6 +187,18 @@ class EngineRank:
             raise EngineError(
                 f"the {role} engine raised {type(error).__name__}: {error}", where=f"rank {rank}"
             ) from error
+
+
+def _require_log_probs(output: EngineOutput) -> torch.Tensor:
+    if output.log_probs is None:
+        raise EngineError(
+            "the engine's training pass has no log-probs",
+            where="EngineOutput.log_probs",
+            expected="jagged float32 [B, j], which the log-prob check compares",
+            found=None,
+            fix="have the engine return them, or set log_prob_check.every: 0",
+        )
+    return output.log_probs
 
 
 def _table(prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> TensorDict:

@@ -53,7 +53,11 @@ class FunctionReward(RewardAgent):
             method=config.method,
             keywords=config.keywords,
             workers=config.workers,
-            limits=WorkerLimits(memory_bytes=config.memory_bytes, start_seconds=config.start_seconds),
+            limits=WorkerLimits(
+                memory_bytes=config.memory_bytes,
+                start_seconds=config.start_seconds,
+                silence_seconds=context.silence_seconds,
+            ),
             clock=context.clock,
             python=None if config.python is None else resolve_interpreter(config.python, "reward.python"),
         )
@@ -78,9 +82,10 @@ class FunctionReward(RewardAgent):
             "ground_truth": request.ground_truth,
             "extra_info": dict(request.extra_info),
         }
-        result = await self._pool.call(arguments, deadline_seconds=request.deadline_seconds)
+        name = f"sample {request.idempotency_key}"
+        result = await self._pool.call(arguments, deadline_seconds=request.deadline_seconds, name=name)
         if result.status != "ok":
-            return ScoreResult(status=result.status, error=result.error)
+            return ScoreResult(status="timeout" if result.status == "timeout" else "failed", error=result.error)
         try:
             return self._result(result.value)
         except RewardError as error:

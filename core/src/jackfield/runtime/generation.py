@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Literal
 
 import attrs
 
-from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult, SamplingParams
+from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult
 from jackfield.errors import RolloutError
 
-__all__ = ["Running", "check_request", "mixed", "own_seed"]
+__all__ = ["Running", "check_request", "mixed", "own_seed", "shifted_seed"]
 
 _MASK = (1 << 64) - 1
 _UNSEEDED = 0x5851F42D4C957F2D  #: sets the seeds of requests without one apart from those that callers choose
@@ -90,6 +89,11 @@ def mixed(seed: int) -> int:
     return (state ^ (state >> 31)) >> 1
 
 
+def shifted_seed(seed: int, by: int) -> int:
+    """The seed ``by`` steps after another, within 64 bits with a sign."""
+    return (seed + by + (1 << 63) & _MASK) - (1 << 63)
+
+
 def check_request(request: GenerateRequest, vocabulary: int, max_model_len: int) -> None:
     """Refuse what cannot be generated.
 
@@ -99,7 +103,7 @@ def check_request(request: GenerateRequest, vocabulary: int, max_model_len: int)
         max_model_len: tokens of prompt and response together.
 
     Raises:
-        RolloutError: ``rollout.request``, naming the request.
+        RolloutError: ``rollout.request`` or ``rollout.context-length``, naming the request.
     """
     prompt = request.prompt_ids
     if not prompt:
@@ -108,30 +112,24 @@ def check_request(request: GenerateRequest, vocabulary: int, max_model_len: int)
         wrong = next(token for token in prompt if not 0 <= token < vocabulary)
         raise _invalid(request, f"token id {wrong}", f"ids from 0 to {vocabulary - 1}")
     if len(prompt) >= max_model_len:
-        raise _invalid(request, f"a prompt of {len(prompt)} tokens", f"fewer than max_model_len = {max_model_len}")
+        raise _invalid(
+            request,
+            f"a prompt of {len(prompt)} tokens",
+            f"fewer than max_model_len = {max_model_len}",
+            code="rollout.context-length",
+        )
     if request.multi_modal_data:
         raise _invalid(request, f"multi_modal_data: {', '.join(request.multi_modal_data)}", "text alone")
-    for name, fits, expected in _ranges(request.sampling):
-        if not fits:
-            raise _invalid(request, f"{name} = {getattr(request.sampling, name)!r}", expected)
+    try:
+        attrs.validate(request.sampling)  # it may have come from a process that does not know the ranges
+    except RolloutError as error:
+        raise _invalid(request, f"{error.message}: {error.found}", str(error.expected)) from error
 
 
-def _ranges(sampling: SamplingParams) -> list[tuple[str, bool, str]]:
-    return [
-        ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
-        ("temperature", 0 <= sampling.temperature < math.inf, "0 (greedy) or more"),
-        ("top_p", 0 < sampling.top_p <= 1, "more than 0, at most 1"),
-        ("top_k", 0 <= sampling.top_k < 1 << 63, "0 (off) or more"),
-        ("min_p", 0 <= sampling.min_p <= 1, "0 to 1"),
-        ("logprobs", sampling.logprobs in ("processed", "raw"), "processed or raw"),
-        ("stop", all(sampling.stop), "texts that are not empty"),
-    ]
-
-
-def _invalid(request: GenerateRequest, found: str, expected: str) -> RolloutError:
+def _invalid(request: GenerateRequest, found: str, expected: str, code: str = "rollout.request") -> RolloutError:
     return RolloutError(
         f"request {request.request_id!r} cannot be generated",
-        code="rollout.request",
+        code=code,
         where=request.request_id,
         expected=expected,
         found=found,

@@ -32,6 +32,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, RolloutError
+from jackfield.runtime.generation import shifted_seed
 from jackfield.weights import Replica, SyncReport
 
 __all__ = ["LastingServer", "LastingWeights", "state_of"]
@@ -39,7 +40,7 @@ __all__ = ["LastingServer", "LastingWeights", "state_of"]
 T = TypeVar("T")
 
 #: Refusals of one request by a replica that is well.
-_REFUSALS = ("rollout.request", "rollout.stale", "plugin.capability")
+_REFUSALS = ("rollout.request", "rollout.context-length", "rollout.stale", "plugin.capability")
 _HEALTH_SECONDS = 10.0
 
 CatchUp = Callable[[BaseRolloutServer, ServerInfo], Awaitable[object]]
@@ -303,6 +304,6 @@ def _behind(request: GenerateRequest, seen: Sequence[int]) -> GenerateRequest:
     left = attrs.evolve(
         sampling,
         max_new_tokens=sampling.max_new_tokens - len(seen),
-        seed=None if sampling.seed is None else sampling.seed + len(seen),
+        seed=None if sampling.seed is None else shifted_seed(sampling.seed, len(seen)),
     )
     return attrs.evolve(request, prompt_ids=(*request.prompt_ids, *seen), sampling=left)

@@ -1,8 +1,9 @@
 """Worker processes for code that may hang, crash, print or eat memory: a user's functions.
 
-One call at a time per process, as JSON lines over pipes. A process that misses a deadline is killed with everything
-it started (its process group), and replaced at the next call. A grandchild that makes a session of its own escapes;
-untrusted programs belong into a sandbox, not here.
+One call at a time per process, as JSON lines over pipes. Each request has an id of its own, which nobody can guess, and
+its answer repeats it. A process that answers anything else, or misses a deadline, is killed with everything it started
+(its process group), and replaced at the next call. A grandchild that makes a session of its own escapes; untrusted
+programs belong into a sandbox, not here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -21,6 +24,7 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RunError
+from jackfield.pulse import LOOKS, SILENCE_SECONDS, Pulse, until_silent
 
 __all__ = ["UserCodePool", "UserCodeWorker", "WorkerLimits", "WorkerResult"]
 
@@ -38,15 +42,18 @@ class WorkerLimits:
     memory_bytes: int | None = 4 * 2**30  #: of address space (RLIMIT_AS); None: unlimited
     cpu_seconds: float | None = None  #: per call (RLIMIT_CPU); None: the deadline on all cores, and a little more
     start_seconds: float = 60.0  #: until the code is imported
+    silence_seconds: float = SILENCE_SECONDS  #: after which a process that gives no sign of life is killed
 
 
 @attrs.frozen(kw_only=True)
 class WorkerResult:
     """What a call yielded, or why it did not."""
 
-    status: Literal["ok", "failed", "timeout"]
+    #: failed: the function raised; died: its process ended, or gave an answer that belongs to no request
+    status: Literal["ok", "failed", "died", "timeout"]
     value: Any = None  #: JSON value, with ``ok``
     error: str | None = None  #: the last lines of a traceback, how the process died, or who was waited for
+    timed_out_after: float | None = None  #: seconds that the function had; None: it did not run out of time
 
 
 class UserCodeWorker:
@@ -91,11 +98,11 @@ class UserCodeWorker:
         Raises:
             RunError: ``worker.start``: the interpreter or the code is missing, raised or took too long.
         """
-        if self._process is not None and not self._process.exited.done():
+        if self._process is not None and not self._process.broken:
             return
         await self.close()
         try:
-            self._process = await _Process.spawn(self._python)
+            self._process = await _Process.spawn(self._python, self._limits.silence_seconds)
         except OSError as error:
             raise self._cannot_start(str(error)) from error
         message = {
@@ -110,10 +117,17 @@ class UserCodeWorker:
             await self.close()
             raise self._cannot_start(result.error or "")
 
-    async def call(self, arguments: Mapping[str, Any], deadline_seconds: float) -> WorkerResult:
+    async def call(self, arguments: Mapping[str, Any], deadline_seconds: float, name: str = "") -> WorkerResult:
         """Call the function with keyword arguments (JSON values).
 
-        After a timeout, a cancellation or a crash the process is gone, and the next call starts another.
+        After a timeout, a cancellation, a crash or a wrong answer the process is gone, and the next call starts
+        another. Where that process had served earlier calls, they may be to blame (a thread that one has left behind):
+        then the call is repeated, once, in a new process.
+
+        Args:
+            arguments: of the function.
+            deadline_seconds: for the answer.
+            name: of the call, for messages: the sample that is scored.
 
         Raises:
             RunError: ``worker.start``.
@@ -126,8 +140,15 @@ class UserCodeWorker:
             line = json.dumps(message)
         except (TypeError, ValueError) as error:
             return WorkerResult(status="failed", error=f"the arguments of {self._target} are not JSON: {error}")
-        await self.start()
-        return await self._exchange(line, deadline_seconds, "answer")
+        purpose = f"answer for {name}" if name else "answer"
+        while True:
+            await self.start()
+            assert self._process is not None
+            used, began = self._process.asked > 1, self._clock.time()  # the first request imported the code
+            result = await self._exchange(line, deadline_seconds, purpose)
+            if result.status != "died" or not used:
+                return result
+            deadline_seconds = max(deadline_seconds - (self._clock.time() - began), 0.0)
 
     async def close(self) -> None:
         """Kill the process and what it started. May be called at any time, and again."""
@@ -139,20 +160,30 @@ class UserCodeWorker:
         process = self._process
         assert process is not None
         line = message if isinstance(message, str) else json.dumps(message)
+        watching = asyncio.create_task(self._watch(process))
         try:
             answer = await self._clock.wait_for(process.ask(line), seconds, f"{self._target} to {purpose}")
         except DeadlineExceeded as error:
             await self.close()
-            return WorkerResult(status="timeout", error=error.message + process.noise())
+            return WorkerResult(status="timeout", error=str(error) + process.noise(), timed_out_after=seconds)
         except BaseException:  # cancelled: whatever the process is doing, nobody wants it
             await self.close()
             raise
+        finally:
+            watching.cancel()
         if answer is None:
             await self.close()
-            return WorkerResult(status="failed", error=f"the process of {self._target} {process.death()}")
+            death = process.death(f"{self._target}, which had to {purpose}")
+            logging.getLogger("jackfield").warning("%s at %s; another one takes its place", death.message, death.where)
+            return WorkerResult(status="died", error=str(death))
         if "error" in answer:
             return WorkerResult(status="failed", error=str(answer["error"]))
         return WorkerResult(status="ok", value=answer["value"])
+
+    async def _watch(self, process: _Process) -> None:
+        """Kill a process that is silent; its death ends the call."""
+        await until_silent(process.pulse.heard, self._clock, self._limits.silence_seconds)
+        process.end_for_silence(self._limits.silence_seconds)
 
     def _cannot_start(self, found: str) -> RunError:
         return RunError(
@@ -209,7 +240,11 @@ class UserCodePool:
             await worker.start()
 
     async def call(
-        self, arguments: Mapping[str, Any], deadline_seconds: float, call_seconds: float | None = None
+        self,
+        arguments: Mapping[str, Any],
+        deadline_seconds: float,
+        call_seconds: float | None = None,
+        name: str = "",
     ) -> WorkerResult:
         """Call the function in the next free process. What cannot start is a failed result, with the reason.
 
@@ -217,14 +252,15 @@ class UserCodePool:
             arguments: keyword arguments of the function, JSON values.
             deadline_seconds: for everything, the wait for a free process included.
             call_seconds: for the function alone; None: what is left of the deadline.
+            name: of the call, for messages: the sample that is scored.
         """
         began = self._clock.time()
         try:
             async with self._worker(deadline_seconds) as worker:
                 left = round(max(deadline_seconds - (self._clock.time() - began), 0.0), 3)
-                return await worker.call(arguments, left if call_seconds is None else min(left, call_seconds))
+                return await worker.call(arguments, left if call_seconds is None else min(left, call_seconds), name)
         except DeadlineExceeded as error:
-            return WorkerResult(status="timeout", error=error.message)
+            return WorkerResult(status="timeout", error=str(error))
         except RunError as error:
             return WorkerResult(status="failed", error=str(error))
 
@@ -260,22 +296,32 @@ class _Process(asyncio.SubprocessProtocol):
         loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[None] = loop.create_future()  #: the process has ended
         self._gone: asyncio.Future[None] = loop.create_future()  #: and its pipes are closed
+        self.asked = 0  #: requests so far
+        self._id = b""  #: of the request whose answer is waited for
         self._answer: asyncio.Future[dict[str, Any] | None] | None = None
         self._buffer = bytearray()
         self._noise = bytearray()
-        self._complaint = ""
+        self._complaint = self._silence = ""
+        self.pulse = Pulse()
 
     @classmethod
-    async def spawn(cls, python: str) -> _Process:
+    async def spawn(cls, python: str, silence_seconds: float) -> _Process:
         """Start a child in a session of its own, so that its process group can be killed as a whole."""
         loop = asyncio.get_running_loop()
-        command = (python, "-P", "-u", str(_CHILD), str(os.getpid()))
-        _, process = await loop.subprocess_exec(cls, *command, start_new_session=True)
+        process = cls()
+        beat = process.pulse.descriptor
+        command = (python, "-P", "-u", str(_CHILD), str(os.getpid()), str(beat), str(silence_seconds / LOOKS))
+        try:
+            await loop.subprocess_exec(lambda: process, *command, start_new_session=True, pass_fds=[beat])
+        except BaseException:
+            process.pulse.close()
+            raise
         return process
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # here, and not where the process was asked for: a start that is cancelled still has a process to end
         self._transport = cast(asyncio.SubprocessTransport, transport)
+        self.pulse.started(self.pid)
 
     @property
     def pid(self) -> int:
@@ -283,18 +329,30 @@ class _Process(asyncio.SubprocessProtocol):
         return pid
 
     async def ask(self, line: str) -> dict[str, Any] | None:
-        """Send a line and wait for the answer; None: the process died."""
+        """Send a line and wait for the answer; None: the process died, or answered something else."""
         if self._gone.done():
             return None
+        self.asked += 1
+        self._id = secrets.token_hex(16).encode()
         self._answer = asyncio.get_running_loop().create_future()
         pipe: Any = self._transport.get_pipe_transport(0)
-        pipe.write(line.encode() + b"\n")
+        pipe.write(b"%b %b\n" % (self._id, line.encode()))
         return await self._answer
+
+    @property
+    def broken(self) -> bool:
+        """Whether the process has ended, or is on its way because of what it has written."""
+        return self.exited.done() or bool(self._complaint or self._silence)
 
     def kill(self) -> None:
         """Kill the process group; the process is its leader."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def end_for_silence(self, seconds: float) -> None:
+        """Kill it: it is stopped, or frozen."""
+        self._silence = f"gave no sign of life for {seconds:g} s and was killed (deadlines.silence)"
+        self.kill()
 
     async def end(self, clock: Clock) -> None:
         """Kill, and wait until nothing is left."""
@@ -303,22 +361,32 @@ class _Process(asyncio.SubprocessProtocol):
         with contextlib.suppress(DeadlineExceeded):  # a grandchild of another session may hold a pipe for ever
             await clock.wait_for(asyncio.shield(self._gone), _END_SECONDS, "a killed process to be gone")
         self._transport.close()
+        self.pulse.close()
 
     def noise(self) -> str:
         """The last lines of what the process printed, for messages."""
         lines = self._noise.decode(errors="replace").strip().splitlines()[-_NOISE_LINES:]
         return "; it printed:\n" + "\n".join(lines) if lines else ""
 
-    def death(self) -> str:
-        """How the process ended, for messages."""
+    def death(self, who: str) -> RunError:
+        """How the process ended, and what it was to do."""
         code = self._transport.get_returncode()
-        if self._complaint:
-            how = self._complaint
+        wrong = bool(self._complaint) and code == -signal.SIGKILL
+        if self._silence:
+            how = self._silence
+        elif wrong:
+            how = f"was killed: {self._complaint}"
         elif code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"ended with exit status {code} before it answered"
-        return how + self.noise()
+        return RunError(
+            f"the worker process {self.pid} {how}",
+            code="worker.answer" if wrong and not self._silence else "worker.died",
+            where=who,
+            expected="one answer to each request" if wrong else None,
+            found=self.noise().removeprefix("; ") or None,
+        )
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
@@ -326,13 +394,34 @@ class _Process(asyncio.SubprocessProtocol):
             del self._noise[:-_NOISE_BYTES]
             return
         self._buffer += data
-        if self._buffer.endswith(b"\n"):
-            line, self._buffer = bytes(self._buffer), bytearray()
-            self._settle(json.loads(line))
-        elif len(self._buffer) > _ANSWER_BYTES:
-            self._complaint = f"was killed: its answer is longer than {_ANSWER_BYTES} bytes"
-            self._buffer.clear()
-            self.kill()
+        if b"\n" in data:
+            *lines, self._buffer = self._buffer.split(b"\n")
+            for line in lines:
+                self._receive(bytes(line))
+        if len(self._buffer) > _ANSWER_BYTES:
+            self._complain(f"its answer is longer than {_ANSWER_BYTES} bytes")
+
+    def _receive(self, line: bytes) -> None:
+        id, _, text = line.partition(b" ")
+        if self._complaint:
+            return
+        if self._answer is None or self._answer.done() or not secrets.compare_digest(id, self._id):
+            self._complain("it answered what was not asked")
+            return
+        try:
+            self._settle(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            self._complain(f"its answer cannot be read: {error}")
+
+    def _complain(self, complaint: str) -> None:
+        """Nothing of what this process writes can be trusted any more."""
+        self._complaint = self._complaint or complaint
+        self._buffer.clear()
+        self.kill()
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 0 and not self.exited.done():  # asyncio gives up a pipe that the process has closed or written to
+            self._complain("it closed the descriptor of its requests, or wrote to it")
 
     def process_exited(self) -> None:
         self.exited.set_result(None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import xxhash
@@ -28,16 +29,26 @@ class Workers(Generic[T]):
         return self._workers[xxhash.xxh3_64_intdigest(subject.encode()) % len(self._workers)]
 
 
-async def resubmitted(work: Callable[[], Awaitable[T]]) -> T:
+async def resubmitted(work: Callable[[], Awaitable[T]], what: str) -> T:
     """Do work that a dead worker has lost once more, from its beginning, with the worker that took its place.
+
+    Args:
+        work: to do.
+        what: it makes, for messages: a sample, with its key.
 
     Raises:
         WorkerLost: of the last attempt.
     """
     for _ in range(ATTEMPTS - 1):
-        with suppress(WorkerLost):
+        try:
             return await work()
+        except WorkerLost as error:
+            logging.getLogger("jackfield").warning("%s; %s is made again", _one_line(error), what)
     return await work()
+
+
+def _one_line(error: JackfieldError) -> str:
+    return f"{error.message} ({error.where}): {error.found}"
 
 
 def is_lost(error: JackfieldError) -> bool:

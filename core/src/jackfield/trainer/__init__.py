@@ -13,6 +13,7 @@ from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore, open_checkpoint
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.explorer import Experts, Explorer
+from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.mixing import Source
 from jackfield.trainer.offline import OfflineProducer
 from jackfield.trainer.placement import PlacementLease
@@ -32,6 +33,7 @@ __all__ = [
     "Experts",
     "Explorer",
     "FollowedVersion",
+    "LogProbCheck",
     "OfflineProducer",
     "PlacementLease",
     "PostedVersion",

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from jackfield import __version__
-from jackfield.errors import JackfieldError, QueueError, RunError
+from jackfield.errors import JackfieldError, QueueError, RunError, WorkerLost
 from jackfield.plugins.hooks import CheckpointSaved
 from jackfield.queue import TransferQueue
+from jackfield.runtime.samples import TRAIN
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore
 from jackfield.trainer.reward_pipeline import CONSUMER as REWARD
 from jackfield.trainer.stages import Stages
@@ -40,29 +41,40 @@ class Checkpointer:
     description: Mapping[str, Any]  #: of the run, for whoever resumes it: configuration, digests of the data
     stages: Stages
     hooks: Any
+    _random: Mapping[str, Any] = attrs.field(factory=dict, init=False)  #: at the end of the last step
 
-    async def save(self, steps: int, trainer: Mapping[str, Any]) -> None:
+    def note_random_state(self) -> None:
+        """Remember this process's generators as they are at the end of a step, before the next one is begun."""
+        self._random = random_state()
+
+    async def save(self, steps: int, trainer: Mapping[str, Any], *, again_from: int | None = None) -> None:
         """Write a checkpoint after ``steps`` completed steps; then it is durable, and their acks are final.
 
         Args:
             steps: that it contains.
             trainer: the trainer's own state, plain values.
+            again_from: the first ticket that is saved as if nothing of it had been made; with it, generators are
+                saved as they were noted. None: as everything is now.
 
         Raises:
             RunError: ``run.checkpoint-write``; earlier checkpoints are as before.
+            WorkerLost: a rank, or the storage, died meanwhile.
+            QueueError: ``queue.session``: the queue's controller died meanwhile.
         """
         async with self.stages.measure("checkpoint", "trainer", steps - 1):
             try:
-                saved = await self._write(steps, trainer)
+                saved = await self._write(steps, trainer, again_from)
             except (JackfieldError, OSError) as error:
                 free = shutil.disk_usage(self.store.folder.parent).free  # before the half that was written goes
                 await asyncio.to_thread(self.store.discard, steps)
+                if isinstance(error, WorkerLost) or getattr(error, "code", None) == "queue.session":
+                    raise  # whose process has ended is named; the disk is well
                 raise self._failure(steps, error, free) from error
             await self.queue.commit(steps - 1)
             await asyncio.to_thread(self.store.prune)
         self.hooks.checkpoint_saved(event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
 
-    async def _write(self, steps: int, trainer: Mapping[str, Any]) -> Checkpoint:
+    async def _write(self, steps: int, trainer: Mapping[str, Any], again_from: int | None) -> Checkpoint:
         folder = await asyncio.to_thread(self.store.begin, steps)
         for role, engine in self.engines.items():
             await engine.save(str(folder / role), "native")
@@ -70,15 +82,15 @@ class Checkpointer:
             "step": steps,
             "trainer": dict(trainer),
             "versions": {"jackfield": __version__, "python": platform.python_version()},
-            "random": random_state(),
+            "random": random_state() if again_from is None else self._random,
             **self.description,
         }
-        await self.queue.checkpoint(folder / "queue")
+        await self.queue.checkpoint(folder / "queue", {} if again_from is None else {TRAIN: again_from})
         return await asyncio.to_thread(self.store.commit, steps, state)
 
     def _failure(self, steps: int, error: Exception, free: int) -> RunError:
-        newest = self.store.newest()
-        again = "it begins anew" if newest is None else f"it goes on after step {newest.step}"
+        earlier = self.store.folders()
+        again = f"it goes on after step {max(earlier)}" if earlier else "it begins anew"
         return RunError(
             "a checkpoint could not be written",
             code="run.checkpoint-write",
@@ -91,13 +103,14 @@ class Checkpointer:
     async def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Put engines, queue and random state back to where ``checkpoint`` was cut; the trainer's own state.
 
-        Consumers of the queue are registered, and nobody works yet.
+        The checkpoint is whole (:meth:`CheckpointStore.newest`), consumers of the queue are registered, and nobody
+        works yet.
 
         Raises:
             RunError: ``run.checkpoint-damaged``.
             EngineError: when an engine cannot read its part.
+            QueueError: when the queue cannot, or the ledger is not the one that the checkpoint knows.
         """
-        await asyncio.to_thread(checkpoint.verify)
         state = checkpoint.state()
         for role, engine in self.engines.items():
             await engine.load(str(checkpoint.folder / role))
@@ -112,6 +125,8 @@ class Checkpointer:
         try:
             return await self.queue.recover(checkpoint.folder / "queue", checkpoint.step - 1, kept=_KEPT)
         except QueueError as error:
+            if error.code != "queue.invalid":
+                raise
             logging.getLogger("jackfield").warning("%s; the run goes on with the rows of its checkpoint", error.message)
             return False
 

@@ -3,16 +3,18 @@
 ::
 
     step_00000040/           a checkpoint; it gets this name when everything in it is on the disk
-        manifest.json        size and digest of every other file
+        manifest.json        size and digest of every other file, and its own digest
         state.json           what is small: step, configuration, random state, position in the ledger
         actor/ critic/       the engines' native checkpoints
         queue/               controller and values of the TransferQueue
     step_00000050.partial/   one that is being written, or that a kill interrupted; the next start removes it
+    step_00000060.damaged/   one that the next start found damaged, and set aside
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,10 +26,11 @@ import attrs
 import xxhash
 
 from jackfield.errors import RunError
+from jackfield.sealed import seal, unseal
 
 __all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST, _STATE = "manifest.json", "state.json"
 _NAME = re.compile(r"step_(\d{8,})")
 _CHUNK = 1 << 22
@@ -47,22 +50,35 @@ class Checkpoint:
         return sum(size for size, _ in self.files.values())
 
     def state(self) -> dict[str, Any]:
-        """What ``state.json`` holds."""
-        found: dict[str, Any] = json.loads((self.folder / _STATE).read_text(encoding="utf-8"))
+        """What ``state.json`` holds; :meth:`verify` comes first.
+
+        Raises:
+            RunError: ``run.checkpoint-damaged``.
+        """
+        try:
+            found: dict[str, Any] = json.loads((self.folder / _STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise _damaged(self.folder, _STATE, "JSON", f"{type(error).__name__}: {error}") from error
         return found
 
-    def verify(self) -> None:
-        """Compare every file with the manifest.
+    def verify(self, part: str = "", *, contents: bool = True) -> None:
+        """Compare files with the manifest.
+
+        Args:
+            part: the folder in the checkpoint whose files are compared; all, where it is not given.
+            contents: also digests, not only sizes.
 
         Raises:
             RunError: ``run.checkpoint-damaged``, naming the first file that differs.
         """
         for name, (size, digest) in self.files.items():
+            if not name.startswith(part):
+                continue
             path = self.folder / name
             found = path.stat().st_size if path.is_file() else None
             if found != size:
                 raise _damaged(self.folder, name, f"{size} bytes", "no file" if found is None else f"{found} bytes")
-            if _digest(path) != digest:
+            if contents and _digest(path) != digest:
                 raise _damaged(self.folder, name, f"contents of digest {digest}", "other contents")
 
 
@@ -78,20 +94,63 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
 
-    def checkpoints(self) -> list[Checkpoint]:
-        """All complete ones, the oldest first.
+    def folders(self) -> dict[int, Path]:
+        """Of the checkpoints, whole or damaged, by their steps, the oldest first."""
+        named = [(_NAME.fullmatch(path.name), path) for path in _children(self.folder)]
+        return dict(sorted((int(match[1]), path) for match, path in named if match is not None))
+
+    def checkpoints(self) -> dict[int, Checkpoint | RunError]:
+        """By their steps, the oldest first; in the place of one whose manifest or files' sizes are wrong, the error.
 
         Raises:
-            RunError: ``run.checkpoint-damaged`` for a manifest that is missing or cannot be read.
+            RunError: ``run.checkpoint-format``.
         """
-        names = sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
-        return sorted(
-            (open_checkpoint(self.folder / name) for name in names if _NAME.fullmatch(name)), key=lambda each: each.step
+        return {step: _attempt(step, path, contents=False) for step, path in self.folders().items()}
+
+    def newest(self, part: str = "", *, sets_aside: bool = False) -> Checkpoint | None:
+        """The newest one that is whole; a warning names those that are newer and damaged.
+
+        Args:
+            part: the folder in the checkpoint that has to be whole.
+            sets_aside: rename damaged ones, so that later ones of the same steps can take their places.
+
+        Raises:
+            RunError: ``run.checkpoint-damaged`` where there are checkpoints and none is whole;
+                ``run.checkpoint-format``.
+        """
+        damaged: dict[Path, RunError] = {}
+        for step, path in reversed(self.folders().items()):
+            found = _attempt(step, path, part)
+            if isinstance(found, Checkpoint):
+                for worse, error in damaged.items():
+                    self._name_damaged(worse, error, step, sets_aside=sets_aside)
+                return found
+            damaged[path] = found
+        if not damaged:
+            return None
+        errors = list(damaged.values())
+        raise RunError(
+            "every checkpoint of the run is damaged",
+            code="run.checkpoint-damaged",
+            where=str(self.folder),
+            expected=f"{errors[0].expected} in {errors[0].where}",
+            found="; ".join(f"{error.where}: {error.found}" for error in errors),
+            fix="restore the files of one of them from a copy, or begin anew with checkpoint.resume=false, which "
+            "removes what is there",
         )
 
-    def newest(self) -> Checkpoint | None:
-        """The one to go on from, if there is any."""
-        return next(reversed(self.checkpoints()), None)
+    @staticmethod
+    def _name_damaged(folder: Path, error: RunError, step: int, *, sets_aside: bool) -> None:
+        done = ""
+        if sets_aside:
+            aside = folder.with_name(f"{folder.name}.damaged")
+            _remove(aside)
+            folder.rename(aside)
+            done = f"; it is now {aside}"
+        logging.getLogger("jackfield").warning(
+            "the checkpoint %s is damaged (%s: expected %s, found %s)%s; the newest whole one is taken, of step %d",
+            *(folder, error.where, error.expected, error.found, done, step),
+        )
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of ``step`` into."""
@@ -103,14 +162,14 @@ class CheckpointStore:
     def commit(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
         """Add state and manifest, bring everything to the disk, and give the folder its name."""
         partial, final = self._partial(step), self.folder / f"step_{step:08d}"
-        _write_json(partial / _STATE, state)
+        (partial / _STATE).write_text(json.dumps(state, ensure_ascii=False, indent=1), encoding="utf-8")
         files = {str(path.relative_to(partial)): path for path in _files(partial)}
         record = {name: (path.stat().st_size, _digest(path)) for name, path in files.items()}
-        _write_json(partial / _MANIFEST, {"format": FORMAT, "step": step, "files": record})
+        manifest = json.dumps({"format": FORMAT, "step": step, "files": record}, ensure_ascii=False, indent=1)
+        (partial / _MANIFEST).write_text(seal(manifest), encoding="utf-8")
         for path in (*files.values(), partial / _MANIFEST, *_folders(partial)):
             _sync(path)
-        if final.exists():
-            self._remove(final)
+        self._take_away(final)
         partial.rename(final)
         _sync(self.folder)
         return Checkpoint(folder=final, step=step, files=record)
@@ -121,59 +180,104 @@ class CheckpointStore:
 
     def prune(self) -> None:
         """Remove all but the newest ``keep``."""
-        for checkpoint in self.checkpoints()[: -self.keep]:
-            self._remove(checkpoint.folder)
+        for folder in list(self.folders().values())[: -self.keep]:
+            self._take_away(folder)
 
     def clean(self) -> None:
         """Remove what a killed process left half written or half removed."""
-        for path in self.folder.glob("step_*.partial") if self.folder.is_dir() else ():
-            shutil.rmtree(path)
+        for path in _children(self.folder):
+            if path.name.startswith("step_") and path.suffix == ".partial":
+                _remove(path)
 
     def clear(self) -> None:
-        """Remove everything."""
-        for checkpoint in reversed(self.checkpoints()):
-            self._remove(checkpoint.folder)
+        """Remove everything, damaged or not."""
+        for path in reversed(_children(self.folder)):
+            if path.name.startswith("step_"):
+                self._take_away(path)
 
     def _partial(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.partial"
 
     @staticmethod
-    def _remove(folder: Path) -> None:
+    def _take_away(folder: Path) -> None:
         """Take the name away first: no half of it is ever found."""
-        doomed = folder.with_name(f"{folder.name}.partial")
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        if folder.exists():
+            doomed = folder.with_name(f"{folder.name}.removed.partial")
+            _remove(doomed)
+            folder.rename(doomed)
+            _remove(doomed)
+
+
+def _attempt(step: int, folder: Path, part: str = "", *, contents: bool = True) -> Checkpoint | RunError:
+    """The checkpoint of a step; the error where it is damaged."""
+    try:
+        found = open_checkpoint(folder)
+        if found.step != step:
+            return _damaged(folder, _MANIFEST, f"the checkpoint of step {step}", f"that of step {found.step}")
+        found.verify(part, contents=contents)
+    except RunError as error:
+        if error.code == "run.checkpoint-format":
+            raise
+        return error
+    except OSError as error:
+        return _damaged(folder, "", "files that can be read", f"{type(error).__name__}: {error}")
+    return found
+
+
+def _children(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """A complete checkpoint by its folder.
 
     Raises:
-        RunError: ``run.no-checkpoint`` when there is none; ``run.checkpoint-damaged`` for an unreadable manifest.
+        RunError: ``run.no-checkpoint`` when there is none; ``run.checkpoint-damaged`` for an unreadable manifest;
+            ``run.checkpoint-format``.
     """
     if not folder.is_dir():
         raise RunError("there is no checkpoint", code="run.no-checkpoint", where=str(folder))
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        content = (folder / _MANIFEST).read_bytes()
+        if b'"digest"' not in content and json.loads(content)["format"] == 1:
+            raise _other_format(folder, 1)
+        manifest = unseal(content)
+        if manifest["format"] != FORMAT:
+            raise _other_format(folder, manifest["format"])
         files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
-        step, found = int(manifest["step"]), manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(
-            folder, _MANIFEST, "the sizes and digests of all files", f"{type(error).__name__}: {error}"
-        ) from error
-    if found != FORMAT:
-        raise _damaged(folder, _MANIFEST, f"format {FORMAT}", f"format {found}")
-    return Checkpoint(folder=folder, step=step, files=files)
+        return Checkpoint(folder=folder, step=int(manifest["step"]), files=files)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise _damaged(folder, _MANIFEST, "the sizes and digests of all files", found) from error
+
+
+def _other_format(folder: Path, found: object) -> RunError:
+    return RunError(
+        "a checkpoint is of another version of Jackfield",
+        code="run.checkpoint-format",
+        where=str(folder),
+        expected=f"format {FORMAT}",
+        found=f"format {found}",
+        fix="go on with the version that wrote it, or export the model with that version and begin a run with it in "
+        "another folder",
+    )
 
 
 def _damaged(folder: Path, name: str, expected: str, found: str) -> RunError:
     return RunError(
         "a checkpoint is damaged",
         code="run.checkpoint-damaged",
-        where=str(folder / name),
+        where=str(folder / name) if name else str(folder),
         expected=expected,
         found=found,
-        fix="restore the file, or remove the checkpoint's folder: the run then goes on from the one before",
+        fix="restore the file from a copy, or take another checkpoint: a run goes on from the newest whole one",
     )
 
 
@@ -192,10 +296,6 @@ def _digest(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             hashed.update(chunk)
     return hashed.hexdigest()
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
 def _sync(path: Path) -> None:

@@ -96,7 +96,7 @@ class Evaluator:
         sampling = {**self.sampling, "seed": evaluation_seed(self.seed, version, task.id)}
         order = RunOrder(id=key, task=task, sampling=sampling, seconds=self.run_seconds)
         try:
-            return await resubmitted(lambda: written_again(lambda: self._attempt(order)))
+            return await resubmitted(lambda: written_again(lambda: self._attempt(order)), f"sample {key}")
         except WorkerLost as error:
             return _failed(order, error)
 
@@ -125,7 +125,7 @@ class Evaluator:
         if outcome.tags is not None:
             reading = lambda: self.agents.of(key).records(EVAL, [key], [{}], with_reward=False)  # noqa: E731
             with suppress_lost():
-                (record,) = await resubmitted(reading)
+                (record,) = await resubmitted(reading, f"the table's line of sample {key}")
         tags = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
         said = {name: value for name, value in (outcome.tags or {}).items() if name.partition("/")[0] in _SAID}
         tags = {**tags, **said}

@@ -123,7 +123,7 @@ class Explorer:
     async def _made(self, group: str, order: RunOrder, *, expert: bool = False) -> None:
         """Make a sample; workers may die."""
         try:
-            await resubmitted(lambda: self._make(group, order, expert=expert))
+            await resubmitted(lambda: self._make(group, order, expert=expert), f"sample {order.id}")
         except WorkerLost as error:
             await self._fail(group, order, error)
 

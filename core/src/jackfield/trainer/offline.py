@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 
@@ -56,7 +57,7 @@ class OfflineProducer:
         async for slot in self.queue.slots(ticket, self.batch_seconds):
             task = self.task_for(slot)
             group = await self.queue.open_group(slot, task_id=task.id, runs=1)
-            await resubmitted(lambda task=task, group=group: self._make(task, group))  # type: ignore[misc]
+            await resubmitted(partial(self._make, task, group), f"sample {group}/0")
 
     async def _make(self, task: Task, group: str) -> None:
         worker, order = self.agents.of(group), RunOrder(id=f"{group}/0", task=task)

@@ -54,8 +54,7 @@ class RewardPipeline:
 
     async def register(self) -> None:
         """Announce the consumer to the queue, and take over what another process left that did this before."""
-        seconds = self.score_seconds + self.idle_seconds
-        await self.queue.register_consumer(CONSUMER, TRAIN, REWARD_INPUTS, lease_seconds=seconds)
+        await self.queue.register_consumer(CONSUMER, TRAIN, REWARD_INPUTS)
         await self.queue.take_over(CONSUMER)
 
     async def run(self) -> None:
@@ -75,7 +74,7 @@ class RewardPipeline:
                         tasks.create_task(self._pass(batch.select(indexes)))
                         continue
                     for index in indexes:
-                        self._lease_of(batch.keys[index]).set_result(_Lease(batch, index))
+                        self._note_lease(batch.keys[index], _Lease(batch, index))
                     tasks.create_task(self._begin(group, [batch.keys[index] for index in indexes]))
 
     async def _has_rewards(self, group: str) -> bool:
@@ -89,6 +88,12 @@ class RewardPipeline:
         if key not in self._leases:
             self._leases[key] = asyncio.get_running_loop().create_future()
         return self._leases[key]
+
+    def _note_lease(self, key: str, lease: _Lease) -> None:
+        """A row that is leased again has lost its earlier lease."""
+        if self._lease_of(key).done():
+            del self._leases[key]
+        self._lease_of(key).set_result(lease)
 
     async def _begin(self, group: str, keys: list[str]) -> None:
         """Have rows scored before their siblings are there. Whatever goes wrong shows when the group is rewarded."""
@@ -129,7 +134,8 @@ class RewardPipeline:
         while not await self._is_gone(group.id):
             group = await self.queue.group(group.id)
             try:
-                await resubmitted(lambda: self._reward(group))  # noqa: B023
+                samples = f"the reward of samples {', '.join(group.keys)}"
+                await resubmitted(lambda: self._reward(group), samples)  # noqa: B023
                 return
             except WorkerLost as error:
                 await self.queue.fail_rows(group.keys, f"reward failed: {error}")

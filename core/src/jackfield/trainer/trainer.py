@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import attrs
@@ -14,10 +15,12 @@ from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SampleRecord, SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.runtime.log_probs import Comparison
 from jackfield.runtime.samples import TRAIN, agent_metrics, global_counts, is_expert, mini_batches, trained
 from jackfield.runtime.workers import Workers, is_lost, lost_keys, resubmitted, suppress_lost
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.evaluation import Evaluator
+from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.mixing import Source
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Progress, Schedule
@@ -32,6 +35,10 @@ CONSUMER = "trainer"
 Updates: TypeAlias = dict[tuple[str, int], Mapping[str, float]]
 
 
+class _Stopped(Exception):
+    """The run is to end, and nothing of the next step has been done."""
+
+
 class EngineGroup(Protocol):
     """The workers of one model, whatever their parallelism and wherever they live. They get metadata only."""
 
@@ -41,8 +48,10 @@ class EngineGroup(Protocol):
     async def compute_values(self, batch: BatchMeta, column: str) -> None:
         """Write a critic's values of the responses into ``column``."""
 
-    async def update(self, batch: BatchMeta, loss: LossSpec) -> Mapping[str, float]:
-        """One optimizer step on ``batch``."""
+    async def update(
+        self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None
+    ) -> Mapping[str, float]:
+        """One optimizer step on ``batch``, and what a comparison of its log-probs finds."""
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
         """Write a checkpoint into ``folder``, which all workers reach and which is empty or absent."""
@@ -107,15 +116,18 @@ class Trainer:
     agents: Workers[AgentWorker]  #: show samples
     batch_seconds: float
     critic: Critic | None = None
+    log_prob_check: LogProbCheck | None = None
     #: of the KL to the reference, in the loss or in the reward
     kl: FixedKLController | AdaptiveKLController = attrs.field(factory=lambda: FixedKLController(coefficient=0.0))
     kl_in_reward: bool = False
     prepares: bool = False  #: the loss has to know its whole batch before each optimizer step
     whole_groups: bool = False  #: mini-batches do not split groups
     sources: tuple[Source, ...] = ()  #: of what a batch has beside its ticket's groups
+    stop: asyncio.Event = attrs.field(factory=asyncio.Event)  #: the run is to end at the next boundary
     recorded: int = 4  #: samples of a step that are shown in the table
     updated: int = attrs.field(default=0, init=False)  #: steps that are in the engine's weights
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
+    _saved: int = attrs.field(default=0, init=False)  #: steps in the newest checkpoint
 
     async def register(self) -> None:
         """Announce the consumer to the queue, before any row is put."""
@@ -132,7 +144,7 @@ class Trainer:
             first_step: that will be done.
             restored: the trainer's own state of a checkpoint (the KL controller's coefficient); None: a new run.
         """
-        self._published = self.updated = first_step
+        self._published = self.updated = self._saved = first_step
         if restored is None:
             await self._evaluate_if_due(0)
         else:
@@ -143,10 +155,14 @@ class Trainer:
         await self._announce(first_step)
 
     async def run(self, first_step: int = 0) -> int:
-        """Train until the schedule ends; returns the number of completed steps."""
+        """Train until the schedule ends, or the run is to; returns the number of completed steps."""
         for step in range(first_step, self.schedule.steps):
             start = self.clock.time()
-            batch, metrics = await self._train(step)
+            try:
+                batch, metrics = await self._train(step)
+            except _Stopped:
+                await self._save_stopped(step)
+                return step
             await self.queue.ack(batch, step=step)
             await self._record(batch, step, metrics, start)
             await self._evaluate_if_due(step + 1)
@@ -158,7 +174,7 @@ class Trainer:
         """Train on a step's batch. Where rows of it are lost meanwhile, they are made anew, and training goes on."""
         done: Updates = {}
         while True:
-            batch = await self._next_batch(step)
+            batch = await self._next_batch(step, begun=bool(done))
             try:
                 async with self.placement.hold("train"):
                     metrics = await self._estimate(batch, step)
@@ -176,9 +192,11 @@ class Trainer:
                     raise
                 await self.queue.release(batch)
 
-    async def _next_batch(self, step: int) -> BatchMeta:
+    async def _next_batch(self, step: int, *, begun: bool) -> BatchMeta:
         async with self.stages.measure("wait", "trainer", step):
-            batch = await self.queue.lease_groups(CONSUMER, ticket=step, deadline_seconds=self.batch_seconds)
+            leasing = self.queue.lease_groups(CONSUMER, ticket=step, deadline_seconds=self.batch_seconds)
+            stops = not begun and not (self.explores and step % self.schedule.sync_interval)
+            batch = await (self._unless_stopped(leasing) if stops else leasing)
             own = len(set(batch.group_ids))
             further = [
                 await source.sample(self.queue, CONSUMER, step, own, self.batch_seconds) for source in self.sources
@@ -188,6 +206,20 @@ class Trainer:
         for more in filter(None, further):
             batch = batch.joined(more)
         return batch
+
+    async def _unless_stopped(self, leasing: Coroutine[Any, Any, BatchMeta]) -> BatchMeta:
+        """Between two steps at which a checkpoint may be cut, a run that is to end waits for no batch."""
+        lease, asked = asyncio.ensure_future(leasing), asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({lease, asked}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+            if self.stop.is_set() or not lease.done():
+                lease.cancel()
+                await asyncio.wait({lease})
+        if self.stop.is_set():
+            raise _Stopped
+        return lease.result()
 
     async def _estimate(self, batch: BatchMeta, step: int) -> dict[str, float]:
         """Everything that the loss reads beside the samples: log-probs of other policies, values, advantages."""
@@ -223,23 +255,31 @@ class Trainer:
                     done["critic", number] = await self._update_critic(self.critic, part, step)
                 warm = self.critic is None or step >= self.critic.warmup_steps
                 if warm and ("actor", number) not in done:
-                    done["actor", number] = await self._update_actor(part, step)
+                    check = self.log_prob_check if not number else None  # before the weights change
+                    done["actor", number] = await self._update_actor(part, step, check)
         metrics = _mean([{**done.get(("critic", n), {}), **done.get(("actor", n), {})} for n in range(len(parts))])
         if "policy/kl" in metrics:
             metrics["policy/kl_coefficient"] = self.kl.coefficient
             self.kl.update(metrics["policy/kl"], len(rows))
         return metrics
 
-    async def _update_actor(self, part: BatchMeta, step: int) -> Mapping[str, float]:
-        if self.prepares:
+    async def _update_actor(self, part: BatchMeta, step: int, check: LogProbCheck | None) -> Mapping[str, float]:
+        comparison = None
+        if check is not None and check.is_due(step):
+            engine = "old_log_probs" if self.recompute_old_log_probs else "log_probs"
+            comparison = check.comparison(engine, self.updated)
+        if self.prepares or (comparison is not None and comparison.engine == "log_probs"):
             await self.actor.compute_log_probs(part, "log_probs")
+        if self.prepares:
             await self.estimator.prepare(part)
         options = dict(self.loss_options)
         if "kl" in options:
             options["kl_coefficient"] = self.kl.coefficient
         counts = global_counts(part.tags)
         loss = LossSpec(name=self.algorithm.loss, options=options, global_counts=counts)
-        update = await self.actor.update(part, loss)
+        update = await self.actor.update(part, loss, comparison)
+        if check is not None and comparison is not None:
+            update = check.judge(update, part, step, self.updated)
         _require_finite(update, ("policy/loss", "grad_norm"), step)
         return update
 
@@ -277,7 +317,16 @@ class Trainer:
             await self.queue.commit(steps_done - 1)
         last = self.checkpoint_at_end and steps_done == self.schedule.steps
         if self.checkpoints is not None and (last or self._is_due(self.checkpoint_every, steps_done)):
-            await self.checkpoints.save(steps_done, {"kl_coefficient": self.kl.coefficient})
+            await self._save(self.checkpoints, steps_done)
+
+    async def _save(self, checkpoints: Checkpointer, steps_done: int, *, again_from: int | None = None) -> None:
+        await checkpoints.save(steps_done, {"kl_coefficient": self.kl.coefficient}, again_from=again_from)
+        self._saved = steps_done
+
+    async def _save_stopped(self, steps_done: int) -> None:
+        """Checkpoint where the run is to end. Without an offset, explorers were idle at the end of the last step."""
+        if self.checkpoints is not None and steps_done > self._saved:
+            await self._save(self.checkpoints, steps_done, again_from=None if self.schedule.sync_offset else steps_done)
 
     def _is_due(self, every: int, steps_done: int) -> bool:
         """Whether what happens every so many steps happens now; with an explorer, at synchronisations only."""
@@ -285,6 +334,8 @@ class Trainer:
 
     async def _announce(self, steps_done: int) -> None:
         """Let explorers go on. Last of all, so that without an offset nothing is in flight at a checkpoint."""
+        if self.checkpoints is not None:
+            self.checkpoints.note_random_state()
         await self.version.advance(self._published)
         await self.steps_done.advance(steps_done)
 
@@ -316,7 +367,7 @@ class Trainer:
         if self.recorded:
             shown = batch.select(batch.by_partition()[TRAIN][: self.recorded])
             with suppress_lost():
-                samples = await resubmitted(lambda: self._read(shown))
+                samples = await resubmitted(lambda: self._read(shown), "a table of samples")
                 self.hooks.samples_recorded(event=SamplesRecorded(step=step + 1, partition=TRAIN, samples=samples))
 
     @staticmethod

@@ -23,7 +23,6 @@ _MORE: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "bias": (None, "none"),
     "lora_bias": (None, False),
-    "fan_in_fan_out": (None, False),
     "modules_to_save": (None, [], ()),
 }
 
@@ -75,7 +74,7 @@ class MergedAdapter:
         weights = {module: self._find(module) for module in pairs}
         _refuse("the model has no place for these adapter tensors", [each for each in pairs if weights[each] is None])
         _refuse("adapter tensors did not arrive", self._missing(pairs, peft_config))
-        _check_shapes(pairs, weights)
+        _check_shapes(pairs, weights, peft_config)
         with torch.no_grad():
             for module in set(self.bases) - set(pairs):
                 weight = self._find(module)
@@ -88,7 +87,8 @@ class MergedAdapter:
                 assert pair.up is not None
                 base = self.bases.setdefault(module, weight.detach().clone())
                 down, up = (factor.to(weight.device, torch.float32) for factor in (pair.down, pair.up))
-                weight.copy_(base.float() + _scale(module, peft_config) * (up @ down))
+                product = _stored(up @ down, peft_config)
+                weight.copy_(base.float() + _scale(module, peft_config) * product)
 
     def _pairs(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _Pair]:
         """Factors by module."""
@@ -123,7 +123,14 @@ class MergedAdapter:
         ]
 
 
-def _check_shapes(pairs: Mapping[str, _Pair], weights: Mapping[str, torch.Tensor | None]) -> None:
+def _stored(product: torch.Tensor, peft_config: Mapping[str, Any]) -> torch.Tensor:
+    """A product ``[out, in]`` as the weight lies: gpt2's ``Conv1D`` keeps ``[in, out]``."""
+    return product.T if peft_config.get("fan_in_fan_out") else product
+
+
+def _check_shapes(
+    pairs: Mapping[str, _Pair], weights: Mapping[str, torch.Tensor | None], peft_config: Mapping[str, Any]
+) -> None:
     wrong = []
     for module, pair in pairs.items():
         weight = weights[module]
@@ -131,7 +138,8 @@ def _check_shapes(pairs: Mapping[str, _Pair], weights: Mapping[str, torch.Tensor
         assert pair.down is not None
         assert pair.up is not None
         up, down = tuple(pair.up.shape), tuple(pair.down.shape)
-        if (up[0], *down[1:]) != tuple(weight.shape) or up[1:] != down[:1]:
+        shape = tuple(_stored(weight, peft_config).shape) if weight.ndim == 2 else tuple(weight.shape)
+        if (up[0], *down[1:]) != shape or up[1:] != down[:1]:
             wrong.append(f"{module} (model {tuple(weight.shape)}, sent B {up}, A {down})")
     _refuse("adapter tensors have another shape than the model's", wrong, "weights.transfer")
 

@@ -178,7 +178,12 @@ class HeldWeights:
         found = self._find(name)
         return found if found is not None and found.is_contiguous() else None
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
+        """What is held of a tensor, as it was sent.
+
+        Raises:
+            WeightsError: ``weights.base``: nothing.
+        """
         found = self._copies.get(name)
         if found is None and name in self._held:
             found = self._place(name)
@@ -198,7 +203,7 @@ class HeldWeights:
             changes: the names that came.
         """
         changed = {name.removeprefix(PREFIX) for name in changes}
-        return {name: digest(self._tensor(name)) for name in self._held if name not in changed}
+        return {name: digest(self.tensor(name)) for name in self._held if name not in changed}
 
     def apply(
         self, changes: Mapping[str, torch.Tensor], version: int, digests: dict[str, str]
@@ -220,11 +225,11 @@ class HeldWeights:
                 yield name, tensor
                 self.keep(name, tensor)
             else:
-                whole = self._tensor(name)
+                whole = self.tensor(name)
                 _unpack(name, tensor, whole)
                 if name in self._copies:
                     yield name, whole
-            digests[name] = digest(self._tensor(name))
+            digests[name] = digest(self.tensor(name))
         self.version = version
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jackfield.abc.checkpoint_engine import CheckpointEngine
 from jackfield.errors import WeightsError
 from jackfield.weights.ends import WeightReceiver
+from jackfield.weights.model_folder import shapes_of
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         WeightsError: ``weights.storage``: there are none.
     """
-    found = dict(_shapes(folder))
+    found = shapes_of(folder)
     if not found:
         raise WeightsError(
             "the model folder has no safetensors files, by which updates are checked",
@@ -133,15 +134,6 @@ def check_complete(found: Mapping[str, Any], expected: Mapping[str, tuple[int, .
             expected=f"{len(expected)} tensors",
             found=f"{len(found)} tensors",
         )
-
-
-def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    from safetensors import safe_open
-
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is not a mapping
-                yield name, tuple(tensors.get_slice(name).get_shape())
 
 
 def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> None:

@@ -220,7 +220,7 @@ async def test_a_port_that_is_taken_is_named(serve: Serve) -> None:
 async def test_a_model_of_another_name_is_refused(serve: Serve) -> None:
     async with serve(model_name="ours") as (client, _):
         assert ["ours"] == [model.id async for model in client.models.list()]
-        with pytest.raises(openai.BadRequestError, match="no such model"):
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
             await client.completions.create(model="theirs", prompt="one")
         assert "ours" == (await client.completions.create(model="ours", prompt="one")).model
 

@@ -88,7 +88,7 @@ def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(hosted
         first = await counter.pid()
         assert 11 == await counter.add(1)
         os.kill(first, signal.SIGKILL)
-        assert 11 == await resubmitted(lambda: counter.add(1)), "made anew, and asked again"
+        assert 11 == await resubmitted(lambda: counter.add(1), "the sum"), "made anew, and asked again"
         assert first != await counter.pid()
 
     asyncio.run(main())

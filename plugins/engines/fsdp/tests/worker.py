@@ -83,9 +83,11 @@ class PolicyLoss:
 
 
 def make_engine(folder: str | Path, config: Config | None = None, **options: Any) -> FSDPEngine:
-    """An initialized engine; ``options`` go to the context, ``value_head`` and ``lora`` and ``dtype`` to its model."""
+    """An initialized engine; ``options`` go to the context, those of its model to that."""
     model = {
-        name: options.pop(name) for name in ("value_head", "lora", "dtype", "gradient_checkpointing") if name in options
+        name: options.pop(name)
+        for name in ("value_head", "lora", "dtype", "dropout", "gradient_checkpointing")
+        if name in options
     }
     options.setdefault("role", "actor")
     options.setdefault("optimizer", OptimizerSpec(lr=1e-2, weight_decay=0.1, warmup_steps=0))

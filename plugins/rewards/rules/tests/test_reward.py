@@ -38,9 +38,9 @@ def score(*requests: ScoreRequest, **settings: Any) -> list[ScoreResult]:
 
 def test_scores_and_metrics() -> None:
     right, wrong, formless = score(request("#### 72"), request("#### 7"), request("?"), format_score=0.1, correct=2)
-    assert ScoreResult(score=2.0, metrics={"correct": 1.0, "well_formed": 1.0}) == right
-    assert ScoreResult(score=0.1, metrics={"correct": 0.0, "well_formed": 1.0}) == wrong
-    assert ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0}) == formless
+    assert ScoreResult(score=2.0, metrics={"correct": 1.0, "well_formed": 1.0, "timeout": 0.0}) == right
+    assert ScoreResult(score=0.1, metrics={"correct": 0.0, "well_formed": 1.0, "timeout": 0.0}) == wrong
+    assert ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0, "timeout": 0.0}) == formless
 
 
 def test_without_a_format_score_every_wrong_answer_is_incorrect() -> None:
@@ -57,10 +57,21 @@ def test_a_broken_ground_truth_is_a_failure_and_no_score(method: str) -> None:
 
 @pytest.mark.parametrize("answer", ENDLESS)
 def test_mathematics_without_end_is_killed_and_costs_only_itself(answer: str) -> None:
-    results = score(request("$72$", "72"), request(answer, "72"), request("$71$", "72"), method="math", seconds=2.0)
+    requests = (request("$72$", "72"), request(answer, "72"), request("$71$", "72"))
+    results = score(*requests, method="math", seconds=2.0, on_timeout="fail")
     assert ["ok", "timeout", "ok"] == [result.status for result in results]
     assert [1.0, None, 0.0] == [result.score for result in results]
     assert "to answer" in (results[1].error or "")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("answer", ENDLESS)
+def test_an_answer_that_makes_the_checker_time_out_is_wrong(answer: str) -> None:
+    """Nobody gains by it: it has the score of a wrong answer, and is counted."""
+    requests = (request("$72$", "72"), request(answer, "72"), request("$71$", "72"))
+    results = score(*requests, method="math", seconds=2.0, incorrect=-1.0)
+    assert [("ok", 1.0), ("ok", -1.0), ("ok", -1.0)] == [(each.status, each.score) for each in results]
+    assert [0.0, 1.0, 0.0] == [each.metrics["timeout"] for each in results]
 
 
 def test_the_deadline_of_a_request_holds() -> None:
@@ -80,7 +91,8 @@ def test_a_pattern_that_backtracks_does_not_hold_the_event_loop() -> None:
         assert 1.0 == (await agent.compute_score(request("aa", "aa"))).score
         assert not slow.done()
         assert 1.0 > Clock().time() - began
-        assert "timeout" == (await slow).status
+        late = await slow
+        assert ("ok", 0.0, 1.0) == (late.status, late.score, late.metrics["timeout"])
         await agent.close()
         assert () == agent._pool.pids
 
@@ -90,7 +102,7 @@ def test_a_pattern_that_backtracks_does_not_hold_the_event_loop() -> None:
 def test_a_slow_pattern_that_ends_in_time_is_a_score() -> None:
     """Only slower: what the event loop cannot wait for, a worker finishes."""
     [result] = score(request("a" * 20 + "b", "a"), pattern=r"((?:a|a)+)$", ground_truth_pattern=None, seconds=50)
-    assert ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0}) == result
+    assert ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0, "timeout": 0.0}) == result
 
 
 def test_cancelled_scores_leave_no_process() -> None:

@@ -361,6 +361,9 @@ def test_logits_that_are_not_finite_are_a_failure(serve: Any, make_request: Any)
         ((3,), {"top_k": -1}, "top_k"),
         ((3,), {"min_p": 2.0}, "min_p"),
         ((3,), {"max_new_tokens": 0}, "max_new_tokens"),
+        ((3,), {"temperature": 1e-300}, "temperature"),
+        ((3,), {"temperature": 1e308}, "temperature"),
+        ((3,), {"seed": 1 << 64}, "seed"),
         ((3,), {"stop": ("",)}, "texts that are not empty"),
     ],
 )
@@ -373,7 +376,8 @@ def test_invalid_requests_are_refused(serve: Any, make_request: Any, prompt: Any
             for attempt in (server.generate(request), anext(server.generate_stream(request))):
                 with pytest.raises(RolloutError) as caught:
                     await attempt
-                assert caught.value.code == "rollout.request"
+                code = "rollout.context-length" if word == "128 tokens" else "rollout.request"
+                assert code == caught.value.code
                 assert "wrong-one" in caught.value.message
                 assert word in str(caught.value)
 
@@ -412,11 +416,19 @@ def test_stop_strings_without_a_tokenizer(serve: Any, make_request: Any, make_mo
     asyncio.run(main())
 
 
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16,
+    "long_factor": [4.0, 9.0, 16.0, 30.0], "short_factor": [1.0, 1.1, 1.2, 1.3],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "limit", "word"),
     [
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 128, "sliding_attention"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 128, "dynamic"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 4096, None),  # its own limit
+        ({"rope_parameters": _LONGROPE}, 128, "max_model_len of at most 16"),
+        ({"rope_parameters": _LONGROPE}, 16, None),
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 16, None),
     ],
 )

@@ -72,7 +72,7 @@ async def test_tables_of_another_format_are_refused(url: str, opened: Any) -> No
                 pass
         assert "queue.store" == caught.value.code
     finally:
-        _set_format(engine, 1)
+        _set_format(engine, 2)
         engine.dispose()
     async with opened(url=url):
         pass

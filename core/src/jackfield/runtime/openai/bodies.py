@@ -14,15 +14,35 @@ from typing import Any, ClassVar
 import attrs
 
 from jackfield.abc.rollout import SamplingParams
-from jackfield.errors import RolloutError
+from jackfield.errors import JackfieldError, RolloutError
+from jackfield.runtime.generation import shifted_seed
 from jackfield.runtime.openai.text import ServedTokenizer
 from jackfield.structuring import structure
 
-__all__ = ["Body", "ChatBody", "CompletionBody", "read_body"]
+__all__ = ["Body", "ChatBody", "ClientError", "CompletionBody", "read_body", "refused"]
 
+_INVALID = "invalid_value"  #: OpenAI's code
 _COMPLETION_TOKENS = 16  #: OpenAI's default of completions
 _UNBOUNDED = 2**31 - 1  #: the server ends at the model's length
-_MOST_CHOICES = 256
+_MOST_CHOICES = 128  #: OpenAI's, as are the next two
+_MOST_STOPS = 4
+_HOTTEST = 2.0
+_COLDEST = 0.01  #: of :class:`~jackfield.abc.rollout.SamplingParams`, beside 0
+_TINY = 1e-9  #: keeps the likeliest token alone
+_INT64 = 2**63
+
+#: Ranges of numbers: name, lowest, highest, what is expected. None is left to its default.
+_RANGES: tuple[tuple[str, float, float, str], ...] = (
+    ("n", 1, _MOST_CHOICES, f"1 to {_MOST_CHOICES}"),
+    ("temperature", 0, _HOTTEST, f"0 (greedy), or {_COLDEST} to {_HOTTEST:g}"),
+    ("top_p", 0, 1, "0 to 1"),
+    ("top_k", -1, _UNBOUNDED, "-1 or 0 (off) to 2^31 - 1"),
+    ("min_p", 0, 1, "0 to 1"),
+    ("seed", -_INT64, _INT64 - 1, "-2^63 to 2^63 - 1"),
+    ("max_tokens", 1, _UNBOUNDED, "1 to 2^31 - 1"),
+    ("max_completion_tokens", 1, _UNBOUNDED, "1 to 2^31 - 1"),
+    ("minimum_weight_version", 0, _INT64 - 1, "0 to 2^63 - 1"),
+)
 
 #: Fields that say nothing about the answer.
 _NOTES = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
@@ -47,6 +67,21 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "top_logprobs": (None, 0),
 }
+
+
+class ClientError(Exception):
+    """What a client did wrong, in OpenAI's words.
+
+    Args:
+        message: for people.
+        code: OpenAI's (``invalid_value``).
+        param: the field of the body.
+        status: of HTTP.
+    """
+
+    def __init__(self, message: str, code: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message, self.code, self.param, self.status = message, code, param, status
 
 
 @attrs.frozen(kw_only=True)
@@ -80,18 +115,31 @@ class Body(ABC):
     @property
     def choices(self) -> int:
         """Answers for each prompt."""
-        count = 1 if self.n is None else self.n
-        if not 1 <= count <= _MOST_CHOICES:
-            raise refused("n", f"1 to {_MOST_CHOICES}", count)
-        return count
+        return 1 if self.n is None else self.n
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Texts that end an answer."""
         given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if not all(given):
-            raise refused("stop", "texts that are not empty", self.stop)
+        if not all(given) or len(given) > _MOST_STOPS:
+            raise refused("stop", f"at most {_MOST_STOPS} texts that are not empty", self.stop)
         return given
+
+    def check(self) -> None:
+        """Refuse numbers out of their ranges, and what would have no effect.
+
+        Raises:
+            ClientError: naming the field.
+        """
+        for name, lowest, highest, expected in _RANGES:
+            value = getattr(self, name, None)
+            if value is not None and not lowest <= value <= highest:
+                raise refused(name, expected, value)
+        if self.temperature is not None and 0 < self.temperature < _COLDEST:
+            raise refused("temperature", f"0 (greedy), or {_COLDEST} to {_HOTTEST:g}", self.temperature)
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "nothing, where stream is not true", self.stream_options)
+        self.sampling(0)
 
     @property
     @abstractmethod
@@ -103,6 +151,11 @@ class Body(ABC):
     def most_tokens(self) -> int:
         """The longest answer."""
 
+    @property
+    @abstractmethod
+    def prompt_count(self) -> int:
+        """How many prompts it has."""
+
     @abstractmethod
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
         """Token ids of each prompt."""
@@ -111,18 +164,21 @@ class Body(ABC):
         """How tokens of one of the answers are drawn."""
         given = {
             "temperature": self.temperature,
-            "top_p": self.top_p,
+            "top_p": None if self.top_p is None else max(self.top_p, _TINY),
             "top_k": None if self.top_k is None else max(self.top_k, 0),  # -1, too, means all
             "min_p": self.min_p,
             "ignore_eos": self.ignore_eos,
-            "seed": None if self.seed is None else self.seed + choice,
+            "seed": None if self.seed is None else shifted_seed(self.seed, choice),
         }
-        return SamplingParams(
-            max_new_tokens=self.most_tokens,
-            stop=self.stop_strings,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
-        )
+        try:
+            return SamplingParams(
+                max_new_tokens=self.most_tokens,
+                stop=self.stop_strings,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+            )
+        except RolloutError as error:
+            raise refused(str(error.where).removeprefix("sampling."), str(error.expected), error.found) from error
 
 
 @attrs.frozen(kw_only=True)
@@ -143,13 +199,21 @@ class CompletionBody(Body):
     def most_tokens(self) -> int:
         return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
+    @property
+    def _prompts(self) -> list[Any]:
         prompt = self.prompt
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int)):
-            prompt = [prompt]
+            return [prompt]
         if not isinstance(prompt, list) or not prompt:
             raise refused("prompt", "a text, token ids, or a list of either", prompt)
-        return [self._tokens(each, tokenizer) for each in prompt]
+        return prompt
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self._prompts)
+
+    def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
+        return [self._tokens(each, tokenizer) for each in self._prompts]
 
     @staticmethod
     def _tokens(prompt: Any, tokenizer: ServedTokenizer) -> tuple[int, ...]:
@@ -180,32 +244,43 @@ class ChatBody(Body):
         given = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return _UNBOUNDED if given is None else given
 
+    @property
+    def prompt_count(self) -> int:
+        return 1
+
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
         if not self.messages:
             raise refused("messages", "at least one message", self.messages)
-        return [tokenizer.encode_chat([_plain(message) for message in self.messages])]
+        messages = [_plain(message) for message in self.messages]
+        try:
+            return [tokenizer.encode_chat(messages)]
+        except JackfieldError:
+            raise
+        except Exception as error:  # the template's own, whatever it is: these messages do not fit it
+            raise ClientError(f"the chat template does not take the messages: {error}", _INVALID, "messages") from error
 
 
 def read_body(cls: type[Body], data: Any) -> Body:
     """Structure a body.
 
     Raises:
-        RolloutError: ``rollout.request`` for a field that is not served; those of ``structure``.
+        ClientError: for a field that is not served, or out of its range.
+        RolloutError: those of ``structure``.
     """
     if not isinstance(data, Mapping):
         raise refused("the body", "a JSON object", data)
     for name, neutral in _NEUTRAL.items():
         if name in data and data[name] not in neutral:
-            raise refused(name, f"nothing, or {neutral[-1]!r}: it is not served", data[name])
+            raise refused(name, f"nothing, or {neutral[-1]!r}: it is not served", data[name], "unsupported_parameter")
     given = {name: value for name, value in data.items() if name not in _NOTES and name not in _NEUTRAL}
-    return structure(cls, given, error=RolloutError)
+    body = structure(cls, given, error=RolloutError)
+    body.check()
+    return body
 
 
-def refused(name: str, expected: str, found: Any) -> RolloutError:
+def refused(name: str, expected: str, found: Any, code: str = _INVALID) -> ClientError:
     """A bad field of a body."""
-    return RolloutError(
-        f"{name} cannot be served", code="rollout.request", where=name, expected=expected, found=repr(found)[:200]
-    )
+    return ClientError(f"{name} cannot be served: expected {expected}; found {repr(found)[:200]}", code, name)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -19,9 +20,9 @@ import attrs
 from aiohttp import web
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateChunk, GenerateRequest
-from jackfield.errors import ConfigError, DataError, DeadlineExceeded, JackfieldError, RolloutError
+from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RolloutError
 from jackfield.runtime.openai.answers import Answer, Choice
-from jackfield.runtime.openai.bodies import Body, ChatBody, CompletionBody, read_body
+from jackfield.runtime.openai.bodies import Body, ChatBody, ClientError, CompletionBody, read_body, refused
 from jackfield.runtime.openai.metrics import Metrics
 from jackfield.runtime.openai.settings import EndpointConfig
 from jackfield.runtime.openai.text import ServedTokenizer
@@ -31,6 +32,25 @@ __all__ = ["OpenAIEndpoint"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _STATUS = {"rollout.stale": 503, "rollout.stopped": 503, "rollout.failed": 500}
+
+#: OpenAI's codes for what a client did wrong, by ours.
+_CODES = {
+    "config.unknown-key": "unknown_parameter",
+    "config.missing-key": "missing_required_parameter",
+    "config.wrong-type": "invalid_type",
+    "config.invalid-value": "invalid_value",
+    "rollout.request": "invalid_value",
+    "rollout.context-length": "context_length_exceeded",
+    "plugin.capability": "unsupported_parameter",
+    "data.malformed": "invalid_value",
+    "data.no-chat-template": "invalid_value",
+    "data.no-end-token": "invalid_value",
+}
+_PARAMS = {"rollout": "prompt", "data": "messages", "plugin": None}  #: fields, by kind of our codes
+_HTTP_CODES = {404: "unknown_url", 405: "method_not_supported", 413: "request_too_large"}
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_READING_SECONDS = 30.0  #: for a client to read an answer, after the deadline of its making
+_MESSAGE_CHARACTERS = 1000
 _OPEN = frozenset({"/health"})  #: without a key: load balancers ask
 
 
@@ -53,6 +73,8 @@ class OpenAIEndpoint:
         self._name = config.model_name or server.context.model.path.rstrip("/").rpartition("/")[2]
         self._metrics = Metrics(server.context.replica)
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._encoding = asyncio.Lock()  #: one text at a time, on a thread
         self._requests = 0
 
     async def start(self) -> str:
@@ -83,22 +105,40 @@ class OpenAIEndpoint:
                 web.get("/metrics", self._tell_metrics),
             ]
         )
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            keepalive_timeout=self._config.idle_seconds,
+            lingering_time=1.0,
+        )
         await runner.setup()
         port = self._config.port + context.replica if self._config.port else 0
         try:
-            await web.TCPSite(runner, host, port).start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: self._connection(runner), host, port
+            )
         except OSError as error:
             await runner.cleanup()
             raise ConfigError(
                 "the endpoint cannot listen", where="openai.port", found=error, fix="choose another port, or 0"
             ) from error
         self._runner = runner
-        bound = runner.addresses[0][1]
+        bound = self._listener.sockets[0].getsockname()[1]
         return f"http://[{host}]:{bound}/v1" if ":" in host else f"http://{host}:{bound}/v1"
+
+    def _connection(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
+        server = runner.server
+        if server is None or len(server.connections) >= self._config.max_connections:
+            return _Full()
+        return server()
 
     async def close(self) -> None:
         """Stop listening; requests that run are ended. May be called again."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
@@ -125,29 +165,56 @@ class OpenAIEndpoint:
     # -- answers ---------------------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request, cls: type[Body]) -> web.StreamResponse:
-        try:
-            data = json.loads(await request.text())
-        except ValueError as error:
-            raise RolloutError("the body is not JSON", code="rollout.request", found=error) from error
-        body = read_body(cls, data)
+        body = read_body(cls, await self._read(request))
         if self._config.model_name is not None and body.model != self._name:
-            raise RolloutError(
-                "there is no such model", code="rollout.request", where="model", expected=self._name, found=body.model
-            )
+            message = f"the model {str(body.model)[:200]!r} does not exist; this is {self._name!r}"
+            raise ClientError(message, "model_not_found", "model", 404)
+        if body.prompt_count * body.choices > self._config.max_choices:
+            count = f"{body.prompt_count} prompts x {body.choices}"
+            raise refused("n", f"at most {self._config.max_choices} answers (prompts x n)", count)
         assert self._tokenizer is not None
         tokenizer = self._tokenizer
-        prompts = [prompt for prompt in body.prompts(tokenizer) for _ in range(body.choices)]
+        async with self._encoding:  # a long text takes seconds, in which others are answered
+            encoded = await asyncio.to_thread(body.prompts, tokenizer)
+        prompts = [prompt for prompt in encoded for _ in range(body.choices)]
         choices = [Choice(index, prompt, body, tokenizer) for index, prompt in enumerate(prompts)]
         answer = Answer(body, body.model or self._name, choices)
-        whole = self._streamed(request, answer) if body.stream else self._collected(answer)
-        waiting = f"replica {self._context.replica} to answer {answer.id}"
-        return await self._context.clock.wait_for(whole, self._config.request_seconds, waiting)
+        whole = self._streamed(request, answer) if body.stream else self._collected(request, answer)
+        reading = f"a client to read {answer.id}"
+        return await self._context.clock.wait_for(whole, self._config.request_seconds + _READING_SECONDS, reading)
 
-    async def _collected(self, answer: Answer) -> web.StreamResponse:
-        async with asyncio.TaskGroup() as tasks:
-            for choice in answer.choices:
-                tasks.create_task(self._collect(choice))
-        return web.json_response(answer.whole())
+    async def _read(self, request: web.Request) -> Any:
+        """The JSON of a body, which comes in time."""
+        try:
+            async with asyncio.timeout(self._config.body_seconds):
+                content = await request.read()
+        except TimeoutError as error:
+            raise ClientError("the body did not come in time", "timeout", status=408) from error
+        except web.RequestPayloadError as error:
+            raise ClientError(f"the body cannot be read: {error}", "invalid_body") from error
+        try:
+            data = json.loads(content.decode(), parse_constant=_refuse_constant)
+            if _SURROGATE.search(content):
+                json.dumps(data, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise ClientError(f"the body is not JSON in UTF-8: {str(error)[:200]}", "invalid_json") from error
+        return data
+
+    async def _in_time(self, answer: Answer, generating: Awaitable[None]) -> None:
+        waiting = f"replica {self._context.replica} to answer {answer.id}"
+        await self._context.clock.wait_for(generating, self._config.request_seconds, waiting)
+
+    async def _collected(self, request: web.Request, answer: Answer) -> web.StreamResponse:
+        async def collect() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for choice in answer.choices:
+                    tasks.create_task(self._collect(choice))
+
+        await self._in_time(answer, collect())
+        response = web.json_response(answer.whole())
+        await response.prepare(request)  # here, where a client that does not read has a deadline
+        await response.write_eof()
+        return response
 
     async def _collect(self, choice: Choice) -> None:
         with self._metrics.request(len(choice.prompt)) as done:
@@ -168,14 +235,17 @@ class OpenAIEndpoint:
         usage = answer.body.stream_options is not None and answer.body.stream_options.include_usage
 
         async def follow() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for choice in answer.choices:
+                    tasks.create_task(self._follow(choice, pieces))
+
+        async def follow_in_time() -> None:
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    for choice in answer.choices:
-                        tasks.create_task(self._follow(choice, pieces))
+                await self._in_time(answer, follow())
             finally:
                 pieces.put_nowait(None)
 
-        async with _cancelled_at_end(asyncio.create_task(follow())) as following:
+        async with _cancelled_at_end(asyncio.create_task(follow_in_time())) as following:
             first = await pieces.get()
             if first is None:
                 await following  # raises before anything is sent, so that the status tells
@@ -217,36 +287,61 @@ class OpenAIEndpoint:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         key = self._config.api_key
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if key is not None and request.path not in _OPEN and not hmac.compare_digest(given.encode(), key.encode()):
-            body = {"message": "the key is missing or wrong", "type": "authentication_error", "code": "invalid_api_key"}
-            return web.json_response({"error": body}, status=401)
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="replace")
         try:
+            if key is not None and request.path not in _OPEN and not hmac.compare_digest(given, key.encode()):
+                raise ClientError("the key is missing or wrong", "invalid_api_key", status=401)
             return await handler(request)
-        except web.HTTPException:
-            raise
         except Exception as error:
+            if request.writer.output_size:  # an answer has begun: no other can follow it
+                request.protocol.force_close()
             body, status = _error_body(_first(error))
             return web.json_response(body, status=status)
 
 
 def _error_body(error: BaseException) -> tuple[dict[str, Any], int]:
     """OpenAI's form of an error, and its status."""
-    if isinstance(error, DeadlineExceeded):
-        status = 504
-    elif isinstance(error, RolloutError | DataError):
-        status = _STATUS.get(error.code, 400)
+    code, status, param = _CODES.get(getattr(error, "code", ""), ""), 400, None
+    if isinstance(error, ClientError):
+        code, status, param = error.code, error.status, error.param
+    elif isinstance(error, web.HTTPException):
+        code, status = _HTTP_CODES.get(error.status, "invalid_request"), error.status
+    elif isinstance(error, RecursionError):
+        code = "invalid_json"
+    elif isinstance(error, JackfieldError) and code:
+        param = _PARAMS.get(error.code.partition(".")[0], error.where)
+    elif isinstance(error, DeadlineExceeded):
+        code, status = error.code, 504
+    elif isinstance(error, JackfieldError):
+        code, status = error.code, _STATUS.get(error.code, 500)
     else:
-        status = 500
+        code, status = "internal", 500
         logging.getLogger("jackfield").error("a request to the OpenAI endpoint failed", exc_info=error)
-    ours = isinstance(error, JackfieldError)
+    told = isinstance(error, JackfieldError | ClientError | web.HTTPException)
     body = {
-        "message": str(error) if ours else "internal error",
-        "type": "invalid_request_error" if status == 400 else "server_error",
-        "param": getattr(error, "where", None),
-        "code": getattr(error, "code", "internal"),
+        "message": str(error)[:_MESSAGE_CHARACTERS] if told else "internal error",
+        "type": "invalid_request_error" if status < 500 else "server_error",
+        "param": None if param is None else str(param),
+        "code": code,
     }
     return {"error": body}, status
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+class _Full(asyncio.Protocol):
+    """A connection above the limit: it gets 503 and ends, without being read."""
+
+    def connection_made(self, transport: Any) -> None:
+        body = (
+            b'{"error": {"message": "too many connections", "type": "server_error", "param": null, '
+            b'"code": "too_many_connections"}}'
+        )
+        head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        transport.write(head.encode() + b"\r\nConnection: close\r\nRetry-After: 1\r\n\r\n" + body)
+        transport.close()
 
 
 def _first(error: BaseException) -> BaseException:

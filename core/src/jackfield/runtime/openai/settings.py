@@ -23,3 +23,11 @@ class EndpointConfig:
     model_name: str | None = option(None, help="under which clients ask for the model; null: any name will do")
     request_seconds: float = option(600.0, help="the longest that one request may take", validator=gt(0.0))
     max_body_bytes: int = option(16 * 2**20, help="a longer request is refused", validator=gt(0))
+    max_choices: int = option(512, help="answers of one request, prompts times n; more are refused", validator=ge(1))
+    max_connections: int = option(512, help="at a time; further ones are answered with 503", validator=ge(1))
+    idle_seconds: float = option(
+        30.0,
+        help="a connection is closed that has sent no whole header for so long, at first or after an answer",
+        validator=gt(0.0),
+    )
+    body_seconds: float = option(30.0, help="the longest that a request's body may take to come", validator=gt(0.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, Roll
 from jackfield.plugins.discovery import PluginRecord
 from jackfield.plugins.handshake import check_introduction
 from jackfield.plugins.interpreters import environment_of, resolve_interpreter
+from jackfield.pulse import SILENCE_SECONDS, Process, Pulse, silence, until_silent
 from jackfield.runtime.process.wire import frame, read
 
 __all__ = ["HostProcess"]
@@ -38,6 +40,7 @@ class _Call:
 
     number: int
     answer: asyncio.Future[dict[str, Any]]
+    what: str  #: the process is to do
     chunks: asyncio.Queue[dict[str, Any]] = attrs.field(factory=asyncio.Queue)  #: the answer comes last
 
 
@@ -45,7 +48,14 @@ class HostProcess:
     """Runs ``jackfield.runtime.process.host`` in an interpreter; only this object has the other end of its socket."""
 
     def __init__(
-        self, python: str, name: str, clock: Clock, *, log: Path | None = None, environment: Mapping[str, str]
+        self,
+        python: str,
+        name: str,
+        clock: Clock,
+        *,
+        log: Path | None = None,
+        environment: Mapping[str, str],
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         """
         Args:
@@ -54,6 +64,7 @@ class HostProcess:
             clock: through which every wait goes.
             log: where its output goes; None: only its end is kept, for messages.
             environment: variables that it gets beside this process's.
+            silence_seconds: without a sign of life, after which it is killed.
         """
         self._python = resolve_interpreter(python, name)
         self._name = name
@@ -66,9 +77,13 @@ class HostProcess:
         self._log: IO[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._silence = silence_seconds
+        self._pulse: Pulse | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count()
         self._death: str | None = None
+        self._silent: str | None = None  #: why it was killed
 
     @property
     def death(self) -> str | None:
@@ -94,7 +109,8 @@ class HostProcess:
         assert self._socket is not None
         reader, self._writer = await asyncio.open_connection(sock=self._socket.dup())
         self._reading = asyncio.create_task(self._read(reader), name=f"{self._name}, its answers")
-        call = self._send({"introduce": {"kind": record.kind, "name": record.name}})
+        self._watching = asyncio.create_task(self._watch(), name=f"{self._name}, its signs of life")
+        call = self._send({"introduce": {"kind": record.kind, "name": record.name}}, "introduce itself")
         try:
             who = f"{self._name} to introduce itself, in a process of {self._python}"
             found = self._value(await self._clock.wait_for(asyncio.shield(call.answer), seconds, who))
@@ -114,24 +130,28 @@ class HostProcess:
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
-        self._log = self._open_log()
+        self._log, self._pulse = self._open_log(), Pulse()
+        theirs_too = self._pulse.descriptor
         try:
-            command = [self._python, "-m", "jackfield.runtime.process.host", str(theirs.fileno()), str(os.getpid())]
+            told = map(str, (theirs.fileno(), os.getpid(), theirs_too, self._silence))
+            command = [self._python, "-m", "jackfield.runtime.process.host", *told]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), theirs_too],
                 env={**environment_of(self._python), **self._environment},
                 start_new_session=True,
             )
         except BaseException:
             ours.close()
             self._log.close()
+            self._pulse.close()
             raise
         finally:
             theirs.close()
+        self._pulse.started(self._process.pid)
         self._socket = ours
 
     def _open_log(self) -> IO[bytes]:
@@ -139,10 +159,11 @@ class HostProcess:
 
     async def detach(self) -> None:
         """Leave the process as it is, without an event loop's things."""
-        reading, self._reading = self._reading, None
-        if reading is not None:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+        tasks = [task for task in (self._reading, self._watching) if task is not None]
+        self._reading = self._watching = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -168,9 +189,21 @@ class HostProcess:
                 process.wait()  # it has been killed: this ends
                 pool.shutdown()
                 self._reaped = True
+        if self._pulse is not None:
+            self._pulse.close()
         if self._log is not None:
             self._log.close()
             self._log = None
+
+    async def _watch(self) -> None:
+        """Kill a process that gives no sign of life; its death is noticed as every other is."""
+        assert self._pulse is not None
+        assert self._process is not None
+        await until_silent(self._pulse.heard, self._clock, self._silence)
+        at_work = ", ".join(call.what for call in self._calls.values())
+        self._silent = silence(self._name, Process.of(self._process.pid), self._silence, at_work)
+        logging.getLogger("jackfield").warning("%s", self._silent)
+        self._kill()
 
     def _kill(self) -> None:
         if self._process is not None and not self._reaped:
@@ -191,7 +224,7 @@ class HostProcess:
             JackfieldError: what was raised there; ``rollout.stopped`` when the process has ended.
             DeadlineExceeded: naming the process.
         """
-        call = self._send(message)
+        call = self._send(message, what)
         try:
             answer = await self._clock.wait_for(asyncio.shield(call.answer), seconds, f"{self._name} to {what}")
         except BaseException:
@@ -201,7 +234,7 @@ class HostProcess:
 
     async def stream(self, what: str, message: Mapping[str, Any], seconds: float) -> AsyncGenerator[Any, None]:
         """As :meth:`call`, for what is streamed; the deadline is each value's. Closing it cancels the call."""
-        call = self._send(message)
+        call = self._send(message, what)
         try:
             while True:
                 item = await self._clock.wait_for(call.chunks.get(), seconds, f"{self._name} to {what}")
@@ -212,10 +245,10 @@ class HostProcess:
         finally:
             await self._cancel(call)
 
-    def _send(self, message: Mapping[str, Any]) -> _Call:
+    def _send(self, message: Mapping[str, Any], what: str) -> _Call:
         if self._death is not None or self._writer is None:
             raise self._gone()
-        call = _Call(next(self._numbers), asyncio.get_running_loop().create_future())
+        call = _Call(next(self._numbers), asyncio.get_running_loop().create_future(), what)
         try:
             data = frame({"number": call.number, **message})
         except (TypeError, ValueError) as error:
@@ -272,6 +305,8 @@ class HostProcess:
         self._kill()  # what it had started; itself, where only its socket is gone
         code = process.wait()
         self._reaped = True
+        if self._silent is not None:
+            return f"was killed: {self._silent}"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
     def _fail_all(self, how: str) -> None:
@@ -286,7 +321,7 @@ class HostProcess:
         return RolloutError(
             f"the process of {self._name} is not running",
             code="rollout.stopped",
-            where=self._name,
+            where=f"{self._name}, process {self.pid}",
             expected=f"a process of {self._python}",
             found=f"it {self._death or 'was not started'}",
             fix=None if self._log_path is None else f"what it printed is in {self._log_path}",

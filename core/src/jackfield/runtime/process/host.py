@@ -1,8 +1,8 @@
 """The program of a process that holds one part of a run, in an interpreter of its own.
 
-``python -m jackfield.runtime.process.host FD PARENT``: requests come, and answers go, over the socket ``FD``, of which
-only ``PARENT`` has the other end. When that end closes, however its owner ended, this process ends with all that it
-has started.
+``python -m jackfield.runtime.process.host FD PARENT PULSE SECONDS``: requests come, and answers go, over the socket
+``FD``, of which only ``PARENT`` has the other end; signs of life go over the pipe ``PULSE``. When the other end of the
+socket closes, however its owner ended, this process ends with all that it has started.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from jackfield.errors import DeadlineExceeded, RunError, error_fields
 from jackfield.imports import own_process
 from jackfield.plugins.handshake import introduce
 from jackfield.plugins.registry import load_plugin
+from jackfield.pulse import beat
 from jackfield.runtime.process.wire import decode, frame, read, types_of
 
 __all__ = ["Host", "main"]
@@ -140,8 +141,9 @@ def _end_with(parent: int, descriptor: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent: int, pulse: int, silence_seconds: float) -> None:
     """Serve until the parent's end of the socket closes."""
+    beat(pulse, silence_seconds)
     own_process()
     os.set_inheritable(descriptor, False)
     watch = threading.Thread(target=_end_with, args=(parent, os.dup(descriptor)), name="jackfield-parent", daemon=True)
@@ -154,4 +156,5 @@ def main(descriptor: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    _descriptor, _parent, _pulse = map(int, sys.argv[1:4])
+    main(_descriptor, _parent, _pulse, float(sys.argv[4]))

@@ -30,6 +30,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, RolloutError
 from jackfield.plugins.discovery import PluginRecord
+from jackfield.pulse import SILENCE_SECONDS
 from jackfield.runtime.process.connection import HostProcess
 from jackfield.runtime.process.wire import decode, types_of
 
@@ -55,6 +56,7 @@ class RolloutProcess(BaseRolloutServer):
         seconds: float = 3600.0,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         """
         Args:
@@ -65,12 +67,20 @@ class RolloutProcess(BaseRolloutServer):
             seconds: the longest that any call may take.
             log: file that the process's output is added to.
             environment: variables that the process gets beside this process's.
+            silence_seconds: without a sign of life of the process, after which it is killed.
         """
         super().__init__(config, context)
         self._record = record
         self._seconds = seconds
         self._name = f"rollout replica {context.replica}"
-        self._process = HostProcess(python, self._name, context.clock, log=log, environment=environment or {})
+        self._process = HostProcess(
+            python,
+            self._name,
+            context.clock,
+            log=log,
+            environment=environment or {},
+            silence_seconds=silence_seconds,
+        )
         self._used = self._stopped = False
 
     # -- life ------------------------------------------------------------------------------------------------------

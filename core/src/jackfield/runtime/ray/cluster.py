@@ -7,7 +7,9 @@ import contextlib
 import os
 import platform
 import secrets
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +20,11 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
 from jackfield.plugins.interpreters import preflight
+from jackfield.pulse import SILENCE_SECONDS
 from jackfield.runtime.ray.host import Host, Place
+from jackfield.runtime.ray.loopback import HOST, on_loopback
+from jackfield.runtime.ray.processes import children, see_gone, with_descendants
+from jackfield.runtime.ray.pulses import SignsOfLife
 from jackfield.runtime.ray.stub import answer
 
 if TYPE_CHECKING:
@@ -28,9 +34,7 @@ __all__ = ["Cluster", "ClusterOptions", "check_interpreter"]
 
 _CONCURRENT_CALLS = 10_000
 _END_SECONDS = 15.0
-_GONE_SECONDS = 15.0  #: for the processes of a cluster to be gone, after which they are killed
 _REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
-_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by a public address
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 #: Whether Ray prints which calls it makes again: those that wait for an actor. Who died is told anyway.
 _QUIET = "RAY_enable_output_error_log_if_still_retry"
@@ -49,6 +53,7 @@ class ClusterOptions:
 class _Actor:
     name: str
     handle: Any
+    signs: SignsOfLife
 
 
 class Cluster:
@@ -58,14 +63,16 @@ class Cluster:
     name is given what was there before.
     """
 
-    def __init__(self, clock: Clock, start_seconds: float) -> None:
+    def __init__(self, clock: Clock, start_seconds: float, silence_seconds: float = SILENCE_SECONDS) -> None:
         """
         Args:
             clock: through which every wait goes.
             start_seconds: for a worker, or a group of places, to be there.
+            silence_seconds: without a sign of life of a worker, after which its process is killed.
         """
         self._clock = clock
         self._start_seconds = start_seconds
+        self._silence_seconds = silence_seconds
         self._actors: list[_Actor] = []
         self._spare: dict[str, _Actor] = {}
         self._groups: dict[str, Any] = {}
@@ -92,16 +99,19 @@ class Cluster:
                 "num_cpus": options.num_cpus or max(os.cpu_count() or 1, round(needed_cpus + 0.5)),
                 "object_store_memory": options.object_store_bytes,
                 "include_dashboard": False,
-                "_node_ip_address": _LOOPBACK,
+                "_node_ip_address": HOST,
             }
 
         try:
             if options.address is not None:
                 await self._clock.wait_for(_reach(options.address), _REACH_SECONDS, f"the cluster {options.address}")
             # in this thread: what Ray starts would end with another one, and Ray has deadlines of its own here
-            before = _children()
-            ray.init(address=options.address or "local", log_to_driver=False, configure_logging=False, **own)
-            self._processes = [each for each in _children() if each not in before] if own else []
+            before, handler = children(), signal.getsignal(signal.SIGTERM)
+            with on_loopback() if own else contextlib.nullcontext():
+                ray.init(address=options.address or "local", log_to_driver=False, configure_logging=False, **own)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process before anything is put away
+            self._processes = [each for each in children() if each not in before] if own else []
         except Exception as error:  # whatever Ray raises
             raise RunError(
                 f"the Ray cluster at {options.address} cannot be joined" if options.address else "Ray cannot start",
@@ -183,8 +193,10 @@ class Cluster:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
         if python is not None:
             options["runtime_env"] = {"py_executable": python}
-        handle = ray.remote(Host).options(**options).remote(name, os.getcwd(), one_thread)
-        self._actors.append(_Actor(name, handle))
+        host = ray.remote(concurrency_groups={"pulse": 2})(Host)
+        handle = host.options(**options).remote(name, os.getcwd(), one_thread)
+        signs = SignsOfLife(name, handle, self._clock, self._silence_seconds)
+        self._actors.append(_Actor(name, handle, signs))
         return handle
 
     async def place(self, handle: Any) -> Place:
@@ -222,8 +234,10 @@ class Cluster:
         Raises:
             JackfieldError: why it cannot.
         """
-        name, told = self._name(handle), self.told(make)
-        await answer(handle.make.remote(told), name, f"{name} to be ready", self._start_seconds, self._clock)
+        actor, told = self._actor(handle), self.told(make)
+        waiting_for = f"{actor.name} to be ready"
+        await answer(handle.make.remote(told), actor.name, waiting_for, self._start_seconds, self._clock)
+        actor.signs.watch()
         return told
 
     @staticmethod
@@ -250,7 +264,7 @@ class Cluster:
 
     async def end(self, handle: Any) -> None:
         """Have one worker put its things away, and end its process."""
-        actor = next(actor for actor in self._actors if actor.handle is handle)
+        actor = self._actor(handle)
         await self._end(actor)
         self._actors.remove(actor)
         _ray().kill(handle, no_restart=True)
@@ -286,9 +300,9 @@ class Cluster:
         self._spare = {}
         for what in list(self._groups):
             self.give_back(what)
-        family = {each for head in self._processes for each in _with_descendants(head)}
+        family = {each for head in self._processes for each in with_descendants(head)}
         ray.shutdown()
-        await asyncio.to_thread(_see_gone, family)
+        await asyncio.to_thread(see_gone, family)
         self._processes = []
 
     async def _end(self, actor: _Actor) -> bool:
@@ -296,39 +310,18 @@ class Cluster:
         try:
             reference = actor.handle.end.remote()
             await answer(reference, actor.name, f"{actor.name} to end", _END_SECONDS, self._clock)
+            return True
         except JackfieldError:
+            await actor.signs.end_process()  # Ray would ask it to end
             return False
-        return True
+        finally:
+            actor.signs.close()
+
+    def _actor(self, handle: Any) -> _Actor:
+        return next(actor for actor in self._actors if actor.handle is handle)
 
     def _name(self, handle: Any) -> str:
-        return next(actor.name for actor in self._actors if actor.handle is handle)
-
-
-def _children() -> list[psutil.Process]:
-    """Processes that this one has started."""
-    import psutil
-
-    return psutil.Process().children()
-
-
-def _with_descendants(process: psutil.Process) -> list[psutil.Process]:
-    import psutil
-
-    try:
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _see_gone(processes: Iterable[psutil.Process]) -> None:
-    """Return when all of them are gone; kill those that will not go by themselves."""
-    import psutil
-
-    _, left = psutil.wait_procs(list(processes), timeout=_GONE_SECONDS)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=_GONE_SECONDS)
+        return self._actor(handle).name
 
 
 _FOREVER = 10 * 365 * 24 * 3600.0

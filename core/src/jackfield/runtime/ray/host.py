@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import fcntl
 import gc
 import inspect
 import ipaddress
+import itertools
 import os
 import platform
+import signal
 import socket
 import struct
 import sys
@@ -20,12 +23,16 @@ from typing import Any
 
 import attrs
 
+from jackfield.abc.rollout import GenerateRequest
 from jackfield.clock import Clock
 from jackfield.errors import WorkerLost
 from jackfield.imports import collection_paused, own_process
+from jackfield.pulse import Process
+from jackfield.queue import BatchMeta
+from jackfield.runtime.agent_worker import RunOrder
 from jackfield.runtime.revival import state_of
 
-__all__ = ["Host", "Place", "interface_of"]
+__all__ = ["Host", "Place", "Sign", "interface_of"]
 
 _SIOCGIFADDR = 0x8915  #: of Linux: an interface's address
 
@@ -38,6 +45,16 @@ class Place:
     address: str  #: of its node
     port: int  #: free there, at the moment
     versions: Mapping[str, str | None]  #: of python, jackfield, ray
+
+
+@attrs.frozen(kw_only=True)
+class Sign:
+    """What a process says of itself when it is asked for a sign of life."""
+
+    process: Process
+    node: str  #: Ray's id of its node
+    ready: bool  #: whether its worker was made; until then it imports what it needs, and has the deadline of a start
+    doing: tuple[str, ...]  #: calls that its worker has not answered, with what they are about
 
 
 class Host:
@@ -56,7 +73,10 @@ class Host:
         self._making = asyncio.Lock()
         self._gate = asyncio.Event()
         self._pool: ThreadPoolExecutor | None = None
+        self._doing: dict[int, str] = {}
+        self._calls = itertools.count()
         own_process()
+        _end_by_sigterm()
         if os.path.isdir(folder):
             os.chdir(folder)
 
@@ -69,6 +89,18 @@ class Host:
             port = server.getsockname()[1]
         versions = {"python": platform.python_version(), **{name: _version(name) for name in ("jackfield", "ray")}}
         return Place(pid=os.getpid(), address=address, port=port, versions=versions)
+
+    async def pulse(self) -> Sign:
+        """Say that this process lives, in a thread of its own: see :mod:`jackfield.pulse`."""
+        import ray
+
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return Sign(
+            process=attrs.evolve(Process.of(os.getpid()), host=f"node {address}"),
+            node=ray.get_runtime_context().get_node_id(),
+            ready=self._worker is not None,
+            doing=tuple(self._doing.copy().values()),
+        )
 
     async def make(self, make: bytes) -> None:
         """Make the worker, if it is not there.
@@ -99,8 +131,13 @@ class Host:
             raise self._lost()
         for part in member.split("."):
             target = getattr(target, part)
-        result = target(*arguments, **keywords) if callable(target) else target
-        return await result if inspect.isawaitable(result) else result
+        number = next(self._calls)
+        self._doing[number] = _described(member, arguments)
+        try:
+            result = target(*arguments, **keywords) if callable(target) else target
+            return await result if inspect.isawaitable(result) else result
+        finally:
+            del self._doing[number]
 
     async def open(self) -> None:
         """Let in whoever comes by :meth:`serve`, until the worker ends."""
@@ -151,6 +188,31 @@ class Host:
 
     def _lost(self) -> WorkerLost:
         return WorkerLost(f"{self._name} died", where=self._name, found="its process was started again")
+
+
+def _end_by_sigterm() -> None:
+    """Have SIGTERM end this process at once, as without Ray.
+
+    Ray would first wait for the actor's calls to end, some of which never do, and begin no others.
+    """
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # Python would want the main thread for this
+
+
+def _described(member: str, arguments: tuple[Any, ...]) -> str:
+    """A call with the request, run or rows that it is about."""
+    subjects = filter(None, map(_subject, arguments))
+    return " ".join([member, *list(subjects)[:1]])
+
+
+def _subject(argument: Any) -> str:
+    if isinstance(argument, GenerateRequest):
+        return argument.request_id
+    if isinstance(argument, RunOrder):
+        return f"sample {argument.id}"
+    keys = argument.keys if isinstance(argument, BatchMeta) else argument
+    if not isinstance(keys, list | tuple) or not keys or not isinstance(keys[0], str):
+        return ""
+    return f"sample {keys[0]}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
 
 
 def interface_of(address: str) -> str | None:

@@ -12,7 +12,11 @@ from jackfield.abc.rollout import GenerateRequest, GenerateResult
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RunError, WorkerLost
 
-__all__ = ["RemoteRank", "RemoteServer", "Stub", "answer"]
+__all__ = ["ENDS", "PROCESSES", "RemoteRank", "RemoteServer", "Stub", "answer"]
+
+#: Of the workers that this process watches, by their names: where they live, and why it has ended them.
+PROCESSES: dict[str, str] = {}
+ENDS: dict[str, str] = {}
 
 _LAST_SECONDS = 15.0  #: for a worker to put its things away at the end
 
@@ -99,8 +103,8 @@ async def answer(reference: Any, name: str, waiting_for: str, seconds: float, cl
     except RayActorError as error:
         raise WorkerLost(
             f"{name} died",
-            where=name,
-            found=_reason(str(error)),
+            where=", ".join(filter(None, (name, PROCESSES.get(name)))),
+            found=ENDS.get(name) or _reason(str(error)),
             fix="look at the worker's log in Ray's session folder; lack of memory is the usual reason",
         ) from None
 

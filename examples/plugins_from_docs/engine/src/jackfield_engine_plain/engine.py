@@ -27,6 +27,7 @@ from jackfield.abc.engine import (
 )
 from jackfield.algorithms import resolve_loss
 from jackfield.errors import EngineError, PluginError
+from jackfield.weights.model_folder import CheckpointNames
 from jackfield_engine_plain.config import Config
 from jackfield_engine_plain.passes import Pass, micro_batches
 from jackfield_engine_plain.schedule import learning_rate
@@ -52,6 +53,7 @@ class PlainEngine(BaseEngine):
         """Load the model; refuse what the context asks for and this engine cannot do."""
         context, spec = self.context, self.context.model
         asked = {
+            "dropout": spec.dropout > 0,
             "lora": spec.lora is not None,
             "value_head": spec.value_head,
             "gradient_checkpointing": spec.gradient_checkpointing,
@@ -72,7 +74,7 @@ class PlainEngine(BaseEngine):
             raise EngineError(
                 f"the model cannot be loaded: {error}", code="engine.model", where=f"model.path = {spec.path}"
             ) from error
-        self._random_state = torch.Generator().manual_seed(context.seed).get_state()
+        self._model.eval()  # for good: training passes have no dropout, whatever the model's config says
         self._model.requires_grad_(context.optimizer is not None)
         if context.optimizer is not None:
             self._optimizer = torch.optim.AdamW(
@@ -107,25 +109,20 @@ class PlainEngine(BaseEngine):
     # ---- modes
 
     def train_mode(self) -> AbstractContextManager[None]:
-        """Dropout on, drawn from random numbers of the engine's own."""
+        """Training passes."""
         return self._in_mode("train")
 
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Dropout off."""
+        """Inference passes."""
         return self._in_mode("eval")
 
     @contextmanager
     def _in_mode(self, mode: str) -> Iterator[None]:
-        model, before, others = self._loaded(), self._mode, torch.get_rng_state()
-        self._mode = mode
-        model.train(mode == "train")
-        torch.set_rng_state(self._random_state)
+        self._loaded()
+        before, self._mode = self._mode, mode
         try:
             yield
         finally:
-            self._random_state = torch.get_rng_state()
-            torch.set_rng_state(others)
-            model.train(before == "train")
             self._mode = before
 
     def disable_adapter(self) -> AbstractContextManager[None]:
@@ -189,16 +186,14 @@ class PlainEngine(BaseEngine):
     def get_per_tensor_param(
         self,
     ) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
-        """Parameters (tied ones once) and saved buffers under the model's own names; no adapter, so None."""
+        """All that the checkpoint has (tied tensors once), under its names; no adapter, so None."""
         model = self._loaded()
+        names = CheckpointNames(model, Path(self.context.model.path))
 
         def tensors() -> Generator[tuple[str, torch.Tensor], None, None]:
-            for name, parameter in model.named_parameters():
-                yield name, parameter.detach().clone()
-            saved = model.state_dict().keys()
-            for name, buffer in model.named_buffers():
-                if name in saved:
-                    yield name, buffer.clone()
+            held = model.state_dict()
+            for group in names.groups:
+                yield from names.to_checkpoint(group, [held[part].clone() for part in group.parts]).items()
 
         return tensors(), None
 
@@ -225,7 +220,7 @@ class PlainEngine(BaseEngine):
                 if companion.is_file():
                     shutil.copyfile(companion, folder / companion.name)
         else:
-            state = {"model": model.state_dict(), "random": self._random_state, "schedule_step": self._schedule_step}
+            state = {"model": model.state_dict(), "schedule_step": self._schedule_step}
             if self._optimizer is not None:
                 state["optimizer"] = self._optimizer.state_dict()
             torch.save(state, folder / "state.pt")
@@ -236,10 +231,10 @@ class PlainEngine(BaseEngine):
         model, file = self._loaded(), Path(request.folder) / "state.pt"
         if not file.is_file():
             raise EngineError("the folder holds no checkpoint of this engine", where=request.folder, expected=file.name)
-        state = torch.load(file, weights_only=True)
+        state = torch.load(file, weights_only=True)  # noqa: TID251, it admits data only
         model.load_state_dict(state["model"])
         if not request.model_only:
-            self._random_state, self._schedule_step = state["random"], state["schedule_step"]
+            self._schedule_step = state["schedule_step"]
             if self._optimizer is not None:
                 self._optimizer.load_state_dict(state["optimizer"])
         return LoadCheckpointResult(folder=request.folder)

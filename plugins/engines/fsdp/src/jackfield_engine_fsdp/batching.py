@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from jackfield.data.jagged import jagged
 from jackfield.data.jagged import lengths as jagged_lengths
 from jackfield.errors import EngineError
+from jackfield_engine_fsdp.rotary import Rotary
 
 __all__ = ["Jagged", "MicroBatch", "RowBatch", "TokenBuffer", "plan"]
 
@@ -74,10 +75,11 @@ class RowBatch:
             ``data.vocabulary`` for token ids that the model does not have.
     """
 
-    def __init__(self, data: TensorDict, vocabulary: int, device: torch.device) -> None:
+    def __init__(self, data: TensorDict, vocabulary: int, device: torch.device, rotary: Rotary) -> None:
         columns = {str(name): value for name, value in data.items() if isinstance(value, torch.Tensor)}
         self.size = int(data.batch_size[0])
         self.device = device
+        self._rotary = rotary
         if self.size == 0:
             columns = {}
         self.prompts = self._tokens(columns.pop("prompt_ids", None), "prompt_ids", vocabulary)
@@ -116,16 +118,22 @@ class RowBatch:
         return tokens
 
     def plan(self, max_tokens: int) -> list[torch.Tensor]:
-        """The rows of each micro-batch, see :func:`plan`."""
-        return plan(self.prompts.lengths + self.responses.lengths, max_tokens)
+        """The rows of each micro-batch, see :func:`plan`; rows of other rotary frequencies are in others."""
+        lengths = self.prompts.lengths + self.responses.lengths
+        sides: dict[tuple[int, ...], list[int]] = {}
+        for row, length in enumerate(lengths.tolist()):
+            sides.setdefault(self._rotary.side(length), []).append(row)
+        groups = [torch.tensor(rows) for rows in sides.values()]
+        return [rows[chosen] for rows in groups for chosen in plan(lengths[rows], max_tokens)]
 
     def micro_batch(self, rows: torch.Tensor) -> MicroBatch:
         """Cut the given rows out, on the engine's device.
 
-        The last token of a response is a label only: nothing is predicted from it.
+        The last token of a response is a label only: nothing is predicted from it. Where rotary frequencies depend on
+        the length it has a position, for the length to be that of the row.
         """
         prompt, response = self.prompts.lengths[rows].unsqueeze(1), self.responses.lengths[rows].unsqueeze(1)
-        size = max(1, int((prompt + response).max()) - 1)
+        size = max(1, int((prompt + response).max()) - (0 if self._rotary.limits else 1))
         length = max(1, int(response.max()))  # at least 1: a loss may take the largest of its tokens
         places, steps = torch.arange(size), torch.arange(length)
         in_response = steps < response

@@ -1,33 +1,37 @@
-"""Native checkpoints: sharded tensors by torch.distributed.checkpoint, everything small as JSON beside them.
+"""Native checkpoints: safetensors and JSON.
 
 ::
 
-    engine.json        format, number of ranks, schedule step
+    engine.json        format, number of ranks, schedule step; written last
     random_<rank>.json states of the random generators of a rank
-    tensors/           model and optimizer (DCP; any number of ranks can read it)
+    tensors/           model and optimizer (any number of ranks can read it): see :mod:`.tensors`
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from safetensors import SafetensorError
 
 from jackfield.errors import EngineError
-from jackfield_engine_fsdp.model import TokenModel, has_adapter
+from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
 from jackfield_engine_fsdp.optimization import Optimization
 from jackfield_engine_fsdp.process_group import Ranks
 from jackfield_engine_fsdp.random_state import RandomStreams
+from jackfield_engine_fsdp.tensors import read_tensors, write_tensors
 
 __all__ = ["load", "make_folder", "save"]
 
-FORMAT = 1
+FORMAT = 2
+
+#: What files raise that are damaged, or of another kind than their names say.
+_UNREADABLE = (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
 def make_folder(folder: str, ranks: Ranks) -> Path:
@@ -61,26 +65,40 @@ def save(
     Raises:
         EngineError: ``engine.failed``, on every rank, when a rank could not write.
     """
-    state = _tensors(model, optimization)
-    try:
-        save_tensors(state, checkpoint_id=folder / "tensors")
-    except CheckpointException as caught:  # no Exception: nobody else would take it for a failure
-        rank, (cause, _) = next(iter(caught.failures.items()))
-        raise EngineError(
-            "the checkpoint could not be written",
-            where=f"{folder}, rank {rank}",
-            found=f"{type(cause).__name__}: {cause}",
-            fix="look at the disk's room and permissions",
-        ) from caught
-    _write_json(folder / f"random_{ranks.rank}.json", streams.state())
-    ranks.barrier()  # engine.json is there only when all the rest is
-    if ranks.rank == 0:
+    with _agreed(ranks, "the checkpoint could not be written", folder, "look at the disk's room and permissions"):
+        (folder / "tensors").mkdir(exist_ok=True)
+        write_tensors(folder / "tensors", ranks.rank, _tensors(model, optimization))
+        _write_json(folder / f"random_{ranks.rank}.json", streams.state())
+    if ranks.rank == 0:  # engine.json is there only when all the rest is
         record = {
             "format": FORMAT,
             "world_size": ranks.size,
             "schedule_step": None if optimization is None else optimization.schedule_step,
         }
         _write_json(folder / "engine.json", record)
+
+
+@contextmanager
+def _agreed(ranks: Ranks, message: str, folder: Path, fix: str) -> Iterator[None]:
+    """Each rank does its part; where one fails, every rank raises.
+
+    Raises:
+        EngineError: ``engine.failed``.
+    """
+    error: EngineError | None = None
+    try:
+        yield
+    except EngineError as caught:
+        error = caught
+    except _UNREADABLE as caught:
+        found = f"{type(caught).__name__}: {caught}"
+        error = EngineError(message, where=f"{folder}, rank {ranks.rank}", found=found, fix=fix)
+        error.__cause__ = caught
+    failed = ranks.maximum(0 if error is None else ranks.rank + 1)
+    if error is not None:
+        raise error
+    if failed:
+        raise EngineError(message, where=f"{folder}, rank {failed - 1}", found="see the error of that rank", fix=fix)
 
 
 def load(
@@ -96,25 +114,19 @@ def load(
     Raises:
         EngineError: ``engine.failed`` when the folder holds no complete checkpoint or one of another model.
     """
-    record = _read_record(folder)
-    if model_only or record["schedule_step"] is None:
-        optimization = None
-    state = _tensors(model, optimization)
-    try:
-        load_tensors(state, checkpoint_id=folder / "tensors")
-    except CheckpointException as caught:
-        raise EngineError(
-            "the checkpoint does not fit this engine",
-            where=str(folder),
-            expected="a checkpoint of the same model, adapter and heads",
-            found=str(caught).strip().splitlines()[-1],
-        ) from caught
-    if model_only:
-        return
-    if optimization is not None:
-        optimization.set_schedule_step(record["schedule_step"])
-    if record["world_size"] == ranks.size:
-        streams.load_state(json.loads((folder / f"random_{ranks.rank}.json").read_text()))
+    fix = "go on from another checkpoint"
+    with _agreed(ranks, "the checkpoint cannot be read", folder, fix):
+        record = _read_record(folder)
+        if model_only or record["schedule_step"] is None:
+            optimization = None
+        size = int(record["world_size"])
+        read_tensors(folder / "tensors", size, _tensors(model, optimization))
+        if model_only:
+            return
+        if optimization is not None:
+            optimization.set_schedule_step(int(record["schedule_step"]))
+        if size == ranks.size:
+            streams.load_state(json.loads((folder / f"random_{ranks.rank}.json").read_text(encoding="utf-8")))
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
@@ -126,15 +138,15 @@ def _read_record(folder: Path) -> dict[str, Any]:
             expected="engine.json, written last",
             found="no such folder" if not folder.is_dir() else "none: unfinished, or of another format",
         )
-    record: dict[str, Any] = json.loads(path.read_text())
-    if record.get("format") != FORMAT:
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if record["format"] != FORMAT:
         raise EngineError(
-            "a checkpoint of another format", where=str(path), expected=f"format {FORMAT}", found=record.get("format")
+            "a checkpoint of another format", where=str(path), expected=f"format {FORMAT}", found=record["format"]
         )
     return record
 
 
-def _tensors(model: TokenModel, optimization: Optimization | None) -> dict[str, Any]:
+def _tensors(model: TokenModel, optimization: Optimization | None) -> dict[str, torch.Tensor]:
     """What is saved, by name, as the live tensors: saving reads them, loading writes into them.
 
     With an adapter the base model is left out: it never changes, and the model folder has it.
@@ -143,11 +155,11 @@ def _tensors(model: TokenModel, optimization: Optimization | None) -> dict[str, 
     kept = {
         name: tensor.detach()
         for name, tensor in model.named_parameters()
-        if not adapter or tensor.requires_grad or name.startswith("value_head.")
+        if not adapter or is_of_adapter(name) or name.startswith("value_head.")
     }
-    state: dict[str, Any] = {"model": kept | ({} if adapter else _buffers(model))}
-    if optimization is not None:
-        state["optimizer"] = optimization.state()
+    state = {f"model.{name}": tensor for name, tensor in {**kept, **({} if adapter else _buffers(model))}.items()}
+    for name, tensors in ({} if optimization is None else optimization.state()).items():
+        state |= {f"optimizer.{name}.{kind}": tensor for kind, tensor in tensors.items()}
     return state
 
 

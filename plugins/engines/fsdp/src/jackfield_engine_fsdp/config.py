@@ -25,6 +25,12 @@ class Config:
         help="Arithmetic of forward and backward passes. bfloat16: parameters are gathered in bfloat16 and gradients "
         "reduced in float32, while the sharded weights and the optimizer keep the model's dtype.",
     )
+    master_weights: bool = option(
+        True,
+        help="Where a model in bfloat16 or float16 is trained, keep its weights, gradients and optimizer state in "
+        "float32; passes run in the model's dtype, and published weights are cast to it. false: half the memory, and "
+        "updates that are smaller than the spacing of a weight's neighbours are lost (the log says how many).",
+    )
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = option(
         "sdpa",
         help="Attention kernel of transformers. sdpa and eager run everywhere, the others need their own packages.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from jackfield.abc.engine import (
     BaseEngine,
@@ -24,20 +26,23 @@ from jackfield.abc.engine import (
     SaveCheckpointResult,
 )
 from jackfield.errors import EngineError
+from jackfield.weights.model_folder import CheckpointNames
 from jackfield_engine_fsdp import checkpointing, export, loading, norms, passes
 from jackfield_engine_fsdp.batching import RowBatch
 from jackfield_engine_fsdp.config import Config
+from jackfield_engine_fsdp.dropout import Dropout
 from jackfield_engine_fsdp.model import TokenModel, has_adapter, shard
 from jackfield_engine_fsdp.optimization import Optimization
 from jackfield_engine_fsdp.placement import Placement
 from jackfield_engine_fsdp.process_group import Ranks
 from jackfield_engine_fsdp.random_state import RandomStreams
+from jackfield_engine_fsdp.rotary import Rotary
 
 __all__ = ["FSDPEngine"]
 
 
 class FSDPEngine(BaseEngine):
-    """A Hugging Face causal language model under ``torch.distributed.fsdp.fully_shard``.
+    """A Hugging Face model, language or vision-language, on text, under ``torch.distributed.fsdp.fully_shard``.
 
     Every rank is one data-parallel rank. A role ``critic`` with a value head runs no output layer: its loss functions
     get ``log_probs`` of zeros, and its results have none.
@@ -105,18 +110,25 @@ class FSDPEngine(BaseEngine):
     def _build(self) -> TokenModel:
         spec, seed = self.context.model, self.context.seed
         causal_lm = loading.load_causal_lm(spec, self.config.attention, seed)
+        self._names = CheckpointNames(causal_lm, Path(spec.path))
         if self.context.device == "cpu" and self.config.mixed_precision == "none":
             norms.speed_up(causal_lm)
+        dtype, published = causal_lm.dtype, self._masters(causal_lm)
+        dropout = Dropout(causal_lm, spec.dropout)
         language_model = causal_lm if spec.lora is None else loading.add_lora(causal_lm, spec.lora, seed)
         head = None
         if spec.value_head:
             hidden_size = causal_lm.config.get_text_config().hidden_size
             # PEFT keeps adapters of half-precision models in float32, and FSDP wants trainable parameters of one dtype
-            dtype = torch.float32 if spec.lora is not None else loading.torch_dtype(spec.dtype)
-            head = loading.make_value_head(hidden_size, dtype, seed)
+            head_dtype = torch.float32 if spec.lora is not None or published else dtype
+            head = loading.make_value_head(hidden_size, head_dtype, seed)
         model = TokenModel(
             language_model,
             head,
+            dtype=dtype,
+            published_dtypes=published,
+            dropout=dropout,
+            rotary=Rotary(causal_lm),
             with_log_probs=self.context.role != "critic",
             temperature=self.context.temperature,
             logits_chunk=self.config.logits_chunk,
@@ -124,6 +136,26 @@ class FSDPEngine(BaseEngine):
         if self.context.optimizer is None:
             model.requires_grad_(False)
         return model.eval()
+
+    def _masters(self, causal_lm: PreTrainedModel) -> dict[str, torch.dtype]:
+        """Keep what is trained in float32, or say what that costs; the dtypes before, see ``published_dtypes``.
+
+        An adapter of a model in half precision is in float32 by itself, and its base is not trained.
+        """
+        spec, optimizer = self.context.model, self.context.optimizer
+        if optimizer is None or spec.lora is not None or causal_lm.dtype == torch.float32:
+            return {}
+        if self.config.master_weights:
+            return loading.make_masters(causal_lm)
+        share = loading.changed_by(optimizer.lr, causal_lm.parameters())
+        logging.getLogger("jackfield").warning(
+            "engine.master_weights is off: an update of %g (optimizer.lr) changes %.2g %% of the weights in %s, and is "
+            "lost for the rest",
+            optimizer.lr,
+            100 * share,
+            spec.dtype,
+        )
+        return {}
 
     def _accumulates_unsharded(self, trainable: int) -> bool:
         choice = self.config.gradient_accumulation
@@ -142,7 +174,7 @@ class FSDPEngine(BaseEngine):
     def close(self) -> None:
         """Forget model and optimizer, and leave the process group."""
         self._model = self._optimization = self._mode = None
-        for name in ("_sharded", "_placement"):
+        for name in ("_sharded", "_placement", "_names"):
             self.__dict__.pop(name, None)
         if self._ranks is not None:
             self._ranks.leave()
@@ -172,7 +204,7 @@ class FSDPEngine(BaseEngine):
     # ---- modes
 
     def train_mode(self) -> AbstractContextManager[None]:
-        """Dropout on, weights on the device; what was off the device goes back there at the end."""
+        """Dropout of the context's model, weights on the device; what was off the device goes back there at the end."""
         return self._in_mode("train")
 
     def eval_mode(self) -> AbstractContextManager[None]:
@@ -211,7 +243,8 @@ class FSDPEngine(BaseEngine):
         self._check_pass(loss_function, forward_only)
         assert self._ranks is not None, "initialized"
         function = _resolve(loss_function)
-        batch = RowBatch(data, model.causal_lm.get_input_embeddings().num_embeddings, self._ranks.device)
+        vocabulary = model.causal_lm.get_input_embeddings().num_embeddings
+        batch = RowBatch(data, vocabulary, self._ranks.device, model.rotary)
         run = passes.Pass(model, batch, function, backward=not forward_only)
         micro_batches = batch.plan(self.context.micro_batch_tokens)
         count = self._ranks.maximum(len(micro_batches))
@@ -286,11 +319,11 @@ class FSDPEngine(BaseEngine):
     def get_per_tensor_param(
         self,
     ) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
-        """Copies of the full tensors on the engine's device; the value head stays here."""
-        model = self._ready()
+        """Copies of the full tensors on the engine's device, as a checkpoint has them; the value head stays here."""
+        model, names = self._ready(), self._names
 
         def tensors() -> Generator[tuple[str, torch.Tensor], None, None]:
-            yield from export.published_tensors(model)
+            yield from export.published_tensors(model, names)
 
         return tensors(), export.adapter_config(model)
 
@@ -313,7 +346,7 @@ class FSDPEngine(BaseEngine):
         assert self._ranks is not None, "initialized"
         folder = checkpointing.make_folder(request.folder, self._ranks)
         if request.format == "huggingface":
-            export.save_folder(model, Path(self.context.model.path), folder, writes=self._ranks.rank == 0)
+            export.save_folder(model, self._names, Path(self.context.model.path), folder, writes=self._ranks.rank == 0)
         else:
             checkpointing.save(folder, model, self._optimization, self._streams, self._ranks)
         self._ranks.barrier()

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 from torch.distributed.tensor import DTensor
 
+from jackfield.weights.model_folder import CheckpointNames
 from jackfield_engine_fsdp.loading import without_progress_bars
-from jackfield_engine_fsdp.model import TokenModel, has_adapter
+from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
 
 __all__ = [
     "adapter_config",
@@ -65,27 +65,22 @@ def trainable_name(name: str, adapter: bool) -> str:
     return published_name(inner) if adapter and inner != name else inner
 
 
-def published_tensors(model: TokenModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """What inference loads: the adapter's tensors if there is one, else parameters (tied once) and saved buffers."""
+def published_tensors(model: TokenModel, names: CheckpointNames) -> Iterator[tuple[str, torch.Tensor]]:
+    """What inference loads: the adapter's tensors if there is one, else the model's, as a checkpoint has them.
+
+    A group of tensors that are stacked in the model is gathered, and then converted: at most about three times its
+    size is in memory, beside the model.
+    """
     if has_adapter(model.language_model):
         for name, parameter in model.language_model.named_parameters():
-            if parameter.requires_grad:
+            if is_of_adapter(name):  # an engine without an optimizer trains nothing, and exports all the same
                 yield published_name(name), full(parameter)
         return
-    causal_lm = model.causal_lm
-    for name, parameter in causal_lm.named_parameters():
-        yield name, full(parameter)
-    for name, buffer in _saved_buffers(causal_lm):
-        yield name, full(buffer)
-
-
-def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    skipped = {
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    return ((name, buffer) for name, buffer in model.named_buffers() if name not in skipped)
+    module, dtypes = model.causal_lm, model.published_dtypes
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    for group in names.groups:
+        parts = [full(tensors[part].detach().to(dtypes.get(part, tensors[part].dtype))) for part in group.parts]
+        yield from names.to_checkpoint(group, parts).items()
 
 
 def value_head_tensors(model: TokenModel) -> dict[str, torch.Tensor]:
@@ -114,16 +109,17 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def save_folder(model: TokenModel, source: Path, folder: Path, writes: bool) -> None:
+def save_folder(model: TokenModel, names: CheckpointNames, source: Path, folder: Path, writes: bool) -> None:
     """Write ``folder`` for ``from_pretrained`` (transformers', or PEFT's with an adapter). A collective operation.
 
     Args:
         model: the sharded model.
+        names: of its tensors.
         source: the folder from which the model came; the tokenizer's files are copied from there.
         folder: exists and is empty.
         writes: whether this rank writes; the others only take part in the gathering.
     """
-    tensors = {name: tensor.cpu() for name, tensor in published_tensors(model) if writes}
+    tensors = {name: tensor.cpu() for name, tensor in published_tensors(model, names) if writes}
     head = value_head_tensors(model)
     if not writes:
         return
@@ -131,12 +127,15 @@ def save_folder(model: TokenModel, source: Path, folder: Path, writes: bool) -> 
         save_file(_contiguous(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
         model.language_model.peft_config["default"].save_pretrained(str(folder))
     else:
-        with without_progress_bars():
-            model.causal_lm.save_pretrained(str(folder), state_dict=tensors)
+        with without_progress_bars(), model.dropout.config_as_loaded():
+            model.causal_lm.save_pretrained(str(folder), state_dict=tensors, save_original_format=False)
+            if model.published_dtypes:  # the library names the dtype of the master weights
+                model.causal_lm.config.dtype = model.dtype
+                model.causal_lm.config.save_pretrained(str(folder))
     if head:
         save_file(_contiguous(head), folder / "value_head.safetensors", metadata={"format": "pt"})
-    names = [*COMPANIONS, *(path.name for path in source.glob("*.py"))]
-    for path in (source / name for name in names):
+    companions = [*COMPANIONS, *(path.name for path in source.glob("*.py"))]
+    for path in (source / name for name in companions):
         if path.is_file() and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
 

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from jackfield.abc.engine import LoraSpec, ModelSpec
 from jackfield.errors import EngineError
+from jackfield.weights.model_folder import auto_class
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["DTYPES", "add_lora", "load_causal_lm", "make_value_head", "seeded", "torch_dtype", "without_progress_bars"]
+__all__ = [
+    "DTYPES",
+    "add_lora",
+    "changed_by",
+    "load_causal_lm",
+    "make_masters",
+    "make_value_head",
+    "seeded",
+    "torch_dtype",
+    "without_progress_bars",
+]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -62,7 +74,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedModel:
-    """The model of ``spec.path`` on the CPU, whole, in every rank.
+    """The model of ``spec.path`` on the CPU, whole, in every rank; of a vision-language model all of it.
 
     Raises:
         EngineError: ``engine.model`` when the folder is missing, cannot be loaded or lacks weights;
@@ -81,11 +93,12 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
         )
     try:
         with seeded(seed), without_progress_bars():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = auto_class(folder, spec.trust_remote_code).from_pretrained(
                 str(folder),
                 dtype=dtype,
                 attn_implementation=attention,
                 trust_remote_code=spec.trust_remote_code,
+                use_safetensors=True,  # no pickle
                 local_files_only=True,
                 output_loading_info=True,
             )
@@ -98,6 +111,7 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
             found=type(caught).__name__,
         ) from caught
     _refuse_missing_weights(spec.path, report)
+    _refuse_bidirectional(spec.path, model)
     model.config.use_cache = False
     if spec.gradient_checkpointing:
         _enable_checkpointing(model)
@@ -128,30 +142,113 @@ def _refuse_missing_weights(path: str, report: dict[str, Any]) -> None:
         )
 
 
+def _refuse_bidirectional(path: str, model: PreTrainedModel) -> None:
+    """A prefix language model (PaliGemma) attends to the tokens whose log-probabilities are wanted."""
+    if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) is True:
+        raise EngineError(
+            f"{type(model).__name__} attends to later tokens",
+            code="engine.model",
+            where=path,
+            expected="a causal language model",
+            found="use_bidirectional_attention: true in its configuration",
+        )
+
+
+def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The layers of the language model that an adapter can be merged into, by name: all but the output layer."""
+    head = model.get_output_embeddings()
+    inside = set((getattr(model.base_model, "language_model", None) or model).modules())
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and layer in inside and layer is not head
+    }
+
+
 def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> PeftModel:
     """``model`` with a fresh adapter (the same for the same seed); only the adapter is trainable.
 
     Raises:
-        EngineError: ``config.invalid-value`` when PEFT refuses the settings, e.g. target modules that are not there.
+        EngineError: ``config.invalid-value`` when PEFT refuses the settings, e.g. target modules that are not there,
+            and for layers whose adapters no rollout server could load: experts that are stacked in one parameter.
     """
     from peft import LoraConfig, get_peft_model
 
+    layers = _linear_layers(model)
+    targets = list(spec.target_modules) or list(layers)
+    chosen = [layer for name, layer in layers.items() if f".{name}".endswith(tuple(f".{each}" for each in targets))]
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=spec.rank,
         lora_alpha=spec.alpha,
         lora_dropout=spec.dropout,
-        target_modules=list(spec.target_modules) or "all-linear",
+        target_modules=targets,
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in chosen),
     )
     try:
         with seeded(seed), warnings.catch_warnings():
             # peft 0.21 asks transformers 5.23 by an old name
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            return get_peft_model(model, config)
+            adapted = get_peft_model(model, config)
     except ValueError as caught:
         raise EngineError(
-            f"the adapter does not fit the model: {caught}", code="config.invalid-value", where="ModelSpec.lora"
+            f"the adapter does not fit the model: {caught}",
+            code="config.invalid-value",
+            where="ModelSpec.lora.target_modules",
+            fix=f"choose from {_last_names(layers)}",
         ) from caught
+    _refuse_stacked(adapted, layers)
+    base = Path(model.config.name_or_path)
+    if base.is_dir():  # else it is a model's name on the hub
+        adapted.peft_config["default"].base_model_name_or_path = str(base.resolve())
+    return adapted
+
+
+def _refuse_stacked(adapted: PeftModel, layers: dict[str, nn.Module]) -> None:
+    """PEFT adapts stacked experts by a wrapper around the parameter, which servers cannot merge or load."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    wrong = [
+        name.removeprefix("base_model.model.")
+        for name, layer in adapted.named_modules()
+        if isinstance(layer, LoraLayer) and not isinstance(layer.get_base_layer(), nn.Linear | Conv1D)
+    ]
+    if wrong:
+        raise EngineError(
+            "adapters of these layers cannot be published to rollout servers",
+            code="config.invalid-value",
+            where="ModelSpec.lora.target_modules",
+            expected="linear layers",
+            found=", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
+            fix=f"set target_modules to some of {_last_names(layers)}",
+        )
+
+
+def _last_names(layers: dict[str, nn.Module]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+
+
+def make_masters(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Cast every parameter to float32 in place; their dtypes before, by name. Tied parameters stay tied."""
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return dtypes
+
+
+@torch.no_grad()
+def changed_by(step: float, parameters: Iterable[torch.Tensor]) -> float:
+    """The share of elements that change when ``step`` is added, in their own dtype.
+
+    An update of AdamW is about as large as the learning rate. An element of bfloat16 has 8 bits: it does not change by
+    less than 1/512 to 1/256 of itself.
+    """
+    changed = total = 0
+    for parameter in parameters:
+        wide = parameter.float()
+        changed += int(((wide + step).to(parameter.dtype) != parameter).sum())
+        total += parameter.numel()
+    return changed / max(1, total)
 
 
 def make_value_head(hidden_size: int, dtype: torch.dtype, seed: int) -> nn.Linear:

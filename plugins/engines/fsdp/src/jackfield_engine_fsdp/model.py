@@ -6,7 +6,8 @@ Shapes: ``B`` rows, ``S`` padded positions, ``N`` response tokens, ``H`` hidden 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +19,24 @@ from transformers import PreTrainedModel
 
 from jackfield.errors import EngineError
 from jackfield_engine_fsdp.config import Config
+from jackfield_engine_fsdp.dropout import Dropout
+from jackfield_engine_fsdp.rotary import Rotary
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["TokenModel", "decoder_layers", "has_adapter", "shard", "token_statistics"]
+__all__ = ["TokenModel", "decoder_layers", "has_adapter", "is_of_adapter", "shard", "token_statistics"]
 
 
 def has_adapter(model: PreTrainedModel | PeftModel) -> TypeGuard[PeftModel]:
     """Whether a language model is one of PEFT's, which takes a while to import and is left out where no adapter is."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of a model with an adapter is one of the adapter's."""
+    return ".lora_" in name
 
 
 class TokenModel(nn.Module):
@@ -39,6 +47,10 @@ class TokenModel(nn.Module):
     whatever it does to its logits (soft caps, scales).
 
     No attention mask is passed: with causal attention a token never sees the padding to its right.
+
+    Args:
+        dtype: of passes: the model's own, whatever its parameters are kept in.
+        published_dtypes: of parameters that are kept in float32, by their names in the language model.
     """
 
     def __init__(
@@ -46,11 +58,19 @@ class TokenModel(nn.Module):
         language_model: PreTrainedModel | PeftModel,
         value_head: nn.Linear | None,
         *,
+        dtype: torch.dtype,
+        published_dtypes: Mapping[str, torch.dtype],
+        dropout: Dropout,
+        rotary: Rotary,
         with_log_probs: bool,
         temperature: float,
         logits_chunk: int,
     ) -> None:
         super().__init__()
+        self.dtype = dtype
+        self.published_dtypes = published_dtypes
+        self.dropout = dropout
+        self.rotary = rotary
         self.language_model = language_model
         self.value_head = value_head
         self.with_log_probs = with_log_probs
@@ -67,6 +87,11 @@ class TokenModel(nn.Module):
         """The transformers model itself, inside of the adapter if there is one."""
         model = self.language_model
         return model.get_base_model() if has_adapter(model) else model
+
+    def train(self, mode: bool = True) -> Self:
+        """Training mode, as far as it changes what training passes are meant to differ in."""
+        self.dropout.set_training(self, mode)
+        return self
 
     def _narrow(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_BSH, *rest = inputs
@@ -86,6 +111,7 @@ class TokenModel(nn.Module):
             want_entropy: whether the entropy of each prediction is computed.
         """
         log_probs = entropy = None
+        self.rotary.reset()
         self._positions = positions
         try:
             if self.with_log_probs:
@@ -157,12 +183,17 @@ def shard(model: TokenModel, mesh: DeviceMesh, config: Config) -> FSDPModule:
     Returns:
         ``model``, which now is an ``FSDPModule`` too.
     """
-    reduced = config.mixed_precision == "bfloat16"
     options: dict[str, Any] = {"mesh": mesh}
-    if reduced:
+    if config.mixed_precision == "bfloat16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    elif model.published_dtypes:  # a pass is that of a model in its own dtype: nothing but parameters is cast
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     if config.cpu_offload and mesh.device_type != "cpu":
         options["offload_policy"] = CPUOffloadPolicy()
+    for module in _float32_modules(model):
+        fully_shard(module, **{**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
     for layer in _layers_to_wrap(model, config):
         fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
     sharded = fully_shard(model, **options)
@@ -174,6 +205,15 @@ def shard(model: TokenModel, mesh: DeviceMesh, config: Config) -> FSDPModule:
         if hasattr(sharded, "set_reduce_scatter_unused_params"):  # ranks may use different parts of the model
             sharded.set_reduce_scatter_unused_params(True)
     return sharded
+
+
+def _float32_modules(model: TokenModel) -> list[nn.Module]:
+    """Modules that compute in float32 in a model of fewer bits, as their classes ask (routers of experts)."""
+    if model.dtype == torch.float32:
+        return []
+    kept = {name.rpartition(".")[0] for name, dtype in model.published_dtypes.items() if dtype == torch.float32}
+    modules = (model.causal_lm.get_submodule(name) for name in kept)
+    return [module for module in modules if not list(module.children())]
 
 
 def _layers_to_wrap(model: TokenModel, config: Config) -> list[nn.Module]:

@@ -19,9 +19,10 @@ class RulesReward(RewardAgent):
 
     ``exact`` and ``regex`` run here, in microseconds; ``math``, and patterns that backtrack for long, run in a worker
     process that is killed at the deadline. An answer that is missing or cannot be parsed is wrong. A rule that raises
-    or runs out of time is ``failed`` or ``timeout``, never a score.
+    is ``failed``, never a score. An answer on which ``seconds`` run out is wrong, or with ``on_timeout: fail`` a
+    ``timeout``; one that the caller's own deadline ends is a ``timeout`` in any case.
 
-    Metrics of each score: ``correct`` and ``well_formed``, 0 or 1.
+    Metrics of each score: ``correct``, ``well_formed`` and ``timeout``, 0 or 1.
     """
 
     def __init__(self, config: Config, context: RewardContext) -> None:
@@ -33,7 +34,7 @@ class RulesReward(RewardAgent):
             method="judge",
             keywords=settings,
             workers=config.workers,
-            limits=WorkerLimits(memory_bytes=config.memory_bytes),
+            limits=WorkerLimits(memory_bytes=config.memory_bytes, silence_seconds=context.silence_seconds),
             clock=context.clock,
         )
 
@@ -63,14 +64,18 @@ class RulesReward(RewardAgent):
 
     async def _judge_apart(self, request: ScoreRequest) -> ScoreResult:
         arguments = {"response": request.solution_str, "ground_truth": request.ground_truth}
-        result = await self._pool.call(arguments, request.deadline_seconds, call_seconds=self.config.seconds)
+        name, config = f"sample {request.idempotency_key}", self.config
+        result = await self._pool.call(arguments, request.deadline_seconds, call_seconds=config.seconds, name=name)
+        if result.timed_out_after == config.seconds and config.on_timeout == "incorrect":
+            metrics = {"correct": 0.0, "well_formed": 0.0, "timeout": 1.0}
+            return ScoreResult(score=config.incorrect, metrics=metrics)
         if result.status != "ok":
-            return ScoreResult(status=result.status, error=result.error)
+            return ScoreResult(status="timeout" if result.status == "timeout" else "failed", error=result.error)
         return self._result(*result.value)
 
     def _result(self, correct: bool, well_formed: bool) -> ScoreResult:
         config: Config = self.config
-        metrics = {"correct": float(correct), "well_formed": float(well_formed)}
+        metrics = {"correct": float(correct), "well_formed": float(well_formed), "timeout": 0.0}
         if correct:
             return ScoreResult(score=config.correct, metrics=metrics)
         partial = well_formed and config.format_score is not None

@@ -75,6 +75,12 @@ class _BatchLayer(CacheLayerMixin):
             view = buffer[:, :, :length]
             view.index_copy_(0, target, view.index_select(0, source))
 
+    def clear(self, rows: Tensor) -> None:
+        """Zero some rows."""
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                buffer.index_fill_(0, rows, 0)
+
     def release(self) -> int:
         """Give the memory back; return the bytes."""
         buffers = [buffer for buffer in (self.keys, self.values) if buffer is not None]
@@ -148,6 +154,11 @@ class BatchCache(Cache):
         """Copy rows ``source`` over rows ``target`` (disjoint), ``length`` positions."""
         for layer in self.layers:
             layer.move(target, source, length)
+
+    def clear(self, rows: Tensor) -> None:
+        """Forget what some rows held."""
+        for layer in self.layers:
+            layer.clear(rows)
 
     def release(self) -> int:
         """Give all memory back; return the bytes."""

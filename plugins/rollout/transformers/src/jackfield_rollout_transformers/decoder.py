@@ -13,7 +13,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from jackfield.errors import RolloutError
 from jackfield_rollout_transformers.cache import BatchCache
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.model import LoadedModel
@@ -97,10 +96,8 @@ class Decoder:
     def run(self, joiners: list[Sequence], steps: int, interrupted: Callable[[], bool]) -> list[Sequence]:
         """Up to ``steps`` passes, the first of which takes the joiners in; return the sequences that ended, removed.
 
-        It comes back early as soon as a sequence ends or when ``interrupted()``.
-
-        Raises:
-            RolloutError: ``rollout.failed`` when the model's logits are not finite.
+        It comes back early as soon as a sequence ends or when ``interrupted()``. A sequence for which the model's
+        logits are not finite ends with an ``error``; the others go on.
         """
         finished = self._prefill(joiners) if joiners else self._decode()
         for _ in range(steps - 1):
@@ -233,12 +230,12 @@ class Decoder:
         tokens, log_probs = draw(logits, table, modes)
         table.advance(tokens)
         values = log_probs.tolist()
-        if not math.isfinite(sum(values)):
-            broken = [
-                one.request.request_id for one, value in zip(sequences, values, strict=True) if value - value != 0
-            ]
-            raise RolloutError(
-                "the model's logits are not finite", where=", ".join(broken[:3]), fix="check its weights"
-            )
         drawn = zip(sequences, tokens.tolist(), values, strict=True)
-        return [sequence for sequence, token, value in drawn if sequence.append(token, value)]
+        if math.isfinite(sum(values)):
+            return [sequence for sequence, token, value in drawn if sequence.append(token, value)]
+        broken = [one for one, value in zip(sequences, values, strict=True) if not math.isfinite(value)]
+        for sequence in broken:
+            sequence.fail("the model's logits are not finite", "check its weights, and its dtype's range")
+        # a masked position has weight 0, and 0 times NaN would reach whichever sequence gets the row next
+        self._cache.clear(torch.tensor([sequence.row for sequence in broken], device=self._device))
+        return [one for one, token, value in drawn if one.error is not None or one.append(token, value)]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from jackfield.abc.rollout import RolloutContext
+from jackfield.data.rotary import length_limits
 from jackfield.errors import RolloutError
+from jackfield.weights.model_folder import CheckpointNames, auto_class
 from jackfield_rollout_transformers import attention
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.float8 import rounded, rounded_names
@@ -28,7 +31,6 @@ _DTYPES = {
     _FLOAT8: torch.bfloat16,  # what it computes in
 }
 _TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
-_ROTARY_PER_BATCH = ("dynamic", "longrope")  # frequencies depend on the longest row of a pass
 
 
 @attrs.frozen(eq=False)
@@ -42,6 +44,7 @@ class LoadedModel:
     end_ids: frozenset[int]  #: the model's own end tokens
     max_model_len: int  #: prompt and response together
     device: torch.device
+    names: CheckpointNames  #: of its tensors in the model folder, under which new weights come
     float8: frozenset[str] = frozenset()  #: names of the weights that are rounded through float8_e4m3fn
 
     def parameters(self) -> list[Tensor]:
@@ -55,6 +58,7 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
     Raises:
         RolloutError: ``engine.model`` when the folder is missing, cannot be loaded or holds a model that this server
             would run wrongly.
+        WeightsError: ``weights.names`` when new weights could not be loaded under the names of the folder.
     """
     path, spec = context.model.path, context.model
     if not os.path.isfile(os.path.join(path, "config.json")):
@@ -63,11 +67,12 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
         raise unusable(path, f"a dtype of {', '.join(_DTYPES)}", spec.dtype)
     device = torch.device(context.device)
     try:
-        module = AutoModelForCausalLM.from_pretrained(
+        module = auto_class(Path(path), spec.trust_remote_code).from_pretrained(
             path,
             dtype=_DTYPES[spec.dtype],
             attn_implementation=config.attention,
             trust_remote_code=spec.trust_remote_code,
+            use_safetensors=True,  # no pickle
             local_files_only=True,
         )
     except Exception as error:
@@ -77,6 +82,7 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
             where=path,
             fix="see the cause; where it says that sdpa is not supported, set attention to eager",
         ) from error
+    names = CheckpointNames(module, Path(path))
     if config.attention == "sdpa" and device.type == "cpu":
         module.set_attn_implementation(attention.NAME)
     module = module.to(device).eval().requires_grad_(False)
@@ -99,6 +105,7 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
         end_ids=_end_ids(module),
         max_model_len=limit,
         device=device,
+        names=names,
         float8=float8,
     )
 
@@ -149,10 +156,14 @@ def _check_architecture(path: str, settings: Any, limit: int) -> None:
         raise unusable(path, f"layers with full attention{hint}", ", ".join(strange))
     if getattr(settings, "is_encoder_decoder", False):
         raise unusable(path, "a decoder-only model", "an encoder-decoder model")
-    rotary = getattr(settings, "rope_parameters", None) or {}
-    kind = rotary.get("rope_type", "default")
-    if kind in _ROTARY_PER_BATCH:
-        raise unusable(path, "rotary frequencies that do not depend on the batch", f"rope_type {kind!r}")
+    for kind, within in length_limits(settings.to_dict()).items():
+        if limit > within:  # a request that crosses it keeps keys of other frequencies, and so do others in its batch
+            raise unusable(
+                path,
+                f"max_model_len of at most {within} (runtime.max_model_len): its rope_type is {kind!r}, "
+                "whose frequencies depend on the length beyond",
+                str(limit),
+            )
 
 
 def _end_ids(module: Any) -> frozenset[int]:

@@ -52,14 +52,19 @@ class Requests:
         del self.active[sequence.request.request_id]
         sequence.stamp(version)
         if sequence.stream is not None:
-            sequence.stream.put_nowait(sequence.next_chunk())
+            if sequence.error is None:
+                sequence.stream.put_nowait(sequence.next_chunk())
             sequence.stream.put_nowait(None)
-        if not sequence.ended.done():
+        if sequence.ended.done():
+            return
+        if sequence.error is None:
             sequence.ended.set_result(None)
+        else:
+            sequence.ended.set_exception(sequence.error)
 
     def feed(self, sequence: Sequence, version: int) -> None:
         """Give a stream what has come since the last chunk."""
-        if sequence.finish_reason is None and sequence.stream is not None:
+        if sequence.finish_reason is None and sequence.error is None and sequence.stream is not None:
             sequence.stamp(version)
             if len(sequence.token_ids) > sequence.streamed:
                 sequence.stream.put_nowait(sequence.next_chunk())

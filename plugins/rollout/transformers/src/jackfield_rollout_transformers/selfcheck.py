@@ -48,6 +48,9 @@ def check_decoding(model: LoadedModel, decoder: Decoder, sequences: list[Sequenc
                 decoder.run(joiners, 2, bool)
         while decoder.running:
             decoder.run([], 1, bool)
+        failed = [sequence.error for sequence in sequences if sequence.error is not None]
+        if failed:
+            raise failed[0]
         differences = [_difference(model, sequence) for sequence in sequences]
     except JackfieldError:
         raise

@@ -9,6 +9,7 @@ from typing import Literal
 import attrs
 
 from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult
+from jackfield.errors import RolloutError
 from jackfield_rollout_transformers.sampling import Modes
 
 __all__ = ["FinishReason", "Sequence", "StopStrings"]
@@ -35,6 +36,7 @@ class Sequence:
     weight_versions: list[int] = attrs.Factory(list)
     finish_reason: FinishReason | None = None
     streamed: int = 0  #: tokens already handed to the stream
+    error: RolloutError | None = None  #: why it cannot be generated
 
     @modes.default
     def _modes(self) -> Modes:
@@ -59,6 +61,11 @@ class Sequence:
         elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def fail(self, message: str, fix: str) -> None:
+        """It cannot go on; its caller hears why."""
+        name = self.request.request_id
+        self.error = RolloutError(f"request {name!r} failed: {message}", code="rollout.failed", where=name, fix=fix)
 
     def stamp(self, version: int) -> None:
         """Note that the tokens since the last stamp were made by weights of ``version``."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from jackfield.abc.rollout import UpdateWeightsRequest
 from jackfield.errors import PluginError, WeightsError
 from jackfield.weights import HeldWeights, MergedAdapter
+from jackfield.weights.model_folder import TensorGroup
 from jackfield_rollout_transformers.float8 import rounded
 from jackfield_rollout_transformers.model import LoadedModel
 
@@ -21,25 +22,37 @@ Digest = Callable[[Tensor], str]
 
 
 class ModelWeights:
-    """The parameters of one model: where they are and how they change."""
+    """The parameters of one model: where they are and how they change.
+
+    New values come under the names of the checkpoint. What the model holds in another form is kept until all tensors
+    of its group are there, and then converted: see :mod:`jackfield.weights.model_folder`.
+    """
 
     def __init__(self, model: LoadedModel) -> None:
         self.model = model
+        self._targets: dict[str, Tensor] = dict(model.module.state_dict(keep_vars=True))
         self.adapter = MergedAdapter(self._weight_of, self._modules)
-        self.held = HeldWeights(lambda name: None if name in model.float8 else self.targets().get(name))
+        self.held = HeldWeights(self._in_place)
         self.intact = True  #: whether the base weights are known to be whole
         self._shapes: list[torch.Size] = [parameter.shape for parameter in model.parameters()]
 
     def targets(self) -> dict[str, Tensor]:
-        """Parameters and saved buffers by Hugging Face name; a tied parameter has several."""
-        return dict(self.model.module.state_dict(keep_vars=True))
+        """Parameters and saved buffers by their names in the model; a tied parameter has several."""
+        return self._targets
 
     def _weight_of(self, module: str) -> Tensor | None:
-        target = self.targets().get(f"{module}.weight")
+        target = self._targets.get(f"{module}.weight")
         return None if target is None else target.data
 
     def _modules(self) -> list[str]:
-        return [name.removesuffix(".weight") for name in self.targets() if name.endswith(".weight")]
+        return [name.removesuffix(".weight") for name in self._targets if name.endswith(".weight")]
+
+    def _in_place(self, name: str) -> Tensor | None:
+        """The parameter that holds a checkpoint's tensor byte for byte."""
+        found = self.model.names.find(name)
+        if found is None or not found[1].only_renamed or found[1].parts[0] in self.model.float8:
+            return None
+        return self._targets[found[1].parts[0]]
 
     def begin(self, request: UpdateWeightsRequest, digest: Digest) -> FullUpdate | AdapterUpdate:
         """An empty update of the kind that is asked for."""
@@ -47,13 +60,16 @@ class ModelWeights:
             return AdapterUpdate(self, request.peft_config or {}, digest)
         return FullUpdate(self, digest)
 
-    def store(self, name: str, target: Tensor, tensor: Tensor) -> None:
-        """Copy a tensor into its parameter, cast to what that holds."""
-        target.data.copy_(rounded(tensor) if name in self.model.float8 else tensor)
+    def store(self, group: TensorGroup, tensors: Mapping[str, Tensor]) -> None:
+        """Copy all tensors of a group into its parameters, cast to what those hold."""
+        for part, tensor in self.model.names.to_model(group, tensors).items():
+            self._targets[part].data.copy_(rounded(tensor) if part in self.model.float8 else tensor)
 
-    def shows(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether the parameter holds what was sent, in ``dtype``, bit for bit."""
-        return name not in self.model.float8 and self.targets()[name].dtype == dtype
+    def stored(self, group: TensorGroup) -> dict[str, Tensor]:
+        """What a group's parameters hold, as the checkpoint's tensors; empty where they were rounded."""
+        if any(part in self.model.float8 for part in group.parts):
+            return {}
+        return self.model.names.to_checkpoint(group, [self._targets[part].data for part in group.parts])
 
     @torch.no_grad()
     def apply(self, changes: Mapping[str, Tensor], version: int) -> dict[str, str]:
@@ -63,14 +79,22 @@ class ModelWeights:
             WeightsError: ``weights.missing`` for a name, ``weights.transfer`` for a shape or blocks that do not fit.
         """
         digests: dict[str, str] = {}
+        converted: dict[TensorGroup, None] = {}
         self.intact = False
-        targets = self.targets()
-        for name, tensor in self.held.apply(changes, version, digests):
-            if name not in targets:
-                _refuse_names("the model has no such parameter", [name])
-            if targets[name].shape != tensor.shape:
-                _refuse_shapes([f"{name} (model {tuple(targets[name].shape)}, sent {tuple(tensor.shape)})"])
-            self.store(name, targets[name], tensor)
+        for sent_name, tensor in self.held.apply(changes, version, digests):
+            found = self.model.names.find(sent_name)
+            if found is None:
+                _refuse_names("the model has no such parameter", [sent_name])
+                continue
+            name, group = found
+            if group.shapes[name] != tuple(tensor.shape):
+                _refuse_shapes([f"{sent_name} (model {group.shapes[name]}, sent {tuple(tensor.shape)})"])
+            if group.only_renamed:
+                self.store(group, {name: tensor})
+            else:
+                converted[group] = None
+        for group in converted:
+            self.store(group, {name: self.held.tensor(name).to(self.model.device) for name in group.shapes})
         self.intact = True
         return digests
 
@@ -101,28 +125,37 @@ class ModelWeights:
 
 
 class FullUpdate:
-    """All parameters, each copied into its place as it arrives."""
+    """All tensors of a checkpoint; each group is copied into its place as soon as it is complete."""
 
     def __init__(self, weights: ModelWeights, digest: Digest) -> None:
         self._weights = weights
         self._digest = digest
-        self._targets = weights.targets()
-        self._loaded: dict[str, torch.dtype] = {}
+        self._sent: dict[str, list[tuple[str, torch.dtype]]] = {}  # by the checkpoint's name: as it came
+        self._waiting: dict[TensorGroup, dict[str, Tensor]] = {}
         self._unknown: list[str] = []
         self._misshapen: list[str] = []
 
     @torch.no_grad()
     def load(self, name: str, tensor: Tensor) -> None:
-        """Copy one tensor. A wrong one is remembered, so that the sender is not cut off and all are named."""
+        """Take one tensor. A wrong one is remembered, so that the sender is not cut off and all are named."""
         self._weights.intact = False
-        target = self._targets.get(name)
-        if target is None:
+        found = self._weights.model.names.find(name)
+        if found is None:
             self._unknown.append(name)
-        elif target.shape != tensor.shape:
-            self._misshapen.append(f"{name} (model {tuple(target.shape)}, sent {tuple(tensor.shape)})")
+        elif found[1].shapes[found[0]] != tuple(tensor.shape):
+            self._misshapen.append(f"{name} (model {found[1].shapes[found[0]]}, sent {tuple(tensor.shape)})")
         else:
-            self._weights.store(name, target, tensor)
-            self._loaded[name] = tensor.dtype
+            self._sent.setdefault(found[0], []).append((name, tensor.dtype))
+            self._store(*found, tensor)
+
+    def _store(self, name: str, group: TensorGroup, tensor: Tensor) -> None:
+        if group.only_renamed:
+            self._weights.store(group, {name: tensor})
+            return
+        waiting = self._waiting.setdefault(group, {})
+        waiting[name] = tensor.detach().to(self._weights.model.device, copy=True)  # the sender may reuse its memory
+        if len(waiting) == len(group.shapes):
+            self._weights.store(group, self._waiting.pop(group))
 
     def finish(self, received: Mapping[str, str]) -> dict[str, str]:
         """Check that the model is complete; return the digests of what it holds now, by name.
@@ -137,18 +170,24 @@ class FullUpdate:
         _refuse_names("parameters did not arrive", self._missing())
         self._weights.adapter.forget()
         self._weights.intact = True
-        return {
-            name: self._digest(self._targets[name].data) if self._weights.shows(name, dtype) else received[name]
-            for name, dtype in self._loaded.items()
-        }
+        found: dict[str, str] = {}
+        for group in self._weights.model.names.groups:
+            stored = self._weights.stored(group)
+            for name in group.shapes:
+                for sent_name, dtype in self._sent.get(name, ()):
+                    same = name in stored and stored[name].dtype == dtype
+                    found[sent_name] = self._digest(stored[name]) if same else received[sent_name]
+        return found
 
     def _missing(self) -> list[str]:
-        arrived = {id(self._targets[name]) for name in self._loaded}
-        missing: dict[int, str] = {}
-        for name, target in self._targets.items():
-            if isinstance(target, torch.nn.Parameter) and id(target) not in arrived:
-                missing.setdefault(id(target), name)
-        return list(missing.values())
+        targets = self._weights.targets()
+        return [
+            name
+            for group in self._weights.model.names.groups
+            if any(isinstance(targets[part], torch.nn.Parameter) for part in group.parts)
+            for name in group.shapes
+            if name not in self._sent
+        ]
 
 
 class AdapterUpdate:
@@ -189,7 +228,7 @@ def _refuse_names(message: str, names: list[str]) -> None:
         raise WeightsError(
             f"{message}: {_some(names)}",
             code="weights.missing",
-            expected="exactly the model's parameters, under Hugging Face names",
+            expected="exactly the tensors of the model folder, under their names there",
             found=f"{len(names)} wrong",
             fix="check that engine and rollout server load the same model folder",
         )

@@ -95,6 +95,7 @@ class VllmServer(RelayServer):
             cache = _CPU_CACHE_BYTES
         return {
             "disable_log_stats": True,
+            "load_format": "safetensors",  # no pickle
             **config.engine,
             "model": model.path,
             "dtype": model.dtype,

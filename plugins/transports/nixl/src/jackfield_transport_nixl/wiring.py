@@ -46,6 +46,9 @@ REPLIES: dict[str, dict[str, Schema]] = {
 }  # fmt: skip
 
 
+_FIRST_BYTES = 1 << 16  #: of the first message, by somebody who has not shown yet that it knows the secret
+
+
 def limits(inline_bytes: int) -> Limits:
     """Of a request: its values are fewer than ``inline_bytes``. A reply may have many small ones together."""
     return Limits(buffers=1, total_bytes=max(inline_bytes, 1))
@@ -59,6 +62,7 @@ class Stream:
         self.writer = writer
         self._wire = wire
         self._allowed = allowed
+        self._known = False  #: whether a message has come that was signed with the secret
 
     def send(self, kind: str, fields: Mapping[str, Any], buffers: Sequence[Buffer] = ()) -> None:
         """Say something."""
@@ -78,7 +82,11 @@ class Stream:
             self._wire.refused["wire.size"] += 1
             raise WireError("a message of another number of frames", code="wire.size", found=count)
         sizes = [_SIZE.unpack(await self._reader.readexactly(_SIZE.size))[0] for _ in range(count)]
-        if sizes[0] > self._allowed.head_bytes or sum(sizes[1:]) > self._allowed.total_bytes:
+        allowed = self._allowed
+        too_large = sizes[0] > allowed.head_bytes or sum(sizes[1:]) > allowed.total_bytes
+        if too_large or (not self._known and sum(sizes) > _FIRST_BYTES):
             self._wire.refused["wire.size"] += 1
             raise WireError("a message is too large", code="wire.size", found=sizes)
-        return self._wire.decode([await self._reader.readexactly(size) for size in sizes])
+        message = self._wire.decode([await self._reader.readexactly(size) for size in sizes])
+        self._known = True
+        return message

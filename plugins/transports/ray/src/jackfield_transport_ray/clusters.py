@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-import sys
 from typing import Any
 
 import ray
 
 from jackfield.errors import QueueError
+from jackfield.runtime.ray.loopback import HOST, on_loopback
 
 __all__ = ["joined"]
-
-_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None  # Ray replaces 127.0.0.1 by a public address
 
 
 def joined(address: str | None, object_store_bytes: int | None) -> bool:
@@ -31,11 +30,12 @@ def joined(address: str | None, object_store_bytes: int | None) -> bool:
     own: dict[str, Any] = {}
     if address is None:
         own = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": object_store_bytes}
-        own["_node_ip_address"] = _LOOPBACK
+        own["_node_ip_address"] = HOST
         if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would write one into the home folder
     try:
-        ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **own)
+        with on_loopback() if own else contextlib.nullcontext():
+            ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **own)
     except Exception as error:  # whatever Ray raises
         raise QueueError(
             f"Ray cannot be reached: {type(error).__name__}: {error}",

@@ -16,6 +16,7 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
+    LostResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -27,7 +28,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError
 from jackfield.queue.archive import BATCH_BYTES, BATCH_ROWS, ArchivedRow, ArchiveWriter, batches, read_archive
-from jackfield.queue.cells import Cell, cells_of, column_of
+from jackfield.queue.cells import Cell, cells_of, column_of, damaged_rows
 from jackfield.queue.namespace import queue_name
 from jackfield_transport_redis.config import Config
 from jackfield_transport_redis.scripts import ANNOUNCE, BEGIN, DELETE, END, STAGE, SWAP, TAKE
@@ -37,8 +38,9 @@ __all__ = ["RedisBackend"]
 
 T = TypeVar("T")
 
-FORMAT = b"1"
+FORMAT = b"2"
 _CELL_BYTES = 512_000_000  #: Redis ends at 512 MiB
+_DIGEST = 16  #: characters, before a cell's header
 _SAVING_SECONDS = 60  #: after which a checkpoint whose writer died no longer holds rows
 
 
@@ -92,27 +94,31 @@ class RedisBackend(TransferQueueBackend):
         async with self._entrance:
             pass
         rows = [
-            (_row_id(request.partition, key), {name: cells[index] for name, cells in columns.items()})
+            (_row_id(request.partition, key), key, {name: cells[index] for name, cells in columns.items()})
             for index, key in enumerate(request.keys)
         ]
         stored = 0
-        for some in batches(rows, lambda row: sum(map(_size, row[1].values()))):
-            sizes = [part for row, cells in some for part in (row, *map(_size, cells.values()))]
+        for some in batches(rows, lambda row: sum(map(_size, row[2].values()))):
+            sizes = [part for row, _, cells in some for part in (row, *map(_size, cells.values()))]
 
             async def write(client: Any, some: Any = some, sizes: Any = sizes) -> None:
                 async with client.pipeline(transaction=True) as pipeline:
                     pipeline.eval(ANNOUNCE, 0, self._prefix, len(columns), *columns, *sizes)
-                    for row, cells in some:
+                    for row, key, cells in some:
                         if cells:
-                            pipeline.hset(f"{self._prefix}row:{row}", mapping=_fields(cells))
+                            pipeline.hset(f"{self._prefix}row:{row}", mapping=_fields(request.partition, key, cells))
                     await pipeline.execute()
 
             await server.run(write)
-            stored += sum(_size(cell) for _, cells in some for cell in cells.values())
+            stored += sum(_size(cell) for _, _, cells in some for cell in cells.values())
         return PutResult(bytes=stored)
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys."""
+        """Columns in the order of the keys.
+
+        Raises:
+            QueueError: ``queue.unknown-row``, ``queue.column``; ``queue.lost`` naming rows whose values were altered.
+        """
         server = self._open()
         fields = [field for name in request.columns for field in (f"h:{name}", f"v:{name}")]
         found: dict[str, list[bytes | None]] = {}
@@ -135,14 +141,19 @@ class RedisBackend(TransferQueueBackend):
                 message = f"no row {unknown[0]!r} is in the queue"
                 raise QueueError(message, code="queue.unknown-row", where=f"{request.partition}: {unknown[0]}")
             found.update(zip(some, rows, strict=False))
-        columns = {}
+        columns: dict[str, list[Cell]] = {}
+        damaged: set[str] = set()
         for place, name in enumerate(request.columns):
-            cells = [found[key][2 * place : 2 * place + 2] for key in request.keys]
-            lacking = [key for key, (header, _) in zip(request.keys, cells, strict=True) if header is None]
+            kept = {key: found[key][2 * place : 2 * place + 2] for key in keys}
+            lacking = [key for key in request.keys if kept[key][0] is None]
             if lacking:
                 raise await self._lacks(server, request.partition, name, lacking)
-            columns[name] = column_of(name, [Cell.parse(header or b"", content or b"") for header, content in cells])
-        return GetResult(columns=columns)
+            cells = {key: _cell(request.partition, key, name, *fields) for key, fields in kept.items()}
+            damaged.update(key for key, cell in cells.items() if cell is None)
+            columns[name] = [cell for key in request.keys if (cell := cells[key]) is not None]
+        if damaged:
+            raise damaged_rows(request.partition, damaged, f"{server.label} {self._prefix}")
+        return GetResult(columns={name: column_of(name, cells) for name, cells in columns.items()})
 
     async def _lacks(self, server: Server, partition: str, name: str, keys: Sequence[str]) -> QueueError:
         row = f"{self._prefix}row:{_row_id(partition, keys[0])}"
@@ -168,6 +179,32 @@ class RedisBackend(TransferQueueBackend):
             freed = await server.run(lambda client, given=arguments: client.eval(DELETE, 0, *given))  # type: ignore[misc]
             count, size = count + freed[0], size + freed[1]
         return DeleteResult(rows=count, bytes=size)
+
+    async def lost(self, request: GetRequest) -> LostResult:
+        """Rows, or columns of them, that somebody has removed from the server."""
+        server, lost = self._open(), []
+        for start in range(0, len(request.keys), BATCH_ROWS):
+            some = request.keys[start : start + BATCH_ROWS]
+
+            async def look(client: Any, some: Sequence[str] = some) -> list[Any]:
+                async with client.pipeline(transaction=True) as pipeline:
+                    rows = [_row_id(request.partition, key) for key in some]
+                    pipeline.smismember(f"{self._prefix}rows", rows)
+                    for row in rows:
+                        for name in request.columns:
+                            pipeline.hexists(f"{self._prefix}row:{row}", f"h:{name}")
+                            pipeline.hexists(f"{self._prefix}row:{row}", f"v:{name}")
+                    result: list[Any] = await pipeline.execute()
+                return result
+
+            known, *there = await server.run(look)
+            count = 2 * len(request.columns)
+            lost += [
+                key
+                for number, key in enumerate(some)
+                if not (known[number] and all(there[number * count : (number + 1) * count]))
+            ]
+        return LostResult(keys=tuple(lost))
 
     async def stats(self) -> StatsResult:
         """Rows and bytes of this queue, and the memory of the server."""
@@ -216,7 +253,7 @@ class RedisBackend(TransferQueueBackend):
             writer = await self._in_thread(lambda: ArchiveWriter(Path(request.folder)))
             try:
                 while batch := await self._take(server, mark):
-                    await self._in_thread(functools.partial(_write, writer, batch))
+                    await self._in_thread(functools.partial(_write, writer, batch, f"{server.label} {self._prefix}"))
                 return await self._in_thread(writer.finish)
             finally:
                 await self._in_thread(writer.close)
@@ -250,7 +287,9 @@ class RedisBackend(TransferQueueBackend):
                     for row in batch:
                         place = _row_id(row.partition, row.key)
                         pipeline.sadd(f"{self._prefix}staged", place)
-                        fields = _fields(row.cells) | ({"tags": _json(row.tags)} if row.tags else {})
+                        fields = _fields(row.partition, row.key, row.cells) | (
+                            {"tags": _json(row.tags)} if row.tags else {}
+                        )
                         if fields:
                             pipeline.hset(f"{self._prefix}staged:{place}", mapping=fields)
                     await pipeline.execute()
@@ -283,29 +322,39 @@ def _row_id(partition: str, key: str) -> str:
     return f"{len(partition)}:{partition}:{key}"
 
 
-def _write(writer: ArchiveWriter, batch: Sequence[Any]) -> None:
+def _write(writer: ArchiveWriter, batch: Sequence[Any], where: str) -> None:
     for row, fields in batch:
-        writer.add(_archived(row, fields))
+        writer.add(_archived(row, fields, where))
 
 
-def _archived(row: bytes, fields: Sequence[bytes]) -> ArchivedRow:
+def _archived(row: bytes, fields: Sequence[bytes], where: str) -> ArchivedRow:
     length, _, rest = row.decode().partition(":")
+    partition, key = rest[: int(length)], rest[int(length) + 1 :]
     values = dict(zip(fields[::2], fields[1::2], strict=True))
-    names = sorted(field[2:] for field in values if field.startswith(b"h:"))
-    return ArchivedRow(
-        partition=rest[: int(length)],
-        key=rest[int(length) + 1 :],
-        cells={name.decode(): Cell.parse(values[b"h:" + name], values[b"v:" + name]) for name in names},
-        tags=json.loads(values[b"tags"]) if b"tags" in values else None,
-    )
+    names = sorted(field[2:].decode() for field in values if field.startswith(b"h:"))
+    found = {name: _cell(partition, key, name, *(values.get(f"{at}:{name}".encode()) for at in "hv")) for name in names}
+    cells = {name: cell for name, cell in found.items() if cell is not None}
+    if len(cells) < len(found):
+        raise damaged_rows(partition, [key], where)
+    tags = json.loads(values[b"tags"]) if b"tags" in values else None
+    return ArchivedRow(partition=partition, key=key, cells=cells, tags=tags)
 
 
-def _fields(cells: Mapping[str, Cell]) -> dict[str, Any]:
-    return {field: value for name, cell in cells.items() for field, value in _field(name, cell)}
+def _fields(partition: str, key: str, cells: Mapping[str, Cell]) -> dict[str, Any]:
+    """A row's hash: of each cell the digest and the header, and the bytes."""
+    fields: dict[str, Any] = {}
+    for name, cell in cells.items():
+        fields |= {f"h:{name}": cell.digest(partition, key, name) + cell.header, f"v:{name}": cell.content}
+    return fields
 
 
-def _field(name: str, cell: Cell) -> tuple[tuple[str, Any], tuple[str, Any]]:
-    return (f"h:{name}", cell.header), (f"v:{name}", cell.content)
+def _cell(partition: str, key: str, name: str, header: bytes | None, content: bytes | None) -> Cell | None:
+    """What was kept; None where it is not what was put."""
+    try:
+        cell = Cell.parse((header or b"")[_DIGEST:], content or b"")
+    except QueueError:
+        return None
+    return cell if cell.digest(partition, key, name).encode() == (header or b"")[:_DIGEST] else None
 
 
 def _size(cell: Cell) -> int:

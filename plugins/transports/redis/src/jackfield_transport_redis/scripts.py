@@ -5,7 +5,7 @@ Keys of a queue, after its prefix ``jackfield:NAME:``
 =============== =======================================================================================================
 ``format``      the version of this layout
 ``rows``        the ids of all rows (set)
-``row:ID``      a row (hash): ``h:COLUMN`` a cell's header, ``v:COLUMN`` its bytes, ``tags`` JSON
+``row:ID``      a row (hash): ``h:COLUMN`` a cell's digest and header, ``v:COLUMN`` its bytes, ``tags`` JSON
 ``bytes``       of all values
 ``saving``      while a checkpoint is being written: whose; it expires
 ``pending``     rows that the checkpoint has not read yet (set)

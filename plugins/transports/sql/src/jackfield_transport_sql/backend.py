@@ -15,6 +15,7 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
+    LostResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -98,7 +99,11 @@ class SQLBackend(TransferQueueBackend):
         return PutResult(bytes=await database.run(write, "write"))
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys, all of one moment."""
+        """Columns in the order of the keys, all of one moment.
+
+        Raises:
+            QueueError: ``queue.unknown-row``, ``queue.column``; ``queue.lost`` naming rows whose values were altered.
+        """
         database, rows = self._open()
 
         def read(connection: sql.Connection) -> dict[tuple[str, str], Cell]:
@@ -118,6 +123,14 @@ class SQLBackend(TransferQueueBackend):
         async with self._entrance:
             pass
         return await database.run(lambda connection: rows.delete(connection, request.partition, request.keys), "write")
+
+    async def lost(self, request: GetRequest) -> LostResult:
+        """Rows, or columns of them, that somebody has removed from the database."""
+        database, rows = self._open()
+        found = await database.run(
+            lambda connection: rows.lacking(connection, request.partition, request.keys, request.columns), "read"
+        )
+        return LostResult(keys=tuple(sorted(found)))
 
     async def stats(self) -> StatsResult:
         """Rows and bytes of this queue."""

@@ -138,6 +138,15 @@ class Database:
                 found=told,
                 fix="look whether the server runs and the URL is right",
             )
+        if getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            return QueueError(
+                "the file is damaged, or no database",
+                code="queue.store",
+                where=self.label,
+                found=told,
+                fix="restore the file, or move it away: a run goes on with the rows of its checkpoint, and makes "
+                "the rest again",
+            )
         message = "the database refuses"
         return QueueError(message, code="queue.store", where=self.label, found=told)
 

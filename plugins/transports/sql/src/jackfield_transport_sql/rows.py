@@ -13,12 +13,13 @@ from sqlalchemy.dialects import postgresql, sqlite
 from jackfield.abc.transfer_queue import DeleteResult, StatsResult
 from jackfield.errors import QueueError
 from jackfield.queue.archive import BATCH_ROWS, ArchivedRow, batches
-from jackfield.queue.cells import Cell
+from jackfield.queue.cells import Cell, damaged_rows
 from jackfield_transport_sql.schema import CELLS, HISTORY, SAMPLES
 from jackfield_transport_sql.text import Reader
 
 __all__ = ["Rows"]
 
+_VALUE = ("kind", "dtype", "shape", "text", "content")  #: a cell's columns
 _CELL_BYTES = 900_000_000  #: both databases end at about 1 GB
 
 
@@ -36,7 +37,7 @@ def _upserts(dialect: Any) -> tuple[Any, Any]:
     kept = {
         name: sql.func.coalesce(samples.excluded[name], SAMPLES.c[name]) for name in ("reward", "prompt", "response")
     }
-    replaced = {name: cells.excluded[name] for name in ("kind", "dtype", "shape", "bytes", "text", "content")}
+    replaced = {name: cells.excluded[name] for name in ("kind", "dtype", "shape", "bytes", "digest", "text", "content")}
     return (
         samples.on_conflict_do_update(index_elements=list(SAMPLES.primary_key), set_=kept),
         cells.on_conflict_do_update(index_elements=list(CELLS.primary_key), set_=replaced),
@@ -75,7 +76,7 @@ class Rows:
             ],
         )
         stored = [
-            {**place, "name": name, **_stored(name, row.key, cell)}
+            {**place, "name": name, **_stored(name, row, cell)}
             for place, row in zip(places, ordered, strict=True)
             for name, cell in sorted(row.cells.items())
         ]
@@ -86,17 +87,36 @@ class Rows:
     def cells(
         self, connection: sql.Connection, partition: str, keys: Sequence[str], names: Sequence[str] | None = None
     ) -> dict[tuple[str, str], Cell]:
-        """By key and name; those that are not there are left out. ``names``: None for all."""
-        query = sql.select(*(CELLS.c[name] for name in ("key", "name", "kind", "dtype", "shape", "text", "content")))
+        """By key and name; those that are not there are left out. ``names``: None for all.
+
+        Raises:
+            QueueError: ``queue.lost`` naming the rows whose cells are not those that were put.
+        """
+        query = sql.select(*(CELLS.c[name] for name in ("key", "name", "digest", *_VALUE)))
         if names is not None:
             query = query.where(CELLS.c.name.in_(names))
-        found = {}
+        found, damaged = {}, []
         for some in _chunks(list(dict.fromkeys(keys))):
-            for key, name, kind, dtype, shape, text, content in connection.execute(
-                query.where(*self._at(CELLS, partition, some))
-            ):
-                found[key, name] = Cell.checked(kind, dtype, json.loads(shape), text.encode() if text else content)
+            for key, name, digest, *value in connection.execute(query.where(*self._at(CELLS, partition, some))):
+                cell = _cell((partition, key, name), digest, *value)
+                if cell is None:
+                    damaged.append(key)
+                else:
+                    found[key, name] = cell
+        if damaged:
+            raise damaged_rows(partition, damaged, connection.engine.url.render_as_string(hide_password=True))
         return found
+
+    def lacking(
+        self, connection: sql.Connection, partition: str, keys: Sequence[str], names: Sequence[str]
+    ) -> set[str]:
+        """Those of the keys that are not there with all of these cells."""
+        lacking = set(keys) - self.known(connection, partition, keys)
+        query = sql.select(CELLS.c.key).where(CELLS.c.name.in_(names)).group_by(CELLS.c.key)
+        query = query.having(sql.func.count() == len(set(names)))
+        for some in _chunks(keys) if names else ():
+            lacking |= set(some) - set(connection.execute(query.where(*self._at(CELLS, partition, some))).scalars())
+        return lacking
 
     def known(self, connection: sql.Connection, partition: str, keys: Sequence[str]) -> set[str]:
         """Those of the keys that are there."""
@@ -170,13 +190,24 @@ class Rows:
         return [table.c.queue == self._name, table.c.partition == partition, table.c.key.in_(keys)]
 
 
-def _stored(name: str, key: str, cell: Cell) -> dict[str, Any]:
+def _cell(
+    place: tuple[str, str, str], digest: str, kind: str, dtype: str, shape: str, text: str | None, content: bytes | None
+) -> Cell | None:
+    """What was kept; None where it is not what was put."""
+    try:
+        cell = Cell.checked(kind, dtype, json.loads(shape), text.encode() if text else content or b"")
+        return cell if cell.digest(*place) == digest else None
+    except (QueueError, ValueError, TypeError, AttributeError):  # somebody else's types
+        return None
+
+
+def _stored(name: str, row: ArchivedRow, cell: Cell) -> dict[str, Any]:
     """A cell's columns: JSON as text, where it is text that databases take, all else as bytes."""
     size = len(cell.content)
     if size > _CELL_BYTES:
         raise QueueError(
             f"a value of column {name!r} is too large for a database",
-            where=key,
+            where=row.key,
             expected=f"{_CELL_BYTES} bytes at most",
             found=size,
             fix="put smaller rows, or use another backend",
@@ -190,8 +221,15 @@ def _stored(name: str, key: str, cell: Cell) -> dict[str, Any]:
     if text is not None and "\0" in text:
         text = None
     content = cell.content if text is None else None
-    shape = json.dumps(cell.shape)
-    return {"kind": cell.kind, "dtype": cell.dtype, "shape": shape, "bytes": size, "text": text, "content": content}
+    return {
+        "kind": cell.kind,
+        "dtype": cell.dtype,
+        "shape": json.dumps(cell.shape),
+        "bytes": size,
+        "digest": cell.digest(row.partition, row.key, name),
+        "text": text,
+        "content": content,
+    }
 
 
 def _json(tags: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from jackfield_transport_sql.config import TAG_COLUMNS
 
 __all__ = ["CELLS", "FORMAT", "HISTORY", "SAMPLES", "VIEW", "prepare"]
 
-FORMAT = 1
+FORMAT = 2
 VIEW = "jackfield_experiences"
 _LOCK = 0x6A61636B  #: PostgreSQL's advisory lock under which one process makes the tables
 
@@ -58,6 +58,7 @@ CELLS = sql.Table(
     sql.Column("dtype", sql.Text, nullable=False),
     sql.Column("shape", sql.Text, nullable=False),
     sql.Column("bytes", sql.BigInteger, nullable=False),
+    sql.Column("digest", sql.Text, nullable=False),  # of the value and its place: what is altered is not read
     sql.Column("text", sql.Text),
     sql.Column("content", sql.LargeBinary),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,9 @@ from jackfield.abc.transfer_queue import (
     TransferQueueBackend,
     TransferQueueContext,
 )
+from jackfield.clock import Clock
 from jackfield.errors import QueueError
+from jackfield.pulse import Process, silence, until_silent
 from jackfield.sockets import is_loopback
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.config import QueueConfig
@@ -52,6 +55,7 @@ class ZMQBackend(TransferQueueBackend):
         self._settings = config
         self._client: Client | None = None
         self._children: list[UnitProcess] = []  #: of the owner
+        self._watching: list[asyncio.Task[None]] = []  #: them
         self._growing = asyncio.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._reader = Reader(config.shared_max_bytes)
@@ -65,6 +69,7 @@ class ZMQBackend(TransferQueueBackend):
             joined = self._joined
             directory = await self._started() if joined is None else Directory.read(joined)
             self._client = Client(directory, self._settings, self._noticed)
+            self._watch(self._children)
             self._publish()
         except BaseException:
             self._threads.shutdown()
@@ -88,7 +93,8 @@ class ZMQBackend(TransferQueueBackend):
             encrypted = not is_loopback(self._host)
         directory = Directory.new(self._settings.units, encrypted)
         numbers = range(self._settings.units)
-        self._children = await self._in_thread(started, numbers, self._host, directory)
+        silence_seconds = self.context.silence_seconds
+        self._children = await self._in_thread(started, numbers, self._host, directory, silence_seconds)
         directory.units = [child.unit for child in self._children if child.unit is not None]
         return directory
 
@@ -100,8 +106,22 @@ class ZMQBackend(TransferQueueBackend):
         if self._children and self.context.folder is not None and self._client is not None:
             self._client.directory.write(Path(self.context.folder))
 
+    def _watch(self, children: Sequence[UnitProcess]) -> None:
+        self._watching += [asyncio.create_task(self._end_if_silent(child)) for child in children]
+
+    async def _end_if_silent(self, child: UnitProcess) -> None:
+        """Kill a unit that gives no sign of life; everybody notices that it has ended."""
+        seconds = self.context.silence_seconds
+        await until_silent(child.pulse.heard, Clock(), seconds)
+        if child.process.poll() is None and child.unit is not None:
+            who, process = f"storage unit {child.unit.number}", Process.of(child.process.pid)
+            logging.getLogger("jackfield").warning("%s", silence(who, process, seconds))
+            child.process.kill()
+
     def _noticed(self, unit: UnitAddress) -> None:
         """A unit has died: its owner tells the others."""
+        text = "%s has ended, and its rows are lost: those that are needed are made again"
+        logging.getLogger("jackfield").warning(text, unit.name)
         if self._children and self._client is not None:
             self._client.tell_all("lose", {"units": [unit.number]})
             self._publish()
@@ -118,8 +138,9 @@ class ZMQBackend(TransferQueueBackend):
         async with self._growing:
             directory = client.directory
             number = len(directory.units)
-            (child,) = await self._in_thread(started, [number], self._host, directory)
+            (child,) = await self._in_thread(started, [number], self._host, directory, self.context.silence_seconds)
             self._children.append(child)
+            self._watch([child])
             entry = (number, child.unit.pid, child.unit.address, child.unit.place)
             # those that are there hear of it before anybody puts anything into the new one
             units = [*directory.entries(), entry]
@@ -133,6 +154,10 @@ class ZMQBackend(TransferQueueBackend):
         """Hang up; the owner's units end, and with them their rows."""
         client, self._client = self._client, None
         children, self._children = self._children, []
+        watching, self._watching = self._watching, []
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
         if client is not None:
             client.close()
         self._reader.close()

@@ -80,6 +80,7 @@ class Client:
             unit,
             self._wire,
             self.directory.keys,
+            self.directory.secret,
             self._settings.shared_from_bytes is not None,
             self._settings.seconds,
             self._heard,

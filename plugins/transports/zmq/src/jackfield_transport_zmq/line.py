@@ -13,7 +13,7 @@ import zmq
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, WireError
-from jackfield.sockets import Keys, dealer, readable
+from jackfield.sockets import Keys, dealer, pieces, readable, whole
 from jackfield.wire import Buffer, Message, Wire
 from jackfield_transport_zmq.arenas import has_ended, place_of_this_process
 from jackfield_transport_zmq.directory import UnitAddress
@@ -46,6 +46,7 @@ class Line:
         unit: UnitAddress,
         wire: Wire,
         keys: Keys | None,
+        secret: bytes,
         shares: bool,
         seconds: float,
         heard: Callable[[UnitAddress, Message], None],
@@ -57,6 +58,7 @@ class Line:
             unit: the other end.
             wire: for requests and replies.
             keys: of the queue, beyond loopback.
+            secret: of the queue.
             shares: whether this process uses shared memory.
             seconds: the deadline of each request.
             heard: told of every message before whoever has asked.
@@ -74,7 +76,7 @@ class Line:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[asyncio.Future[Message], Callable[[], object] | None]] = {}
-        self._socket: zmq.Socket[Any] | None = dealer(context, keys)
+        self._socket: zmq.Socket[Any] | None = dealer(context, keys, secret)
         self._socket.connect(unit.address)
         self._file = int(self._socket.getsockopt(zmq.FD))
         self._process: int | None = None
@@ -109,7 +111,7 @@ class Line:
         if self._socket is None:
             return
         frames = self._wire.encode(kind, fields, buffers)
-        self._socket.send_multipart(frames, copy=max(map(len, frames)) < _LARGE)
+        self._socket.send_multipart(pieces(frames), copy=max(map(len, frames)) < _LARGE)
         self._read()  # sending may have swallowed the socket's notice that something is there to be read
 
     async def ask(
@@ -154,7 +156,7 @@ class Line:
         while self._socket is not None and readable(self._socket):
             frames = self._socket.recv_multipart(copy=False)
             with suppress(WireError):  # counted by the wire
-                self._take(self._wire.decode([frame.buffer for frame in frames]))
+                self._take(self._wire.decode(whole(frames)))
 
     def _take(self, message: Message) -> None:
         self._heard(self.unit, message)

@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from jackfield.errors import QueueError
+from jackfield.pulse import Pulse
 from jackfield_transport_zmq.directory import Directory, UnitAddress
 
 __all__ = ["UnitProcess", "started"]
@@ -26,24 +27,35 @@ class UnitProcess:
     """One child."""
 
     process: subprocess.Popen[bytes]
+    pulse: Pulse
     unit: UnitAddress | None = None
 
     @classmethod
-    def begin(cls, number: int, host: str, directory: Directory) -> UnitProcess:
+    def begin(cls, number: int, host: str, directory: Directory, silence_seconds: float) -> UnitProcess:
         """Start it; it comes up by itself."""
         command = [sys.executable, "-m", "jackfield_transport_zmq.serve"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        pulse = Pulse()
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[pulse.descriptor]
+            )
+        except BaseException:
+            pulse.close()
+            raise
         order = {
             "number": number,
             "owner": os.getpid(),
             "host": host,
+            "pulse": pulse.descriptor,
+            "silence": silence_seconds,
             "secret": directory.secret.hex(),
             "keys": None if directory.keys is None else attrs.asdict(directory.keys),
         }
+        pulse.started(process.pid)
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
         process.stdin.close()
-        return cls(process)
+        return cls(process, pulse)
 
     def answer(self, number: int, until: float) -> UnitAddress:
         """Wait for its address.
@@ -71,11 +83,12 @@ class UnitProcess:
 
     def end(self) -> None:
         """End it: it has nothing that it would have to save."""
+        self.pulse.close()
         self.process.kill()
         self.process.wait()
 
 
-def started(numbers: Sequence[int], host: str, directory: Directory) -> list[UnitProcess]:
+def started(numbers: Sequence[int], host: str, directory: Directory, silence_seconds: float) -> list[UnitProcess]:
     """Units of these numbers, side by side. Blocks.
 
     Raises:
@@ -83,7 +96,7 @@ def started(numbers: Sequence[int], host: str, directory: Directory) -> list[Uni
     """
     children: list[UnitProcess] = []
     try:
-        children.extend(UnitProcess.begin(number, host, directory) for number in numbers)
+        children.extend(UnitProcess.begin(number, host, directory, silence_seconds) for number in numbers)
         until = time.monotonic() + _START_SECONDS
         for number, child in zip(numbers, children, strict=True):
             child.answer(number, until)

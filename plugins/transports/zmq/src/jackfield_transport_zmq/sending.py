@@ -18,7 +18,7 @@ import torch
 import zmq
 
 from jackfield.errors import WireError
-from jackfield.sockets import Gate, Keys, dealer, listening, readable
+from jackfield.sockets import Gate, Keys, dealer, listening, pieces, readable, whole
 from jackfield.weights.buckets import Entry, aligned, entry_of, put, raw
 from jackfield.weights.meeting import Meeting
 from jackfield.wire import Buffer, Message, Schema, Wire
@@ -87,7 +87,7 @@ class Sending:
         """
         self._context = zmq.Context[Any]()
         try:
-            self._gate = None if keys is None else Gate(self._context, keys)
+            self._gate = Gate(self._context, keys, bytes.fromhex(secret))
             self._router, self.address = listening(self._context, host, keys, tcp, port)
         except zmq.ZMQError:
             self._context.destroy(0)
@@ -115,9 +115,7 @@ class Sending:
         """
         self._meeting, self._slots = meeting, slots
         self._attached.append(_Attached(self._router, self._wanted))
-        if self._gate is not None:
-            gate = self._gate
-            self._attached.append(_Attached(gate.socket, lambda _: gate.answer()))
+        self._attached.append(_Attached(self._gate.socket, lambda _: self._gate.answer()))
 
     @property
     def made(self) -> int:
@@ -125,11 +123,11 @@ class Sending:
         return self._first + len(self._chunks)
 
     def _wanted(self, router: zmq.Socket[Any]) -> None:
-        identity, *frames = router.recv_multipart()
+        identity, *frames = router.recv_multipart(copy=False)
         with suppress(WireError):
-            message = self._wire.decode(frames)
+            message = self._wire.decode(whole(frames))
             if message.kind == "want" and self._first <= message["chunk"] <= self.made:
-                self._workers[message["worker"]] = _Worker(identity, message["chunk"])
+                self._workers[message["worker"]] = _Worker(bytes(identity.buffer), message["chunk"])
                 self.pump()
 
     def pump(self) -> None:
@@ -141,7 +139,7 @@ class Sending:
             room = peer.said.get("room", 0) if peer is not None else 0
             while worker.chunk < min(room, self.made):
                 frames = self._chunks[worker.chunk - self._first]
-                self._router.send_multipart([worker.identity, *frames], copy=False)
+                self._router.send_multipart([worker.identity, *pieces(frames)], copy=False)
                 worker.chunk += 1
         for attached in self._attached:
             attached.read()
@@ -259,7 +257,7 @@ class Receiving:
         self._changed: asyncio.Future[None] | None = None
         keys = None if place["keys"] is None else Keys(**place["keys"])
         self._context = zmq.Context[Any]()
-        socket = dealer(self._context, keys)
+        socket = dealer(self._context, keys, bytes.fromhex(place["secret"]))
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._attached = _Attached(socket, self._take)
         self._monitor = _Attached(monitor, self._connected)
@@ -275,7 +273,7 @@ class Receiving:
     def _take(self, socket: zmq.Socket[Any]) -> None:
         frames = socket.recv_multipart(copy=False)
         with suppress(WireError):
-            message = self._wire.decode([frame.buffer for frame in frames])
+            message = self._wire.decode(whole(frames))
             if message.kind == "chunk" and message["number"] == self.chunks and len(message.buffers) == 1:
                 self.chunks += 1
                 self._told = self._room

@@ -17,7 +17,8 @@ from typing import Any
 import zmq
 
 from jackfield.errors import QueueError
-from jackfield.sockets import Gate, Keys, listening, readable
+from jackfield.pulse import beat
+from jackfield.sockets import Gate, Keys, listening, pieces, readable, whole
 from jackfield.wire import Buffer, Wire
 from jackfield_transport_zmq.arenas import place_of_this_process
 from jackfield_transport_zmq.protocol import REQUESTS
@@ -32,6 +33,7 @@ def main() -> None:
     """Be a unit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the owner decides
     order: dict[str, Any] = json.loads(sys.stdin.readline())
+    beat(order["pulse"], order["silence"])
     with contextlib.suppress(ProcessLookupError):
         owner = os.pidfd_open(order["owner"])
         if os.getppid() == order["owner"]:
@@ -44,7 +46,7 @@ def main() -> None:
 def _serve(order: Mapping[str, Any], owner: int) -> None:
     context = zmq.Context[Any]()
     keys = None if order["keys"] is None else Keys(**order["keys"])
-    gate = None if keys is None else Gate(context, keys)
+    gate = Gate(context, keys, bytes.fromhex(order["secret"]))
     try:
         router, address = listening(context, order["host"], keys, tcp=keys is not None)
     except zmq.ZMQError as error:
@@ -57,13 +59,13 @@ def _serve(order: Mapping[str, Any], owner: int) -> None:
 
     def send(identity: bytes, frames: list[Buffer]) -> None:
         # a client that has gone is none of our concern: ZeroMQ drops what is for it
-        router.send_multipart([identity, *frames], copy=max(map(len, frames)) < _LARGE)
+        router.send_multipart([identity, *pieces(frames)], copy=max(map(len, frames)) < _LARGE)
 
     place = place_of_this_process()
     unit = Unit(order["number"], Wire(REQUESTS, bytes.fromhex(order["secret"])), send, place)
     print(json.dumps({"address": address, "place": place}), flush=True)
     poller = zmq.Poller()
-    for source in (owner, router, *([gate.socket] if gate else [])):
+    for source in (owner, router, gate.socket):
         poller.register(source, zmq.POLLIN)
     watched: dict[int, bytes] = {}
     while True:
@@ -71,7 +73,7 @@ def _serve(order: Mapping[str, Any], owner: int) -> None:
         for source, _ in poller.poll(None if wait is None else int(wait * 1000) + 1):
             if source is router:
                 _receive(router, unit)
-            elif gate is not None and source is gate.socket:
+            elif source is gate.socket:
                 gate.answer()
                 unit.refused_keys = gate.refused
             elif source == owner:
@@ -89,7 +91,7 @@ def _receive(router: zmq.Socket[Any], unit: Unit) -> None:
     """All that has come."""
     while readable(router):
         identity, *frames = router.recv_multipart(copy=False)
-        unit.receive(bytes(identity.buffer), [frame.buffer for frame in frames])
+        unit.receive(bytes(identity.buffer), whole(frames))
 
 
 def _watch(unit: Unit, watched: dict[int, bytes], poller: zmq.Poller) -> None:

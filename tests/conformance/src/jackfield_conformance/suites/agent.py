@@ -20,7 +20,7 @@ import attrs
 from jackfield.abc.agent import AgentContext, AgentSequence
 from jackfield_conformance.registry import Capability, check
 from jackfield_conformance.subject import Subject
-from jackfield_conformance.support.agent import SAMPLING, Block, Letters, Model, ScriptedTask, Trial, play, tasks
+from jackfield_conformance.support.agent import END, SAMPLING, Block, Letters, Model, ScriptedTask, Trial, play, tasks
 from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
 from jackfield_conformance.support.processes import adopting, descendants, names, remaining
 
@@ -100,7 +100,7 @@ async def what_the_server_told_is_passed_on(subject: Subject) -> None:
 
 @check("AGT-014", page=_PAGE + "sampling")
 async def sampling_parameters_reach_the_model(subject: Subject) -> None:
-    """The run's sampling parameters are those of every request, and its token budget is not exceeded."""
+    """The run's sampling parameters are those of every request, and all turns together keep to its token budget."""
     other = {**SAMPLING, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 40}
     for sampling in (SAMPLING, other):
         for task in tasks(subject):
@@ -109,8 +109,11 @@ async def sampling_parameters_reach_the_model(subject: Subject) -> None:
                 given = {name: value for name, value in sampling.items() if name in _PASSED_ON}
                 found = {name: getattr(request.sampling, name) for name in given}
                 assert given == found, f"expected {given} in every request, found {found}"
-                budget = request.sampling.max_new_tokens
-                assert budget <= sampling["max_new_tokens"], f"{budget} tokens were asked for, expected at most 40"
+            _assert_budget(model, sampling["max_new_tokens"])
+            for budget in _tight_budgets(model):
+                _assert_budget(
+                    (await play(subject, task, sampling={**sampling, "max_new_tokens": budget})).model, budget
+                )
 
 
 @check("AGT-015", page=_PAGE + "prompts")
@@ -260,6 +263,20 @@ def runs_leave_nothing_behind(subject: Subject) -> None:
         assert_nothing_left(life, subject.folder / "lives")
 
 
+@check("AGT-026", page=_PAGE + "sampling")
+async def end_tokens_stop_the_model(subject: Subject) -> None:
+    """Every request has the tokenizer's end tokens among its stop tokens, beside those of the run."""
+    for task in tasks(subject):
+        for given in ((), (77,)):
+            model = (await play(subject, task, sampling={**SAMPLING, "stop_token_ids": given})).model
+            for turn, request in enumerate(model.requests):
+                expected, found = {END, *given}, set(request.sampling.stop_token_ids)
+                assert expected <= found, (
+                    f"the request of turn {turn} has the stop tokens {sorted(found)}, expected {sorted(expected)}:"
+                    " the run's and tokenizer.end_token_ids"
+                )
+
+
 @check("AGT-030", capability="multi_turn", page=_PAGE + "turns")
 async def several_turns_are_there(subject: Subject) -> None:
     """A loop that declares several turns takes them: some task is answered twice or more in one sequence."""
@@ -325,6 +342,24 @@ async def _played(subject: Subject) -> list[tuple[Trial, AgentSequence, list[Blo
         found += [(trial, sequence, trial.blocks(sequence)) for sequence in trial.output.sequences]
     assert found, "no task yields a sequence"
     return found
+
+
+def _tight_budgets(model: Model) -> list[int]:
+    """Budgets that end within the first answer, just after it, and just before the end of the last one."""
+    lengths = [len(result.token_ids) for _, result in model.calls]
+    return sorted({1, lengths[0], lengths[0] + 1, sum(lengths) - 1} - {0, sum(lengths)})
+
+
+def _assert_budget(model: Model, budget: int) -> None:
+    """No request asks for more tokens than the run has left."""
+    left = budget
+    for turn, (request, result) in enumerate(model.calls):
+        asked = request.sampling.max_new_tokens
+        assert asked <= left, (
+            f"turn {turn} asks for {asked} tokens, and the run has {left} left of max_new_tokens={budget}: the budget"
+            " holds for all turns together"
+        )
+        left -= len(result.token_ids)
 
 
 async def _cancel_at(subject: Subject, task: ScriptedTask, call: int) -> None:

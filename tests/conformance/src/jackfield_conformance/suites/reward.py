@@ -267,6 +267,23 @@ async def further_fields_are_tolerated(subject: Subject) -> None:
             assert same(plain, more), f"without further fields: {_told(plain)}; with them: {_told(more)}"
 
 
+@check("REW-024", page=_PAGE + "concurrency")
+async def answers_belong_to_their_requests(subject: Subject) -> None:
+    """A call that is cancelled, or fails, moves no answer to another sample."""
+    asked = examples(subject)
+    async with opened(subject) as agent:
+        alone = [await score(agent, request) for request in asked]
+        for index, request in enumerate(asked):
+            other = asked[(index + 1) % len(asked)]
+            for turns in _TURNS:
+                await _cancelled(agent, attrs.evolve(other, idempotency_key=f"cancelled/{index}/{turns}"), turns)
+            for broken in _given(subject, "failing"):
+                await score(agent, broken)
+            found = await score(agent, attrs.evolve(request, idempotency_key=f"own/{index}"))
+            told = f"expected {_told(alone[index])}, found after calls that ended otherwise {_told(found)}"
+            assert same(alone[index], found), told
+
+
 @check("REW-030", capability="post_process", page=_PAGE + "groups")
 async def groups_keep_their_length_and_order(subject: Subject) -> None:
     """Post-processing gives one result per run of the group, each in the place of its run."""

@@ -36,6 +36,7 @@ __all__ = [
     "assert_tokens",
     "batch",
     "context_of",
+    "dropout",
     "expected",
     "gradients",
     "held_gradients",
@@ -98,6 +99,23 @@ def model_folder(*, tied: bool = True, dropout: float = 0.0) -> Path:
         dropout: of the attention weights, in training.
     """
     return _made(tied, dropout, LAYERS)
+
+
+@functools.cache
+def mixture_folder() -> Path:
+    """A Qwen3 mixture of four experts, whose checkpoint has a tensor for each, and whose model stacks them."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(19)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=VOCABULARY, **sizes, **heads, **experts))
+    folder = temporary_root() / "model-mixture"
+    with without_progress_bars():
+        model.save_pretrained(folder)
+    return folder
 
 
 @functools.cache
@@ -289,6 +307,11 @@ def context_of(subject: Subject, folder: Path | None = None, **changes: Any) -> 
         "seed": 3,
     }
     return EngineContext(model=model, **{**standard, **changes})
+
+
+def dropout(subject: Subject) -> dict[str, Any]:
+    """For :func:`opened`: a model with dropout in training, as far as the engine has it (1.0 had no setting)."""
+    return {"folder": model_folder(dropout=0.5), **({"dropout": 0.5} if subject.has("dropout") else {})}
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ __all__ = ["CAPABILITIES", "adapters", "passes", "ranks", "training", "weights"]
 
 CAPABILITIES: dict[str, Capability] = {
     "checkpoint": Capability(what="native and Hugging Face checkpoints"),
+    "dropout": Capability(what="dropout in training passes: `ModelSpec.dropout`"),
     "entropy": Capability(what="the entropy of each prediction, for losses that need it"),
     "gpu": Capability(what="runs on a GPU"),
     "gradient_checkpointing": Capability(what="computes activations again in the backward pass"),

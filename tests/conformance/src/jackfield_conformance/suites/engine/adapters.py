@@ -257,8 +257,8 @@ def gradient_checkpointing_changes_no_gradient(subject: Subject) -> None:
     """Gradient checkpointing changes no gradient, with dropout neither."""
     found = []
     for wanted in (False, True):
-        folder = support.model_folder(dropout=0.5)
-        with support.opened(subject, folder, gradient_checkpointing=wanted) as engine:
+        dropout = support.dropout(subject)
+        with support.opened(subject, **dropout, gradient_checkpointing=wanted) as engine:
             found.append(support.gradients(engine, support.batch(), support.Loss()))
     support.assert_close(found[0], found[1], 2e-5, "gradients under gradient checkpointing")
 

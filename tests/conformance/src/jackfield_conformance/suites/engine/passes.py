@@ -293,12 +293,12 @@ def half_precision_stays_within_its_error(subject: Subject) -> None:
     support.assert_close(whole, other, GRADIENT_TOLERANCE["bfloat16"], "gradients in bfloat16")
 
 
-@check("ENG-026", page=_PAGE)
+@check("ENG-026", capability="dropout", since="1.1", page=_PAGE)
 def dropout_is_on_in_train_mode_only(subject: Subject) -> None:
     """Dropout is on in ``train_mode`` and off in ``eval_mode``."""
-    folder = support.model_folder(dropout=0.5)
+    folder = support.model_folder(dropout=0.1)
     wanted = support.expected(support.model_folder()).log_probs  # the same weights
-    with support.opened(subject, folder) as engine:
+    with support.opened(subject, folder, dropout=0.5) as engine:
         found = support.log_probs(engine)
         support.assert_tokens(wanted, found, TOKEN_TOLERANCE, "log-probabilities in eval_mode of a model with dropout")
         with engine.train_mode():
@@ -307,6 +307,16 @@ def dropout_is_on_in_train_mode_only(subject: Subject) -> None:
         support.assert_tokens(wanted, found, TOKEN_TOLERANCE, "log-probabilities in eval_mode after a train_mode")
     same = all(torch.equal(passes[0][name], passes[1][name]) for name in passes[0])
     assert not same, "two training passes of a model with dropout are equal: dropout is off in train_mode"
+
+
+@check("ENG-029", since="1.1", page=_PAGE)
+def a_training_pass_is_an_inference_pass(subject: Subject) -> None:
+    """Without ``ModelSpec.dropout`` a training pass gives what an inference pass gives, whatever the config says."""
+    with support.opened(subject, support.model_folder(dropout=0.5)) as engine:
+        wanted = support.log_probs(engine)
+        with engine.train_mode():
+            found = engine.forward_backward_batch(support.batch(), support.Loss()).log_probs
+    support.assert_tokens(wanted, found, TOKEN_TOLERANCE, "log-probabilities of a training pass without dropout")
 
 
 @check("ENG-027", page=_PAGE)

@@ -184,13 +184,13 @@ def save_load_step_is_step(subject: Subject) -> None:
 @check("ENG-051", page=_CHECKPOINTS)
 def random_state_is_saved(subject: Subject) -> None:
     """A checkpoint holds the state of the random generators: dropout goes on as if nothing had happened."""
-    data, loss, folder = support.batch(), support.Loss(), support.model_folder(dropout=0.5)
-    with support.opened(subject, folder) as engine:
+    data, loss, dropout = support.batch(), support.Loss(), support.dropout(subject)
+    with support.opened(subject, **dropout) as engine:
         support.train(engine, data, loss, steps=2)
         _save(engine, subject.folder / "native")
         support.train(engine, data, loss)
         wanted = support.weights(engine)
-    with support.opened(subject, folder, seed=8) as engine:
+    with support.opened(subject, **dropout, seed=8) as engine:
         engine.load_checkpoint(LoadCheckpointRequest(folder=str(subject.folder / "native")))
         support.train(engine, data, loss)
         found = support.weights(engine)
@@ -256,7 +256,7 @@ def offloading_changes_nothing(subject: Subject) -> None:
 
 def _trained(subject: Subject, seed: int, disturbance: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(disturbance)
-    with support.opened(subject, support.model_folder(dropout=0.5), seed=seed) as engine:
+    with support.opened(subject, **support.dropout(subject), seed=seed) as engine:
         for step in range(2):
             support.train(engine, support.batch(), support.Loss())
             torch.rand(1 + disturbance + step)
@@ -270,7 +270,7 @@ def one_seed_gives_one_engine(subject: Subject) -> None:
     support.assert_same_tensors(one, other, "weights of two engines of one seed, trained with dropout")
 
 
-@check("ENG-062", page=_STATE)
+@check("ENG-062", capability="dropout", since="1.1", page=_STATE)
 def another_seed_gives_another_engine(subject: Subject) -> None:
     """What is random follows the seed: training with dropout differs under another seed."""
     one, other = _trained(subject, 5, 0), _trained(subject, 6, 0)

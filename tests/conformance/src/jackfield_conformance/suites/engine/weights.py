@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from jackfield.abc.engine import SaveCheckpointRequest
+from jackfield.errors import JackfieldError
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
@@ -19,6 +21,37 @@ __all__: list[str] = []
 
 _EXPORT = "docs/plugins/engine.md#export"
 _LIFE = "docs/plugins/engine.md#life"
+
+
+@check("ENG-034", page=_EXPORT)
+def a_mixture_is_exported_as_its_checkpoint_has_it(subject: Subject) -> None:
+    """The experts of a mixture are exported under the names, in the shapes and with the values of the safetensors
+    file, one by one, or the model is refused by ``initialize``."""
+    folder = support.mixture_folder()
+    wanted = _experts(load_file(folder / "model.safetensors"))
+    engine = subject.make(support.context_of(subject, folder))
+    try:
+        try:
+            engine.initialize()
+        except JackfieldError:
+            return
+        found = _experts(support.weights(engine))
+    finally:
+        engine.close()
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    assert not missing, f"not exported: {missing[:4]}"
+    assert not unknown, f"exported under names that the checkpoint does not have: {unknown[:4]}"
+    # ENG-031 is about bits; this is about which values have which name
+    wrong = [
+        name
+        for name, tensor in wanted.items()
+        if tensor.shape != found[name].shape or not torch.allclose(tensor, found[name], rtol=0.02, atol=1e-4)
+    ]
+    assert not wrong, f"exported with other shapes or values than the checkpoint's: {wrong[:4]}"
+
+
+def _experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if "experts" in name}
 
 
 def _state_dict(folder: Path, dtype: torch.dtype, tied: bool) -> dict[str, torch.Tensor]:

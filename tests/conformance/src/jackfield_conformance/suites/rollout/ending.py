@@ -138,22 +138,25 @@ def _spanning(path: Sequence[int]) -> tuple[str, int]:
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-async def _assert_refused(server: BaseRolloutServer, sent: GenerateRequest) -> None:
+async def _assert_refused(server: BaseRolloutServer, sent: GenerateRequest, *codes: str) -> None:
     """``generate`` and ``generate_stream`` refuse it and name it, and the server goes on serving."""
-    with refused(RolloutError, "rollout.request", naming=sent.request_id):
+    with refused(RolloutError, "rollout.request", *codes, naming=sent.request_id):
         await server.generate(sent)
-    with refused(RolloutError, "rollout.request", naming=sent.request_id):
+    with refused(RolloutError, "rollout.request", *codes, naming=sent.request_id):
         async for _ in server.generate_stream(sent):
             pass
 
 
 @check("ROL-036", page=PAGE + "refusals")
 async def prompts_have_a_length(subject: Subject) -> None:
-    """A prompt that is empty or leaves no room below ``max_model_len`` is refused with ``rollout.request``."""
+    """An empty prompt is refused with ``rollout.request``, one without room for an answer also as too long.
+
+    Too long is one that leaves no room below ``max_model_len``; its code may be ``rollout.context-length``, too.
+    """
     async with serving(subject, max_model_len=10) as server:
         await _assert_refused(server, request("empty-prompt", ()))
-        await _assert_refused(server, request("long-prompt", range(2, 12)))
-        await _assert_refused(server, request("longer-prompt", range(2, 40)))
+        await _assert_refused(server, request("long-prompt", range(2, 12)), "rollout.context-length")
+        await _assert_refused(server, request("longer-prompt", range(2, 40)), "rollout.context-length")
         result = await server.generate(greedy("fits", 1, range(2, 11)))
         _assert_ends(result, result.token_ids[:1], "length")
 
@@ -184,10 +187,44 @@ async def sampling_has_its_ranges(subject: Subject) -> None:
         {"top_k": -1},
         {"min_p": -0.1},
         {"min_p": 1.5},
+        {"temperature": 1e-300},
+        {"temperature": 1e308},
+        {"temperature": float("inf")},
+        {"max_new_tokens": 1 << 40},
+        {"top_k": 1 << 70},
+        {"seed": 1 << 70},
     )
+    with attrs.validators.disabled():  # such requests may come from a process that does not check them
+        sent = [request(f"wrong-sampling-{number}", **sampling) for number, sampling in enumerate(wrong)]
     async with serving(subject) as server:
-        for number, sampling in enumerate(wrong):
-            await _assert_refused(server, request(f"wrong-sampling-{number}", **sampling))
+        for each in sent:
+            await _assert_refused(server, each)
+
+
+@check("ROL-041", page=PAGE + "refusals")
+async def extremes_harm_no_neighbour(subject: Subject) -> None:
+    """Sampling at the ends of its ranges is served, and requests beside it get the tokens that they get alone."""
+    extremes: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.01, "top_p": 1e-300},
+        {"temperature": 0.01},
+        {"temperature": 100},
+        {"top_p": 1e-300, "top_k": 2**31 - 1},
+        {"min_p": 1.0},
+        {"seed": 2**63 - 1},
+        {"seed": -(2**63)},
+    )
+    sent = [request(f"extreme-{number}", max_new_tokens=3, **each) for number, each in enumerate(extremes)]
+    async with serving(subject) as server:
+        mate = greedy("mate", 24)
+        running = Reader(server, mate)
+        await running.at_least(1)
+        for each in sent:
+            result = await server.generate(each)
+            _assert_ends(result, result.token_ids[:3], "length")
+            assert all(value <= 1e-4 for value in result.log_probs), f"{each.sampling}: {result.log_probs}"
+        result = await running.result()
+        assert_greedy(mate, result)
+        assert 24 == len(result.token_ids), "a request that ran beside extreme ones was cut short"
 
 
 @check("ROL-039", page=PAGE + "refusals")

@@ -1,0 +1,41 @@
+"""The processes of a cluster that was started here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+
+__all__ = ["children", "see_gone", "with_descendants"]
+
+_GONE_SECONDS = 15.0  #: for the processes of a cluster to be gone, after which they are killed
+
+
+def children() -> list[psutil.Process]:
+    """Processes that this one has started."""
+    import psutil
+
+    return psutil.Process().children()
+
+
+def with_descendants(process: psutil.Process) -> list[psutil.Process]:
+    import psutil
+
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def see_gone(processes: Iterable[psutil.Process]) -> None:
+    """Return when all of them are gone; kill those that will not go by themselves."""
+    import psutil
+
+    _, left = psutil.wait_procs(list(processes), timeout=_GONE_SECONDS)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=_GONE_SECONDS)

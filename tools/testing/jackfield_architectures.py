@@ -1,0 +1,261 @@
+"""Tiny models with random weights of many architectures, in the layout of their published checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ARCHITECTURES", "DENSE", "MIXTURES", "VISION_LANGUAGE", "make_model", "save_model"]
+
+VOCABULARY = 96
+
+#: Settings that make any text configuration tiny; each is applied where the configuration has it.
+_TINY: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "n_embd": 32,
+    "d_model": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "max_seq_len": 64,
+    "word_embed_proj_dim": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "n_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "num_shared_expert": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_TINY_VISION: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "out_hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_layers": 2,
+    "depth": 2,
+    "num_attention_heads": 4,
+    "attention_heads": 4,
+    "num_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "num_position_embeddings": 16,
+    "projection_dim": 32,
+    "in_channels": 3,
+    "num_global_layers": 1,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
+
+_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+_MROPE: Mapping[str, Any] = {**_ROPE, "mrope_section": [2, 1, 1]}
+
+#: By model type: settings of its own.
+DENSE: Mapping[str, Mapping[str, Any]] = {
+    "apertus": {},
+    "bloom": {},
+    "cohere": {},
+    "cohere2": {},
+    "exaone4": {},
+    "falcon": {},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "glm": {},
+    "glm4": {},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neo": {
+        "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "attention_layers": ["global", "local"],
+    },
+    "gpt_neox": {},
+    "gptj": {"rotary_dim": 4},
+    "granite": {},
+    "helium": {},
+    "hunyuan_v1_dense": {"rope_parameters": _ROPE, "head_dim": 8},
+    "llama": {},
+    "mistral": {},
+    "nemotron": {"num_key_value_heads": 2},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {},
+    "opt": {},
+    "phi": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+}
+MIXTURES: Mapping[str, Mapping[str, Any]] = {
+    "afmoe": {},
+    "dbrx": {
+        "attn_config.rope_theta": 1e4,
+        "attn_config.kv_n_heads": 2,
+        "attn_config.clip_qkv": 8.0,
+        "ffn_config.hidden_size": 32,
+        "ffn_config.ffn_hidden_size": 16,
+        "ffn_config.moe_num_experts": 4,
+        "ffn_config.moe_top_k": 2,
+    },
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {},
+    "flex_olmo": {},
+    "glm4_moe": {},
+    "gpt_oss": {},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {"rope_parameters": _ROPE, "head_dim": 8},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "jetmoe": {},
+    "llama4_text": {},
+    "longcat_flash": {
+        "num_key_value_heads": 4,
+        "num_layers": 2,
+        "num_hidden_layers": 4,
+        "expert_ffn_hidden_size": 16,
+        "zero_expert_num": 2,
+        "qk_head_dim": 16,
+        "head_dim": 8,
+    },
+    "minimax": {},
+    "minimax_m2": {},
+    "mixtral": {},
+    "olmoe": {},
+    "phimoe": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "qwen3_next": {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "solar_open": {},
+}
+VISION_LANGUAGE: Mapping[str, Mapping[str, Any]] = {
+    "aria": {},
+    "aya_vision": {},
+    "gemma3": {},
+    "glm4v": {"text_config.rope_parameters": _MROPE},
+    "glm4v_moe": {"text_config.rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
+    "got_ocr2": {},
+    "idefics2": {},
+    "idefics3": {},
+    "internvl": {},
+    "llama4": {},
+    "llava": {},
+    "llava_next": {},
+    "llava_onevision": {},
+    "mistral3": {},
+    "mllama": {},
+    "paligemma": {"projection_dim": 32},
+    "qwen2_5_vl": {"text_config.rope_parameters": _MROPE},
+    "qwen2_vl": {"text_config.rope_parameters": _MROPE, "vision_config.hidden_size": 32},
+    "qwen3_vl": {"text_config.rope_parameters": _MROPE},
+    "qwen3_vl_moe": {"text_config.rope_parameters": _MROPE},
+    "smolvlm": {},
+    "vipllava": {},
+}
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {**DENSE, **MIXTURES, **VISION_LANGUAGE}
+
+
+def _settable(config: Any, name: str) -> bool:
+    return getattr(config, name, None) is not None and not isinstance(getattr(type(config), name, None), property)
+
+
+def _shrink(config: Any, *, vision: bool = False) -> None:
+    for name, value in (_TINY_VISION if vision else _TINY).items():
+        if _settable(config, name) or (name.endswith("_token_id") and name in vars(config)):
+            sizes = isinstance(getattr(config, name), list | tuple) and not isinstance(value, list)
+            setattr(config, name, [value] * len(getattr(config, name)) if sizes else value)
+    for name in ("layer_types", "mlp_layer_types"):
+        if _settable(config, name):
+            setattr(config, name, list(getattr(config, name))[-2:])
+    for name in getattr(config, "sub_configs", None) or {}:
+        if getattr(config, name, None) is not None:
+            _shrink(getattr(config, name), vision=vision or "text" not in name)
+
+
+def _config(architecture: str, changes: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(architecture)
+    _shrink(config)
+    for path, value in {**ARCHITECTURES[architecture], **changes}.items():
+        *holders, name = path.split(".")
+        holder = config
+        for each in holders:
+            holder = getattr(holder, each)
+        setattr(holder, name, dict(value) if isinstance(value, Mapping) else value)
+    return config
+
+
+def make_model(architecture: str, seed: int = 0, **changes: Any) -> Any:
+    """A model of ``architecture`` in float32, every parameter random."""
+    import torch
+    from transformers.models.auto import modeling_auto
+
+    config = _config(architecture, changes)
+    mapping = (
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if architecture in VISION_LANGUAGE
+        else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = mapping[type(config)](config)
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1 + (1.0 if parameter.ndim == 1 else 0.0))
+    return model.eval()
+
+
+def save_model(architecture: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
+    """Make a model, write it to ``folder`` as its publisher would, and return it."""
+    model = make_model(architecture, seed, **changes)
+    model.save_pretrained(folder)
+    return model
