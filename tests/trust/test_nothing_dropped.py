@@ -17,15 +17,20 @@ pytestmark = pytest.mark.timeout(120)
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 
 AGENT = """
+import itertools
+
 import attrs
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
 from jackfield.abc.rollout import GenerateRequest, SamplingParams
+
+NUMBERS = itertools.count()
 
 class Agent(AgentLoopBase):
     async def run(self, sampling_params, **fields):
         prompt = self.context.tokenizer.encode_chat(fields["messages"])
         sampling = SamplingParams(**sampling_params)
-        request = GenerateRequest(request_id=self.context.run_id, prompt_ids=prompt, sampling=sampling)
+        request_id = f"{self.context.run_id}/{next(NUMBERS)}"
+        request = GenerateRequest(request_id=request_id, prompt_ids=prompt, sampling=sampling)
         result = await self.context.generate(request)
         if self.config.mode == "raise":
             raise ValueError("the tool is out of order")

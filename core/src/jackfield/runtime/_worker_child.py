@@ -146,10 +146,9 @@ def _scalar(value: Any) -> Any:
 
 
 def _describe(error: BaseException) -> str:
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__
-    ]  # ours say nothing
-    lines = [*traceback.format_list(frames[-5:]), *traceback.format_exception_only(error)]
+    """The exception, then where it was raised: frames of this file say nothing."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    lines = [*traceback.format_exception_only(error), *traceback.format_list(frames[-5:])]
     return "".join(lines).strip()
 
 

@@ -92,8 +92,8 @@ class AgentWorker:
             JackfieldError: as :func:`run_agent`.
         """
         assert self._make_agent is not None, "a worker without replicas runs no agents"
-        asked: set[SamplingParams] = set()
-        output = await run_agent(self._make_agent(asked.add), order.sampling, order.task, self._clock, order.seconds)
+        asked: list[SamplingParams] = []
+        output = await run_agent(self._make_agent(asked.append), order.sampling, order.task, self._clock, order.seconds)
         sequences = output.sequences[-1:] if last else output.sequences
         more = {**agent_tags(output), **_own_sampling(order.sampling, asked)}
         tags = [{**sequence_tags(order.task, sequence, order.run), **more} for sequence in sequences]

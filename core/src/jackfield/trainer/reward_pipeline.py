@@ -170,7 +170,7 @@ class RewardPipeline:
             self._errors.clear()
             return
         self._failed_groups += 1
-        self._errors.update(str(each.error).removeprefix("reward failed: ") for each in scored)
+        self._errors.update(str(each.error).removeprefix("reward failed: ").partition("\n")[0] for each in scored)
         if self._failed_groups > self.max_failed_groups:
             counted = "; ".join(f"{count} × {error}" for error, count in self._errors.most_common(3))
             raise RewardError(
