@@ -80,11 +80,11 @@ def _ranged(expected: str, fits: Callable[[Any], bool]) -> Callable[[Any, Any, A
 
 
 def _whole(low: int, high: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
+    return lambda value: not isinstance(value, bool) and isinstance(value, Integral) and low <= int(value) <= high
 
 
 def _number(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Real) and not isinstance(value, bool) and fits(value)
+    return lambda value: not isinstance(value, bool) and isinstance(value, Real) and fits(value)
 
 
 def _few(most: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:

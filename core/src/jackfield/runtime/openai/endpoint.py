@@ -301,7 +301,8 @@ class OpenAIEndpoint:
 
 def _error_body(error: BaseException) -> tuple[dict[str, Any], int]:
     """OpenAI's form of an error, and its status."""
-    code, status, param = _CODES.get(getattr(error, "code", ""), ""), 400, None
+    code, status = _CODES.get(getattr(error, "code", ""), ""), 400
+    param: str | None = None
     if isinstance(error, ClientError):
         code, status, param = error.code, error.status, error.param
     elif isinstance(error, web.HTTPException):
@@ -309,7 +310,7 @@ def _error_body(error: BaseException) -> tuple[dict[str, Any], int]:
     elif isinstance(error, RecursionError):
         code = "invalid_json"
     elif isinstance(error, JackfieldError) and code:
-        param = _PARAMS.get(error.code.partition(".")[0], error.where)
+        param = _PARAMS.get(error.code.partition(".")[0], None if error.where is None else str(error.where))
     elif isinstance(error, DeadlineExceeded):
         code, status = error.code, 504
     elif isinstance(error, JackfieldError):
