@@ -13,13 +13,12 @@ from types import ModuleType
 
 import pytest
 
-from jackfield_commands import CommandServer
-
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "examples" / "quickstart"
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "testing")]
 
-from packages import Package, discover  # noqa: E402, after the path is set
+from jackfield_commands import CommandServer  # noqa: E402, after the path is set
+from packages import Package, discover  # noqa: E402
 
 
 @pytest.fixture(scope="session")
