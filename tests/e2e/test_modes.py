@@ -203,7 +203,7 @@ def test_a_replica_that_spoils_what_it_has_acknowledged_is_caught(
 
     def spoiling(update: FullUpdate, received: Any) -> dict[str, str]:
         digests = finish(update, received)
-        weight = update._targets["model.layers.0.mlp.down_proj.weight"].data
+        weight = update._weights.targets()["model.layers.0.mlp.down_proj.weight"].data
         weight.copy_(weight.flip(0) * 3.0)
         asked.clear()
         return digests

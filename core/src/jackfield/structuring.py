@@ -17,7 +17,7 @@ import attrs
 from cattrs import ClassValidationError, Converter, IterableValidationError, cols
 from cattrs.errors import ForbiddenExtraKeysError
 
-from jackfield.errors import ConfigError, JackfieldError
+from jackfield.errors import ConfigError, JackfieldError, RolloutError
 
 __all__ = ["option", "structure", "unstructure"]
 
@@ -69,7 +69,7 @@ def unstructure(value: Any) -> Any:
 def _explain(caught: BaseException, cls: Any, path: str, data: Any, error: type[JackfieldError]) -> JackfieldError:
     """The first leaf of cattrs' tree of errors, as one of ours."""
     if isinstance(caught, JackfieldError):
-        return caught if isinstance(caught, error) else _in_configuration(caught, path, error)
+        return _in_configuration(caught, path, error) if isinstance(caught, RolloutError) else caught
     if isinstance(caught, ClassValidationError | IterableValidationError):
         noted, others = caught.group_exceptions()
         extra = [other for other in others if isinstance(other, ForbiddenExtraKeysError)]
@@ -99,7 +99,7 @@ def _explain(caught: BaseException, cls: Any, path: str, data: Any, error: type[
     return error(f"wrong value at {path}: {detail}", code=code, where=path, expected=expected, found=repr(data))
 
 
-def _in_configuration(caught: JackfieldError, path: str, error: type[JackfieldError]) -> JackfieldError:
+def _in_configuration(caught: RolloutError, path: str, error: type[JackfieldError]) -> JackfieldError:
     """What a class of a contract refuses, said of the settings it was to be made from."""
     name = str(caught.where or "").rpartition(".")[2]
     where = f"{path}.{name}".strip(".")
