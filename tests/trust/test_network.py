@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(500)
 
 SECONDS = 300.0
 RAY = (
-    "{name: ray, rollout_replicas: 1, metrics_port: 0, ray: {engine_ranks: 1, agent_workers: 1, reward_workers: 1,"
+    "{name: ray, rollout_replicas: 1, metrics_port: 0, ray: {engine_ranks: 2, agent_workers: 1, reward_workers: 1,"
     " placement: shared, cpus_per_place: 1, object_store_bytes: 200000000}}"
 )
 

@@ -30,8 +30,8 @@ from jackfield_commands import CommandServer
 
 pytestmark = pytest.mark.timeout(180)
 
-POISON = 41  #: a token whose embedding is not a number, in the model of one test
 ENDLESS = 1_000_000
+LONG = tuple(range(2, 34))
 SECONDS = 60.0
 
 
@@ -111,17 +111,20 @@ def model(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def poisoned(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that computes no number for prompts with one of its tokens."""
+def poisoned(made: Path, served: Served, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A model that computes no number for prompts with one of its tokens, and this token, which it does not draw."""
     folder = tmp_path_factory.mktemp("poisoned") / "model"
     shutil.copytree(made / "model", folder)
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**described, "tie_word_embeddings": False}))
+    drawn = served.generate("drawn", temperature=1.0, max_new_tokens=60).token_ids
+    drawn += served.generate("drawn", LONG, max_new_tokens=40).token_ids
+    poison = min(set(range(described["vocab_size"])) - {*drawn, *LONG})
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["model.embed_tokens.weight"][POISON] = float("nan")
+    tensors["model.embed_tokens.weight"][poison] = float("nan")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return folder, poison
 
 
 @pytest.fixture(scope="module")
@@ -317,16 +320,17 @@ def test_a_prompt_beyond_the_models_length(made: Path) -> None:
 # -- one row fails alone ---------------------------------------------------------------------------------------------
 
 
-def test_a_row_without_numbers_fails_alone(poisoned: Path) -> None:
+def test_a_row_without_numbers_fails_alone(poisoned: tuple[Path, int]) -> None:
     """The request fails by name; those beside it and the next ones get the tokens that they get alone."""
-    served = Served(poisoned)
+    model, poison = poisoned
+    served = Served(model)
     try:
         alone = served.generate("alone", temperature=1.0, max_new_tokens=60)
 
         async def beside() -> Any:
             chunks = served.server.generate_stream(request("beside", temperature=1.0, max_new_tokens=60))
             tokens = list((await anext(chunks)).token_ids)
-            failing = (request(f"poison-{number}", (5, POISON, *range(2, 20 + number))) for number in range(3))
+            failing = (request(f"poison-{number}", (5, poison, *range(2, 20 + number))) for number in range(3))
             failures = await asyncio.gather(*map(served.server.generate, failing), return_exceptions=True)
             async for chunk in chunks:
                 tokens += chunk.token_ids
@@ -340,7 +344,7 @@ def test_a_row_without_numbers_fails_alone(poisoned: Path) -> None:
         after = [request(f"after-{number}", temperature=1.0, max_new_tokens=60) for number in range(6)]
 
         async def together() -> list[GenerateResult]:
-            long = served.server.generate(request("long", tuple(range(2, 50)), max_new_tokens=40))
+            long = served.server.generate(request("long", LONG, max_new_tokens=40))
             return list(await asyncio.gather(long, *map(served.server.generate, after)))
 
         for result in served.call(together())[1:]:

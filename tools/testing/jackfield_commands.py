@@ -131,7 +131,7 @@ class CommandServer:
         }
         assert self._process.stdin is not None
         print(json.dumps(command), file=self._process.stdin, flush=True)
-        assert started[0].wait(60), "the server of commands does not answer"
+        assert started[0].wait(300), "the server of commands does not answer"
         return self._commands[started[1][0]]
 
     def _read(self) -> None:

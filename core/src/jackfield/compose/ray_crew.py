@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from jackfield.abc.rollout import BaseRolloutServer
@@ -83,9 +84,12 @@ class RayCrews:
             )
             await self._cluster.open(options, sum(pools.values()) * chosen.cpus_per_place)
             self._interpreters = interpreters
+        meetings = stack.enter_context(TemporaryDirectory(prefix="jackfield-meetings-", ignore_cleanup_errors=True))
         stack.push_async_callback(self._cluster.rest)
         replicas = config.runtime.rollout_replicas if self._crew is None else self._crew.replicas  # as it was left
-        self._crew = _RayCrew(self._make, needs, self._cluster, self._interpreters, replicas if needs.replicas else 0)
+        self._crew = _RayCrew(
+            self._make, needs, self._cluster, self._interpreters, replicas if needs.replicas else 0, meetings
+        )
         return await self._crew.start({name: count for name, count in pools.items() if count})
 
     async def close(self) -> None:
@@ -98,13 +102,20 @@ class _RayCrew:
     """Starts workers pool by pool; then the fleet of the replicas."""
 
     def __init__(
-        self, make: WorkerFactory, needs: Needs, cluster: Cluster, interpreters: dict[str, str], replicas: int
+        self,
+        make: WorkerFactory,
+        needs: Needs,
+        cluster: Cluster,
+        interpreters: dict[str, str],
+        replicas: int,
+        meetings: str,
     ) -> None:
         self._make = make
         self._config = config = make.config
         self._needs = needs
         self._cluster = cluster
         self._interpreters = interpreters
+        self._meetings = meetings
         self.replicas = replicas  #: how many there are, apart from those that are on their way
         self._pools: dict[str, int] = {}
         self._groups: dict[str, Any] = {}
@@ -299,10 +310,8 @@ class _RayCrew:
     def _engine_group(
         self, role: str, handles: Sequence[Any], places: Mapping[int, Place], backend: RemoteBackend
     ) -> list[_Made]:
-        """What makes each rank, which has to know where the first one is."""
-        first = places[id(handles[0])]
-        address = f"[{first.address}]" if ":" in first.address else first.address
-        meeting = f"tcp://{address}:{first.port}" if len(handles) > 1 else None
+        """What makes each rank, which has to know where they meet."""
+        meeting = self._meeting(role, places[id(handles[0])]) if len(handles) > 1 else None
         local: dict[str, int] = {}
         makes: list[_Made] = []
         for rank, handle in enumerate(handles):
@@ -311,6 +320,13 @@ class _RayCrew:
             make = partial(make_engine_rank, self._config, self._needs, backend, role, rank, len(handles))
             makes.append((handle, partial(make, init_method=meeting, host=host, local_rank=number)))
         return makes
+
+    def _meeting(self, role: str, first: Place) -> str:
+        """In a file where the cluster is this machine alone: torch's store at a port listens on all interfaces."""
+        if self._config.runtime.ray.address is None:
+            return f"file://{self._meetings}/{role}"
+        address = f"[{first.address}]" if ":" in first.address else first.address
+        return f"tcp://{address}:{first.port}"
 
 
 def _interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:

@@ -30,6 +30,7 @@ _ENTRY = _FOLDER / "conformance.py"  #: the file that stands for the checks when
 _RUN = pytest.StashKey["Run"]()
 _TEMPORARY = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 _WORKERS = pytest.StashKey[list[Mapping[str, Any]]]()  #: certificates made by workers of pytest-xdist
+_NO_PLUGIN = "say which plugin is to be checked: --plugin KIND:NAME"
 _OUTPUT = "jackfield_certificates"
 
 
@@ -57,8 +58,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     ``required_plugins``.
     """
     known = early_config.known_args_namespace
-    if not getattr(known, "plugin", None) or _PACKAGE not in known.file_or_dir:
+    if _PACKAGE not in known.file_or_dir:
         return
+    if not getattr(known, "plugin", None):
+        raise pytest.UsageError(_NO_PLUGIN)
     if getattr(known, "inifilename", None):
         return  # -c FILE: somebody means it
     known.noconftest = True
@@ -116,7 +119,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     if file_path != _ENTRY:
         return None
     if _RUN not in parent.config.stash:
-        raise pytest.UsageError("say which plugin is to be checked: --plugin KIND:NAME")
+        raise pytest.UsageError(_NO_PLUGIN)
     collector: pytest.Collector = _Checks.from_parent(parent, path=file_path)
     return collector
 

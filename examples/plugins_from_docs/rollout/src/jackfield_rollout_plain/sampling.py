@@ -35,5 +35,6 @@ def _filtered(probabilities: torch.Tensor, sampling: SamplingParams) -> torch.Te
     ordered = ordered * kept / (ordered * kept).sum()
     kept &= ordered.cumsum(-1) - ordered < sampling.top_p  # the token that crosses the bound stays
     kept &= ordered >= sampling.min_p * ordered[0]
+    kept[0] = True  # whatever rounding says: there is always a token to draw
     result = torch.zeros_like(probabilities).scatter(0, tokens, ordered * kept)
     return result / result.sum()

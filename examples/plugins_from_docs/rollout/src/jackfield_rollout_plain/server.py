@@ -183,15 +183,16 @@ class PlainServer(BaseRolloutServer):
     def _check(self, request: GenerateRequest) -> None:
         """Refuse what cannot be generated, rather than ignore it."""
         vocabulary, sampling = self._model.config.vocab_size, request.sampling
+        try:
+            attrs.validate(sampling)  # it may come from a process that has not looked at the ranges
+        except RolloutError as error:
+            message = f"request {request.request_id!r} cannot be generated: {error.message}"
+            raise self._error(message, "rollout.request", error.expected) from error
         for fits, expected in (
             (len(request.prompt_ids) > 0, "a prompt"),
             (all(0 <= token < vocabulary for token in request.prompt_ids), f"token ids below {vocabulary}"),
             (len(request.prompt_ids) < self._max_model_len, f"fewer than {self._max_model_len} prompt tokens"),
             (request.request_id not in self._sequences, "a request_id that is not running"),
-            (sampling.max_new_tokens > 0, "max_new_tokens of 1 or more"),
-            (0 <= sampling.temperature < float("inf"), "a temperature of 0 or more"),
-            (0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1, "top_p above 0 and up to 1, min_p from 0 to 1"),
-            (sampling.top_k >= 0 and sampling.logprobs in ("processed", "raw"), "top_k of 0 or more, known logprobs"),
             (not sampling.stop, "no stop strings (capability stop_strings)"),
             (not request.multi_modal_data, "no multi_modal_data (capability multi_modal)"),
         ):
