@@ -38,9 +38,9 @@ def score(*requests: ScoreRequest, **settings: Any) -> list[ScoreResult]:
 
 def test_scores_and_metrics() -> None:
     right, wrong, formless = score(request("#### 72"), request("#### 7"), request("?"), format_score=0.1, correct=2)
-    assert ScoreResult(score=2.0, metrics={"correct": 1.0, "well_formed": 1.0, "timeout": 0.0}) == right
-    assert ScoreResult(score=0.1, metrics={"correct": 0.0, "well_formed": 1.0, "timeout": 0.0}) == wrong
-    assert ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0, "timeout": 0.0}) == formless
+    assert ScoreResult(score=2.0, metrics={"correct": 1.0, "well_formed": 1.0, "timeout": 0.0, "checker_failed": 0.0}) == right
+    assert ScoreResult(score=0.1, metrics={"correct": 0.0, "well_formed": 1.0, "timeout": 0.0, "checker_failed": 0.0}) == wrong
+    assert ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0, "timeout": 0.0, "checker_failed": 0.0}) == formless
 
 
 def test_without_a_format_score_every_wrong_answer_is_incorrect() -> None:
@@ -74,9 +74,16 @@ def test_an_answer_that_makes_the_checker_time_out_is_wrong(answer: str) -> None
     assert [0.0, 1.0, 0.0] == [each.metrics["timeout"] for each in results]
 
 
-def test_the_deadline_of_a_request_holds() -> None:
-    [result] = score(request(ENDLESS[0], "72", seconds=0.5), method="math")
-    assert ("timeout", None) == (result.status, result.score)
+def test_an_endless_answer_is_wrong_though_the_deadline_of_a_request_comes_first() -> None:
+    [result] = score(request(ENDLESS[0], "4", seconds=4.0), method="math", seconds=60.0)
+    assert ("ok", 0.0, 1.0) == (result.status, result.score, result.metrics["timeout"])
+
+
+@pytest.mark.timeout(180)
+def test_a_tower_of_powers_is_wrong_and_costs_only_itself() -> None:
+    requests = [request(each, "72") for each in (r"\boxed{9**9**9**9}", "9**9**9**9", "$9^{9^{9^{9}}}$", "$72$")]
+    results = score(*requests, method="math", seconds=3.0)
+    assert [("ok", 0.0)] * 3 + [("ok", 1.0)] == [(each.status, each.score) for each in results]
 
 
 def test_a_pattern_that_backtracks_does_not_hold_the_event_loop() -> None:
@@ -102,7 +109,7 @@ def test_a_pattern_that_backtracks_does_not_hold_the_event_loop() -> None:
 def test_a_slow_pattern_that_ends_in_time_is_a_score() -> None:
     """Only slower: what the event loop cannot wait for, a worker finishes."""
     [result] = score(request("a" * 20 + "b", "a"), pattern=r"((?:a|a)+)$", ground_truth_pattern=None, seconds=50)
-    assert ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0, "timeout": 0.0}) == result
+    assert ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0, "timeout": 0.0, "checker_failed": 0.0}) == result
 
 
 def test_cancelled_scores_leave_no_process() -> None:

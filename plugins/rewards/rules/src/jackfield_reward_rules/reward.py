@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
-from jackfield.runtime.worker import UserCodePool, WorkerLimits
+from jackfield.runtime.worker import UserCodePool, WorkerLimits, WorkerResult
 from jackfield_reward_rules.config import Config
 from jackfield_reward_rules.judge import Judge, settings_of
 
@@ -18,11 +18,12 @@ class RulesReward(RewardAgent):
     """Scores a response by comparing its answer with the ground truth.
 
     ``exact`` and ``regex`` run here, in microseconds; ``math``, and patterns that backtrack for long, run in a worker
-    process that is killed at the deadline. An answer that is missing or cannot be parsed is wrong. A rule that raises
-    is ``failed``, never a score. An answer on which ``seconds`` run out is wrong, or with ``on_timeout: fail`` a
-    ``timeout``; one that the caller's own deadline ends is a ``timeout`` in any case.
+    process that is killed at the deadline. An answer that is missing or cannot be parsed is wrong. So is one on which
+    the checker raises, crashes or runs out of memory, where it can compare the ground truth with itself; where it
+    cannot, the sample is ``failed``, never a score. An answer on which ``seconds`` (at most half of the caller's
+    deadline) run out is wrong, or with ``on_timeout: fail`` a ``timeout``; so is one that never had a free worker.
 
-    Metrics of each score: ``correct``, ``well_formed`` and ``timeout``, 0 or 1.
+    Metrics of each score: ``correct``, ``well_formed``, ``timeout`` and ``checker_failed``, 0 or 1.
     """
 
     def __init__(self, config: Config, context: RewardContext) -> None:
@@ -63,19 +64,34 @@ class RulesReward(RewardAgent):
             return ScoreResult(status="failed", error=str(error))
 
     async def _judge_apart(self, request: ScoreRequest) -> ScoreResult:
-        arguments = {"response": request.solution_str, "ground_truth": request.ground_truth}
-        name, config = f"sample {request.idempotency_key}", self.config
-        result = await self._pool.call(arguments, request.deadline_seconds, call_seconds=config.seconds, name=name)
-        if result.timed_out_after == config.seconds and config.on_timeout == "incorrect":
-            metrics = {"correct": 0.0, "well_formed": 0.0, "timeout": 1.0}
-            return ScoreResult(score=config.incorrect, metrics=metrics)
-        if result.status != "ok":
-            return ScoreResult(status="timeout" if result.status == "timeout" else "failed", error=result.error)
-        return self._result(*result.value)
+        config: Config = self.config
+        began, seconds = self.context.clock.time(), min(config.seconds, request.deadline_seconds / 2)
+        result = await self._call(request, request.solution_str, request.deadline_seconds, seconds)
+        if result.status == "ok":
+            return self._result(*result.value)
+        if result.status == "timeout":
+            if result.timed_out_after == seconds and config.on_timeout == "incorrect":
+                return self._wrong(timeout=1.0)
+            return ScoreResult(status="timeout", error=result.error)
+        left = max(request.deadline_seconds - (self.context.clock.time() - began), 0.0)
+        control = await self._call(request, request.ground_truth, left, seconds)
+        if control.status == "ok":  # the ground truth is sound, and so is the checker: the response is what broke it
+            return self._wrong(checker_failed=1.0)
+        return ScoreResult(status="failed", error=result.error)
+
+    async def _call(self, request: ScoreRequest, response: str, deadline: float, seconds: float) -> WorkerResult:
+        arguments = {"response": response, "ground_truth": request.ground_truth}
+        name = f"sample {request.idempotency_key}"
+        return await self._pool.call(arguments, deadline, call_seconds=seconds, name=name)
+
+    def _wrong(self, **why: float) -> ScoreResult:
+        metrics = {"correct": 0.0, "well_formed": 0.0, "timeout": 0.0, "checker_failed": 0.0, **why}
+        return ScoreResult(score=self.config.incorrect, metrics=metrics)
 
     def _result(self, correct: bool, well_formed: bool) -> ScoreResult:
         config: Config = self.config
-        metrics = {"correct": float(correct), "well_formed": float(well_formed), "timeout": 0.0}
+        metrics = {"correct": float(correct), "well_formed": float(well_formed)}
+        metrics |= {"timeout": 0.0, "checker_failed": 0.0}
         if correct:
             return ScoreResult(score=config.correct, metrics=metrics)
         partial = well_formed and config.format_score is not None
