@@ -38,9 +38,18 @@ def score(*requests: ScoreRequest, **settings: Any) -> list[ScoreResult]:
 
 def test_scores_and_metrics() -> None:
     right, wrong, formless = score(request("#### 72"), request("#### 7"), request("?"), format_score=0.1, correct=2)
-    assert ScoreResult(score=2.0, metrics={"correct": 1.0, "well_formed": 1.0, "timeout": 0.0, "checker_failed": 0.0}) == right
-    assert ScoreResult(score=0.1, metrics={"correct": 0.0, "well_formed": 1.0, "timeout": 0.0, "checker_failed": 0.0}) == wrong
-    assert ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0, "timeout": 0.0, "checker_failed": 0.0}) == formless
+    assert (
+        ScoreResult(score=2.0, metrics={"correct": 1.0, "well_formed": 1.0, "timeout": 0.0, "checker_failed": 0.0})
+        == right
+    )
+    assert (
+        ScoreResult(score=0.1, metrics={"correct": 0.0, "well_formed": 1.0, "timeout": 0.0, "checker_failed": 0.0})
+        == wrong
+    )
+    assert (
+        ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0, "timeout": 0.0, "checker_failed": 0.0})
+        == formless
+    )
 
 
 def test_without_a_format_score_every_wrong_answer_is_incorrect() -> None:
@@ -109,7 +118,10 @@ def test_a_pattern_that_backtracks_does_not_hold_the_event_loop() -> None:
 def test_a_slow_pattern_that_ends_in_time_is_a_score() -> None:
     """Only slower: what the event loop cannot wait for, a worker finishes."""
     [result] = score(request("a" * 20 + "b", "a"), pattern=r"((?:a|a)+)$", ground_truth_pattern=None, seconds=50)
-    assert ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0, "timeout": 0.0, "checker_failed": 0.0}) == result
+    assert (
+        ScoreResult(score=0.0, metrics={"correct": 0.0, "well_formed": 0.0, "timeout": 0.0, "checker_failed": 0.0})
+        == result
+    )
 
 
 def test_cancelled_scores_leave_no_process() -> None:
