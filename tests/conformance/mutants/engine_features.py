@@ -84,6 +84,9 @@ class AdapterNotDelivered(PlainEngine):
     """The base model is exported, and the adapter is not."""
 
     def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if not isinstance(self.model, PeftModel):
+            yield from super().exported()
+            return
         for name, parameter in self.model.named_parameters():
             if "lora_" not in name:
                 yield name.removeprefix("base_model.model.").replace(".base_layer", ""), parameter.detach()
