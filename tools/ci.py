@@ -128,8 +128,8 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
         Stage("environment", "servers for tests; tools and requirements in .venv", lambda: _environment(packages)),
         Stage("wheels", "all wheels into dist/ and .venv", lambda: _wheels(list(packages.values()))),
         *(dataclasses.replace(check, group="checks") for check in [interpreters, *checks]),
-        Stage("tox", "each package's tests against its wheel, alone", _command(tox, 1800)),
-        Stage("session", "one pytest session over all wheels", _command(pytest, 2700)),
+        Stage("tox", "each package's tests against its wheel, alone", _command(tox, 2100)),
+        Stage("session", "one pytest session over all wheels", _command(pytest, 3300)),
     ]
 
 

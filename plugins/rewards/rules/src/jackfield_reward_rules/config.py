@@ -66,7 +66,11 @@ class Config:
     remove: str | None = option(None, help="exact: characters to ignore in both texts; null: commas.")
     ignore_case: bool = option(False, help="exact, regex: upper and lower case are the same.")
     strip: bool = option(True, help="exact, regex: white space around answers, and its amount inside, is ignored.")
-    seconds: float = option(10.0, help="Longest time for one answer; then its worker is killed, see on_timeout.")
+    seconds: float = option(
+        10.0,
+        help="Longest time for one answer, and at most half of the request's deadline; then its worker is killed, see "
+        "on_timeout.",
+    )
     on_timeout: Literal["incorrect", "fail"] = option(
         "incorrect",
         help="What an answer is on which `seconds` run out: incorrect: wrong; fail: not scored, so that it is left out "
