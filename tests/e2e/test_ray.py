@@ -218,7 +218,7 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
         (name,) = kill[f"checkpoint {step}"]
         assert f"{name} died; the run goes on after step {step}" in ended.stderr
     assert 2 == ended.stderr.count("the run goes on after")
-    check_equal(joined, ended.folder, besides=("replicas", "canary"))
+    check_equal(joined, ended.folder, besides=("replicas", "canary", "log_prob_check/rollout"))
 
 
 @pytest.mark.timeout(600 + 120 * KILLS)
@@ -239,6 +239,6 @@ def test_a_run_that_is_killed_at_random_moments_is_bitwise_the_uninterrupted_one
     settings = ("--address", cluster, "runtime.rollout_replicas=1", "checkpoint.every=1")
     for finished in kill_again_and_again(start, Path("killed"), settings, seed=10, kills=KILLS, last=240):
         folder = joined.parent / finished
-        check_equal(joined, folder, besides=("replicas", "canary"))
+        check_equal(joined, folder, besides=("replicas", "canary", "log_prob_check/rollout"))
         check_ledger(folder, prompts=4)
         assert not list(folder.rglob("*.partial"))
