@@ -143,7 +143,6 @@ def test_a_run_in_one_process_is_killed_or_stopped_as_a_whole(
     seen("inline", "trainer", "STOP", "stands still; CONT lets it go on, and nothing of it was killed")
 
 
-@pytest.mark.skip(reason="activated with the orderly end of a run by SIGTERM")
 def test_a_run_that_is_terminated_ends_at_the_next_boundary(
     jackfield: CommandServer, quickstart_settings: Settings, tmp_path: Path
 ) -> None:
