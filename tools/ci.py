@@ -4,8 +4,9 @@
     python3 tools/ci.py lint types      # these stages, in the environment as it is
     python3 tools/ci.py --list          # the stages
 
-Standard library only: the first stage makes the environment in which the others run. The last stage is one pytest
-session over all packages; its summary ends the output.
+Standard library only: the first stage makes the environment in which the others run. Each test runs once: a package's
+own tests in an environment of its own (stage `tox`), what concerns several packages in one pytest session over all of
+them, whose summary ends the output.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
     pytest = [PYTHON, "-m", "pytest", "--continue-on-collection-errors"]
     pytest += ["--numprocesses", str(TESTERS), "--dist", "loadfile"]  # a file's fixtures are made once
     pytest += ["--no-loadscope-reorder", "--durations", "30"]  # whole runs come first, and end beside the rest
+    pytest += _left_to_the_session(packages)
     interpreters = Stage(
         "interpreters",
         "environments of vLLM and SGLang for tests",
@@ -129,8 +131,21 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
         Stage("wheels", "all wheels into dist/ and .venv", lambda: _wheels(list(packages.values()))),
         *(dataclasses.replace(check, group="checks") for check in [interpreters, *checks]),
         Stage("tox", "each package's tests against its wheel, alone", _command(tox, 2100)),
-        Stage("session", "one pytest session over all wheels", _command(pytest, 3300)),
+        Stage("session", "what concerns all packages together, against all wheels", _command(pytest, 3300)),
     ]
+
+
+def _left_to_the_session(packages: dict[str, Package]) -> list[str]:
+    """The tests that no package's own environment runs."""
+    tests = [package.tests for package in packages.values() if package.tests.is_dir()]
+    within = [f"--ignore={folder}" for folder in tests if folder.is_relative_to(ROOT / "tests")]
+    shared = [
+        str(file)
+        for folder in tests
+        for file in sorted(folder.rglob("test_*.py"))
+        if "pytest.mark.shared_interpreter" in file.read_text(encoding="utf-8")
+    ]
+    return ["tests", *within, *shared]
 
 
 def _bytes(package: Package) -> int:
