@@ -1,12 +1,14 @@
-"""A Ray cluster of this machine alone, none of whose ports can be reached from another."""
+"""A Ray cluster of this machine alone: no port of it can be reached from another one, and it ends with its run."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["HOST", "on_loopback"]
+__all__ = ["HOST", "on_loopback", "without_sigterm"]
 
 HOST = "127.0.0.1"  #: Ray's processes listen there alone where a node has just this address, else on all interfaces
 _VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -33,3 +35,20 @@ def on_loopback() -> Iterator[None]:
             del os.environ[_VARIABLE]
         else:
             os.environ[_VARIABLE] = variable
+
+
+@contextmanager
+def without_sigterm() -> Iterator[None]:
+    """What is started in the block never hears SIGTERM, and neither do its children.
+
+    Schedulers send that signal to every process of a job. It asks the run to end; the processes of its cluster are
+    needed for its last checkpoint, and end with it.
+    """
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()  # through which this process itself still hears it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
