@@ -194,7 +194,7 @@ def _outlive_sigterm() -> None:
     """Have SIGTERM do nothing here: it asks the run to end, which needs its workers for the last checkpoint.
 
     Ray would end this process, and schedulers send the signal to every process. The handler is a function without
-    effects, which other than ``SIG_IGN`` is not inherited by what this process starts; there, the signal is let through.
+    effects, which other than ``SIG_IGN`` is not inherited by what this process starts: that hears the signal.
     """
     libc = ctypes.CDLL(None)  # Python would want the main thread for this
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

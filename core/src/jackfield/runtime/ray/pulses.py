@@ -92,7 +92,7 @@ class SignsOfLife:
     async def end_process(self) -> None:
         """Kill the process that has answered last; its death is noticed as every other is."""
         sign = self._last
-        if sign is None:
+        if sign is None or self._name in ENDS:  # it has ended, and the next one takes its time to start
             return
         text = silence(self._name, sign.process, self._silence, ", ".join(sign.doing[:_SHOWN]))
         ENDS[self._name] = text  # before those who wait for it notice
