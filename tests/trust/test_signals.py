@@ -163,12 +163,14 @@ def test_two_signals_end_at_once(
 def test_a_run_that_still_starts_ends_at_once(
     jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    """It has no boundary to reach: here, it reads tasks that never come, and may take an hour."""
-    os.mkfifo(tmp_path / "tasks.jsonl")
-    overrides = (f"data.train={tmp_path / 'tasks.jsonl'}", "checkpoint.grace=3600")
+    """It has no boundary to reach: here, it reads a model that never comes, and may take an hour."""
+    model = tmp_path / "model"
+    model.mkdir()
+    os.mkfifo(model / "config.json")
+    overrides = (f"model.path={model}", "checkpoint.grace=3600")
     command = jackfield.start("run", *quickstart_settings("starting", *overrides))
     with contextlib.ExitStack() as stack:
-        until(lambda: _opened_by_reader(tmp_path / "tasks.jsonl", stack), command)
+        until(lambda: _opened_by_reader(model / "config.json", stack), command)
         command.send(signal.SIGTERM)
         assert_ended(tmp_path / "starting", command.wait(60), signal.SIGTERM)
 

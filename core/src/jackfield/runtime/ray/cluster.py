@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import platform
 import secrets
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -22,8 +19,8 @@ from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunE
 from jackfield.plugins.interpreters import preflight
 from jackfield.pulse import SILENCE_SECONDS
 from jackfield.runtime.ray.host import Host, Place
-from jackfield.runtime.ray.loopback import HOST, on_loopback, without_sigterm
-from jackfield.runtime.ray.processes import children, see_gone, with_descendants
+from jackfield.runtime.ray.loopback import HOST, enter
+from jackfield.runtime.ray.processes import see_gone, with_descendants
 from jackfield.runtime.ray.pulses import SignsOfLife
 from jackfield.runtime.ray.stub import answer
 
@@ -38,7 +35,6 @@ _REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 #: Whether Ray prints which calls it makes again: those that wait for an actor. Who died is told anyway.
 _QUIET = "RAY_enable_output_error_log_if_still_retry"
-_NICE = "RAY_worker_niceness"  #: Ray's default gives its workers, which do the run's work, what all others leave
 
 
 @attrs.frozen(kw_only=True)
@@ -107,16 +103,7 @@ class Cluster:
             if options.address is not None:
                 await self._clock.wait_for(_reach(options.address), _REACH_SECONDS, f"the cluster {options.address}")
             # in this thread: what Ray starts would end with another one, and Ray has deadlines of its own here
-            before, handler = children(), signal.getsignal(signal.SIGTERM)
-            with contextlib.ExitStack() as starting:
-                if own:
-                    os.environ.setdefault(_NICE, "0")
-                    starting.enter_context(on_loopback())
-                    starting.enter_context(without_sigterm())
-                ray.init(address=options.address or "local", log_to_driver=False, configure_logging=False, **own)
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process before anything is put away
-            self._processes = [each for each in children() if each not in before] if own else []
+            self._processes = enter(options.address, own)
         except Exception as error:  # whatever Ray raises
             raise RunError(
                 f"the Ray cluster at {options.address} cannot be joined" if options.address else "Ray cannot start",

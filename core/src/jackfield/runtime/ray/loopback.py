@@ -1,21 +1,66 @@
-"""A Ray cluster of this machine alone: no port of it can be reached from another one, and it ends with its run."""
+"""Into a cluster; one of this machine alone has no port that can be reached from another, and ends with its run."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["HOST", "on_loopback", "without_sigterm"]
+from jackfield.runtime.ray.processes import children, see_gone
+
+if TYPE_CHECKING:
+    import psutil
+
+__all__ = ["HOST", "enter"]
 
 HOST = "127.0.0.1"  #: Ray's processes listen there alone where a node has just this address, else on all interfaces
+_NICE = "RAY_worker_niceness"  #: Ray's default gives its workers, which do the run's work, what all others leave
 _VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
+def enter(address: str | None, options: Mapping[str, Any]) -> list[psutil.Process]:
+    """Join the cluster at an address, or start one of this machine alone with ``options`` of Ray.
+
+    Returns:
+        what was started here: its processes directly below this one.
+    """
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        if address is None:
+            return _start(options)
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        return []
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process before anything is put away
+
+
+def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
+    """Once more where this machine is so busy that Ray's own deadline of 30 s has passed."""
+    import ray
+
+    os.environ.setdefault(_NICE, "0")
+    before = children()
+    for last in (False, True):
+        with _on_loopback(), _without_sigterm():
+            try:
+                ray.init(address="local", log_to_driver=False, configure_logging=False, **options)
+            except Exception:
+                see_gone([each for each in children() if each not in before], seconds=0.0)
+                if last:
+                    raise
+            else:
+                break
+    return [each for each in children() if each not in before]
+
+
 @contextmanager
-def on_loopback() -> Iterator[None]:
+def _on_loopback() -> Iterator[None]:
     """While a node is started in the block, Ray takes :data:`HOST` as it is.
 
     Otherwise it replaces this address by a public one, so that other nodes could join. What it does on Windows and
@@ -38,7 +83,7 @@ def on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def without_sigterm() -> Iterator[None]:
+def _without_sigterm() -> Iterator[None]:
     """What is started in the block never hears SIGTERM, and neither do its children.
 
     Schedulers send that signal to every process of a job. It asks the run to end; the processes of its cluster are

@@ -30,11 +30,11 @@ def with_descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def see_gone(processes: Iterable[psutil.Process]) -> None:
-    """Return when all of them are gone; kill those that will not go by themselves."""
+def see_gone(processes: Iterable[psutil.Process], seconds: float = _GONE_SECONDS) -> None:
+    """Return when all of them are gone; kill those that do not go by themselves within ``seconds``."""
     import psutil
 
-    _, left = psutil.wait_procs(list(processes), timeout=_GONE_SECONDS)
+    _, left = psutil.wait_procs(list(processes), timeout=seconds)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
