@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from jackfield.runtime.ray.processes import children, see_gone
+from jackfield.runtime.ray.processes import children, see_gone, with_descendants
 
 if TYPE_CHECKING:
     import psutil
@@ -50,13 +51,25 @@ def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
         with _on_loopback(), _without_sigterm():
             try:
                 ray.init(address="local", log_to_driver=False, configure_logging=False, **options)
-            except Exception:
-                see_gone([each for each in children() if each not in before], seconds=0.0)
+            except Exception as error:
+                family = [each for child in children() if child not in before for each in with_descendants(child)]
+                _end_nodes(error)
+                see_gone(family, seconds=0.0)
                 if last:
                     raise
             else:
                 break
     return [each for each in children() if each not in before]
+
+
+def _end_nodes(error: Exception) -> None:
+    """Ray forgets a node that did not start in time; it is in the frame in which this was found out."""
+    from ray._private.node import Node
+
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if isinstance(node, Node):
+            node.kill_all_processes(check_alive=False, wait=True)
 
 
 @contextmanager
