@@ -45,25 +45,15 @@ def send(name: str, pid: int) -> None:
 
 def state(pid: int) -> str:
     """Of a process, as Linux says it: T is stopped, Z has ended, X is not there any more."""
-    return _fields(pid)[0]
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 def lives(pid: int) -> bool:
     """Whether there is such a process, stopped or not."""
     return state(pid) not in "ZX"
-
-
-def of_session(session: int) -> list[int]:
-    """The living processes of the session of a command: those that it has started, and theirs, whatever their group."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if int((fields := _fields(pid))[3]) == session and fields[0] not in "ZX"]
-
-
-def _fields(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ["X", "0", "0", "0"]
 
 
 def children(pid: int) -> dict[int, str]:

@@ -25,7 +25,8 @@ class Stop:
     """Whether a run is to end before its time.
 
     Args:
-        grace: seconds between the first signal and the end of the process, whatever it does then.
+        grace: seconds between the first signal and the end of the process, whatever it does then; fewer where it has
+            only begun to start.
     """
 
     def __init__(self, grace: float) -> None:
