@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["children", "see_gone", "with_descendants"]
 
-_GONE_SECONDS = 5.0  #: for the processes of a cluster to be gone, after which they are killed
+_GONE_SECONDS = 2.0  #: for processes of a cluster, whose workers have put their things away, to go by themselves
 
 
 def children() -> list[psutil.Process]:
