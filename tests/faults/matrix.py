@@ -43,12 +43,17 @@ def send(name: str, pid: int) -> None:
     os.kill(pid, getattr(signal, f"SIG{name}"))
 
 
+def state(pid: int) -> str:
+    """Of a process, as Linux says it: T is stopped, Z has ended, X is not there any more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 def lives(pid: int) -> bool:
     """Whether there is such a process, stopped or not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return state(pid) not in "ZX"
 
 
 def children(pid: int) -> dict[int, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -155,3 +157,29 @@ def test_two_signals_end_at_once(
     assert 128 + signal.SIGINT == ended.code
     assert "Traceback" not in ended.error
     assert not (tmp_path / "twice" / "error.txt").exists()
+
+
+@pytest.mark.timeout(180)
+def test_a_run_that_still_starts_ends_at_once(
+    jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """It has no boundary to reach: here, it reads a model that never comes, and may take an hour."""
+    model = tmp_path / "model"
+    model.mkdir()
+    os.mkfifo(model / "config.json")
+    overrides = (f"model.path={model}", "checkpoint.grace=3600")
+    command = jackfield.start("run", *quickstart_settings("starting", *overrides))
+    with contextlib.ExitStack() as stack:
+        until(lambda: _opened_by_reader(model / "config.json", stack), command)
+        command.send(signal.SIGTERM)
+        assert_ended(tmp_path / "starting", command.wait(60), signal.SIGTERM)
+
+
+def _opened_by_reader(pipe: Path, stack: contextlib.ExitStack) -> bool:
+    """Whether a reader has opened a pipe; it then waits for what this process could write."""
+    try:
+        number = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    stack.callback(os.close, number)
+    return True

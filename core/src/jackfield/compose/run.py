@@ -50,6 +50,7 @@ from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.runtime.control import ControlServer
 from jackfield.runtime.replica_metrics import ReplicaMetrics
 from jackfield.runtime.replicas import Replicas
+from jackfield.runtime.workers import one_line
 from jackfield.trainer import Progress, post_finished, trainer_finished
 
 __all__ = [
@@ -188,14 +189,19 @@ def explore(
     """
     stop = stop or Stop(config.checkpoint.grace)
     with asyncio.Runner() as runner:
-        return runner.run(stop.bounded(explore_async(config, hooks=hooks, registry=registry)))
+        return runner.run(stop.bounded(explore_async(config, hooks=hooks, registry=registry, stop=stop)))
 
 
 async def explore_async(
-    config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None, clock: Clock | None = None
+    config: RunConfig,
+    *,
+    hooks: Sequence[object] = (),
+    registry: Registry | None = None,
+    clock: Clock | None = None,
+    stop: Stop | None = None,
 ) -> Explored:
     """The same inside of a running event loop."""
-    registry, clock = registry or discover(), clock or Clock()
+    registry, clock, stop = registry or discover(), clock or Clock(), stop or Stop(config.checkpoint.grace)
     name = f"explorer-{socket.gethostname()}-{os.getpid()}"
     folder = Path(config.folder) / "explorers" / name
     config = attrs.evolve(apart(config, "explore"), name=name, folder=str(folder))
@@ -207,7 +213,7 @@ async def explore_async(
             make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
             hook = prepared.hooks.hook
             parts = ExplorerParts(config, prepared.recipe, prepared.tasks, make_crew, hook, clock, "explore")
-            await _told(config, prepared.hooks, 0, parts.version, _explore(parts))
+            await _told(config, prepared.hooks, 0, parts.version, _explore(parts, stop), stop)
     return Explored(folder=folder, version=parts.version.value)
 
 
@@ -231,14 +237,19 @@ def reward(
     """
     stop = stop or Stop(config.checkpoint.grace)
     with asyncio.Runner() as runner:
-        return runner.run(stop.bounded(reward_async(config, hooks=hooks, registry=registry)))
+        return runner.run(stop.bounded(reward_async(config, hooks=hooks, registry=registry, stop=stop)))
 
 
 async def reward_async(
-    config: RunConfig, *, hooks: Sequence[object] = (), registry: Registry | None = None, clock: Clock | None = None
+    config: RunConfig,
+    *,
+    hooks: Sequence[object] = (),
+    registry: Registry | None = None,
+    clock: Clock | None = None,
+    stop: Stop | None = None,
 ) -> Rewarded:
     """The same inside of a running event loop."""
-    registry, clock = registry or discover(), clock or Clock()
+    registry, clock, stop = registry or discover(), clock or Clock(), stop or Stop(config.checkpoint.grace)
     folder = Path(config.folder) / "rewards"
     config = attrs.evolve(apart(config, "reward"), name="rewards", folder=str(folder))
     prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], "reward")
@@ -249,25 +260,27 @@ async def reward_async(
             make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
             hook = prepared.hooks.hook
             parts = RewardParts(config, prepared.recipe, prepared.tasks, make_crew, hook, clock, "reward")
-            groups = await _told(config, prepared.hooks, 0, parts.steps_done, _reward(parts))
+            groups = await _told(config, prepared.hooks, 0, parts.steps_done, _reward(parts, stop), stop)
     return Rewarded(folder=folder, groups=groups)
 
 
-async def _reward(parts: RewardParts) -> None:
+async def _reward(parts: RewardParts, stop: Stop) -> None:
     """Build, reward until the trainer has finished; end everything in reverse order, whatever happens."""
     seconds = parts.config.deadlines.batch + parts.config.deadlines.engine
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         pipeline = await parts.build(stack)
+        stop.begun()
         rewarding = tasks.create_task(pipeline.run())
         await trainer_finished(parts.queue, lambda: pipeline.groups, seconds)
         rewarding.cancel()
     await parts.steps_done.advance(pipeline.groups)
 
 
-async def _explore(parts: ExplorerParts) -> None:
+async def _explore(parts: ExplorerParts, stop: Stop) -> None:
     """Build, follow the trainer's weights, explore; end everything in reverse order, whatever happens."""
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         run = await parts.build(stack)
+        stop.begun()
         background = [tasks.create_task(part()) for part in (run.replicas.keep, run.weights.run)]
         await run.weights.first(parts.config.deadlines.batch)
         await _open_control(stack, parts.config, run.replicas, parts.clock)
@@ -285,7 +298,7 @@ def _recovery(config: RunConfig, folder: Path, error: WorkerLost) -> StartingPoi
     start = starting_point(attrs.evolve(config, checkpoint=attrs.evolve(config.checkpoint, resume=True)), folder)
     if start.checkpoint is None:
         raise error
-    logging.getLogger("jackfield").warning("%s; the run goes on after step %d", error.message, start.step)
+    logging.getLogger("jackfield").warning("%s; the run goes on after step %d", one_line(error), start.step)
     return start
 
 
@@ -300,14 +313,23 @@ async def _run(
 ) -> RunResult:
     folder, hooks = Path(config.folder), prepared.hooks
     parts = TrainerParts(config, prepared.recipe, prepared.tasks, make_crew, hooks.hook, clock, start.store, stop, role)
-    steps = await _told(config, hooks, start.step, parts.steps_done, _train(parts, folder, start))
+    steps = await _told(config, hooks, start.step, parts.steps_done, _train(parts, folder, start), stop)
     return RunResult(folder=folder, model=folder / "model", steps=steps, stopped=steps < config.schedule.steps)
 
 
 async def _told(
-    config: RunConfig, manager: HookManager, first_step: int, done: Progress, work: Coroutine[Any, Any, None]
+    config: RunConfig,
+    manager: HookManager,
+    first_step: int,
+    done: Progress,
+    work: Coroutine[Any, Any, None],
+    stop: Stop,
 ) -> int:
-    """Tell the hooks of beginning and end, and leave the traceback of a failure in the folder; the steps done."""
+    """Tell the hooks of beginning and end, and leave the traceback of a failure in the folder; the steps done.
+
+    Raises:
+        CancelledError: a signal has ended it, or a worker, which had perhaps got the same signal, died after it.
+    """
     folder, failure, stopped = Path(config.folder), None, False
     started = RunStarted(
         name=config.name,
@@ -325,6 +347,9 @@ async def _told(
         raise
     except BaseException as error:
         failure = _first(error, folder)
+        if stop.code is not None and isinstance(failure, WorkerLost):
+            failure, stopped = None, True
+            raise asyncio.CancelledError from error
         text = "".join(traceback.format_exception(error))
         with suppress(OSError):  # a full disk must not hide what failed
             (folder / "error.txt").write_text(text, encoding="utf-8", errors="backslashreplace")

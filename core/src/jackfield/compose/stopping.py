@@ -18,13 +18,15 @@ T = TypeVar("T")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _WORKING = 0.8  #: share of the grace in which a boundary may be reached; the rest is for closing
+_STARTING_SECONDS = 2.0  #: for what has only begun to start to be closed; it has nothing to save
 
 
 class Stop:
     """Whether a run is to end before its time.
 
     Args:
-        grace: seconds between the first signal and the end of the process, whatever it does then.
+        grace: seconds between the first signal and the end of the process, whatever it does then; fewer where it has
+            only begun to start.
     """
 
     def __init__(self, grace: float) -> None:
@@ -32,6 +34,7 @@ class Stop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._number = 0
         self._until = ""
+        self._begun = False
         self.requested = asyncio.Event()  #: set by the first signal
 
     @property
@@ -49,9 +52,14 @@ class Stop:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def begun(self) -> None:
+        """Everything has started: from now on, closing is worth waiting for."""
+        self._begun = True
+
     @contextlib.contextmanager
     def boundary(self, until: str) -> Iterator[None]:
         """What runs inside ends by itself soon after a signal, so that it is worth waiting for ``until`` then."""
+        self.begun()
         self._until = until
         try:
             yield
@@ -83,7 +91,8 @@ class Stop:
         self._number = number
         how = f"ending {self._until}, within {self._grace:g} s" if self._until else "ending"
         os.write(2, f"{signal.Signals(number).name}: {how}; a second signal ends at once\n".encode())
-        timer = threading.Timer(self._grace, _end_now, [number])
+        grace = self._grace if self._begun else min(self._grace, _STARTING_SECONDS)
+        timer = threading.Timer(grace, _end_now, [number])
         timer.daemon = True
         timer.start()
         if self._loop is None:

@@ -11,7 +11,7 @@ import xxhash
 
 from jackfield.errors import JackfieldError, QueueError, WorkerLost
 
-__all__ = ["ATTEMPTS", "Workers", "is_lost", "lost_keys", "resubmitted", "suppress_lost", "written_again"]
+__all__ = ["ATTEMPTS", "Workers", "is_lost", "lost_keys", "one_line", "resubmitted", "suppress_lost", "written_again"]
 
 T = TypeVar("T")
 
@@ -43,11 +43,12 @@ async def resubmitted(work: Callable[[], Awaitable[T]], what: str) -> T:
         try:
             return await work()
         except WorkerLost as error:
-            logging.getLogger("jackfield").warning("%s; %s is made again", _one_line(error), what)
+            logging.getLogger("jackfield").warning("%s; %s is made again", one_line(error), what)
     return await work()
 
 
-def _one_line(error: JackfieldError) -> str:
+def one_line(error: JackfieldError) -> str:
+    """What an error says, for a line of a log."""
     return f"{error.message} ({error.where}): {error.found}"
 
 

@@ -67,7 +67,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             ours = descendants(os.getpid()) - before
             assert ours, "a cluster has processes"
             os.kill(max(ours), signal.SIGSTOP)  # a worker's: it will not hear that it is to end
-            patch.setattr("jackfield.runtime.ray.cluster._GONE_SECONDS", 3.0)
             asyncio.run(made.close())
             assert set() == alive(ours), "a process of the cluster is left"
             assert [] == list(home.rglob("*token*")), "a token was written to the home folder"

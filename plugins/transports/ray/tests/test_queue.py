@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import secrets
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -17,8 +15,10 @@ import ray
 import torch
 
 from jackfield.abc.transfer_queue import GetRequest, PutRequest, TransferQueueContext
+from jackfield.clock import Clock
 from jackfield.errors import QueueError
 from jackfield.queue import dense_column
+from jackfield.runtime.ray import Cluster, ClusterOptions
 from jackfield_conformance import certify
 from jackfield_queue_machine import check_queue_against_model
 from jackfield_queue_model import check_against_model
@@ -33,28 +33,17 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a worker of Ray c
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """A small one, whose files are in no home folder. The token stays: a process of Ray reads it once."""
-    folder = tempfile.mkdtemp(prefix="jackfield")  # the path of a socket is short
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A small one, as a run starts it; nothing of it is in the user's home folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", folder)
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("OMP_NUM_THREADS", "1")
-        ray.init(
-            address="local",
-            num_cpus=1,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            object_store_memory=100 * 10**6,
-            _node_ip_address="127.0.0.2",
-            _temp_dir=folder,
-        )
+        made = Cluster(Clock(), start_seconds=120.0)
+        asyncio.run(made.open(ClusterOptions(num_cpus=1, object_store_bytes=100_000_000), needed_cpus=1))
         try:
             yield
         finally:
-            ray.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+            asyncio.run(made.close())
 
 
 @pytest.mark.timeout(180)

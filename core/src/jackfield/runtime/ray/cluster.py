@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import platform
 import secrets
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -22,8 +19,8 @@ from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunE
 from jackfield.plugins.interpreters import preflight
 from jackfield.pulse import SILENCE_SECONDS
 from jackfield.runtime.ray.host import Host, Place
-from jackfield.runtime.ray.loopback import HOST, on_loopback
-from jackfield.runtime.ray.processes import children, see_gone, with_descendants
+from jackfield.runtime.ray.loopback import HOST, enter
+from jackfield.runtime.ray.processes import see_gone, with_descendants
 from jackfield.runtime.ray.pulses import SignsOfLife
 from jackfield.runtime.ray.stub import answer
 
@@ -106,12 +103,7 @@ class Cluster:
             if options.address is not None:
                 await self._clock.wait_for(_reach(options.address), _REACH_SECONDS, f"the cluster {options.address}")
             # in this thread: what Ray starts would end with another one, and Ray has deadlines of its own here
-            before, handler = children(), signal.getsignal(signal.SIGTERM)
-            with on_loopback() if own else contextlib.nullcontext():
-                ray.init(address=options.address or "local", log_to_driver=False, configure_logging=False, **own)
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process before anything is put away
-            self._processes = [each for each in children() if each not in before] if own else []
+            self._processes = enter(options.address, own)
         except Exception as error:  # whatever Ray raises
             raise RunError(
                 f"the Ray cluster at {options.address} cannot be joined" if options.address else "Ray cannot start",

@@ -76,7 +76,7 @@ class Host:
         self._doing: dict[int, str] = {}
         self._calls = itertools.count()
         own_process()
-        _end_by_sigterm()
+        _outlive_sigterm()
         if os.path.isdir(folder):
             os.chdir(folder)
 
@@ -190,12 +190,16 @@ class Host:
         return WorkerLost(f"{self._name} died", where=self._name, found="its process was started again")
 
 
-def _end_by_sigterm() -> None:
-    """Have SIGTERM end this process at once, as without Ray.
+def _outlive_sigterm() -> None:
+    """Have SIGTERM do nothing here: it asks the run to end, which needs its workers for the last checkpoint.
 
-    Ray would first wait for the actor's calls to end, some of which never do, and begin no others.
+    Ray would end this process, and schedulers send the signal to every process. The handler is a function without
+    effects, which other than ``SIG_IGN`` is not inherited by what this process starts: that hears the signal.
     """
-    ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # Python would want the main thread for this
+    libc = ctypes.CDLL(None)  # Python would want the main thread for this
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal(int(signal.SIGTERM), ctypes.cast(libc.abs, ctypes.c_void_p))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _described(member: str, arguments: tuple[Any, ...]) -> str:

@@ -1,19 +1,79 @@
-"""A Ray cluster of this machine alone, none of whose ports can be reached from another."""
+"""Into a cluster; one of this machine alone has no port that can be reached from another, and ends with its run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["HOST", "on_loopback"]
+from jackfield.runtime.ray.processes import children, see_gone, with_descendants
+
+if TYPE_CHECKING:
+    import psutil
+
+__all__ = ["HOST", "enter"]
 
 HOST = "127.0.0.1"  #: Ray's processes listen there alone where a node has just this address, else on all interfaces
+_NICE = "RAY_worker_niceness"  #: Ray's default gives its workers, which do the run's work, what all others leave
 _VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
+def enter(address: str | None, options: Mapping[str, Any]) -> list[psutil.Process]:
+    """Join the cluster at an address, or start one of this machine alone with ``options`` of Ray.
+
+    Returns:
+        what was started here: its processes directly below this one.
+    """
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        if address is None:
+            return _start(options)
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        return []
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process before anything is put away
+
+
+def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
+    """Once more where this machine is so busy that Ray's own deadline of 30 s has passed."""
+    import ray
+
+    os.environ.setdefault(_NICE, "0")
+    before = children()
+    for last in (False, True):
+        with _on_loopback(), _without_sigterm():
+            try:
+                ray.init(address="local", log_to_driver=False, configure_logging=False, **options)
+            except Exception as error:
+                family = [each for child in children() if child not in before for each in with_descendants(child)]
+                _end_nodes(error)
+                see_gone(family, seconds=0.0)
+                if last:
+                    raise
+            else:
+                break
+    return [each for each in children() if each not in before]
+
+
+def _end_nodes(error: Exception) -> None:
+    """Ray forgets a node that did not start in time; it is in the frame in which this was found out."""
+    from ray._private.node import Node
+
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if isinstance(node, Node):
+            node.kill_all_processes(check_alive=False, wait=True)
+
+
 @contextmanager
-def on_loopback() -> Iterator[None]:
+def _on_loopback() -> Iterator[None]:
     """While a node is started in the block, Ray takes :data:`HOST` as it is.
 
     Otherwise it replaces this address by a public one, so that other nodes could join. What it does on Windows and
@@ -33,3 +93,20 @@ def on_loopback() -> Iterator[None]:
             del os.environ[_VARIABLE]
         else:
             os.environ[_VARIABLE] = variable
+
+
+@contextmanager
+def _without_sigterm() -> Iterator[None]:
+    """What is started in the block never hears SIGTERM, and neither do its children.
+
+    Schedulers send that signal to every process of a job. It asks the run to end; the processes of its cluster are
+    needed for its last checkpoint, and end with it.
+    """
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()  # through which this process itself still hears it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["children", "see_gone", "with_descendants"]
 
-_GONE_SECONDS = 15.0  #: for the processes of a cluster to be gone, after which they are killed
+_GONE_SECONDS = 2.0  #: for processes of a cluster, whose workers have put their things away, to go by themselves
 
 
 def children() -> list[psutil.Process]:
@@ -30,11 +30,11 @@ def with_descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def see_gone(processes: Iterable[psutil.Process]) -> None:
-    """Return when all of them are gone; kill those that will not go by themselves."""
+def see_gone(processes: Iterable[psutil.Process], seconds: float = _GONE_SECONDS) -> None:
+    """Return when all of them are gone; kill those that do not go by themselves within ``seconds``."""
     import psutil
 
-    _, left = psutil.wait_procs(list(processes), timeout=_GONE_SECONDS)
+    _, left = psutil.wait_procs(list(processes), timeout=seconds)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

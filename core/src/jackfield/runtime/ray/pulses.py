@@ -48,6 +48,7 @@ class SignsOfLife:
             watching.cancel()
 
     async def _watch(self) -> None:
+        self._heard()
         while True:
             await until_silent(self._heard, self._clock, self._silence)
             await self.end_process()
@@ -61,13 +62,17 @@ class SignsOfLife:
         question = self._question
         if question is not None and not question.done():
             return works
-        if question is not None and not question.cancelled() and question.exception() is None:
-            self._note(question.result())
         asked = self._handle.pulse.options(concurrency_group="pulse").remote()
         self._question = asyncio.wrap_future(asked.future())
+        self._question.add_done_callback(self._answered)
         return True
 
+    def _answered(self, question: asyncio.Future[Sign]) -> None:
+        if not question.cancelled() and question.exception() is None:  # of others, those tell who wait for the worker
+            self._note(question.result())
+
     def _note(self, sign: Sign) -> None:
+        self._note_death(sign.process)
         if not sign.ready:
             return
         if self._last is None or sign.process != self._last.process:
@@ -75,10 +80,19 @@ class SignsOfLife:
             ENDS.pop(self._name, None)
         self._last = sign
 
+    def _note_death(self, process: Process) -> None:
+        """Tell that the process before this one died, though nobody may have waited for it."""
+        last = self._last
+        if last is None or self._name in ENDS or process == last.process:
+            return
+        ENDS[self._name] = "its process was started again"
+        text = "%s (%s) died; its process was started again"
+        logging.getLogger("jackfield").warning(text, self._name, last.process)
+
     async def end_process(self) -> None:
         """Kill the process that has answered last; its death is noticed as every other is."""
         sign = self._last
-        if sign is None:
+        if sign is None or self._name in ENDS:  # it has ended, and the next one takes its time to start
             return
         text = silence(self._name, sign.process, self._silence, ", ".join(sign.doing[:_SHOWN]))
         ENDS[self._name] = text  # before those who wait for it notice

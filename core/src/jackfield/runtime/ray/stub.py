@@ -95,18 +95,24 @@ async def answer(reference: Any, name: str, waiting_for: str, seconds: float, cl
         raise
     except RayTaskError as error:
         cause = error.cause
+        if isinstance(cause, WorkerLost) and cause.where == name:  # it speaks of the process before it
+            raise _lost(name, str(cause.found)) from None
         if isinstance(cause, JackfieldError):
             raise cause from None
         raise RunError(
             f"{name} raised {type(cause).__name__}: {cause}", where=name, fix="the traceback is in error.txt"
         ) from error
     except RayActorError as error:
-        raise WorkerLost(
-            f"{name} died",
-            where=", ".join(filter(None, (name, PROCESSES.get(name)))),
-            found=ENDS.get(name) or _reason(str(error)),
-            fix="look at the worker's log in Ray's session folder; lack of memory is the usual reason",
-        ) from None
+        raise _lost(name, _reason(str(error))) from None
+
+
+def _lost(name: str, found: str) -> WorkerLost:
+    return WorkerLost(
+        f"{name} died",
+        where=", ".join(filter(None, (name, PROCESSES.get(name)))),
+        found=ENDS.get(name) or found,
+        fix="look at the worker's log in Ray's session folder; lack of memory is the usual reason",
+    )
 
 
 async def _awaited(reference: Any) -> Any:

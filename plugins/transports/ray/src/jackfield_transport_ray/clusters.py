@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import ray
 
 from jackfield.errors import QueueError
-from jackfield.runtime.ray.loopback import HOST, on_loopback
+from jackfield.runtime.ray.loopback import HOST, enter
 
 __all__ = ["joined"]
 
@@ -34,8 +33,7 @@ def joined(address: str | None, object_store_bytes: int | None) -> bool:
         if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would write one into the home folder
     try:
-        with on_loopback() if own else contextlib.nullcontext():
-            ray.init(address=address or "local", log_to_driver=False, configure_logging=False, **own)
+        enter(address, own)
     except Exception as error:  # whatever Ray raises
         raise QueueError(
             f"Ray cannot be reached: {type(error).__name__}: {error}",
