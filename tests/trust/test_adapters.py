@@ -31,6 +31,14 @@ LORA = (
 )
 
 
+#: The layers whose merged weights differ from the base's.
+LEARNT = {
+    "qwen3_moe": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "gpt2": {"c_attn", "c_proj", "c_fc"},
+    "qwen2_vl": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+}
+
+
 @pytest.fixture
 def model_of(made: Path, tmp_path: Path) -> Callable[[str], Path]:
     """A tiny model of an architecture, with the quickstart's tokenizer."""
@@ -76,13 +84,32 @@ def test_the_default_targets_are_trained_published_and_merged(
     from transformers import AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if architecture == "qwen2_vl" else AutoModelForCausalLM
-    ids = torch.tensor([[5, 6, 7, 8, 9]])
-    with torch.no_grad():
-        plain = kind.from_pretrained(base).eval()(input_ids=ids).logits
-        expected = PeftModel.from_pretrained(kind.from_pretrained(base), tmp_path / "adapter").eval()(input_ids=ids)
-        found = kind.from_pretrained(merged).eval()(input_ids=ids).logits
-    torch.testing.assert_close(found, expected.logits, rtol=0, atol=1e-4)
-    assert not torch.allclose(found, plain, rtol=0, atol=1e-3), "the adapter has learnt nothing"
+    adapted = PeftModel.from_pretrained(kind.from_pretrained(base), tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "by PEFT")
+    plain, expected, found = (
+        load_file(folder / "model.safetensors") for folder in (base, tmp_path / "by PEFT", merged)
+    )
+    assert plain.keys() == expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+    changed = {name.split(".")[-2] for name, tensor in plain.items() if not torch.equal(tensor, found[name])}
+    assert changed == LEARNT[architecture], "what the adapter has learnt"
+    kind.from_pretrained(merged)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("rank", "0"), ("rank", "-3"), ("alpha", "0"), ("dropout", "1.0"), ("dropout", "-0.1")]
+)
+def test_a_value_out_of_range_is_refused_by_its_own_name(
+    setting: str, value: str, jackfield: CommandServer, quickstart_settings: Callable[..., list[str]]
+) -> None:
+    """Before a run."""
+    options = quickstart_settings("lora", f"model.lora.{setting}={value}")
+    refused = jackfield("config", "validate", *options)
+    assert 1 == refused.code
+    assert refused.error.startswith("[config.invalid-value] "), refused.error
+    assert f"model.lora.{setting}" in refused.error
+    assert "target_modules" not in refused.error
 
 
 def test_experts_are_refused_before_anything_starts(

@@ -187,7 +187,11 @@ VISION_LANGUAGE: Mapping[str, Mapping[str, Any]] = {
     "idefics2": {},
     "idefics3": {},
     "internvl": {},
-    "llama4": {},
+    "llama4": {
+        "vision_config.vision_output_dim": 32,
+        "vision_config.projector_input_dim": 32,
+        "vision_config.projector_output_dim": 32,
+    },
     "llava": {},
     "llava_next": {},
     "llava_onevision": {},

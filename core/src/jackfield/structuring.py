@@ -96,6 +96,9 @@ def _explain(caught: BaseException, cls: Any, path: str, data: Any, error: type[
         expected, caught = "keys and values", _WrongType(f"{data!r} is {_article(type(data).__name__)}")
     code = "config.wrong-type" if isinstance(caught, _WrongType) else "config.invalid-value"
     detail = caught.args[0] if caught.args else caught
+    bound = re.match(r"'(\w+)' must be ([^:]*)", str(detail))  # attrs' own validators name the field in words alone
+    if bound and isinstance(data, Mapping) and bound[1] in data:
+        path, expected, data = f"{path}.{bound[1]}".lstrip("."), bound[2], data[bound[1]]
     return error(f"wrong value at {path}: {detail}", code=code, where=path, expected=expected, found=repr(data))
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import attrs
-from attrs.validators import ge, lt
+from attrs.validators import ge, gt, lt
 
 from jackfield.structuring import option
 
@@ -43,9 +43,9 @@ __all__ = [
 class LoraSpec:
     """A low-rank adapter, in the terms of PEFT's ``LoraConfig``."""
 
-    rank: int = option(8, help="rank of the update")
-    alpha: float = option(16.0, help="the update is scaled by alpha / rank")
-    dropout: float = option(0.0, help="dropout on the adapter's input, while training")
+    rank: int = option(8, help="rank of the update", validator=gt(0))
+    alpha: float = option(16.0, help="the update is scaled by alpha / rank", validator=gt(0.0))
+    dropout: float = option(0.0, help="dropout on the adapter's input, while training", validator=[ge(0.0), lt(1.0)])
     target_modules: tuple[str, ...] = option(
         (), help="names of the adapted layers; empty: every linear layer of the language model except the output layer"
     )

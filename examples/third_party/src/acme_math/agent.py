@@ -15,17 +15,20 @@ class Config:
 
 
 class PatientAgent(AgentLoopBase):
-    """Asks until there is a final line, ``config.tries`` times at most; the last answer counts."""
+    """Asks until there is a final line, ``config.tries`` times at most, while tokens are left; the last counts."""
 
     async def run(self, sampling_params, **fields):
         prompt, sampling = self.context.tokenizer.encode_chat(fields["messages"]), SamplingParams(**sampling_params)
         if len(prompt) > (self.context.max_prompt_tokens or len(prompt)):
             raise DataError("the prompt is too long", code="data.prompt-too-long")
+        stops, left = {*sampling.stop_token_ids, *self.context.tokenizer.end_token_ids}, sampling.max_new_tokens
         for attempt in range(self.config.tries):
-            again = attrs.evolve(sampling, seed=None if sampling.seed is None else sampling.seed + attempt)
+            seed = None if sampling.seed is None else sampling.seed + attempt
+            again = attrs.evolve(sampling, seed=seed, max_new_tokens=left, stop_token_ids=tuple(sorted(stops)))
             name = f"{self.context.run_id}/patient/{next(numbers)}"
             answer = await self.context.generate(GenerateRequest(request_id=name, prompt_ids=prompt, sampling=again))
-            if "####" in self.context.tokenizer.decode(answer.token_ids) or answer.finish_reason == "abort":
+            left -= len(answer.token_ids)
+            if "####" in self.context.tokenizer.decode(answer.token_ids) or answer.finish_reason == "abort" or left < 1:
                 break
         if not answer.token_ids:
             return AgentLoopOutput(sequences=())

@@ -26,6 +26,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"rope_parameters": {**_FULL, "original_max_position_embeddings": LIMIT}, "max_position_embeddings": 64},
     ),
+    "longrope of phimoe": (  # a scale for each side, and the frequencies of the short one
+        "phimoe",
+        {
+            "rope_parameters": {
+                **_FULL, "original_max_position_embeddings": LIMIT, "short_mscale": 1.1, "long_mscale": 1.6,
+            },
+            "max_position_embeddings": 64,
+            "num_local_experts": 4,
+        },
+    ),
     "dynamic": (
         "qwen3",
         {
@@ -66,8 +76,9 @@ def sided_rows(kit: ModuleType) -> Rows:
 
 
 def fresh(folder: Path) -> Any:
-    """In float64."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    """In float64, for which there is no kernel of grouped experts."""
+    config = AutoConfig.from_pretrained(folder, experts_implementation="eager", attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).eval()
 
 
 def alone(folder: Path, row: dict[str, list[Any]]) -> torch.Tensor:

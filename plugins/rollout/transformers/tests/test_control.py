@@ -430,6 +430,7 @@ _LONGROPE = {
         ({"rope_parameters": _LONGROPE}, 128, "max_model_len of at most 16"),
         ({"rope_parameters": _LONGROPE}, 16, None),
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 16, None),
+        ({"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": 16}, 128, "max_model_len of at most 16"),
     ],
 )
 def test_architectures(

@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig
 
 __all__ = ["Dropout"]
 
-_RANDOM = re.compile(r"(?<!x)drop|jitter")  # "xdrope" is a rotary embedding
+#: "xdrope" is a rotary embedding; "router_jitter_noise" of PhiMoE's routers is the width of a mask, in inference, too
+_RANDOM = re.compile(r"(?<!x)drop|(?<!router_)jitter")
 #: never a dropout probability: what skips whole layers (ranks would gather different ones), and noise
 _ALWAYS_OFF = re.compile(r"layer_?drop|drop_?path|drop_?connect|jitter")
 

@@ -46,7 +46,7 @@ def torch_dtype(name: str) -> torch.dtype:
         raise EngineError(
             f"unknown dtype {name!r}",
             code="config.invalid-value",
-            where="ModelSpec.dtype",
+            where="model.dtype",
             expected="one of " + ", ".join(sorted(DTYPES)),
             found=repr(name),
         )
@@ -86,7 +86,7 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
         raise EngineError(
             f"no model in the folder {spec.path!r}",
             code="engine.model",
-            where="ModelSpec.path",
+            where="model.path",
             expected="a Hugging Face folder with config.json and weights",
             found="no config.json" if folder.is_dir() else "no such folder",
             fix="give a folder that save_pretrained() wrote or that was downloaded before",
@@ -106,7 +106,7 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
         raise EngineError(
             f"the model in {spec.path!r} cannot be loaded: {caught}",
             code="engine.model",
-            where="ModelSpec.path",
+            where="model.path",
             expected=f"weights that transformers loads as a causal language model with {attention} attention",
             found=type(caught).__name__,
         ) from caught
@@ -125,7 +125,7 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
         enable({"use_reentrant": False})
     except ValueError as caught:
         raise EngineError(
-            str(caught), code="config.invalid-value", where="ModelSpec.gradient_checkpointing", fix="set it to false"
+            str(caught), code="config.invalid-value", where="model.gradient_checkpointing", fix="set it to false"
         ) from caught
 
 
@@ -136,7 +136,7 @@ def _refuse_missing_weights(path: str, report: dict[str, Any]) -> None:
         raise EngineError(
             f"the model folder {path!r} lacks {len(missing)} weights",
             code="engine.model",
-            where="ModelSpec.path",
+            where="model.path",
             expected="every weight of the architecture that config.json names",
             found="no " + ", ".join(missing[:4]) + (" …" if len(missing) > 4 else ""),
         )
@@ -194,7 +194,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> PeftModel:
         raise EngineError(
             f"the adapter does not fit the model: {caught}",
             code="config.invalid-value",
-            where="ModelSpec.lora.target_modules",
+            where="model.lora.target_modules",
             fix=f"choose from {_last_names(layers)}",
         ) from caught
     _refuse_stacked(adapted, layers)
@@ -217,7 +217,7 @@ def _refuse_stacked(adapted: PeftModel, layers: dict[str, nn.Module]) -> None:
         raise EngineError(
             "adapters of these layers cannot be published to rollout servers",
             code="config.invalid-value",
-            where="ModelSpec.lora.target_modules",
+            where="model.lora.target_modules",
             expected="linear layers",
             found=", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
             fix=f"set target_modules to some of {_last_names(layers)}",

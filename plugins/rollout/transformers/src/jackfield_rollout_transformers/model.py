@@ -146,13 +146,15 @@ def _model_limit(settings: Any, wanted: int | None) -> int:
 
 def _check_architecture(path: str, settings: Any, limit: int) -> None:
     """Refuse what is known to need more than plain causal attention; ``selfcheck`` finds what is not known."""
-    window = getattr(settings, "sliding_window", None)
+    window, chunk = (getattr(settings, name, None) for name in ("sliding_window", "attention_chunk_size"))
     kinds = set(getattr(settings, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
-    if "sliding_attention" in kinds and window is not None and limit <= window:
-        kinds.discard("sliding_attention")  # no token is ever out of the window
+    for kind, reach in (("sliding_attention", window), ("chunked_attention", chunk)):
+        if reach is not None and limit <= reach:
+            kinds.discard(kind)  # no token is ever out of reach
     strange = sorted(kinds - {"full_attention"})
     if strange:
-        hint = f" (or max_model_len of at most {window})" if window else ""
+        reach = min(filter(None, (window, chunk)), default=None)
+        hint = f" (or max_model_len of at most {reach})" if reach else ""
         raise unusable(path, f"layers with full attention{hint}", ", ".join(strange))
     if getattr(settings, "is_encoder_decoder", False):
         raise unusable(path, "a decoder-only model", "an encoder-decoder model")
