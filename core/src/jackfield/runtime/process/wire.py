@@ -69,6 +69,8 @@ def decode(cls: Any, value: Any) -> Any:
             refused = refused.exceptions[0]
         if refused is None:
             raise
+        if isinstance(value, Mapping) and "request_id" in value:
+            refused.where = f"request {value['request_id']!r}, {refused.where}"
         raise refused from None
 
 
