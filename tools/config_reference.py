@@ -20,7 +20,7 @@ import yaml
 from jackfield.config import PluginSection, RunConfig
 from jackfield.plugins import discover
 from jackfield.queue import SAMPLERS
-from jackfield.structuring import unstructure
+from jackfield.structuring import range_of, unstructure
 from packages import ROOT
 
 __all__ = ["reference"]
@@ -108,7 +108,8 @@ def _rows(cls: type, path: str, given: object, nested: bool) -> Iterator[str]:
         if inner is PluginSection:
             yield _row(name, "plugin", f"`{_default_of(field).name}`", text)
         elif inner is None or "None" in str(field.type):
-            yield _row(name, _type(str(field.type)), _default(field, given), text)
+            kind = f"{_type(str(field.type))} {range_of(field.validator)}".strip()
+            yield _row(name, kind, _default(field, given), text)
         if inner is not None and nested:
             yield from _rows(inner, name, _default_of(field), nested)
 

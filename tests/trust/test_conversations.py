@@ -267,3 +267,28 @@ def test_a_template_that_does_not_fit_is_refused(trials: Trials, template: str, 
     """It leaves out an earlier answer, or its prompt is not the beginning of the whole: nothing is trained on."""
     records = [{"prompt": [QUESTION], "completion": [assistant("5 + 3"), tool("8"), assistant("8 apples")]}]
     trials.refused(code, records, SFT_FORM, line=1, chat_template=template)
+
+
+def test_messages_that_a_table_stores_as_texts(trials: Trials) -> None:
+    """As JSON, and in Python's notation, which pandas writes into CSV; what is no list of messages stays a text."""
+    prompt, answer = [SYSTEM, QUESTION], [assistant("5 + 3 8")]
+    texts = ['[{"name": "Tom", "apples": 8}]', "[8]", '{"role": "assistant", "content": "8"}', '[{"role": "assistant"']
+    texts.append('[{"role": "wizard", "content": "8"}]')
+    records = [
+        {"prompt": json.dumps(prompt), "completion": json.dumps(answer, indent=1)},
+        {"prompt": repr(prompt), "completion": repr(answer)},
+        *({"prompt": QUESTION["content"], "completion": text} for text in texts),
+    ]
+    rows = trials.rows(records, {"prompt_key": "prompt", "response_key": "completion"})
+    for line in (1, 2):
+        trials.same(rows[line][0], prompt, answer)
+    for line, text in enumerate(texts, start=3):
+        assert trials.tokenizer.encode(f"{text}<end>") == rows[line][0]["response_ids"]
+
+
+def test_preferences_that_a_table_stores_as_texts(trials: Trials) -> None:
+    record = {"chosen": [QUESTION, assistant("5 + 3 8")], "rejected": [QUESTION, assistant("2")]}
+    form = {"prompt_key": None, "response_key": "chosen", "rejected_key": "rejected"}
+    [better, worse] = trials.rows([{key: json.dumps(value) for key, value in record.items()}], form, **DPO)[1]
+    trials.same(better, [QUESTION], record["chosen"][1:])
+    trials.same(worse, [QUESTION], record["rejected"][1:])

@@ -352,3 +352,71 @@ def test_a_ledger_that_is_damaged_after_the_checkpoint_is_cut_there(copied: Path
     assert "ledger.jsonl is damaged after the checkpoint" in ended.error
     assert [1, 2, 3] == steps(copied)
     assert before == ledger.read_bytes()[: len(before)]
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every file and folder of a run, but for the lock that says who looked at it last."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.name != ".lock"}
+    return {name: path.read_bytes() if path.is_file() else None for name, path in found.items()}
+
+
+def break_ledger(folder: Path) -> None:
+    ledger = folder / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes()[: ledger.stat().st_size // 2])  # in the middle of a line
+
+
+def flip_ledger(folder: Path) -> None:
+    content = bytearray((folder / "ledger.jsonl").read_bytes())
+    content[len(content) // 3] ^= 1
+    (folder / "ledger.jsonl").write_bytes(content)
+
+
+def break_every_checkpoint(folder: Path) -> None:
+    for name in (OLDER, NEWER):
+        (folder / "checkpoints" / name / "state.json").write_text("[]")
+
+
+def break_newer(folder: Path) -> None:
+    """The newest whole checkpoint is of a run with other data."""
+    (folder / "checkpoints" / NEWER / "manifest.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "given"),
+    [
+        (break_ledger, "queue.ledger", ""),
+        (flip_ledger, "queue.ledger", ""),
+        (lambda folder: (folder / "ledger.jsonl").unlink(), "queue.ledger", ""),
+        (break_every_checkpoint, "run.checkpoint-damaged", ""),
+        (break_newer, "run.changed", "seed=9"),
+    ],
+    ids=["half a ledger", "a bit of the ledger", "no ledger", "every checkpoint", "another run"],
+)
+def test_a_refused_start_changes_nothing(
+    run: Start, copied: Path, damage: Callable[[Path], None], code: str, given: str
+) -> None:
+    """Nothing is repaired, renamed or removed, and nothing is said of going on."""
+    (copied / "checkpoints" / "step_00000003.partial").mkdir()
+    damage(copied)
+    before = contents(copied)
+    ended = run(*filter(None, [given]))
+    refused(ended, code)
+    assert before == contents(copied)
+    assert "resumed" not in ended.out + ended.error
+    if code == "queue.ledger":
+        size = f"{len(before['ledger.jsonl'])} bytes" if "ledger.jsonl" in before else "no file"
+        assert size in ended.error or damage is flip_ledger, ended.error
+
+
+def test_a_manifest_that_is_no_object_is_damaged(run: Start, copied: Path) -> None:
+    """JSON of another kind: the newest whole checkpoint is taken, and the message is not Python's."""
+    (copied / "checkpoints" / NEWER / "manifest.json").write_text("[]")
+    ended = run()
+    assert 0 == ended.code, ended.error
+    assert "TypeError" not in ended.error
+    assert f"{NEWER}/manifest.json" in ended.error
+    for manifest in copied.glob("checkpoints/step_????????/manifest.json"):
+        manifest.write_text("[]")
+    ended = run(steps=4)
+    refused(ended, "run.checkpoint-damaged")
+    assert "TypeError" not in ended.error

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import shutil
 import socket
 import threading
@@ -229,6 +230,107 @@ def test_the_ways_of_http(served: Served) -> None:
     headers = {"Content-Type": "application/json; charset=nonsense"}
     assert 200 == served.post({"model": "policy", "prompt": [5], "max_tokens": 1}, **headers)[0]
     assert 400 == served.post(None, raw=b"no gzip", **{"Content-Encoding": "gzip"})[0]
+
+
+#: What OpenAI refuses of messages: field and code of its error.
+WRONG_MESSAGES: list[tuple[Any, str, str]] = [
+    ({"role": "wizard", "content": "a"}, ".role", "invalid_value"),
+    ({"role": 5, "content": "a"}, ".role", "invalid_type"),
+    ({"content": "a"}, ".role", "missing_required_parameter"),
+    ("a", "", "invalid_type"),
+    ({"role": "user"}, ".content", "missing_required_parameter"),
+    ({"role": "user", "content": None}, ".content", "invalid_type"),
+    ({"role": "user", "content": 5}, ".content", "invalid_type"),
+    ({"role": "user", "content": {"text": "a"}}, ".content", "invalid_type"),
+    ({"role": "user", "content": []}, ".content", "invalid_value"),
+    ({"role": "user", "content": ["a"]}, ".content[0]", "invalid_type"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ".content[0]", "invalid_value"),
+    ({"role": "user", "content": [{"type": "text"}]}, ".content[0].text", "missing_required_parameter"),
+    ({"role": "user", "content": "a", "tool_calls": []}, ".tool_calls", "unknown_parameter"),
+    ({"role": "user", "content": "a", "colour": 1}, ".colour", "unknown_parameter"),
+    ({"role": "user", "content": "a", "name": 5}, ".name", "invalid_type"),
+    ({"role": "system", "content": None}, ".content", "invalid_type"),
+    ({"role": "assistant", "content": None}, ".content", "invalid_type"),
+    ({"role": "assistant", "content": None, "tool_calls": []}, ".tool_calls", "invalid_value"),
+    ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, ".tool_calls[0].type", "missing_required"),
+    ({"role": "tool", "content": "5"}, ".tool_call_id", "missing_required_parameter"),
+]
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+#: What OpenAI takes.
+RIGHT_MESSAGES: list[dict[str, Any]] = [
+    {"role": "developer", "content": "a"},
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "tom"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "assistant", "content": "a", "refusal": None},
+    {"role": "tool", "content": "5", "tool_call_id": "1"},
+]
+
+
+def test_messages_have_openais_rules(served: Served) -> None:
+    """Of roles, contents and tool calls; a user has none of these."""
+    chat, more = "/v1/chat/completions", {"model": "policy", "max_tokens": 1}
+    for message, field, code in WRONG_MESSAGES:
+        status, answer = served.post({**more, "messages": [{"role": "user", "content": "a"}, message]}, chat)
+        error = answer["error"]
+        assert (400, "invalid_request_error") == (status, error["type"]), (message, answer)
+        assert error["code"].startswith(code), (message, answer)
+        assert str(error["param"]).startswith(f"messages[1]{field}"), (message, answer)
+    for message in RIGHT_MESSAGES:
+        status, answer = served.post({**more, "messages": [message, {"role": "user", "content": "a"}]}, chat)
+        assert 200 == status, (message, answer)
+
+
+_POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+MALFORMED = {
+    "garbage": b"\x16\x03\x01 nonsense\r\n\r\n",
+    "negative length": _POST + b"Content-Length: -5\r\n\r\n",
+    "two lengths": _POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+    "bad chunk": _POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
+    "long header": _POST + b"X-Long: " + b"a" * 100_000 + b"\r\n\r\n",
+    "false gzip": _POST + b"Content-Encoding: gzip\r\nContent-Length: 7\r\n\r\nno gzip",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_no_http(served: Served, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """OpenAI's form, a code of the guide's table, and one line of the log at most, without a traceback."""
+    caplog.set_level(logging.INFO)
+    with contextlib.closing(served.connect()) as wire:
+        with contextlib.suppress(ConnectionError):  # the answer may come before everything is sent
+            wire.sendall(MALFORMED[name])
+        response = http.client.HTTPResponse(wire)
+        response.begin()
+        body = json.loads(response.read())
+    assert 400 == response.status
+    assert "application/json" == response.headers.get_content_type()
+    assert "invalid_request_error" == body["error"]["type"]
+    assert body["error"]["code"] in ("invalid_request", "invalid_body")
+    assert len(body["error"]["message"]) < 500
+    told = [record for record in caplog.records if record.name.startswith(("aiohttp", "jackfield", "asyncio"))]
+    assert len(told) <= 1, told
+    assert not any(record.exc_info for record in told)
+
+
+def test_codes_are_those_of_the_guide(served: Served) -> None:
+    """Each code that a wrong request gets is in the table, and messages speak of the client's parameters."""
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "openai_clients.md").read_text()
+    bodies = [{"prompt": [5], "model": "policy", field: value} for field in WRONG for value in WRONG[field]]
+    for body in [*bodies, {"prompt": [5]}, {"prompt": [5], "model": "policy", "max_tokens": "1"}]:
+        _, answer = served.post(None, raw=json.dumps(body).encode())
+        error = answer["error"]
+        assert f"`{error['code']}`" in guide, answer
+        for jargon in ("[config.", "[rollout.", "sampling.", "max_new_tokens", "max_model_len", "jackfield config"):
+            assert jargon not in error["message"], answer
+
+
+def test_a_number_is_no_text_and_top_p_may_be_nothing(served: Served) -> None:
+    """A text is no number, as for OpenAI; ``top_p: 0``, which is in OpenAI's range, keeps the likeliest token alone."""
+    body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4, "return_token_ids": True}
+    for field in ("temperature", "top_p", "min_p", "n", "seed", "max_tokens"):
+        assert (400, "invalid_type") == _status_and_code(served.post({**body, field: "1"}))
+    greedy = served.post({**body, "temperature": 0})[1]["choices"][0]["token_ids"]
+    assert greedy == served.post({**body, "top_p": 0, "temperature": 2})[1]["choices"][0]["token_ids"]
 
 
 def _status_and_code(answered: Any) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from cattrs.errors import ForbiddenExtraKeysError
 
 from jackfield.errors import ConfigError, JackfieldError, RolloutError
 
-__all__ = ["option", "structure", "unstructure"]
+__all__ = ["option", "range_of", "structure", "unstructure"]
 
 T = TypeVar("T")
 
@@ -31,7 +31,9 @@ def option(default: Any = attrs.NOTHING, *, help: str, factory: Any = None, vali
     return attrs.field(default=default, validator=validator, metadata={"help": help})
 
 
-def structure(cls: type[T], data: Any, where: str = "", error: type[JackfieldError] = ConfigError) -> T:
+def structure(
+    cls: type[T], data: Any, where: str = "", error: type[JackfieldError] = ConfigError, *, finite: bool = True
+) -> T:
     """Make an instance of the attrs class ``cls`` from plain values.
 
     Args:
@@ -39,6 +41,7 @@ def structure(cls: type[T], data: Any, where: str = "", error: type[JackfieldErr
         data: what YAML, TOML or JSON yields.
         where: the path of ``data`` itself, the prefix of paths in errors.
         error: the class of the errors raised.
+        finite: refuse numbers that a float32 or an int64 cannot hold, NaN and infinity among them.
 
     Raises:
         JackfieldError: of class ``error`` with ``config.unknown-key`` (with a suggestion), ``config.missing-key``,
@@ -53,7 +56,7 @@ def structure(cls: type[T], data: Any, where: str = "", error: type[JackfieldErr
             found=f"{type(data).__name__} {data!r}",
         )
     try:
-        return _CONVERTER.structure(data, cls)
+        return (_CONVERTER if finite else _ANY_NUMBER).structure(data, cls)
     except Exception as caught:  # cattrs groups whatever a field's hook raised
         refusal = _explain(caught, cls, where, data, error)
         if refusal.fix is None and error is ConfigError:
@@ -66,17 +69,26 @@ def unstructure(value: Any) -> Any:
     return _CONVERTER.unstructure(value)
 
 
-def _explain(caught: BaseException, cls: Any, path: str, data: Any, error: type[JackfieldError]) -> JackfieldError:
+def _explain(
+    caught: BaseException, cls: Any, path: str, data: Any, error: type[JackfieldError], bounds: str = ""
+) -> JackfieldError:
     """The first leaf of cattrs' tree of errors, as one of ours."""
     if isinstance(caught, JackfieldError):
         return _in_configuration(caught, path, error) if isinstance(caught, RolloutError) else caught
+    if _is_union(cls) and len(members := [one for one in typing.get_args(cls) if one is not type(None)]) == 1:
+        (cls,) = members  # whose own path follows
     if isinstance(caught, ClassValidationError | IterableValidationError):
         noted, others = caught.group_exceptions()
         extra = [other for other in others if isinstance(other, ForbiddenExtraKeysError)]
         if extra:
             return _unknown_key(extra[0], path, error)
         if not noted:  # a validator of the class refused
-            return _explain(others[0], cls, path, data, error)
+            field = _out_of_range(cls, data)
+            if field is None:
+                return _explain(others[0], cls, path, data, error)
+            cls, path, data, caught = field.type, f"{path}.{field.name}".lstrip("."), data[field.name], others[0]
+            expected = f"{_type_name(cls)} {range_of(field.validator)}".strip()
+            return _wrong_value(caught, path, expected, data, error)
         leaf, note = noted[0]
         name: Any = getattr(note, "name", getattr(note, "index", None))
         inner = f"{path}[{name}]" if isinstance(caught, IterableValidationError) else f"{path}.{name}".lstrip(".")
@@ -90,19 +102,49 @@ def _explain(caught: BaseException, cls: Any, path: str, data: Any, error: type[
                 found="nothing",
             )
         value = _lookup(data, name)
-        return _explain(leaf, note.type, inner, value, error)
-    expected = _type_name(cls)
+        field = attrs.fields_dict(cls).get(str(name)) if attrs.has(cls) else None
+        return _explain(leaf, note.type, inner, value, error, range_of(field.validator) if field else "")
+    expected = f"{_type_name(cls)} {bounds}".strip()
     if attrs.has(cls) and not isinstance(data, Mapping):
         expected, caught = "keys and values", _WrongType(f"{data!r} is {_article(type(data).__name__)}")
+    return _wrong_value(caught, path, expected, data, error)
+
+
+def _wrong_value(
+    caught: BaseException, path: str, expected: str, data: Any, error: type[JackfieldError]
+) -> JackfieldError:
+    if isinstance(caught, JackfieldError):
+        return _in_configuration(caught, path.rpartition(".")[0], error)
     code = "config.wrong-type" if isinstance(caught, _WrongType) else "config.invalid-value"
     detail = caught.args[0] if caught.args else caught
-    bound = re.match(r"'(\w+)' must be ([^:]*)", str(detail))  # attrs' own validators name the field in words alone
-    if bound and isinstance(data, Mapping) and bound[1] in data:
-        path, expected, data = f"{path}.{bound[1]}".lstrip("."), bound[2], data[bound[1]]
-    return error(f"wrong value at {path}: {detail}", code=code, where=path, expected=expected, found=repr(data))
+    return error(f"wrong value at {path}: {detail}", code=code, where=path, expected=expected, found=repr(data)[:200])
 
 
-def _in_configuration(caught: RolloutError, path: str, error: type[JackfieldError]) -> JackfieldError:
+def _out_of_range(cls: Any, data: Any) -> Any:
+    """The first given field of the class whose validator refuses its value; None: it is none of them."""
+    fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
+    given = {field.name: _CONVERTER.structure(data[field.name], field.type) for field in fields if field.name in data}
+    made = types.SimpleNamespace(**{field.name: field.default for field in fields} | given)
+    for field in fields:
+        if field.validator is not None and field.name in given:
+            try:
+                field.validator(made, field, given[field.name])
+            except Exception:
+                return field
+    return None
+
+
+def range_of(validator: Any) -> str:
+    """What validators of attrs ask of a number: ``>= 0 and < 1``."""
+    for inner in ("validator", "member_validator"):
+        if hasattr(validator, inner):
+            return range_of(getattr(validator, inner))
+    if hasattr(validator, "_validators"):
+        return " and ".join(filter(None, map(range_of, validator._validators)))
+    return f"{validator.compare_op} {validator.bound:g}" if hasattr(validator, "compare_op") else ""
+
+
+def _in_configuration(caught: JackfieldError, path: str, error: type[JackfieldError]) -> JackfieldError:
     """What a class of a contract refuses, said of the settings it was to be made from."""
     name = str(caught.where or "").rpartition(".")[2]
     where = f"{path}.{name}".strip(".")
@@ -140,6 +182,8 @@ def _unknown_key(caught: ForbiddenExtraKeysError, path: str, error: type[Jackfie
 def _type_name(cls: Any) -> str:
     if typing.get_origin(cls) is Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(cls))
+    if _is_union(cls):
+        return " | ".join("None" if one is type(None) else _type_name(one) for one in typing.get_args(cls))
     return cls.__name__ if isinstance(cls, type) and not typing.get_args(cls) else re.sub(r"\w+\.(?=\w)", "", str(cls))
 
 
@@ -167,6 +211,23 @@ def _float(value: Any, _: Any) -> float:
     return float(value)
 
 
+_LARGEST_FLOAT, _LARGEST_INT = 3.4028234663852886e38, 2**63 - 1
+
+
+def _finite(value: Any, cls: Any) -> float:
+    number = _float(value, cls) if not isinstance(value, int) or isinstance(value, bool) or abs(value) < 2**63 else None
+    if number is None or not abs(number) <= _LARGEST_FLOAT:
+        raise ValueError(f"{str(value)[:40]} is not a number that a float32 holds")
+    return number
+
+
+def _int64(value: Any, cls: Any) -> int:
+    number: int = _strictly(int)(value, cls)
+    if not -_LARGEST_INT - 1 <= number <= _LARGEST_INT:
+        raise ValueError(f"{str(number)[:40]} is not a number of 64 bits")
+    return number
+
+
 def _article(noun: str) -> str:
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
@@ -185,7 +246,7 @@ def _is_union(cls: Any) -> bool:
     return typing.get_origin(cls) in (Union, types.UnionType)
 
 
-def _union(value: Any, cls: Any) -> Any:
+def _union(converter: Converter, value: Any, cls: Any) -> Any:
     members = typing.get_args(cls)
     if value is None and type(None) in members:
         return None
@@ -194,7 +255,7 @@ def _union(value: Any, cls: Any) -> Any:
         if member is type(None):
             continue
         try:
-            return _CONVERTER.structure(value, member)
+            return converter.structure(value, member)
         except Exception as caught:
             failures.append(caught)
     if len(failures) == 1:
@@ -202,14 +263,14 @@ def _union(value: Any, cls: Any) -> Any:
     raise _WrongType(f"{value!r} is not {_type_name(cls)}")
 
 
-def _make_converter() -> Converter:
+def _make_converter(integer: Any, number: Any) -> Converter:
     converter = Converter(forbid_extra_keys=True, detailed_validation=True)
     converter.register_structure_hook(bool, _strictly(bool))
-    converter.register_structure_hook(int, _strictly(int))
+    converter.register_structure_hook(int, integer)
     converter.register_structure_hook(str, _strictly(str))
-    converter.register_structure_hook(float, _float)
+    converter.register_structure_hook(float, number)
     converter.register_structure_hook_func(_is_literal, _literal)
-    converter.register_structure_hook_func(_is_union, _union)
+    converter.register_structure_hook_func(_is_union, functools.partial(_union, converter))
     for predicate, make_hook in (
         (cols.is_sequence, cols.list_structure_factory),
         (_is_homogeneous_tuple, cols.homogenous_tuple_structure_factory),
@@ -234,4 +295,4 @@ def _sequence(make_hook: Any, cls: Any, converter: Converter) -> Any:
     return hook
 
 
-_CONVERTER = _make_converter()
+_CONVERTER, _ANY_NUMBER = _make_converter(_int64, _finite), _make_converter(_strictly(int), _float)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import attrs
-from attrs.validators import ge, gt, lt
+from attrs.validators import and_, deep_iterable, ge, gt, le, lt, optional
 
 from jackfield.structuring import option
 
@@ -73,15 +73,25 @@ class ModelSpec:
 class OptimizerSpec:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = option(1e-6, help="learning rate, the schedule's highest")
-    betas: tuple[float, float] = option((0.9, 0.999), help="decay of the running averages of gradient and square")
-    eps: float = option(1e-8, help="added to the denominator of an update")
-    weight_decay: float = option(0.01, help="decoupled weight decay")
-    clip_grad: float | None = option(1.0, help="bound of the global gradient norm; null: off")
+    lr: float = option(1e-6, help="learning rate, the schedule's highest", validator=[ge(0.0), le(1e3)])
+    betas: tuple[float, float] = option(
+        (0.9, 0.999),
+        help="decay of the running averages of gradient and square",
+        validator=deep_iterable(and_(ge(0.0), lt(1.0))),
+    )
+    eps: float = option(1e-8, help="added to the denominator of an update", validator=[gt(0.0), le(1.0)])
+    weight_decay: float = option(0.01, help="decoupled weight decay", validator=[ge(0.0), le(1e3)])
+    clip_grad: float | None = option(
+        1.0, help="bound of the global gradient norm; null: off", validator=optional(gt(0.0))
+    )
     scheduler: Literal["constant", "linear", "cosine"] = option("constant", help="the learning rate after the warm-up")
-    warmup_steps: int = option(0, help="linear from 0 to lr: step i < warmup_steps uses lr * i / warmup_steps")
-    total_steps: int | None = option(None, help="length of the decay; needed by linear and cosine")
-    min_lr_ratio: float = option(0.0, help="the decay ends at min_lr_ratio * lr")
+    warmup_steps: int = option(
+        0, help="linear from 0 to lr: step i < warmup_steps uses lr * i / warmup_steps", validator=ge(0)
+    )
+    total_steps: int | None = option(
+        None, help="length of the decay; needed by linear and cosine", validator=optional(gt(0))
+    )
+    min_lr_ratio: float = option(0.0, help="the decay ends at min_lr_ratio * lr", validator=[ge(0.0), le(1.0)])
 
 
 @attrs.frozen(kw_only=True)

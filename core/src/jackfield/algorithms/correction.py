@@ -7,10 +7,12 @@ the loss's own ratio corrects, and rejection alone is left to do here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import attrs
+from attrs.validators import ge, gt
 
+from jackfield.algorithms.options import NotNegative, Positive, above
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import masked_mean_std, require_finite, require_shapes, row_means
 from jackfield.errors import ConfigError
@@ -42,13 +44,13 @@ class Correction:
     bound: Literal["truncate", "icepop", "none"] = option(
         "truncate", help="truncate: at most upper; icepop: 0 outside of [lower, upper]"
     )
-    upper: float = option(2.0, help="largest weight")
-    lower: float = option(0.5, help="smallest weight, for icepop")
+    upper: float = option(2.0, help="largest weight", validator=gt(0.0))
+    lower: float = option(0.5, help="smallest weight, for icepop", validator=ge(0.0))
     reject: Literal["none", "token", "sequence-sum", "sequence-mean", "sequence-max"] = option(
         "none", help="leave out tokens, or whole responses, whose ratio is outside of [reject_low, reject_high]"
     )
-    reject_low: float = option(0.5, help="lower bound of a ratio that is kept")
-    reject_high: float = option(2.0, help="upper bound of a ratio that is kept")
+    reject_low: float = option(0.5, help="lower bound of a ratio that is kept", validator=ge(0.0))
+    reject_high: float = option(2.0, help="upper bound of a ratio that is kept", validator=above("reject_low"))
     batch_normalize: bool = option(False, help="divide by the batch's mean weight")
 
     @property
@@ -75,11 +77,11 @@ def importance_weights(
     *,
     level: str = "token",
     bound: str = "truncate",
-    upper: float = 2.0,
-    lower: float = 0.5,
+    upper: Positive = 2.0,
+    lower: NotNegative = 0.5,
     reject: str = "none",
-    reject_low: float = 0.5,
-    reject_high: float = 2.0,
+    reject_low: NotNegative = 0.5,
+    reject_high: Annotated[float, above("reject_low")] = 2.0,
     batch_normalize: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """w_t = rho_t = pi_t / pi_rollout_t, or of the sequence prod(rho), bounded; and a mask without what is rejected.

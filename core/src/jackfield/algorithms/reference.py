@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jackfield.algorithms.bundles import Algorithm
+from jackfield.algorithms.options import ranges
 from jackfield.algorithms.registry import Part, names, part
 
 __all__ = ["KINDS", "describe", "render"]
@@ -102,6 +103,7 @@ def describe(chosen: Part) -> dict[str, Any]:
         "needs": [name for name in chosen.needs if name not in _ALWAYS],
         "optional": [name for name in chosen.accepts if name not in _ALWAYS],
         "options": {name: None if repr(value).startswith("<") else value for name, value in chosen.options.items()},
+        "ranges": ranges(chosen),
         "precomputed": list(chosen.whole_batch),
         "differs": chosen.differs,
     }
@@ -121,7 +123,7 @@ def _section(kind: str) -> Iterator[str]:
     yield "|" + "---|" * len(columns)
     described = [describe(part(kind, name)) for name in names(kind) if _built_in(part(kind, name))]
     for one in described:
-        middle = _made_of(one) if bundles else _options(one["options"])
+        middle = _made_of(one) if bundles else _options(one["options"], one["ranges"])
         cells = (f"`{one['name']}`", one["equation"], one["paper"] or "–", middle, _needs(one), _scope(one))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
@@ -148,8 +150,9 @@ def _given(options: Mapping[str, Any]) -> str:
     return f" ({_options(options)})" if options else ""
 
 
-def _options(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}={value}`" for name, value in options.items()) or "–"
+def _options(options: Mapping[str, Any], ranges: Mapping[str, str] | None = None) -> str:
+    bounds = {name: f" ({text})" for name, text in (ranges or {}).items()}
+    return ", ".join(f"`{name}={value}`{bounds.get(name, '')}" for name, value in options.items()) or "–"
 
 
 def _needs(one: Mapping[str, Any]) -> str:

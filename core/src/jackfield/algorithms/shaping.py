@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import attrs
-from attrs.validators import gt, optional
+from attrs.validators import ge, gt, optional
 
 from jackfield.algorithms.kl import kl
+from jackfield.algorithms.options import Epsilon, NotNegative, ascending
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import Groups, masked_mean_std, require_finite, require_shapes
 from jackfield.errors import ConfigError
@@ -31,13 +32,15 @@ __all__ = [
 class Shaping:
     """What happens to rewards before the advantages: clip, then normalise, then add the overlong penalty."""
 
-    clip: tuple[float, float] | None = option(None, help="bounds of a response's reward; null: off")
+    clip: tuple[float, float] | None = option(
+        None, help="bounds of a response's reward; null: off", validator=optional(ascending)
+    )
     normalize: bool = option(False, help="less the batch's mean, by the batch's standard deviation")
     overlong_length: int | None = option(
         None, help="length in tokens from which the whole overlong penalty holds; null: off", validator=optional(gt(0))
     )
     overlong_buffer: int = option(1, help="tokens before it over which the penalty grows from 0", validator=gt(0))
-    overlong_factor: float = option(1.0, help="the largest overlong penalty")
+    overlong_factor: float = option(1.0, help="the largest overlong penalty", validator=ge(0.0))
     fill_failed: bool = option(False, help="a failed score becomes the mean of its group's others")
 
     @property
@@ -108,7 +111,7 @@ def kl_in_reward(
 
 
 @register("shaping", "overlong_penalty", "sequence", paper="DAPO, arXiv:2503.14476, equation 13")
-def overlong_penalty(lengths: torch.Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> torch.Tensor:
+def overlong_penalty(lengths: torch.Tensor, *, max_length: int, buffer: int, factor: NotNegative = 1.0) -> torch.Tensor:
     """factor * clip((max_length - buffer - length) / buffer, -1, 0): to be added to the reward of a response.
 
     Args:
@@ -133,7 +136,9 @@ def overlong_penalty(lengths: torch.Tensor, *, max_length: int, buffer: int, fac
 
 
 @register("shaping", "dynamic_sampling_filter", "group", paper="DAPO, arXiv:2503.14476, equation 11")
-def dynamic_sampling_filter(scores: torch.Tensor, group_ids: torch.Tensor, *, min_spread: float = 0.0) -> torch.Tensor:
+def dynamic_sampling_filter(
+    scores: torch.Tensor, group_ids: torch.Tensor, *, min_spread: NotNegative = 0.0
+) -> torch.Tensor:
     """Keep rows of groups with max(score) - min(score) > min_spread: the others give no group-relative gradient.
 
     Args:
@@ -149,7 +154,7 @@ def dynamic_sampling_filter(scores: torch.Tensor, group_ids: torch.Tensor, *, mi
 
 
 @register("shaping", "normalize_rewards", "batch")
-def normalize_rewards(scores: torch.Tensor, *, center: bool = True, eps: float = 1e-8) -> torch.Tensor:
+def normalize_rewards(scores: torch.Tensor, *, center: bool = True, eps: Epsilon = 1e-8) -> torch.Tensor:
     """(R - mean_batch(R)) / (std_batch(R) + eps), std over n - 1; ``center=False``: R / (std_batch(R) + eps).
 
     ``scores`` float ``[B]``. A batch of one (or of equal rewards) is centred to 0 and, uncentred, left as it is.

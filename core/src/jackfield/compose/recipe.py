@@ -9,6 +9,7 @@ import attrs
 
 from jackfield.algorithms import Algorithm, Part, algorithm, names, part
 from jackfield.algorithms.losses import COUNTS, ROW_INPUTS, TOKEN_INPUTS
+from jackfield.algorithms.options import check_values
 from jackfield.compose.rollout_policy import (
     canary_bound,
     check_canary,
@@ -110,8 +111,8 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
 def _algorithm(config: RunConfig) -> Algorithm:
     """The bundle with what the configuration replaces."""
     chosen, settings = algorithm(config.algorithm.name), config.algorithm
-    loss, loss_options = _replaced(settings.loss, chosen.loss, chosen.loss_options)
-    estimator, options = _replaced(settings.advantages, chosen.advantages, chosen.advantages_options)
+    loss, loss_options = _replaced("loss", settings.loss, chosen.loss, chosen.loss_options)
+    estimator, options = _replaced("advantages", settings.advantages, chosen.advantages, chosen.advantages_options)
     assert loss is not None, "every bundle has a loss"
     chosen = attrs.evolve(
         chosen, loss=loss, loss_options=loss_options, advantages=estimator, advantages_options=options
@@ -155,14 +156,16 @@ def _reads_reference(chosen: Algorithm, loss: Part) -> bool:
 
 
 def _replaced(
-    given: PartConfig | None, name: str | None, options: Mapping[str, Any]
+    kind: str, given: PartConfig | None, name: str | None, options: Mapping[str, Any]
 ) -> tuple[str | None, Mapping[str, Any]]:
     """Another part has its own defaults; the bundle's own part keeps the bundle's options beside those given."""
     if given is None:
         return name, options
-    if given.name in (None, name):
-        return name, {**options, **given.options}
-    return given.name, given.options
+    chosen = name if given.name is None else given.name
+    if chosen is None:
+        return None, {}
+    checked = check_values(part(kind, chosen), given.options, f"algorithm.{kind}.options")
+    return chosen, {**(options if chosen == name else {}), **checked}
 
 
 def _check_mode(config: RunConfig, chosen: Algorithm) -> None:

@@ -18,6 +18,8 @@ import attrs
 
 from jackfield.config import RunConfig, as_plain
 from jackfield.errors import RunError
+from jackfield.queue.ledger import LedgerEnd, check_ledger
+from jackfield.queue.local import read_state
 from jackfield.queue.namespace import NAME_FILE
 from jackfield.sealed import seal, unseal
 from jackfield.trainer import Checkpoint, CheckpointStore
@@ -131,30 +133,47 @@ def folder_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def starting_point(config: RunConfig, folder: Path) -> StartingPoint:
+def starting_point(config: RunConfig, folder: Path, digests: Mapping[str, str] | None = None) -> StartingPoint:
     """Find the checkpoint to go on from: the newest whole one. What earlier starts left half done is removed.
 
-    Without ``checkpoint.resume`` nothing is read of what is there.
+    Without ``checkpoint.resume`` nothing is read of what is there. A refusal leaves the folder as it was.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        digests: of the data; None: it has been compared.
 
     Raises:
         RunError: ``run.changed`` when the folder's run is another one; ``run.checkpoint-damaged``,
             ``run.checkpoint-format``.
+        QueueError: ``queue.ledger``.
     """
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
-    store.clean()
     if not config.checkpoint.resume:
         store.clear()
         if config.queue.controller.address is None:  # else a controller works there
             _clear_queue(folder / "queue")
-    checkpoint = store.newest(sets_aside=True)
-    if checkpoint is not None:
-        _check_config(checkpoint, config)
+
+    def check(found: Checkpoint) -> None:
+        _check_config(found, config)
+        check_data(found, digests or {})
+        if config.queue.controller.address is None:
+            _check_ledger(found, folder / "ledger.jsonl")
+
+    checkpoint = store.newest(check=check)
+    store.clean()
     steps = _finished_steps(folder) if checkpoint is not None else None
     finished = checkpoint is not None and checkpoint.step == steps == config.schedule.steps
     if not finished:
         (folder / _FINISHED).unlink(missing_ok=True)
         (folder / "error.txt").unlink(missing_ok=True)
     return StartingPoint(store=store, checkpoint=checkpoint, finished=finished)
+
+
+def _check_ledger(checkpoint: Checkpoint, ledger: Path) -> None:
+    known = read_state(checkpoint.folder / "queue")["ledger"]
+    if known is not None:
+        check_ledger(ledger, LedgerEnd(**known))
 
 
 def _clear_queue(folder: Path) -> None:

@@ -28,7 +28,6 @@ from jackfield.compose.recipe import Recipe
 from jackfield.compose.resume import (
     DISK_ERRORS,
     StartingPoint,
-    check_data,
     folder_lock,
     mark_finished,
     replace_text,
@@ -153,11 +152,9 @@ async def run_async(
     prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], role)
     _make_folder(folder)
     with storage_errors(folder), folder_lock(folder):
-        start = starting_point(config, folder)
+        start = starting_point(config, folder, prepared.tasks.digests)
         if start.finished:
             return RunResult(folder=folder, model=folder / "model", steps=start.step, finished_before=True)
-        if start.checkpoint is not None:
-            check_data(start.checkpoint, prepared.tasks.digests)
         replace_text(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
             make = WorkerFactory(config=config, registry=registry, clock=clock)

@@ -72,7 +72,9 @@ class RuntimeConfig:
         "inline", help="inline: everything in this process; ray: each worker in a process of a Ray cluster"
     )
     device: str = option("cpu", help="torch device of engine and rollout server")
-    threads: int | None = option(None, help="torch threads; null: as torch decides")
+    threads: int | None = option(
+        None, help="torch threads; null: as torch decides", validator=optional([gt(0), le(4096)])
+    )
     rollout_replicas: int = option(1, help="rollout servers", validator=gt(0))
     replica_restarts: int = option(
         3,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, optional
+from attrs.validators import ge, gt, le, optional
 
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
@@ -107,7 +107,9 @@ class AlgorithmConfig:
     loss: PartConfig | None = option(None, help="policy loss in the place of the bundle's")
     aggregation: str | None = option(None, help="how token losses are averaged, in the place of the bundle's")
     kl: KLConfig = option(factory=KLConfig, help="KL penalty to the reference policy")
-    entropy_coefficient: float = option(0.0, help="weight of the entropy bonus")
+    entropy_coefficient: float = option(
+        0.0, help="weight of the entropy bonus; below 0 entropy is held down", validator=[ge(-100.0), le(100.0)]
+    )
     mini_batches: int = option(1, help="optimizer steps that one batch is split into", validator=gt(0))
     epochs: int = option(1, help="passes over one batch", validator=gt(0))
     old_log_probs: Literal["auto", "rollout", "engine"] = option(
@@ -248,7 +250,9 @@ class LogProbCheckConfig:
 class EvaluationSampling(SamplingParams):
     """How evaluation answers are drawn: greedy unless told otherwise."""
 
-    temperature: float = option(0.0, help="0: greedy", validator=ge(0.0))
+    temperature: float = option(
+        0.0, help="0: greedy; else 0.01 to 100", validator=attrs.fields(SamplingParams).temperature.validator
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -260,7 +264,7 @@ class EvaluationConfig:
         help="evaluate every n steps, at the next synchronisation when that is later, and at both ends; 0: never",
         validator=ge(0),
     )
-    tasks: int | None = option(None, help="use the first n held-out tasks; null: all")
+    tasks: int | None = option(None, help="use the first n held-out tasks; null: all", validator=optional(gt(0)))
     sampling: EvaluationSampling = option(factory=EvaluationSampling, help="how answers are drawn")
 
 

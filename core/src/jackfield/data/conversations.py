@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -18,13 +21,31 @@ __all__ = [
     "read_answer",
     "read_conversation",
     "split",
+    "unpacked",
 ]
 
 Conversation: TypeAlias = "tuple[Mapping[str, Any], ...]"  #: messages with a role and content each
 Answer: TypeAlias = "str | Conversation"  #: a text, or the messages that follow the prompt
 
 _ASKING = ("user", "system", "developer")  #: roles of which the last ends the prompt of a conversation
+_ROLES = {*_ASKING, "assistant", "tool", "function"}
+_PACKED = re.compile(r"""\s*\[\s*\{\s*(['"])\w+\1\s*:""")
 _MESSAGES = "a list of messages, each with a role (a text) and content (a text, or parts)"
+
+
+def unpacked(value: Any) -> Any:
+    """Messages that a table has as a text (JSON, or Python's notation, as pandas writes CSV); else the value itself.
+
+    A text is taken for messages only if the whole of it is a list of objects with a known role and content each.
+    """
+    if not isinstance(value, str) or not _PACKED.match(value):
+        return value
+    for parse in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = parse(value.strip())
+            roles = [message.get("role") for message in found] if is_conversation(found) else [None]
+            return found if set(roles) <= _ROLES else value
+    return value
 
 
 def read_conversation(value: Any, key: str, where: str) -> Conversation:

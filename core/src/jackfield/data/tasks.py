@@ -27,6 +27,7 @@ from jackfield.data.conversations import (
     read_answer,
     read_conversation,
     split,
+    unpacked,
 )
 from jackfield.data.sources import JsonLines, Records, Source, malformed, names
 from jackfield.errors import ConfigError, DataError
@@ -131,7 +132,7 @@ class TaskFormat:
             raise malformed("a line is not a JSON object", where, "a JSON object", type(record).__name__)
         for name in _RESERVED & record.keys():
             raise malformed(f"a field has the reserved name {name!r}", where, "another name", name, "rename the field")
-        answer = None if self.answer_key is None else _lookup(record, self.answer_key, where)
+        answer = None if self.answer_key is None else unpacked(_lookup(record, self.answer_key, where))
         messages, response, rejected = self._parts(record, answer, where)
         source = self.data_source or record.get("data_source") or default_source
         return Task(
@@ -150,7 +151,7 @@ class TaskFormat:
     ) -> tuple[Conversation, Answer | None, Answer | None]:
         """The prompt, what is taught, and what is ranked below it."""
         taught, rejected = (
-            None if key is None else read_answer(_lookup(record, key, where), key, where)
+            None if key is None else read_answer(unpacked(_lookup(record, key, where)), key, where)
             for key in (self.response_key, self.rejected_key)
         )
         head: Conversation = () if self.system is None else ({"role": "system", "content": self.system},)
@@ -172,7 +173,7 @@ class TaskFormat:
         """The prompt's messages, and those of the answer where the assistant has the last word."""
         key = self.messages_key or self.prompt_key
         assert key is not None
-        value = _lookup(record, key, where)
+        value = unpacked(_lookup(record, key, where))
         if self.messages_key is None and isinstance(value, str):
             return ({"role": "user", "content": self.prompt_template.replace("{prompt}", value)},), None
         if self.messages_key is None and not isinstance(value, list):

@@ -7,6 +7,7 @@ line has a digest of itself and all lines before it (:mod:`jackfield.sealed`), a
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import attrs
 from jackfield.errors import QueueError
 from jackfield.sealed import seal, seal_of, unseal
 
-__all__ = ["Ledger", "LedgerEnd", "effective_acks", "read_ledger"]
+__all__ = ["Ledger", "LedgerEnd", "check_ledger", "effective_acks", "read_ledger"]
 
 
 @attrs.frozen
@@ -31,36 +32,44 @@ class LedgerEnd:
 
 
 class Ledger:
-    """The file, open for appending."""
+    """The file, open for appending. Nothing is changed before the first entry is written."""
 
     def __init__(self, path: Path) -> None:
         """
         Args:
             path: of the file; what is there stays, without the line that a kill tore.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
         self._path = path
-        self._file = path.open("r+b", buffering=0)  # unbuffered: one entry is one write of the operating system
-        content = path.read_bytes()
+        self._file: io.FileIO | None = None
+        content = path.read_bytes() if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
-        self._end_at(LedgerEnd(len(whole), seal_of(whole[:-1])))
+        self.end = LedgerEnd(len(whole), seal_of(whole[:-1]))
+
+    def _opened(self) -> io.FileIO:
+        """The file, which ends where the last whole entry does."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch()
+            self._file = io.FileIO(self._path, "r+b")  # unbuffered: one entry is one write of the operating system
+            self._file.truncate(self.end.bytes)
+            self._file.seek(self.end.bytes)
+        return self._file
 
     def _end_at(self, end: LedgerEnd) -> None:
-        self._file.truncate(end.bytes)
-        self._file.seek(end.bytes)
+        self.close()
         self.end = end
 
     def clear(self) -> None:
         """Begin anew."""
         self._end_at(LedgerEnd())
+        self._opened()
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append an entry."""
         line = seal(json.dumps(entry), self.end.digest).encode()
         rest = memoryview(line + b"\n")
         while rest:
-            rest = rest[self._file.write(rest) :]
+            rest = rest[self._opened().write(rest) :]
         self.end = LedgerEnd(self.end.bytes + len(line) + 1, seal_of(line))
 
     def verify(self, end: LedgerEnd) -> None:
@@ -72,22 +81,13 @@ class Ledger:
         Raises:
             QueueError: ``queue.ledger`` where something of what the checkpoint knows was changed or is not there.
         """
-        found, last = LedgerEnd(), LedgerEnd()
-        size = self.end.bytes
-        try:
-            for last, _ in _read(self._path, LedgerEnd()):
-                if last.bytes <= end.bytes:
-                    found = last
-        except QueueError as error:
-            if last.bytes < end.bytes:
-                raise _damaged(self._path, end, error.found) from error
-            lost = size - last.bytes
+        last, damage = check_ledger(self._path, end)
+        if damage is not None:
+            lost = self.end.bytes - last.bytes
             logging.getLogger("jackfield").warning(
-                "%s is damaged after the checkpoint (%s); its last %d bytes are removed", self._path, error.found, lost
+                "%s is damaged after the checkpoint (%s); its last %d bytes are removed", self._path, damage, lost
             )
             self._end_at(last)
-        if found != end:
-            raise _damaged(self._path, end, f"{last.bytes} bytes" if last.bytes < end.bytes else "other contents")
 
     def roll_back(self, end: LedgerEnd, step: int | None, *, kept: Sequence[str] = ()) -> None:
         """Take back, for the record, the acks after ``end``: the state that is restored does not have them.
@@ -97,6 +97,7 @@ class Ledger:
             step: the last one that the checkpoint contains, where somebody said.
             kept: consumers whose acks the state has.
         """
+        self._opened()
         for consumer, uses in _uses(entry for _, entry in _read(self._path, end)).items():
             if consumer in kept:
                 continue
@@ -105,11 +106,42 @@ class Ledger:
 
     def sync(self) -> None:
         """Return when everything written is on the disk."""
-        os.fsync(self._file.fileno())
+        os.fsync(self._opened().fileno())
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def check_ledger(path: Path, end: LedgerEnd) -> tuple[LedgerEnd, object]:
+    """Compare the file with what it was at a checkpoint; nothing is changed.
+
+    Args:
+        path: of the ledger.
+        end: of the ledger when the checkpoint was cut.
+
+    Returns:
+        Where its whole entries end, and what is damaged behind the checkpoint (None: nothing).
+
+    Raises:
+        QueueError: ``queue.ledger`` where something of what the checkpoint knows was changed or is not there.
+    """
+    found, last, damage = LedgerEnd(), LedgerEnd(), None
+    try:
+        for last, _ in _read(path, LedgerEnd()):
+            if last.bytes <= end.bytes:
+                found = last
+    except FileNotFoundError:
+        damage = "no file"
+    except QueueError as error:
+        damage = error.found
+    if found != end:
+        size = path.stat().st_size if path.exists() else end.bytes
+        short = f"{size} bytes" if size < end.bytes else "other contents"
+        raise _damaged(path, end, damage or short)
+    return last, None if damage == "no file" else damage
 
 
 def read_ledger(path: Path) -> Iterator[dict[str, Any]]:

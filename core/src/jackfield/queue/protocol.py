@@ -69,7 +69,7 @@ class Method:
         Raises:
             QueueError: they are not what the method takes.
         """
-        values: Any = structure(self.arguments, found, self.name, QueueError)
+        values: Any = structure(self.arguments, found, self.name, QueueError, finite=False)
         return {
             field.name: made.make() if isinstance(made := getattr(values, field.name), SamplerSpec) else made
             for field in attrs.fields(self.arguments)
@@ -81,7 +81,7 @@ class Method:
         Raises:
             QueueError: it is not what the method gives.
         """
-        made: Any = structure(self.result, {"value": found}, self.name, QueueError)
+        made: Any = structure(self.result, {"value": found}, self.name, QueueError, finite=False)
         return made.value
 
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+from attrs.validators import gt, le, optional
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
-from jackfield.errors import ConfigError, RewardError
+from jackfield.errors import RewardError
 from jackfield.plugins.interpreters import resolve_interpreter
 from jackfield.runtime.worker import UserCodePool, WorkerLimits
 from jackfield.structuring import option
@@ -26,14 +27,14 @@ class FunctionRewardConfig:
     keywords: Mapping[str, Any] = option(
         factory=dict, help="Further keyword arguments of the function, or of the class's constructor."
     )
-    workers: int = option(1, help="Processes that score side by side.")
+    workers: int = option(1, help="Processes that score side by side.", validator=[gt(0), le(4096)])
     python: str | None = option(None, help="Interpreter of these processes, for packages of its own; null: this one.")
-    memory_bytes: int | None = option(4 * 2**30, help="Address space of one process; null: unlimited.")
-    start_seconds: float = option(60.0, help="Longest time to import the function.")
+    memory_bytes: int | None = option(
+        4 * 2**30, help="Address space of one process; null: unlimited.", validator=optional(gt(0))
+    )
+    start_seconds: float = option(60.0, help="Longest time to import the function.", validator=gt(0.0))
 
     def __attrs_post_init__(self) -> None:
-        if self.workers < 1:
-            raise ConfigError("workers must be at least 1", where="workers", found=self.workers)
         if self.python is not None:
             resolve_interpreter(self.python, "reward.python")  # refuses it before a run has begun
 

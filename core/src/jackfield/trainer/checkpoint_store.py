@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,13 @@ class CheckpointStore:
         """
         return {step: _attempt(step, path, contents=False) for step, path in self.folders().items()}
 
-    def newest(self, part: str = "", *, sets_aside: bool = False) -> Checkpoint | None:
+    def newest(self, part: str = "", *, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
         """The newest one that is whole; a warning names those that are newer and damaged.
 
         Args:
             part: the folder in the checkpoint that has to be whole.
-            sets_aside: rename damaged ones, so that later ones of the same steps can take their places.
+            check: may refuse what was found, while everything is as it was; then damaged ones are renamed, so that
+                later ones of the same steps can take their places. None: nothing is renamed.
 
         Raises:
             RunError: ``run.checkpoint-damaged`` where there are checkpoints and none is whole;
@@ -122,8 +123,10 @@ class CheckpointStore:
         for step, path in reversed(self.folders().items()):
             found = _attempt(step, path, part)
             if isinstance(found, Checkpoint):
+                if check is not None:
+                    check(found)
                 for worse, error in damaged.items():
-                    self._name_damaged(worse, error, step, sets_aside=sets_aside)
+                    self._name_damaged(worse, error, step, sets_aside=check is not None)
                 return found
             damaged[path] = found
         if not damaged:
@@ -246,7 +249,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise RunError("there is no checkpoint", code="run.no-checkpoint", where=str(folder))
     try:
         content = (folder / _MANIFEST).read_bytes()
-        if b'"digest"' not in content and json.loads(content)["format"] == 1:
+        if b'"digest"' not in content and _format(content) == 1:
             raise _other_format(folder, 1)
         manifest = unseal(content)
         if manifest["format"] != FORMAT:
@@ -254,8 +257,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
         return Checkpoint(folder=folder, step=int(manifest["step"]), files=files)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        found = f"{type(error).__name__}: {error}"
-        raise _damaged(folder, _MANIFEST, "the sizes and digests of all files", found) from error
+        raise _damaged(folder, _MANIFEST, "the sizes and digests of all files", str(error)) from error
+
+
+def _format(content: bytes) -> object:
+    """Of a manifest that has no digest."""
+    found = json.loads(content)
+    return found.get("format") if isinstance(found, dict) else None
 
 
 def _other_format(folder: Path, found: object) -> RunError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jackfield.algorithms.options import Epsilon
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import Groups, ModelTokens, credited_returns, row_sums, spread
 
@@ -31,7 +32,7 @@ def _optimal_token_baseline(
     sum_pi_squared: torch.Tensor,
     rollout_weights: torch.Tensor | None = None,
     *,
-    eps: float = 1e-8,
+    eps: Epsilon = 1e-8,
 ) -> Pair:
     """A_it = G_it - B_t, B_t = sum_j(G_jt W_jt) / (sum_j(W_jt) + eps), W_it = sum_{s <= t}(1 - 2 pi_is + sum_v
     pi_is(v)^2).

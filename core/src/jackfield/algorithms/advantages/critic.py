@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jackfield.algorithms.options import Epsilon, Share
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import (
     Groups,
@@ -37,10 +38,10 @@ def _gae(
     response_mask: torch.Tensor,
     values: torch.Tensor,
     *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    gamma: Share = 1.0,
+    lam: Share = 1.0,
     whiten: bool = False,
-    eps: float = 1e-8,
+    eps: Epsilon = 1e-8,
 ) -> Pair:
     """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t; t counts model tokens only.
 
@@ -66,7 +67,7 @@ def _whitened(values: torch.Tensor, keep: torch.Tensor, eps: float) -> torch.Ten
 
 
 @register("advantages", "reinforce", "sequence", paper="Williams, 1992")
-def _reinforce(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: float = 1.0) -> Pair:
+def _reinforce(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: Share = 1.0) -> Pair:
     """A_t = sum_{s >= t} gamma^{s - t} r_s: reward to go, no baseline."""
     returns = credited_returns(token_rewards, response_mask, gamma)
     return returns, returns
@@ -80,7 +81,7 @@ def _reinforce(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamm
     differs="std + eps in the place of sqrt(variance + eps): equal rewards give exactly 0.",
 )
 def _reinforce_plus_plus(
-    token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: float = 1.0, eps: float = 1e-8
+    token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: Share = 1.0, eps: Epsilon = 1e-8
 ) -> Pair:
     """A = (G - mean_batch(G)) / (std_batch(G) + eps), G_t the reward to go; statistics over all model tokens.
 
@@ -98,7 +99,7 @@ def _reinforce_plus_plus(
     differs="A group of one gets 0 and is left out of the statistics; verl keeps its raw score.",
 )
 def _reinforce_plus_plus_baseline(
-    token_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids: torch.Tensor, *, eps: float = 1e-8
+    token_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids: torch.Tensor, *, eps: Epsilon = 1e-8
 ) -> Pair:
     """A = (D - mean_batch(D)) / (std_batch(D) + eps), D_i = R_i - mean_group(R); statistics over all model tokens."""
     groups = Groups(group_ids)

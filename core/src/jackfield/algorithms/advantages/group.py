@@ -6,9 +6,9 @@ rewards differ from their mean by far less than any eps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from jackfield.algorithms.options import Epsilon, Positive, Share
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import Groups, masked_mean_std, row_sums, spread
 from jackfield.errors import ConfigError
@@ -46,9 +46,9 @@ def _grpo(
     old_log_probs: torch.Tensor | None = None,
     *,
     normalize_by_std: bool = True,
-    std: str = "group",
-    rank_penalty: float = 0.0,
-    eps: float = 1e-6,
+    std: Literal["group", "batch"] = "group",
+    rank_penalty: Share = 0.0,
+    eps: Epsilon = 1e-6,
 ) -> Pair:
     """A_i = (R_i - mean_group(R)) / (std(R) + eps), the same for every token of row i; std over n - 1.
 
@@ -108,7 +108,7 @@ def _grpo_passk(
     group_ids: torch.Tensor,
     *,
     normalize_by_std: bool = True,
-    eps: float = 1e-6,
+    eps: Epsilon = 1e-6,
 ) -> Pair:
     """A_i = (max_group(R) - max_{j != i}(R_j)) / (std_group(R) + eps): only a single best response gets any."""
     groups, scores = Groups(group_ids), row_sums(token_rewards)
@@ -162,7 +162,7 @@ def _gpg(
     response_mask: torch.Tensor,
     group_ids: torch.Tensor,
     *,
-    f_norm: float = 1.0,
+    f_norm: Positive = 1.0,
 ) -> Pair:
     """A_i = alpha (R_i - mean_group(R)) / f_norm, alpha = B / (rows of groups whose rewards are not all equal).
 
@@ -190,9 +190,9 @@ def _gdpo(
     group_ids: torch.Tensor,
     reward_dimensions: torch.Tensor,
     *,
-    weights: Sequence[float] | None = None,
+    weights: tuple[float, ...] | None = None,
     normalize_over_batch: bool = True,
-    eps: float = 1e-6,
+    eps: Epsilon = 1e-6,
 ) -> Pair:
     """A = (S - mean_batch(S)) / (std_batch(S) + eps), S_i = sum_d w_d (r_id - mean_group(r_d)) / (std_group(r_d) +
     eps).

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from jackfield.algorithms.options import Positive
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import Groups, row_sums, spread
 from jackfield.errors import ConfigError
@@ -26,8 +27,8 @@ def _opmd(
     response_mask: torch.Tensor,
     group_ids: torch.Tensor,
     *,
-    baseline: str = "mean",
-    tau: float = 1.0,
+    baseline: Literal["mean", "log_avg_exp"] = "mean",
+    tau: Positive = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A_i = R_i - b, b = mean_group(R) (``mean``) or tau log(mean_group(exp(R / tau))) (``log_avg_exp``).
 

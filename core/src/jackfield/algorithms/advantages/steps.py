@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from jackfield.algorithms.options import Epsilon, NotNegative, Share
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import Groups, row_sums, spread
 from jackfield.errors import ConfigError
@@ -80,10 +81,10 @@ def _step_wise_grpo(
     run_ids: torch.Tensor,
     step_ids: torch.Tensor | None = None,
     *,
-    run_reward: str = "last",
+    run_reward: Literal["last", "sum"] = "last",
     normalize_by_std: bool = True,
     divide_by_steps: bool = False,
-    eps: float = 1e-6,
+    eps: Epsilon = 1e-6,
 ) -> Pair:
     """A_ik = (R_i - mean_task(R)) / (std_task(R) + eps) for every step k of run i, R_i the reward of its last step.
 
@@ -119,10 +120,10 @@ def _gigpo(
     step_ids: torch.Tensor | None = None,
     anchor_ids: torch.Tensor | None = None,
     *,
-    gamma: float = 0.95,
-    step_weight: float = 1.0,
+    gamma: Share = 0.95,
+    step_weight: NotNegative = 1.0,
     normalize_by_std: bool = True,
-    eps: float = 1e-6,
+    eps: Epsilon = 1e-6,
 ) -> Pair:
     """A = A_run + step_weight A_step, both (x - mean) / (std + eps): of runs' total rewards in a task, and of steps'
     discounted returns in one anchor state of a task.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jackfield.algorithms.losses.terms import CLAMP, LossResult, Metrics, log_ratio
+from jackfield.algorithms.options import ClipDual, NotNegative, Positive, Share
 from jackfield.algorithms.registry import register
 from jackfield.errors import ConfigError
 
@@ -49,9 +50,9 @@ def _ppo(
     old_log_probs: torch.Tensor,
     advantages: torch.Tensor,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    clip_dual: float | None = 3.0,
+    clip_low: Share = 0.2,
+    clip_high: NotNegative = 0.2,
+    clip_dual: ClipDual | None = 3.0,
 ) -> LossResult:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old; for A < 0 never below clip_dual A.
 
@@ -73,10 +74,10 @@ def _decoupled_ppo(
     rollout_log_probs: torch.Tensor,
     advantages: torch.Tensor,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    clip_dual: float | None = None,
-    weight_cap: float | None = None,
+    clip_low: Share = 0.2,
+    clip_high: NotNegative = 0.2,
+    clip_dual: ClipDual | None = None,
+    weight_cap: Positive | None = None,
 ) -> LossResult:
     """-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old, w = pi_old / pi_rollout (no gradient).
 
@@ -104,8 +105,8 @@ def _cispo(
     old_log_probs: torch.Tensor,
     advantages: torch.Tensor,
     *,
-    clip_low: float = 1.0,
-    clip_high: float = 0.28,
+    clip_low: Share = 1.0,
+    clip_high: NotNegative = 0.28,
 ) -> LossResult:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: the weight is clipped, no token loses its gradient."""
     ratio = log_ratio(log_probs, old_log_probs).exp().detach()
@@ -126,8 +127,8 @@ def _sapo(
     old_log_probs: torch.Tensor,
     advantages: torch.Tensor,
     *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
+    tau_pos: Positive = 1.0,
+    tau_neg: Positive = 1.05,
 ) -> LossResult:
     """-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere.
 
@@ -170,8 +171,8 @@ def _dppo_tv(
     old_log_probs: torch.Tensor,
     advantages: torch.Tensor,
     *,
-    delta_low: float = 0.2,
-    delta_high: float = 0.2,
+    delta_low: NotNegative = 0.2,
+    delta_high: NotNegative = 0.2,
 ) -> LossResult:
     """-M r A, M = 0 where |pi - pi_old| > delta and the update leads away (A > 0 and r > 1; A < 0 and r < 1)."""
     ratio = log_ratio(log_probs, old_log_probs).exp()
@@ -185,8 +186,8 @@ def _dppo_kl(
     old_log_probs: torch.Tensor,
     advantages: torch.Tensor,
     *,
-    delta_low: float = 0.05,
-    delta_high: float = 0.05,
+    delta_low: NotNegative = 0.05,
+    delta_high: NotNegative = 0.05,
 ) -> LossResult:
     """-M r A, M = 0 where the update leads farther away and D > delta: the KL between the Bernoulli variables "this
     token or another".
@@ -238,7 +239,7 @@ def _m2po(
     response_mask: torch.Tensor,
     m2po_mask: torch.Tensor | None = None,
     *,
-    m2_threshold: float = 0.04,
+    m2_threshold: NotNegative = 0.04,
 ) -> LossResult:
     """-M r A; M leaves out the largest (log r)^2 among outward tokens until the mean of the others is <= m2_threshold.
 
@@ -260,7 +261,7 @@ def _prepare_m2po(
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    m2_threshold: float = 0.04,
+    m2_threshold: NotNegative = 0.04,
 ) -> dict[str, torch.Tensor]:
     """m2po_mask: 1 on the tokens that are kept."""
     return {"m2po_mask": _m2po_mask(log_probs, old_log_probs, advantages, response_mask, m2_threshold)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from jackfield.algorithms.losses.clipped import clipped_surrogate
 from jackfield.algorithms.losses.terms import LossResult, log_ratio
+from jackfield.algorithms.options import NotNegative, Share, above
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import masked_mean_std
 
@@ -56,11 +57,11 @@ def _clip_cov(
     response_mask: torch.Tensor,
     clip_cov_mask: torch.Tensor | None = None,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    clip_cov_ratio: float = 0.0002,
+    clip_low: Share = 0.2,
+    clip_high: NotNegative = 0.2,
+    clip_cov_ratio: Share = 0.0002,
     clip_cov_lower: float = 1.0,
-    clip_cov_upper: float = 5.0,
+    clip_cov_upper: Annotated[float, above("clip_cov_lower")] = 5.0,
     seed: int = 0,
 ) -> LossResult:
     """PPO's loss, 0 for a random clip_cov_ratio of the tokens, drawn among those of clip_cov_lower < Cov <
@@ -86,11 +87,11 @@ def _prepare_clip_cov(
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    clip_cov_ratio: float = 0.0002,
+    clip_low: Share = 0.2,
+    clip_high: NotNegative = 0.2,
+    clip_cov_ratio: Share = 0.0002,
     clip_cov_lower: float = 1.0,
-    clip_cov_upper: float = 5.0,
+    clip_cov_upper: Annotated[float, above("clip_cov_lower")] = 5.0,
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """clip_cov_mask: 1 on the tokens whose gradient is cut."""
@@ -126,8 +127,8 @@ def _kl_cov(
     response_mask: torch.Tensor,
     kl_cov_mask: torch.Tensor | None = None,
     *,
-    kl_cov_ratio: float = 0.0002,
-    kl_coefficient: float = 1.0,
+    kl_cov_ratio: Share = 0.0002,
+    kl_coefficient: NotNegative = 1.0,
 ) -> LossResult:
     """-r A, plus kl_coefficient |log r| on the kl_cov_ratio of the tokens with the largest Cov (see clip_cov), at least
     one.
@@ -148,8 +149,8 @@ def _prepare_kl_cov(
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    kl_cov_ratio: float = 0.0002,
-    kl_coefficient: float = 1.0,
+    kl_cov_ratio: Share = 0.0002,
+    kl_coefficient: NotNegative = 1.0,
 ) -> dict[str, torch.Tensor]:
     """kl_cov_mask: 1 on the tokens that are penalised."""
     return {"kl_cov_mask": _kl_cov_mask(log_probs, advantages, response_mask, kl_cov_ratio)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from attrs.validators import gt, lt
 
 from jackfield.algorithms.aggregation import aggregate
 from jackfield.algorithms.registry import call, check_options, part, register
@@ -105,7 +107,9 @@ def _reverse_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> tor
     differs="beta=0 and beta=1 are refused: they are 0; forward_kl and reverse_kl are the limits of jsd over beta and "
     "1 - beta.",
 )
-def _jsd(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, *, beta: float = 0.5) -> torch.Tensor:
+def _jsd(
+    log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, *, beta: Annotated[float, gt(0.0), lt(1.0)] = 0.5
+) -> torch.Tensor:
     """beta KL(teacher, m) + (1 - beta) KL(student, m), m = beta p_T + (1 - beta) p_S."""
     if not 0.0 < beta < 1.0:
         raise ConfigError("jsd needs 0 < beta < 1", code="algorithm.input", found=str(beta))

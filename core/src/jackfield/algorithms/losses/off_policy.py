@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jackfield.algorithms.losses.terms import LossResult, log_ratio
+from jackfield.algorithms.options import NotNegative, Positive, Share
 from jackfield.algorithms.registry import register
 from jackfield.errors import ConfigError
 
@@ -29,7 +30,7 @@ def _gpg(log_probs: torch.Tensor, advantages: torch.Tensor) -> LossResult:
 
 @register("loss", "sppo", "token", paper="Vaswani et al., arXiv:2108.05828 (softmax PPO)")
 def _sppo(
-    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, epsilon: float = 0.3
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, epsilon: Positive = 0.3
 ) -> LossResult:
     """-A log(clip(r, 1 / (1 + epsilon), 1 + epsilon))."""
     bound = math.log1p(epsilon)
@@ -55,15 +56,15 @@ def _rec(
     old_log_probs: torch.Tensor,
     advantages: torch.Tensor,
     *,
-    clip: str = "one-side",
-    weight: str = "none",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    ring_low: float = 0.6,
-    ring_high: float = 2.0,
-    temperature: float = 1.0,
-    regularizer: str = "none",
-    regularizer_coefficient: float = 0.0,
+    clip: Literal["none", "one-side", "two-side", "ring"] = "one-side",
+    weight: Literal["none", "importance", "advantage"] = "none",
+    clip_low: Share = 0.2,
+    clip_high: NotNegative = 0.2,
+    ring_low: NotNegative = 0.6,
+    ring_high: NotNegative = 2.0,
+    temperature: Positive = 1.0,
+    regularizer: Literal["none", "k2", "forward_kl"] = "none",
+    regularizer_coefficient: NotNegative = 0.0,
 ) -> LossResult:
     """-M w A log pi + regulariser; M keeps r within bounds, w is 1, r (no gradient) or exp(A / temperature).
 

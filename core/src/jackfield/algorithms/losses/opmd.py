@@ -6,9 +6,10 @@ policy that the update starts from).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jackfield.algorithms.losses.terms import LossResult, row_log_ratio
+from jackfield.algorithms.options import NotNegative, Positive
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import Groups, row_means
 from jackfield.errors import ConfigError
@@ -22,7 +23,7 @@ _REPORT = "Trinity-RFT report, arXiv:2505.17826, appendix "
 
 
 @register("loss", "opmd", "token", paper=_REPORT + "A.3")
-def _opmd(log_probs: torch.Tensor, advantages: torch.Tensor, *, tau: float = 1.0) -> LossResult:
+def _opmd(log_probs: torch.Tensor, advantages: torch.Tensor, *, tau: NotNegative = 1.0) -> LossResult:
     """-A log pi / (1 + tau), A = R - mean_group(R)."""
     if tau < 0:
         raise ConfigError("opmd needs tau >= 0", code="algorithm.input", found=str(tau))
@@ -74,8 +75,8 @@ def _opmd_kimi(
     advantages: torch.Tensor | None = None,
     opmd_log_partition: torch.Tensor | None = None,
     *,
-    tau: float = 1.0,
-    reference: str = "auto",
+    tau: Positive = 1.0,
+    reference: Literal["auto", "old", "ref"] = "auto",
 ) -> LossResult:
     """(R - tau log Z - tau (log pi(y) - log pi_ref(y)))^2 per sequence, log Z = log(mean_group(exp(R / tau))).
 
@@ -101,7 +102,11 @@ def _opmd_kimi(
 
 @register("prepare", "opmd_kimi", "group")
 def _prepare_opmd_kimi(
-    rewards: torch.Tensor, group_ids: torch.Tensor, *, tau: float = 1.0, reference: str = "auto"
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    tau: Positive = 1.0,
+    reference: Literal["auto", "old", "ref"] = "auto",
 ) -> dict[str, torch.Tensor]:
     """opmd_log_partition: log Z of each row's group."""
     return {"opmd_log_partition": _log_partition(rewards, group_ids, tau)}
@@ -152,8 +157,8 @@ def _opmd_pairwise(
     opmd_group_means: torch.Tensor | None = None,
     opmd_group_sizes: torch.Tensor | None = None,
     *,
-    tau: float = 1.0,
-    reference: str = "auto",
+    tau: Positive = 1.0,
+    reference: Literal["auto", "old", "ref"] = "auto",
 ) -> LossResult:
     """sum_{i<j}((a_i - a_j)^2) over each group, a = R - tau (log pi(y) - log pi_ref(y)).
 
@@ -182,8 +187,8 @@ def _prepare_opmd_pairwise(
     rewards: torch.Tensor | None = None,
     advantages: torch.Tensor | None = None,
     *,
-    tau: float = 1.0,
-    reference: str = "auto",
+    tau: Positive = 1.0,
+    reference: Literal["auto", "old", "ref"] = "auto",
 ) -> dict[str, torch.Tensor]:
     """opmd_group_means and opmd_group_sizes: mean of a and number of responses in each row's group."""
     anchor = _reference(old_log_probs, ref_log_probs, reference)

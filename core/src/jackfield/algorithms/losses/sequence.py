@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jackfield.algorithms.losses.terms import CLAMP, LossResult, log_ratio, row_log_ratio
+from jackfield.algorithms.options import NotNegative, Positive, Share
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import row_means
 from jackfield.errors import ConfigError
@@ -29,8 +30,8 @@ def _gspo(
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
+    clip_low: Share = 3e-4,
+    clip_high: NotNegative = 4e-4,
 ) -> LossResult:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = (pi(y) / pi_old(y))^(1 / |y|), on each token of y."""
     mean = row_means(log_probs - old_log_probs, response_mask).clamp(-CLAMP, CLAMP)
@@ -56,8 +57,8 @@ def _gmpo(
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
+    clip_low: NotNegative = 0.4,
+    clip_high: NotNegative = 0.4,
 ) -> LossResult:
     """-A (prod_t c_t)^(1 / |y|), c = min(r, clip(r)) where A > 0 and max(r, clip(r)) where A < 0, clip to [e^-clip_low,
     e^clip_high].
@@ -88,7 +89,7 @@ def _topr(
     response_mask: torch.Tensor,
     *,
     threshold: float = 0.0,
-    upper: float = 1.0,
+    upper: Positive = 1.0,
 ) -> LossResult:
     """-w A log pi, w = 1 where A > threshold and sg(min(pi(y) / pi_old(y), upper)) elsewhere: the tapered importance
     weight.
@@ -113,8 +114,8 @@ def _dro(
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    beta: float = 1.0,
-    level: str = "sequence",
+    beta: Positive = 1.0,
+    level: Literal["sequence", "token"] = "sequence",
 ) -> LossResult:
     """-A log pi(y) + beta / 2 (log pi(y) - log pi_old(y))^2, per sequence, or per token with ``level="token"``."""
     if level == "token":

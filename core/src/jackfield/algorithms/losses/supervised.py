@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from attrs.validators import ge, lt
 
 from jackfield.algorithms.losses.clipped import clipped_surrogate
 from jackfield.algorithms.losses.terms import LossResult, Term, row_log_ratio
+from jackfield.algorithms.options import ClipDual, NotNegative, Positive, Share
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import Groups
 from jackfield.errors import ConfigError
@@ -74,8 +77,8 @@ def _dpo(
     dpo_margins: torch.Tensor | None = None,
     dpo_signs: torch.Tensor | None = None,
     *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
+    beta: Positive = 0.1,
+    label_smoothing: Annotated[float, ge(0.0), lt(0.5)] = 0.0,
 ) -> LossResult:
     """-(1 - e) log sigmoid(z) - e log sigmoid(-z) per pair, z = beta (h(chosen) - h(rejected)), h = log pi(y) - log
     pi_ref(y).
@@ -119,8 +122,8 @@ def _prepare_dpo(
     pair_ids: torch.Tensor,
     rewards: torch.Tensor | None = None,
     *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
+    beta: Positive = 0.1,
+    label_smoothing: Annotated[float, ge(0.0), lt(0.5)] = 0.0,
 ) -> dict[str, torch.Tensor]:
     """dpo_margins: z of each row's pair; dpo_signs: +1 for the chosen row, -1 for the rejected."""
     partner, signs = _pairs(pair_ids, rewards)
@@ -188,10 +191,10 @@ def _mix(
     global_usual_sequences: int | None = None,
     global_expert_sequences: int | None = None,
     *,
-    mu: float = 0.1,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    clip_dual: float | None = 3.0,
+    mu: Share = 0.1,
+    clip_low: Share = 0.2,
+    clip_high: NotNegative = 0.2,
+    clip_dual: ClipDual | None = 3.0,
 ) -> LossResult:
     """(1 - mu) PPO(usual rows) + mu SFT(expert rows), each normalised by its own global count.
 
@@ -230,11 +233,11 @@ def _mix_chord(
     global_usual_sequences: int | None = None,
     global_expert_sequences: int | None = None,
     *,
-    mu: float = 0.1,
+    mu: Share = 0.1,
     phi: bool = True,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    clip_dual: float | None = 3.0,
+    clip_low: Share = 0.2,
+    clip_high: NotNegative = 0.2,
+    clip_dual: ClipDual | None = 3.0,
 ) -> LossResult:
     """(1 - mu) PPO(usual rows) + mu (-phi log pi)(expert rows), phi = sg(pi (1 - pi)) (``phi=False``: 1).
 

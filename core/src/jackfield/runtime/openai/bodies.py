@@ -16,12 +16,13 @@ import attrs
 from jackfield.abc.rollout import SamplingParams
 from jackfield.errors import JackfieldError, RolloutError
 from jackfield.runtime.generation import shifted_seed
+from jackfield.runtime.openai.errors import ClientError, refused
+from jackfield.runtime.openai.messages import check_message
 from jackfield.runtime.openai.text import ServedTokenizer
 from jackfield.structuring import structure
 
-__all__ = ["Body", "ChatBody", "ClientError", "CompletionBody", "read_body", "refused"]
+__all__ = ["Body", "ChatBody", "CompletionBody", "read_body"]
 
-_INVALID = "invalid_value"  #: OpenAI's code
 _COMPLETION_TOKENS = 16  #: OpenAI's default of completions
 _UNBOUNDED = 2**31 - 1  #: the server ends at the model's length
 _MOST_CHOICES = 128  #: OpenAI's, as are the next two
@@ -67,21 +68,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "top_logprobs": (None, 0),
 }
-
-
-class ClientError(Exception):
-    """What a client did wrong, in OpenAI's words.
-
-    Args:
-        message: for people.
-        code: OpenAI's (``invalid_value``).
-        param: the field of the body.
-        status: of HTTP.
-    """
-
-    def __init__(self, message: str, code: str, param: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.message, self.code, self.param, self.status = message, code, param, status
 
 
 @attrs.frozen(kw_only=True)
@@ -228,7 +214,7 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """Of ``/v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Any]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -251,13 +237,16 @@ class ChatBody(Body):
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
         if not self.messages:
             raise refused("messages", "at least one message", self.messages)
+        for place, message in enumerate(self.messages):
+            check_message(message, f"messages[{place}]")
         messages = [_plain(message) for message in self.messages]
         try:
             return [tokenizer.encode_chat(messages)]
         except JackfieldError:
             raise
         except Exception as error:  # the template's own, whatever it is: these messages do not fit it
-            raise ClientError(f"the chat template does not take the messages: {error}", _INVALID, "messages") from error
+            text = f"the chat template does not take the messages: {error}"
+            raise ClientError(text, "invalid_value", "messages") from error
 
 
 def read_body(cls: type[Body], data: Any) -> Body:
@@ -273,14 +262,12 @@ def read_body(cls: type[Body], data: Any) -> Body:
         if name in data and data[name] not in neutral:
             raise refused(name, f"nothing, or {neutral[-1]!r}: it is not served", data[name], "unsupported_parameter")
     given = {name: value for name, value in data.items() if name not in _NOTES and name not in _NEUTRAL}
+    for name in ("temperature", "top_p", "min_p"):  # a configuration's numbers may be texts, as YAML reads 1e-3
+        if isinstance(given.get(name), str):
+            raise refused(name, "a number", given[name], "invalid_type")
     body = structure(cls, given, error=RolloutError)
     body.check()
     return body
-
-
-def refused(name: str, expected: str, found: Any, code: str = _INVALID) -> ClientError:
-    """A bad field of a body."""
-    return ClientError(f"{name} cannot be served: expected {expected}; found {repr(found)[:200]}", code, name)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from aiohttp import web
 from jackfield.abc.rollout import BaseRolloutServer, GenerateChunk, GenerateRequest
 from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RolloutError
 from jackfield.runtime.openai.answers import Answer, Choice
-from jackfield.runtime.openai.bodies import Body, ChatBody, ClientError, CompletionBody, read_body, refused
+from jackfield.runtime.openai.bodies import Body, ChatBody, CompletionBody, read_body
+from jackfield.runtime.openai.errors import ClientError, refused
 from jackfield.runtime.openai.metrics import Metrics
 from jackfield.runtime.openai.settings import EndpointConfig
 from jackfield.runtime.openai.text import ServedTokenizer
@@ -105,14 +106,7 @@ class OpenAIEndpoint:
                 web.get("/metrics", self._tell_metrics),
             ]
         )
-        runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=1.0,
-            keepalive_timeout=self._config.idle_seconds,
-            lingering_time=1.0,
-        )
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         port = self._config.port + context.replica if self._config.port else 0
         try:
@@ -132,7 +126,8 @@ class OpenAIEndpoint:
         server = runner.server
         if server is None or len(server.connections) >= self._config.max_connections:
             return _Full()
-        return server()
+        idle, loop = self._config.idle_seconds, asyncio.get_running_loop()
+        return _Connection(server, loop=loop, keepalive_timeout=idle, lingering_time=1.0, access_log=None)
 
     async def close(self) -> None:
         """Stop listening; requests that run are ended. May be called again."""
@@ -320,7 +315,7 @@ def _error_body(error: BaseException) -> tuple[dict[str, Any], int]:
         logging.getLogger("jackfield").error("a request to the OpenAI endpoint failed", exc_info=error)
     told = isinstance(error, JackfieldError | ClientError | web.HTTPException)
     body = {
-        "message": str(error)[:_MESSAGE_CHARACTERS] if told else "internal error",
+        "message": _message(error)[:_MESSAGE_CHARACTERS] if told else "internal error",
         "type": "invalid_request_error" if status < 500 else "server_error",
         "param": None if param is None else str(param),
         "code": code,
@@ -328,8 +323,39 @@ def _error_body(error: BaseException) -> tuple[dict[str, Any], int]:
     return {"error": body}, status
 
 
+def _message(error: BaseException) -> str:
+    """For clients: of what they did wrong, without our codes, and without a fix, which speaks of settings."""
+    if not isinstance(error, JackfieldError) or error.code not in _CODES:
+        return str(error)
+    parts = [f"{word} {what}" for word, what in (("expected", error.expected), ("found", error.found)) if what]
+    return ": ".join([error.message, *(["; ".join(parts)] if parts else [])])
+
+
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
+
+
+class _Connection(web.RequestHandler):
+    """A connection. What comes there and is no HTTP is answered in OpenAI's form, and is one line of the log."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to a request that could not be read."""
+        if status >= 500 or request.writer.output_size:
+            return super().handle_error(request, status, exc, message)
+        text = " ".join((message or str(exc)).split())[:200]
+        logging.getLogger("jackfield").info("a client of the OpenAI endpoint sent a malformed request: %s", text)
+        body, _ = _error_body(ClientError(f"the request is malformed: {text}", "invalid_request", status=status))
+        response = web.json_response(body, status=status)
+        response.force_close()
+        return response
 
 
 class _Full(asyncio.Protocol):

@@ -19,6 +19,7 @@ import attrs
 from cattrs import Converter
 
 from jackfield.clock import Clock
+from jackfield.errors import JackfieldError
 
 __all__ = ["decode", "frame", "read", "types_of"]
 
@@ -57,9 +58,20 @@ def decode(cls: Any, value: Any) -> Any:
     """An instance of an attrs class from what came of one.
 
     Raises:
+        JackfieldError: what a class of the contract itself refuses.
         Exception: cattrs' error, when it does not fit.
     """
-    return _CONVERTER.structure(value, cls)
+    try:
+        return _CONVERTER.structure(value, cls)
+    except ExceptionGroup as error:
+        refused = error.subgroup(JackfieldError)
+        while isinstance(refused, ExceptionGroup):
+            refused = refused.exceptions[0]
+        if refused is None:
+            raise
+        if isinstance(value, Mapping) and "request_id" in value:
+            refused.where = f"request {value['request_id']!r}, {refused.where}"
+        raise refused from None
 
 
 @functools.cache

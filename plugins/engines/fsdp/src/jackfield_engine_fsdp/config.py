@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
+from attrs.validators import gt
 
 from jackfield.structuring import option
 
 __all__ = ["Config"]
-
-
-def _positive(_: Any, attribute: attrs.Attribute[Any], value: float) -> None:
-    if value <= 0:
-        raise ValueError(f"{attribute.name} is {value}, not a positive number")
 
 
 @attrs.frozen(kw_only=True)
@@ -41,7 +37,7 @@ class Config:
         "model, the fewest collectives; auto: layers where a layer has wrap_min_parameters.",
     )
     wrap_min_parameters: int = option(
-        1_000_000, help="With wrap auto: parameters of a decoder layer that is gathered alone.", validator=_positive
+        1_000_000, help="With wrap auto: parameters of a decoder layer that is gathered alone.", validator=gt(0)
     )
     reshard_after_forward: bool = option(
         True, help="Free a layer's gathered weights after its forward pass and gather them again for its backward pass."
@@ -53,7 +49,7 @@ class Config:
         "most unsharded_max_parameters.",
     )
     unsharded_max_parameters: int = option(
-        100_000_000, help="With gradient_accumulation auto: parameters of a model, at most.", validator=_positive
+        100_000_000, help="With gradient_accumulation auto: parameters of a model, at most.", validator=gt(0)
     )
     cpu_offload: bool = option(
         False,
@@ -64,10 +60,10 @@ class Config:
         1 << 27,
         help="Log-probabilities are computed over at most this many logits at once (float32 numbers); larger "
         "micro-batches go in pieces that the backward pass computes again.",
-        validator=_positive,
+        validator=gt(0),
     )
     collective_timeout: float = option(
         600.0,
         help="Seconds that ranks wait for each other in a collective operation before they fail.",
-        validator=_positive,
+        validator=gt(0),
     )

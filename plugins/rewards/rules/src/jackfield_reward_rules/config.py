@@ -6,6 +6,7 @@ from typing import Literal
 
 import attrs
 import regex
+from attrs.validators import gt, le
 
 from jackfield.errors import ConfigError
 from jackfield.structuring import option
@@ -70,14 +71,17 @@ class Config:
         10.0,
         help="Longest time for one answer, and at most half of the request's deadline; then its worker is killed, see "
         "on_timeout.",
+        validator=gt(0.0),
     )
     on_timeout: Literal["incorrect", "fail"] = option(
         "incorrect",
         help="What an answer is on which `seconds` run out: incorrect: wrong; fail: not scored, so that it is left out "
         "of training, which a policy can learn to bring about.",
     )
-    workers: int = option(1, help="Worker processes for math (and for patterns that take long).")
-    memory_bytes: int = option(4 * 2**30, help="Address space of a worker process.")
+    workers: int = option(
+        1, help="Worker processes for math (and for patterns that take long).", validator=[gt(0), le(4096)]
+    )
+    memory_bytes: int = option(4 * 2**30, help="Address space of a worker process.", validator=gt(0))
 
     def __attrs_post_init__(self) -> None:
         if self.remove is not None and self.method != "exact":
@@ -94,9 +98,6 @@ class Config:
                 where="format_score",
                 fix="give a pattern, or remove format_score",
             )
-        for name in ("seconds", "workers", "memory_bytes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive", where=name, found=getattr(self, name))
 
 
 def _without_effect(name: str, method: str, methods: str) -> ConfigError:

@@ -9,13 +9,16 @@ from jackfield.runtime.generation import mixed
 
 __all__ = ["vllm_arguments"]
 
+_HOTTEST = 2.0  #: temperature that vLLM takes; what is beyond is done by our own logits processor
+
 
 def vllm_arguments(request: GenerateRequest, seed: int, max_model_len: int) -> dict[str, Any]:
     """Arguments of vLLM's ``SamplingParams`` that mean what the request says."""
     sampling = request.sampling
     greedy = sampling.temperature == 0
+    heat = min(sampling.temperature, _HOTTEST)
     return {
-        "temperature": sampling.temperature,
+        "temperature": heat,
         "max_tokens": min(sampling.max_new_tokens, max_model_len - len(request.prompt_ids)),
         "seed": mixed(seed),  # torch's generator of CPUs takes the lower half alone
         "stop": list(sampling.stop),
@@ -29,6 +32,7 @@ def vllm_arguments(request: GenerateRequest, seed: int, max_model_len: int) -> d
                 "top_k": 0 if greedy else sampling.top_k,
                 "top_p": 1.0 if greedy else sampling.top_p,
                 "min_p": 0.0 if greedy else sampling.min_p,
+                "divisor": 1.0 if greedy else sampling.temperature / heat,
                 "raw": greedy or sampling.logprobs == "raw",
             }
         },

@@ -28,10 +28,11 @@ class _Row:
     top_p: float
     min_p: float
     raw: bool
+    divisor: float = 1.0  #: of logits, beside the temperature that vLLM takes
 
     @property
     def filters(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.divisor != 1 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Filters(LogitsProcessor):
@@ -69,7 +70,7 @@ class Filters(LogitsProcessor):
         """Mask what is filtered, in place."""
         for index, row in self._rows.items():
             if row.filters and index < logits.shape[0]:
-                logits[index] = filtered(logits[index], row.top_k, row.top_p, row.min_p)
+                logits[index] = filtered(logits[index] / row.divisor, row.top_k, row.top_p, row.min_p)
         return logits
 
     def raw_rows(self, count: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import attrs
+from attrs.validators import gt
 
 from jackfield.errors import ConfigError
 from jackfield.structuring import option
@@ -30,11 +31,11 @@ class Config:
         help="What the server's log has to promise, checked at the start. always: a put that returned is on disk; "
         "everysec: the server's death may cost what the last seconds put; none: rows live as long as the server.",
     )
-    seconds: float = option(30.0, help="Longest time for one request, with attempts to connect again.")
+    seconds: float = option(
+        30.0, help="Longest time for one request, with attempts to connect again.", validator=gt(0.0)
+    )
 
     def __attrs_post_init__(self) -> None:
-        if self.seconds <= 0:
-            raise ConfigError("seconds must be positive", where="seconds", found=self.seconds)
         if not self.url.startswith(("redis://", "rediss://", "unix://")):
             raise ConfigError(
                 "the URL is not that of a Redis server",

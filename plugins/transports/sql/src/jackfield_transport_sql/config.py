@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import attrs
+from attrs.validators import gt, le
 
 from jackfield.errors import ConfigError
 from jackfield.structuring import option
@@ -47,14 +48,17 @@ class Config:
     synchronous: Literal["normal", "full"] = option(
         "normal", help="SQLite: normal survives kill -9, full loss of power, too. PostgreSQL always waits for its log."
     )
-    connections: int = option(4, help="Connections of this process, and threads that use them.")
-    seconds: float = option(30.0, help="Longest time for one request, with attempts to connect again.")
-    checkpoint_seconds: float = option(3600.0, help="Longest time for a checkpoint or its restoring.")
+    connections: int = option(
+        4, help="Connections of this process, and threads that use them.", validator=[gt(0), le(4096)]
+    )
+    seconds: float = option(
+        30.0, help="Longest time for one request, with attempts to connect again.", validator=gt(0.0)
+    )
+    checkpoint_seconds: float = option(
+        3600.0, help="Longest time for a checkpoint or its restoring.", validator=gt(0.0)
+    )
 
     def __attrs_post_init__(self) -> None:
-        for name in ("connections", "seconds", "checkpoint_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive", where=name, found=getattr(self, name))
         if self.url is not None and not self.url.startswith(("postgresql://", "sqlite:///")):
             raise ConfigError(
                 "the URL is of no database that this plugin knows",
