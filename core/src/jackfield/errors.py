@@ -33,6 +33,9 @@ fix it.
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,6 +64,7 @@ __all__ = [
     "WeightsError",
     "WireError",
     "WorkerLost",
+    "described",
     "error_fields",
     "rebuilt_error",
 ]
@@ -222,6 +226,18 @@ class JackfieldError(Exception):
         fields = ("where", "expected", "found", "fix")
         details = {name: None if getattr(self, name) is None else str(getattr(self, name)) for name in fields}
         return {"code": self.code, "message": self.message, **details}
+
+
+_OWN = os.path.dirname(__file__) + os.sep
+
+
+def described(error: BaseException) -> str:
+    """An exception in one line, with the file and line that raised it: those of a user, where it passed any."""
+    libraries = (_OWN, "<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text
 
 
 def error_fields(error: BaseException) -> dict[str, Any]:

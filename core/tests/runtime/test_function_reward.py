@@ -24,7 +24,7 @@ def echo(data_source, solution_str, ground_truth, extra_info):
     return extra_info[solution_str]
 
 def everything(data_source, solution_str, ground_truth, extra_info):
-    return {"score": len(data_source + solution_str + ground_truth), "steps": extra_info["steps"], "note": "text"}
+    return {"score": len(data_source + solution_str + ground_truth), "steps": extra_info["steps"]}
 
 async def gently(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(0)

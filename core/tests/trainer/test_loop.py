@@ -95,8 +95,9 @@ def test_a_sample_without_a_reward_is_named_and_its_group_made_again(letter: str
 
 
 def test_a_task_that_can_never_be_scored_ends_the_run_with_its_reasons() -> None:
+    """Its last attempt reaches two limits; which is seen first depends on when the groups beside it were scored."""
     error = failure(max_refills=2, answer=lambda task, seed: "x" if task.startswith("task-1-2") else "a")
-    assert "queue.ticket-failed" == error.code
+    assert error.code in ("queue.ticket-failed", "reward.too-many-failures")
     assert "cannot score an x" in str(error)
 
 

@@ -20,6 +20,8 @@ class RewardContext:
     clock: Clock = attrs.field(factory=Clock)
     seed: int = 0
     silence_seconds: float = 30.0  #: after which a process of the agent's that gives no sign of life is dead
+    #: what processes of the agent's print goes into files whose paths begin so (``UserCodePool``); None: nowhere
+    logs: str | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +58,7 @@ class RewardAgent(ABC):
     groups.
     """
 
-    abi_version: ClassVar[str] = "1.1"
+    abi_version: ClassVar[str] = "1.2"
 
     def __init__(self, config: Any, context: RewardContext) -> None:
         self.config = config

@@ -148,7 +148,9 @@ class _RayCrew:
             for number, (handle, _) in enumerate(servers)
         ]
         makes += [(handle, self._make_agent(number, routes)) for number, handle in enumerate(agents)]
-        makes += [(handle, partial(make_reward_worker, config, backend)) for handle in rewards]
+        makes += [
+            (handle, partial(make_reward_worker, config, backend, number)) for number, handle in enumerate(rewards)
+        ]
         told = await asyncio.gather(*(cluster.make(handle, make) for handle, make in makes))
         again = {id(handle): made_by for (handle, _), made_by in zip(makes, told, strict=True)}
         self._agents = [self._stub(handle, again) for handle in agents]
@@ -412,6 +414,6 @@ def make_agent_worker(
     return factory.agent_worker(Rows(backend), servers, run_id=f"{config.name}-{number}")
 
 
-async def make_reward_worker(config: RunConfig, backend: RemoteBackend) -> RewardWorker:
+async def make_reward_worker(config: RunConfig, backend: RemoteBackend, number: int) -> RewardWorker:
     """A worker with a started reward agent."""
-    return await _factory(config).reward_worker(Rows(backend))
+    return await _factory(config).reward_worker(Rows(backend), number)

@@ -185,10 +185,15 @@ class WorkerFactory:
 
         return AgentWorker(rows, tokenizer, self.clock, make_agent, max_prompt_tokens=max_prompt_tokens, router=router)
 
-    async def reward_worker(self, rows: Rows) -> RewardWorker:
-        """A worker whose reward agent is started."""
+    async def reward_worker(self, rows: Rows, number: int = 0) -> RewardWorker:
+        """A worker whose reward agent is started; what its processes print goes into the run's folder ``logs``."""
         config = self.config
-        context = RewardContext(clock=self.clock, seed=config.seed, silence_seconds=config.deadlines.silence)
+        context = RewardContext(
+            clock=self.clock,
+            seed=config.seed,
+            silence_seconds=config.deadlines.silence,
+            logs=str(Path(config.folder) / "logs" / f"reward-{number}"),
+        )
         agent: RewardAgent = self._plugin("reward", context)
         name = f"the reward agent {config.reward.name} to start"
         try:

@@ -15,6 +15,7 @@ from jackfield.queue.lineage import Lineage, with_lineage
 from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket, partition_of
 from jackfield.queue.missing import some
 from jackfield.queue.producing import Producing
+from jackfield.queue.records import Row
 from jackfield.queue.rows import Written
 
 __all__ = ["LocalProducing"]
@@ -152,6 +153,7 @@ class LocalProducing(Lifetime, Producing):
         named = {keys[index] for index in living}
         try:
             yield named
+            await self._show_tags([row for row in rows if row is not None], some)
             done = True
         finally:
             there = [row for row in rows if row is not None]
@@ -159,21 +161,27 @@ class LocalProducing(Lifetime, Producing):
             named.intersection_update(kept)
             self._write_changes()
 
-    @journaled
-    async def announce(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
+    async def announce(
+        self, target: BatchMeta | Sequence[str], written: Written, tags: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, ...]:
         """See :meth:`~jackfield.queue.TransferQueue.announce`."""
-        self._check()
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
-        if len(written.sizes) != len(keys):
-            raise QueueError("something is written for each row", expected=len(keys), found=len(written.sizes))
-        batch = target if isinstance(target, BatchMeta) else None
-        found = self._controller.begin_columns(keys, written.columns, batch, overwrite=False)
-        for key, row in zip(keys, found, strict=True):
-            if row is None:
-                self._state.discard(partition_of(key), key)
-        rows = [row for row in found if row is not None]
-        sizes = [size for size, row in zip(written.sizes, found, strict=True) if row is not None]
-        return self._controller.end_columns(rows, written.columns, sizes, None, written=True)
+        async with self.adding(target, written, tags) as living:
+            for key in keys:
+                if key not in living:
+                    self._state.discard(partition_of(key), key)
+        return tuple(key for key in keys if key in living)
+
+    async def _show_tags(self, rows: Sequence[Row], tags: Sequence[Mapping[str, Any]] | None) -> None:
+        """Let the backend show tags that are added to rows, beside those that they have."""
+        if tags is None or not self._shows_tags:
+            return
+        places: dict[str, dict[str, Mapping[str, Any]]] = {}
+        for row, more in zip(rows, tags, strict=True):
+            places.setdefault(row.group.partition.name, {})[row.key] = {**row.tags, **more}
+        for partition, shown in places.items():
+            request = TagsRequest(partition=partition, keys=tuple(shown), tags=tuple(shown.values()))
+            await self.backend.put_tags(request)
 
     @journaled
     async def fail_lost(self, batch: BatchMeta | None = None, named: Sequence[str] = ()) -> tuple[str, ...]:

@@ -281,7 +281,9 @@ class Producing(ABC):
         """
 
     @abstractmethod
-    async def announce(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
+    async def announce(
+        self, target: BatchMeta | Sequence[str], written: Written, tags: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, ...]:
         """A worker has written columns of rows that are there; consumers whose columns are complete wake.
 
         Rows that failed, expired or were consumed meanwhile are skipped, and the backend forgets what was written.
@@ -290,6 +292,7 @@ class Producing(ABC):
         Args:
             target: keys of one partition, whose columns are new; or a leased batch, whose lease must still hold.
             written: what is there now.
+            tags: to be added to the rows' tags.
 
         Raises:
             LeaseError: when the batch's lease does not hold any more.

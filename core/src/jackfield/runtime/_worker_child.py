@@ -20,12 +20,14 @@ import os
 import resource
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+_LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
 def main() -> None:
@@ -146,10 +148,12 @@ def _scalar(value: Any) -> Any:
 
 
 def _describe(error: BaseException) -> str:
-    """The exception, then where it was raised: frames of this file say nothing."""
+    """The exception and the line of the user's code, then the frames; those of this file say nothing."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    lines = [*traceback.format_exception_only(error), *traceback.format_list(frames[-5:])]
-    return "".join(lines).strip()
+    head, newline, rest = traceback.format_exception_only(error)[-1].strip().partition("\n")
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return "".join([head, place, newline, rest, "\n", *traceback.format_list(frames[-5:])]).strip()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The controller sees handles, tags and sizes; token ids go from here to the queue
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,15 @@ from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
 from jackfield.data.tokens import encode_answers, encode_prompt
-from jackfield.errors import AgentError, ConfigError, DataError, JackfieldError, PluginError, WorkerLost
+from jackfield.errors import (
+    AgentError,
+    ConfigError,
+    DataError,
+    JackfieldError,
+    PluginError,
+    WorkerLost,
+    described,
+)
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Rows, Written, rows_of
 from jackfield.queue.rows import check_columns
@@ -25,6 +32,7 @@ from jackfield.runtime.router import ReplicaRouter
 from jackfield.runtime.samples import (
     agent_tags,
     expert_columns,
+    not_finite,
     sequence_columns,
     sequence_tags,
     supervised_columns,
@@ -197,9 +205,7 @@ async def run_agent(
     except JackfieldError:
         raise
     except Exception as error:
-        raise AgentError(
-            f"{type(error).__name__}: {error} (raised by the agent loop)", where=f"task {task.id}"
-        ) from error
+        raise AgentError(f"{described(error)} (raised by the agent loop)", where=f"task {task.id}") from error
     _check_output(output, task)
     for sequence in output.sequences:
         _check(sequence, task)
@@ -209,7 +215,7 @@ async def run_agent(
 def _check_output(output: AgentLoopOutput, task: Task) -> None:
     """Refuse what no step could show, and inputs that no engine would see."""
     turns = output.num_turns
-    wrong = {name: value for name, value in output.metrics.items() if not _is_finite(value)}
+    wrong = not_finite(output.metrics)
     if wrong or not isinstance(turns, int) or turns < 1:
         raise AgentError(
             "an agent loop returned metrics that are not numbers",
@@ -228,10 +234,6 @@ def _check_output(output: AgentLoopOutput, task: Task) -> None:
             found=f"multi_modal_inputs {', '.join(map(str, images))}",
             fix="leave multi_modal_inputs empty",
         )
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _check(sequence: AgentSequence, task: Task) -> None:

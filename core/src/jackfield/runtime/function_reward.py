@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from attrs.validators import gt, le, optional
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
 from jackfield.plugins.interpreters import resolve_interpreter
+from jackfield.runtime.samples import not_finite
 from jackfield.runtime.worker import UserCodePool, WorkerLimits
 from jackfield.structuring import option
 
@@ -61,6 +61,7 @@ class FunctionReward(RewardAgent):
             ),
             clock=context.clock,
             python=None if config.python is None else resolve_interpreter(config.python, "reward.python"),
+            logs=context.logs,
         )
 
     async def start(self) -> None:
@@ -97,15 +98,11 @@ class FunctionReward(RewardAgent):
             return ScoreResult(score=self._number(value, "the result"))
         if "score" not in value:
             raise self._refuse("the result has no 'score'", f"keys {sorted(value)}")
-        metrics = {
-            name: self._number(each, f"metric {name!r}")
-            for name, each in value.items()
-            if name != "score" and isinstance(each, int | float)
-        }
+        metrics = {name: self._number(each, f"metric {name!r}") for name, each in value.items() if name != "score"}
         return ScoreResult(score=self._number(value["score"], "the score"), metrics=metrics)
 
     def _number(self, value: Any, what: str) -> float:
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not_finite({what: value}):
             raise self._refuse(f"{what} is not a finite number", f"{type(value).__name__} {value!r}"[:200])
         return float(value)
 

@@ -15,8 +15,9 @@ from jackfield.abc.agent import ChatTokenizer
 from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
 from jackfield.algorithms import fill_failed
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, RewardError
+from jackfield.errors import DeadlineExceeded, RewardError, described
 from jackfield.queue import Rows, Written, column_from_rows, rows_of
+from jackfield.runtime.samples import not_finite
 
 __all__ = ["REWARD_INPUTS", "RewardWorker", "Scored", "score_sample"]
 
@@ -30,6 +31,7 @@ class Scored:
     key: str
     score: float | None  #: None where there is none
     error: str | None  #: why there is none
+    metrics: Mapping[str, float] = attrs.field(factory=dict)  #: of the score
 
     @classmethod
     def of(cls, key: str, result: ScoreResult) -> Scored:
@@ -39,6 +41,7 @@ class Scored:
             key=key,
             score=result.score if good else None,
             error=None if good else f"reward {result.status}: {result.error}",
+            metrics=dict(result.metrics) if good else {},
         )
 
 
@@ -107,7 +110,8 @@ class RewardWorker:
         results = dict(zip(keys, await asyncio.gather(*self._scoring(partition, keys)), strict=True))
         await self.forget(keys)
         siblings = [key for key in keys if key not in apart]
-        results |= dict(zip(siblings, self._processed([results[key] for key in siblings]), strict=True))
+        processed = self._processed([results[key] for key in siblings])
+        results |= {key: _checked(result, key) for key, result in zip(siblings, processed, strict=True)}
         return await self._write(partition, results)
 
     def _processed(self, results: Sequence[ScoreResult]) -> list[ScoreResult]:
@@ -196,17 +200,23 @@ async def _attempt(agent: RewardAgent, request: ScoreRequest, clock: Clock) -> S
     except DeadlineExceeded as error:
         return ScoreResult(status="timeout", error=error.message)
     except Exception as error:
-        return ScoreResult(status="failed", error=f"{type(error).__name__}: {error}")
-    finite = isinstance(result.score, int | float) and result.score - result.score == 0
-    if result.status == "ok" and not finite:
-        refusal = RewardError(
-            "a reward agent returned no finite score",
-            code="reward.output",
-            where=request.idempotency_key,
-            found=result.score,
-        )
-        return ScoreResult(status="failed", error=str(refusal))
-    return result
+        return ScoreResult(status="failed", error=described(error))
+    return _checked(result, request.idempotency_key)
+
+
+def _checked(result: ScoreResult, key: str) -> ScoreResult:
+    """A score that is no finite number, or has such a metric, has failed: no step could use or show it."""
+    wrong = not_finite({"score": result.score}) or not_finite(result.metrics)
+    if result.status != "ok" or not wrong:
+        return result
+    refusal = RewardError(
+        f"a reward agent returned a {', '.join(map(str, wrong))} that is no finite number",
+        code="reward.output",
+        where=key,
+        expected="a score and metrics that are finite numbers",
+        found=wrong,
+    )
+    return ScoreResult(status="failed", error=str(refusal))
 
 
 def _failed(scoring: asyncio.Task[ScoreResult] | None) -> bool:

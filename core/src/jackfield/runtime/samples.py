@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -16,16 +17,19 @@ from jackfield.queue import BatchMeta, column_from_rows, json_column
 
 __all__ = [
     "TRAIN",
-    "agent_metrics",
     "agent_tags",
     "evaluation_seed",
     "expert_columns",
     "global_counts",
     "is_baseline",
     "is_expert",
+    "metric_tags",
     "mini_batches",
     "naming_samples",
+    "not_finite",
     "run_seed",
+    "said",
+    "said_metrics",
     "sequence_columns",
     "sequence_tags",
     "supervised_columns",
@@ -126,16 +130,34 @@ def sequence_tags(task: Task, sequence: AgentSequence, run: int) -> dict[str, An
 
 def agent_tags(output: AgentLoopOutput) -> dict[str, Any]:
     """What an agent loop says of its run, on each of the run's rows: ``turns`` and ``agent/NAME``."""
-    return {"turns": output.num_turns, **{f"agent/{name}": float(value) for name, value in output.metrics.items()}}
+    return {"turns": output.num_turns, **metric_tags("agent", output.metrics)}
 
 
-def agent_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over rows: ``agent/turns``, and ``agent/NAME/mean`` over the rows that have the metric."""
+def metric_tags(kind: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that an agent loop or a reward (``kind``) gives a row, as tags: ``KIND/NAME``."""
+    return {f"{kind}/{name}": float(value) for name, value in metrics.items()}
+
+
+def not_finite(metrics: Mapping[str, object]) -> dict[str, object]:
+    """Those of a plugin's metrics that are no finite numbers, which no step could show."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if not (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
+    }
+
+
+def said(tags: Mapping[str, Any]) -> dict[str, float]:
+    """The tags that an agent loop and a reward have given to a row: ``turns``, ``agent/NAME`` and ``reward/NAME``."""
+    return {name: value for name, value in tags.items() if name == "turns" or name.startswith(("agent/", "reward/"))}
+
+
+def said_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over rows: ``agent/turns``, and ``agent/NAME/mean`` and ``reward/NAME/mean`` over rows that have them."""
     values: dict[str, list[float]] = {}
     for tags in rows:
-        for name, value in tags.items():
-            if name == "turns" or name.startswith("agent/"):
-                values.setdefault("agent/turns" if name == "turns" else f"{name}/mean", []).append(value)
+        for name, value in said(tags).items():
+            values.setdefault("agent/turns" if name == "turns" else f"{name}/mean", []).append(value)
     return {name: sum(some) / len(some) for name, some in values.items()}
 
 

@@ -32,6 +32,7 @@ _CHILD = Path(__file__).with_name("_worker_child.py")
 _ANSWER_BYTES = 64 * 2**20  #: a longer answer ends the process
 _NOISE_BYTES = 8192  #: how much of the end of a process's output is kept
 _NOISE_LINES = 10
+_LOG_BYTES = 4 * 2**20  #: of the output of one worker in a file; the file before it is kept, too
 _END_SECONDS = 5.0  #: between a kill and the end of a process and its pipes
 
 
@@ -67,6 +68,8 @@ class UserCodeWorker:
         limits: resource limits.
         clock: through which deadlines go.
         python: the interpreter; this one by default.
+        log: file to which what the code prints is added, 4 MiB at most; then it gets the suffix ``.1`` and another is
+            begun. None: only the end is kept, for messages.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class UserCodeWorker:
         limits: WorkerLimits | None = None,
         clock: Clock | None = None,
         python: str | None = None,
+        log: Path | None = None,
     ) -> None:
         self._target = _absolute(target)
         self._method = method
@@ -85,6 +89,7 @@ class UserCodeWorker:
         self._limits = limits or WorkerLimits()
         self._clock = clock or Clock()
         self._python = python or sys.executable
+        self._log = log
         self._process: _Process | None = None
 
     @property
@@ -102,7 +107,7 @@ class UserCodeWorker:
             return
         await self.close()
         try:
-            self._process = await _Process.spawn(self._python, self._limits.silence_seconds)
+            self._process = await _Process.spawn(self._python, self._limits.silence_seconds, self._log)
         except OSError as error:
             raise self._cannot_start(str(error)) from error
         message = {
@@ -198,7 +203,8 @@ class UserCodeWorker:
 class UserCodePool:
     """Several workers behind one fair queue: calls are served in the order in which they came.
 
-    Takes the arguments of :class:`UserCodeWorker`, and ``workers``, the number of processes.
+    Takes the arguments of :class:`UserCodeWorker`; ``workers``, the number of processes; and ``logs`` in the place of
+    ``log``: worker ``n`` prints to the file ``{logs}-{n}.log``.
     """
 
     def __init__(
@@ -211,15 +217,22 @@ class UserCodePool:
         limits: WorkerLimits | None = None,
         clock: Clock | None = None,
         python: str | None = None,
+        logs: str | None = None,
     ) -> None:
         self._target = target
         self._limits = limits or WorkerLimits()
         self._clock = clock or Clock()
         self._workers = [
             UserCodeWorker(
-                target, method=method, keywords=keywords, limits=self._limits, clock=self._clock, python=python
+                target,
+                method=method,
+                keywords=keywords,
+                limits=self._limits,
+                clock=self._clock,
+                python=python,
+                log=None if logs is None else Path(f"{logs}-{number}.log"),
             )
-            for _ in range(workers)
+            for number in range(workers)
         ]
         self._idle = list(reversed(self._workers))
         self._free = asyncio.Semaphore(workers)
@@ -292,7 +305,8 @@ class _Process(asyncio.SubprocessProtocol):
 
     _transport: asyncio.SubprocessTransport
 
-    def __init__(self) -> None:
+    def __init__(self, log: Path | None) -> None:
+        self._log = log
         loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[None] = loop.create_future()  #: the process has ended
         self._gone: asyncio.Future[None] = loop.create_future()  #: and its pipes are closed
@@ -305,10 +319,10 @@ class _Process(asyncio.SubprocessProtocol):
         self.pulse = Pulse()
 
     @classmethod
-    async def spawn(cls, python: str, silence_seconds: float) -> _Process:
+    async def spawn(cls, python: str, silence_seconds: float, log: Path | None) -> _Process:
         """Start a child in a session of its own, so that its process group can be killed as a whole."""
         loop = asyncio.get_running_loop()
-        process = cls()
+        process = cls(log)
         beat = process.pulse.descriptor
         command = (python, "-P", "-u", str(_CHILD), str(os.getpid()), str(beat), str(silence_seconds / LOOKS))
         try:
@@ -392,6 +406,8 @@ class _Process(asyncio.SubprocessProtocol):
         if fd == 2:
             self._noise += data
             del self._noise[:-_NOISE_BYTES]
+            if self._log is not None:
+                _keep(self._log, data)
             return
         self._buffer += data
         if b"\n" in data:
@@ -434,6 +450,17 @@ class _Process(asyncio.SubprocessProtocol):
     def _settle(self, answer: dict[str, Any] | None) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(answer)
+
+
+def _keep(file: Path, data: bytes) -> None:
+    """Add output to a file of bounded size. A disk that is full is no reason to lose a score."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab") as log:
+            log.write(data)
+            size = log.tell()
+        if size > _LOG_BYTES:
+            file.replace(f"{file}.1")
 
 
 def _absolute(target: str) -> str:

@@ -15,14 +15,13 @@ from jackfield.errors import JackfieldError, RewardError, WorkerLost
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
 from jackfield.runtime.agent_worker import AgentWorker, RunOrder, ends_the_run
 from jackfield.runtime.reward_worker import RewardWorker, Scored
-from jackfield.runtime.samples import agent_metrics, evaluation_seed
+from jackfield.runtime.samples import evaluation_seed, metric_tags, said, said_metrics
 from jackfield.runtime.workers import Workers, is_lost, resubmitted, suppress_lost, written_again
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.stages import Stages
 
 __all__ = ["Evaluator"]
 
-_SAID = ("turns", "agent")  #: tags that an agent loop gives to its rows
 EVAL = "eval"  #: the partition whose rows live as long as an evaluation; the queue's controller knows nothing of them
 
 
@@ -82,7 +81,7 @@ class Evaluator:
             "failed": 1.0 - len(scores) / len(outcomes),
             "response_tokens": sum(lengths) / len(outcomes),
             "tasks": float(len(outcomes)),
-            **agent_metrics(outcome.tags for outcome in outcomes if outcome.tags is not None),
+            **said_metrics(outcome.tags for outcome in outcomes if outcome.tags is not None),
         }
         shown = tuple([await self._record(outcome) for outcome in outcomes[: self.recorded]])
         stored = tuple(outcome.scored.key for outcome in outcomes if outcome.tags is not None)
@@ -116,7 +115,7 @@ class Evaluator:
         scoring = rewards.score(EVAL, [key])
         (scored,) = await self.clock.wait_for(scoring, 2 * self.score_seconds, f"the reward worker of {who}")
         await rewards.forget([key])
-        return _Outcome(order.task, scored, product.tags[0])
+        return _Outcome(order.task, scored, {**product.tags[0], **metric_tags("reward", scored.metrics)})
 
     async def _record(self, outcome: _Outcome) -> SampleRecord:
         """A row of the table; empty where there is no sample."""
@@ -127,8 +126,7 @@ class Evaluator:
             with suppress_lost():
                 (record,) = await resubmitted(reading, f"the table's line of sample {key}")
         tags = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
-        said = {name: value for name, value in (outcome.tags or {}).items() if name.partition("/")[0] in _SAID}
-        tags = {**tags, **said}
+        tags = {**tags, **said(outcome.tags or {})}
         tags = tags if error is None else {**tags, "error": error}
         return attrs.evolve(record, key=f"{EVAL}/{outcome.task.id}", reward=outcome.scored.score, tags=tags)
 

@@ -13,7 +13,7 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLost
 from jackfield.queue import BatchMeta, GroupView, TransferQueue
 from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker, Scored
-from jackfield.runtime.samples import TRAIN
+from jackfield.runtime.samples import TRAIN, metric_tags
 from jackfield.runtime.workers import Workers, is_lost, lost_keys, resubmitted
 from jackfield.trainer.stages import Stages
 
@@ -158,7 +158,9 @@ class RewardPipeline:
         if self._gives_nothing(group, [each for each in scored if each.key not in apart]):
             await self.queue.drop_group(group.id, "all rewards of the group are equal")
             return
-        await self.queue.announce([each.key for each in scored if each.error is None], written)
+        good = [each for each in scored if each.error is None]
+        tags = [metric_tags("reward", each.metrics) for each in good]
+        await self.queue.announce([each.key for each in good], written, tags)
         for each in scored:
             if each.error is not None:
                 await self.queue.fail_rows([each.key], each.error)
@@ -172,13 +174,14 @@ class RewardPipeline:
         self._failed_groups += 1
         self._errors.update(str(each.error).removeprefix("reward failed: ").partition("\n")[0] for each in scored)
         if self._failed_groups > self.max_failed_groups:
-            counted = "; ".join(f"{count} × {error}" for error, count in self._errors.most_common(3))
+            most, *others = (f"{count} × {error}" for error, count in self._errors.most_common(5))
+            frames = str(scored[-1].error).partition("\n")[2]
             raise RewardError(
-                f"{counted}: {self._failed_groups} groups in a row ended without a single score",
+                f"{most}: {self._failed_groups} groups in a row ended without a single score",
                 code="reward.too-many-failures",
                 where=f"group {group.id}, task {group.task_id}",
                 expected=f"at most {self.max_failed_groups} (schedule.max_refills)",
-                found=scored[-1].error,
+                found="\n".join(others) or frames or None,
                 fix="correct the reward; where it only needs longer, raise deadlines.reward or its number of workers",
             )
 

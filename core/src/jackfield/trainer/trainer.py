@@ -16,7 +16,7 @@ from jackfield.plugins.hooks import SampleRecord, SamplesFailed, SamplesRecorded
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.log_probs import Comparison
-from jackfield.runtime.samples import TRAIN, agent_metrics, global_counts, is_expert, mini_batches, trained
+from jackfield.runtime.samples import TRAIN, global_counts, is_expert, mini_batches, said_metrics, trained
 from jackfield.runtime.workers import Workers, is_lost, lost_keys, resubmitted, suppress_lost
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.evaluation import Evaluator
@@ -349,7 +349,7 @@ class Trainer:
             "response_tokens/max": float(max(lengths)),
             "samples_per_second": len(batch) / max(seconds, 1e-9),
             "seconds/step": seconds,
-            **agent_metrics(batch.tags),
+            **said_metrics(batch.tags),
             **self.stages.drain(),
         }
         if self.explores:

@@ -37,6 +37,7 @@ class RulesReward(RewardAgent):
             workers=config.workers,
             limits=WorkerLimits(memory_bytes=config.memory_bytes, silence_seconds=context.silence_seconds),
             clock=context.clock,
+            logs=context.logs,
         )
 
     async def start(self) -> None:
