@@ -25,17 +25,28 @@ NAMES = {
     "reward": "reward worker 0",
     "storage unit": "the queue's storage worker",
 }
-#: One after the other, each followed by two further steps, which need them all. Those without state die together.
-FAULTS = (
-    {"replica": "STOP", "agent": "KILL", "reward": "KILL"},
+#: One after the other, each followed by two further steps, which need them all.
+FAULTS: tuple[dict[str, str], ...] = (
+    {"replica": "STOP", "agent": "KILL"},
+    {"reward": "KILL"},
     {"rank": "STOP"},
     {"storage unit": "STOP"},
-    {"replica": "KILL", "agent": "STOP", "reward": "STOP"},
+    {"agent": "STOP"},
+    {"reward": "STOP", "replica": "KILL"},
     {"rank": "KILL"},
     {"storage unit": "KILL"},
     dict.fromkeys(NAMES, "TERM"),
 )
-STEPS = 40  #: more than the run can do until it is killed
+REWARD = """
+import os, time
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    while os.path.exists("{folder}/hold"):
+        open("{folder}/held", "w").close()
+        time.sleep(0.05)
+    return float(len(solution_str) % 2)
+"""
+STEPS = 32  #: more than the run can do until it is killed
 
 
 @attrs.frozen
@@ -70,8 +81,9 @@ def ended(jackfield: CommandServer, made: Path, tmp_path_factory: pytest.TempPat
         "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", "checkpoint.every=1",
         "runtime={name: ray, threads: 1, rollout_replicas: 1, replica_restarts: 10}",
         "runtime.ray={recoveries: 10, num_cpus: 3, object_store_bytes: 200000000}",
-        f"deadlines.silence={SILENCE}",
+        f"deadlines.silence={SILENCE}", f"reward={{name: function, path: {folder}/reward.py:score}}",
     ]  # fmt: skip
+    (folder / "reward.py").write_text(REWARD.format(folder=folder))
     home = folder / "home"
     home.mkdir()
     environment = {"HOME": str(home), "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -112,13 +124,23 @@ def further(command: Command, folder: Path) -> None:
 
 def send_all(command: Command, folder: Path, faults: dict[str, str]) -> list[Sent]:
     """Send signals, see that each process has ended, by the signal or by the run (but for TERM), and the run go on."""
-    workers = workers_of(folder)
-    sent = [Sent(role, name, workers[NAMES[role]], len(command.error)) for role, name in faults.items()]
+    workers, printed, kills = workers_of(folder), len(command.error), "TERM" not in faults.values()
+    sent = [Sent(role, name, workers[NAMES[role]], printed) for role, name in faults.items()]
+    if kills and "agent" in faults:  # while its requests wait for a replica that is silent
+        replica = workers[NAMES["replica"]]
+        send("STOP", replica)
+        until("a silent replica", lambda: f"process {replica} on" in command.error[printed:] or not command.running)
+    if kills and "reward" in faults:  # while it scores
+        (folder.parent / "hold").touch()
+        until("a score", lambda: (folder.parent / "held").exists() or not command.running)
     for each in sent:
-        send(each.signal, each.pid)
+        if each.role != "replica" or "agent" not in faults or not kills:
+            send(each.signal, each.pid)
     for each in sent:
-        if each.signal != "TERM":
+        if kills:
             until(f"the end of {each}", lambda each=each: not lives(each.pid) or not command.running)
+    for file in ("hold", "held"):
+        (folder.parent / file).unlink(missing_ok=True)
     further(command, folder)
     return sent
 

@@ -15,6 +15,8 @@ import pytest
 
 from jackfield_commands import Command, CommandServer
 
+from ..faults.matrix import seen
+
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
 
@@ -111,3 +113,4 @@ def test_signals_end_a_run_and_its_cluster(
         os.kill(workers_of(folder)["the actor engine, rank 0"], signal.SIGKILL)
     assert_ended(command, folder, signal.SIGINT)
     assert list(range(1, len(steps_of(folder)) + 1)) == steps_of(folder), "it went on where it was"
+    seen("ray", "trainer", "TERM", "a checkpoint at the next boundary, exit code 143; the same command goes on")

@@ -74,7 +74,8 @@ def test_a_dead_worker_is_named_at_once(cluster: Cluster, hosted: Hosted) -> Non
         for waiting in (hanging, watching):
             with pytest.raises(WorkerLost) as lost:
                 await waiting
-            assert ("worker.died", "the actor engine, rank 1") == (lost.value.code, lost.value.where)
+            assert "worker.died" == lost.value.code
+            assert str(lost.value.where).startswith("the actor engine, rank 1"), "and its process, once it has answered"
         with pytest.raises(WorkerLost):
             await counter.add(1)
         assert 1 == await other.add(1)
