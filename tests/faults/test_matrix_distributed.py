@@ -51,10 +51,15 @@ class Apart:
 
         def further() -> bool:
             ended = [role for role, command in self.running.items() if not command.running]
-            assert not ended, (ended, [self.running[role].error for role in ended])
+            assert not ended, "\n".join([self.running[role].error for role in ended])
             return any(line["step"] > before for line in steps(self.folder))
 
         until(f"a step after step {before}", further)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The whole checkpoints."""
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("step_????????"))
 
     def end(self, role: str, name: str) -> Command:
         """Send a signal to a role, and return when it has ended."""
@@ -69,6 +74,7 @@ def run(jackfield: CommandServer, made: Path, tmp_path_factory: pytest.TempPathF
     run = Apart(jackfield, tmp_path_factory.mktemp("apart") / "run", made)
     run.start("controller", "trainer", "reward", "explorer")
     run.moves_on()
+    until("a checkpoint", lambda: run.checkpoints)
     yield run
     for command in run.running.values():
         command.kill()
