@@ -261,6 +261,7 @@ async def _reward(parts: RewardParts) -> None:
         rewarding = tasks.create_task(pipeline.run())
         await trainer_finished(parts.queue, lambda: pipeline.groups, seconds)
         rewarding.cancel()
+        parts.queue.done = True
     await parts.steps_done.advance(pipeline.groups)
 
 
@@ -272,6 +273,7 @@ async def _explore(parts: ExplorerParts) -> None:
         await run.weights.first(parts.config.deadlines.batch)
         await _open_control(stack, parts.config, run.replicas, parts.clock)
         await run.explorer.run()
+        parts.queue.done = True
         for task in background:
             task.cancel()
 
@@ -391,6 +393,7 @@ async def _train(parts: TrainerParts, folder: Path, start: StartingPoint) -> Non
                 if parts.role == "train":
                     await post_finished(parts.queue, steps)
                 mark_finished(folder, steps)
+                parts.queue.done = True
         for task in (*background, *watching):
             task.cancel()
 
