@@ -378,14 +378,23 @@ class Zygote:
                 assert told, f"the controller ended by itself: {status}"
                 break
             late = time.monotonic() - ends
-            if late >= 0 and not told and any((self.folder / "checkpoints").glob("[0-9]*")):
+            if late >= 0 and not told and self.goes_on():
                 os.kill(pid, signal.SIGTERM if last else signal.SIGKILL)
                 told, ends, late = True, time.monotonic(), 0.0
-            assert late < _END_SECONDS, f"the controller, process {pid}, has no checkpoint, or does not end"
+            assert late < _END_SECONDS, (
+                f"the controller, process {pid}, has no checkpoint, has not gone on from one, or does not end"
+            )
         here.close()
         for worker in workers:  # they end when their controller has
             os.waitpid(worker, 0)
         assert (os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0) if last else os.WIFSIGNALED(status), status
+
+    def goes_on(self) -> bool:
+        """Whether there is a checkpoint, and this life has gone on from the one that it found."""
+        events = self.folder / "events.jsonl"
+        notes = events.read_text() if events.is_file() else ""
+        gone_on = notes.count('"event": "recovered"') + notes.count('"event": "restored"')
+        return gone_on == self.lives - 1 and any((self.folder / "checkpoints").glob("[0-9]*"))
 
     def worker(self, channel: socket.socket) -> int:
         mine, theirs = socket.socketpair()

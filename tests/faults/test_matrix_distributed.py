@@ -15,6 +15,7 @@ from .matrix import APART, QUICKSTART, SIGNALS, codes, lives, seen, send, steps,
 pytestmark = pytest.mark.timeout(600)
 
 SILENCE = 4.0
+HOW = {"KILL": "", "STOP": "killed for its silence, ", "TERM": "ends in order with exit code 143, "}
 COMMANDS = {
     "controller": ("queue", "serve"),
     "trainer": ("run", "--role", "train"),
@@ -51,16 +52,22 @@ class Apart:
 
         def further() -> bool:
             ended = [role for role, command in self.running.items() if not command.running]
-            assert not ended, (ended, [self.running[role].error for role in ended])
+            assert not ended, "\n".join([self.running[role].error for role in ended])
             return any(line["step"] > before for line in steps(self.folder))
 
         until(f"a step after step {before}", further)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The whole checkpoints."""
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("step_????????"))
 
     def end(self, role: str, name: str) -> Command:
         """Send a signal to a role, and return when it has ended."""
         command = self.running.pop(role)
         send(name, command.pid)
-        command.wait(60)
+        ended = command.wait(60)
+        assert name != "TERM" or 143 == ended.code, ended.error
         return command
 
 
@@ -69,6 +76,7 @@ def run(jackfield: CommandServer, made: Path, tmp_path_factory: pytest.TempPathF
     run = Apart(jackfield, tmp_path_factory.mktemp("apart") / "run", made)
     run.start("controller", "trainer", "reward", "explorer")
     run.moves_on()
+    until("a checkpoint", lambda: run.checkpoints)
     yield run
     for command in run.running.values():
         command.kill()
@@ -84,6 +92,8 @@ def told(command: Command, who: str, pid: int, name: str) -> None:
     if name == "STOP":
         assert f"gave no sign of life for {SILENCE:g} s" in line
         assert "deadlines.silence" in line
+    if name == "TERM":
+        assert "has ended before its work was done" in line
 
 
 @pytest.mark.parametrize("name", SIGNALS)
@@ -98,24 +108,28 @@ def test_explorers_rewards_and_storage_units_that_die_are_named_to_all_and_repla
     until("the end of the unit", lambda: not lives(unit))
     for command in run.running.values():
         told(command, f"storage unit {number}", unit, "KILL")  # the controller alone says why
-    told(run.running["controller"], f"storage unit {number}", unit, name)
+    told(run.running["controller"], f"storage unit {number}", unit, "STOP" if name == "STOP" else "KILL")
     run.start("reward", "explorer")
     run.moves_on()
-    killed = "killed for its silence, " if name == "STOP" else ""
+    killed = HOW[name]
     for role in ("explorer", "reward"):
         seen("distributed", role, name, f"{killed}named to all others; the same command takes over what it had")
+    killed = "killed for its silence, " if name == "STOP" else ""
     seen("distributed", "storage unit", name, f"{killed}named; its rows are made again by the others")
 
 
-@pytest.mark.parametrize("name", ["KILL", "STOP"])  # TERM: with the orderly end of a run by SIGTERM
+@pytest.mark.parametrize("name", SIGNALS)
 def test_a_trainer_that_dies_is_named_to_explorers_and_its_command_goes_on(run: Apart, name: str) -> None:
     ended = run.end("trainer", name)
+    if name == "TERM":
+        assert f"step_{steps(run.folder)[-1]['step']:08}" == run.checkpoints[-1]
     for role in ("explorer", "reward"):
         told(run.running[role], "the trainer of", ended.pid, name)
     run.start("trainer")
     run.moves_on()
-    killed = "killed for its silence, " if name == "STOP" else ""
-    seen("distributed", "trainer", name, f"{killed}named to all others; the same command goes on from its checkpoint")
+    seen(
+        "distributed", "trainer", name, f"{HOW[name]}named to all others; the same command goes on from its checkpoint"
+    )
 
 
 @pytest.mark.parametrize("name", SIGNALS)
@@ -130,8 +144,7 @@ def test_a_controller_that_dies_is_named_to_all_and_the_same_commands_go_on(run:
             assert f"process {ended.pid}" in done.error or name == "TERM", done.error
     run.start("controller", "trainer", "reward", "explorer")
     run.moves_on()
-    killed = "killed for its silence, " if name == "STOP" else ""
-    outcome = f"{killed}named; everybody ends with queue.session, the same commands go on from the newest checkpoint"
+    outcome = f"{HOW[name]}named; everybody ends with queue.session, the same commands go on from the newest checkpoint"
     seen("distributed", "controller", name, outcome)
 
 

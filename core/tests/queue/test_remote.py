@@ -108,7 +108,7 @@ async def until(done: Callable[[], bool]) -> None:
 
 def test_every_method_of_the_interface_can_be_called_from_afar() -> None:
     """Apart from those that are the client's own."""
-    own = {"start", "close", "put", "put_run", "get"}
+    own = {"start", "close", "done", "put", "put_run", "get"}
     public = {name for name in dir(TransferQueue) if not name.startswith("_")}
     assert set(METHODS) == public - own
     assert {"call", "iterator", "context"} == {method(name).sort for name in METHODS}

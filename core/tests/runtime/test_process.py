@@ -301,7 +301,10 @@ def test_a_process_that_dies_is_named(elsewhere: Elsewhere, prompt: tuple[int, .
             os.kill(server._process.pid or 0, signal.SIGKILL)
         with pytest.raises(RolloutError) as caught:
             await call
-        assert ("rollout.stopped", "rollout replica 3") == (caught.value.code, caught.value.where)
+        assert ("rollout.stopped", f"rollout replica 3, process {server._process.pid}") == (
+            caught.value.code,
+            caught.value.where,
+        )
         assert found in str(caught.value.found)
         assert ("last words" in str(caught.value.found)) == (prompt == (3,))
         health = await server.health()

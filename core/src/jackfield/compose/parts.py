@@ -94,6 +94,7 @@ class Parts:
             queue = remote_queue(config, backend, self.clock, f"{_CLIENTS[self.role]} {config.name}")
         stack.push_async_callback(queue.close)
         await queue.start()
+        queue.done = False
         return queue
 
     async def _replicas(self, stack: AsyncExitStack) -> Replicas | None:

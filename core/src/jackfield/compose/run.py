@@ -270,6 +270,7 @@ async def _reward(parts: RewardParts, stop: Stop) -> None:
         rewarding = tasks.create_task(pipeline.run())
         await trainer_finished(parts.queue, lambda: pipeline.groups, seconds)
         rewarding.cancel()
+        parts.queue.done = True
     await parts.steps_done.advance(pipeline.groups)
 
 
@@ -282,6 +283,7 @@ async def _explore(parts: ExplorerParts, stop: Stop) -> None:
         await run.weights.first(parts.config.deadlines.batch)
         await _open_control(stack, parts.config, run.replicas, parts.clock)
         await run.explorer.run()
+        parts.queue.done = True
         for task in background:
             task.cancel()
 
@@ -413,6 +415,7 @@ async def _train(parts: TrainerParts, folder: Path, start: StartingPoint) -> Non
                 if parts.role == "train":
                     await post_finished(parts.queue, steps)
                 mark_finished(folder, steps)
+                parts.queue.done = True
         for task in (*background, *watching):
             task.cancel()
 

@@ -87,8 +87,12 @@ class Connection:
         self._pulse = threading.Thread(target=self._live, args=(identity,), name="queue-pulse", daemon=True)
         self._pulse.start()
 
-    async def close(self) -> None:
-        """Say goodbye, and hang up. Idempotent."""
+    async def close(self, *, early: bool = False) -> None:
+        """Say goodbye, and hang up. Idempotent.
+
+        Args:
+            early: work of this process is left to do: the other clients are told that it has ended.
+        """
         self._over.set()
         if self._watching is not None:
             self._watching.cancel()
@@ -97,7 +101,7 @@ class Connection:
         if self._pulse is not None:
             self._pulse.join()
             self._pulse = None
-        self._tell("bye", {})
+        self._tell("bye", {"early": early})
         self._fail("the connection was closed", closed=True)
         socket, self._socket = self._socket, None
         context, self._context = self._context, None

@@ -37,7 +37,7 @@ REQUESTS: dict[str, dict[str, Schema]] = {
     "leave": {"id": int, "opened": int, "broken": bool},  #: what was opened by the call of this number
     "cancel": {"id": int},  #: a call that nobody waits for any more
     "alive": {"client": bytes},  #: from a connection of its own, whatever else its process does
-    "bye": {},
+    "bye": {"early": bool},  #: whether work of the client is left to do
 }
 
 REPLIES: dict[str, dict[str, Schema]] = {

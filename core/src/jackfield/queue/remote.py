@@ -100,7 +100,7 @@ class RemoteQueue(TransferQueue):
 
     async def close(self) -> None:
         """Say goodbye. Idempotent."""
-        await self.connection.close()
+        await self.connection.close(early=not self.done)
         await self.backend.close()
 
     # -- producers

@@ -176,10 +176,15 @@ class QueueServer:
             self._read()  # what has come while this process was busy counts
             for client in list(self._clients.values()):
                 if (reason := self._death(client)) is not None:
-                    logging.getLogger("jackfield").warning("%s", reason)
                     await self._end(client, reason)
-                    for other in self._clients.values():
-                        self._tell(other.identity, "news", {"text": reason})
+                    self._spread(client, reason)
+
+    def _spread(self, ended: _Client, reason: str) -> None:
+        """Tell this process's log and all other clients that one has ended."""
+        logging.getLogger("jackfield").warning("%s", reason)
+        for other in self._clients.values():
+            if other is not ended:
+                self._tell(other.identity, "news", {"text": reason})
 
     def _death(self, client: _Client) -> str | None:
         """Why a client is dead; one that is stopped is killed, so that it does no harm later."""
@@ -228,6 +233,8 @@ class QueueServer:
             self._tell(identity, "value", {"id": message["id"], "value": None})
         elif message.kind == "bye":
             self._begin(self._end(client, None))
+            if message["early"]:
+                self._spread(client, f"{client.name} ({client.process}) has ended before its work was done")
         elif message.kind == "cancel":
             task = client.calls.get(message["id"])
             if task is not None:

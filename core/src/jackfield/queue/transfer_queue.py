@@ -38,6 +38,8 @@ class TransferQueue(Producing, Consuming):
     **Threads.** All methods are called on one event loop.
     """
 
+    done = True  #: whether this process has no work left to do; the clients of a served queue hear who ends before
+
     clock: Clock  #: through which every wait goes
 
     # -- life

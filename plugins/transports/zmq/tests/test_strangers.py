@@ -46,7 +46,7 @@ async def test_nonsense_of_those_who_got_in_is_refused_and_counted(opened: Any) 
         )
         with zmq.Context() as context, dealer(context, None, directory.secret) as stranger:
             stranger.connect(directory.units[0].address)
-            stranger.send_multipart(Wire(REQUESTS, b"a guess").encode("bye", {}))
+            stranger.send_multipart(Wire(REQUESTS, b"a guess").encode("bye", {"early": False}))
             stranger.send_multipart([b"JKF\x09" + bytes(20)])
             for _ in range(500):
                 stranger.send_multipart([rng.randbytes(rng.randrange(60)) for _ in range(rng.randrange(1, 4))])
