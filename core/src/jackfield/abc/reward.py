@@ -72,6 +72,14 @@ class RewardAgent(ABC):
         """Adjust the scores of one whole group, in the order of its runs (fill in failed ones, rank, …)."""
         return scores
 
+    @property
+    def concurrency(self) -> int | None:
+        """How many samples the agent scores side by side; further ones wait, and their deadlines have not begun.
+
+        None: as many as there are.
+        """
+        return None
+
     async def start(self) -> None:
         """Open connections and workers, before the first score."""
         return

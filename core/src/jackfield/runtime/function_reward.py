@@ -64,6 +64,12 @@ class FunctionReward(RewardAgent):
             logs=context.logs,
         )
 
+    @property
+    def concurrency(self) -> int:
+        """As many as there are worker processes."""
+        workers: int = self.config.workers
+        return workers
+
     async def start(self) -> None:
         """Import the function once, so that a wrong path shows at the beginning of a run.
 

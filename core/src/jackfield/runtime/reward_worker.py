@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -81,6 +82,8 @@ class RewardWorker:
         self._dimensions = tuple(dimensions)
         self._fill_failed = fill_failed
         self._scores: dict[str, asyncio.Task[ScoreResult]] = {}
+        most = agent.concurrency
+        self._turns: AbstractAsyncContextManager[Any] = nullcontext() if most is None else asyncio.Semaphore(most)
 
     async def score(self, partition: str, keys: Sequence[str]) -> tuple[Scored, ...]:
         """Score rows, each once, and keep the scores until they are used or forgotten.
@@ -173,7 +176,8 @@ class RewardWorker:
             idempotency_key=key,
             deadline_seconds=self._score_seconds,
         )
-        return await score_sample(self._agent, request, self._clock, self._attempts)
+        async with self._turns:
+            return await score_sample(self._agent, request, self._clock, self._attempts)
 
 
 async def score_sample(agent: RewardAgent, request: ScoreRequest, clock: Clock, attempts: int = 1) -> ScoreResult:

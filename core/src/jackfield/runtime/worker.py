@@ -9,13 +9,17 @@ programs belong into a sandbox, not here.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -33,6 +37,7 @@ _ANSWER_BYTES = 64 * 2**20  #: a longer answer ends the process
 _NOISE_BYTES = 8192  #: how much of the end of a process's output is kept
 _NOISE_LINES = 10
 _LOG_BYTES = 4 * 2**20  #: of the output of one worker in a file; the file before it is kept, too
+_LEAVE_SECONDS = 0.25  #: for an answer that is not wanted any more; after it a process is killed
 _END_SECONDS = 5.0  #: between a kill and the end of a process and its pipes
 
 
@@ -103,31 +108,37 @@ class UserCodeWorker:
         Raises:
             RunError: ``worker.start``: the interpreter or the code is missing, raised or took too long.
         """
-        if self._process is not None and not self._process.broken:
+        if self._process is None or self._process.broken:
+            await self.close()
+            try:
+                self._process = await _Process.spawn(self._python, self._limits.silence_seconds, self._log)
+            except OSError as error:
+                raise self._cannot_start(str(error)) from error
+            self._process.send(json.dumps(self._imports()))
+        if self._process.loaded:
             return
-        await self.close()
-        try:
-            self._process = await _Process.spawn(self._python, self._limits.silence_seconds, self._log)
-        except OSError as error:
-            raise self._cannot_start(str(error)) from error
-        message = {
+        result = await self._exchange(self._limits.start_seconds, "import its code")
+        if result.status != "ok":
+            await self.close()
+            raise self._cannot_start(result.error or "")
+
+    def _imports(self) -> dict[str, Any]:
+        """The first request of a process."""
+        return {
             "target": self._target,
             "method": self._method,
             "keywords": self._keywords,
             "memory_bytes": self._limits.memory_bytes,
             "sys_path": [os.path.abspath(path) for path in sys.path] if self._python == sys.executable else [],
         }
-        result = await self._exchange(message, self._limits.start_seconds, "import its code")
-        if result.status != "ok":
-            await self.close()
-            raise self._cannot_start(result.error or "")
 
     async def call(self, arguments: Mapping[str, Any], deadline_seconds: float, name: str = "") -> WorkerResult:
         """Call the function with keyword arguments (JSON values).
 
-        After a timeout, a cancellation, a crash or a wrong answer the process is gone, and the next call starts
-        another. Where that process had served earlier calls, they may be to blame (a thread that one has left behind):
-        then the call is repeated, once, in a new process.
+        After a timeout, a crash or a wrong answer the process is gone, and the next call starts another. So it is after
+        a cancellation, unless the process answers within a moment, or still imports the code. Where a process that dies
+        had served earlier calls, they may be to blame (a thread that one has left behind): then the call is repeated,
+        once, in a new process.
 
         Args:
             arguments: of the function.
@@ -150,7 +161,8 @@ class UserCodeWorker:
             await self.start()
             assert self._process is not None
             used, began = self._process.asked > 1, self._clock.time()  # the first request imported the code
-            result = await self._exchange(line, deadline_seconds, purpose)
+            self._process.send(line)
+            result = await self._exchange(deadline_seconds, purpose)
             if result.status != "died" or not used:
                 return result
             deadline_seconds = max(deadline_seconds - (self._clock.time() - began), 0.0)
@@ -161,18 +173,19 @@ class UserCodeWorker:
         if process is not None:
             await process.end(self._clock)
 
-    async def _exchange(self, message: Mapping[str, Any] | str, seconds: float, purpose: str) -> WorkerResult:
+    async def _exchange(self, seconds: float, purpose: str) -> WorkerResult:
+        """Wait for the answer to what the process was sent last."""
         process = self._process
         assert process is not None
-        line = message if isinstance(message, str) else json.dumps(message)
         watching = asyncio.create_task(self._watch(process))
         try:
-            answer = await self._clock.wait_for(process.ask(line), seconds, f"{self._target} to {purpose}")
+            answer = await self._clock.wait_for(process.answer(), seconds, f"{self._target} to {purpose}")
         except DeadlineExceeded as error:
             await self.close()
             return WorkerResult(status="timeout", error=str(error) + process.noise(), timed_out_after=seconds)
-        except BaseException:  # cancelled: whatever the process is doing, nobody wants it
-            await self.close()
+        except BaseException:  # cancelled: nobody wants the answer, but the next call wants a process with the code
+            if process.loaded:
+                await self._leave(process)
             raise
         finally:
             watching.cancel()
@@ -183,7 +196,17 @@ class UserCodeWorker:
             return WorkerResult(status="died", error=str(death))
         if "error" in answer:
             return WorkerResult(status="failed", error=str(answer["error"]))
+        process.loaded = True
         return WorkerResult(status="ok", value=answer["value"])
+
+    async def _leave(self, process: _Process) -> None:
+        """Kill a process that is busy with what nobody wants, unless it is done in a moment."""
+        try:
+            answer = await self._clock.wait_for(process.answer(), _LEAVE_SECONDS, "an answer that is not wanted")
+        except BaseException:
+            answer = None
+        if answer is None:
+            await self.close()
 
     async def _watch(self, process: _Process) -> None:
         """Kill a process that is silent; its death ends the call."""
@@ -310,6 +333,7 @@ class _Process(asyncio.SubprocessProtocol):
         loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[None] = loop.create_future()  #: the process has ended
         self._gone: asyncio.Future[None] = loop.create_future()  #: and its pipes are closed
+        self.loaded = False  #: it has imported the code
         self.asked = 0  #: requests so far
         self._id = b""  #: of the request whose answer is waited for
         self._answer: asyncio.Future[dict[str, Any] | None] | None = None
@@ -324,7 +348,9 @@ class _Process(asyncio.SubprocessProtocol):
         loop = asyncio.get_running_loop()
         process = cls(log)
         beat = process.pulse.descriptor
-        command = (python, "-P", "-u", str(_CHILD), str(os.getpid()), str(beat), str(silence_seconds / LOOKS))
+        command = [python, "-P", "-u", str(_CHILD), str(os.getpid()), str(beat), str(silence_seconds / LOOKS)]
+        if sys.dont_write_bytecode:  # large libraries would be compiled again at each start, for seconds
+            command.append(_bytecode())
         try:
             await loop.subprocess_exec(lambda: process, *command, start_new_session=True, pass_fds=[beat])
         except BaseException:
@@ -342,16 +368,21 @@ class _Process(asyncio.SubprocessProtocol):
         pid: int = self._transport.get_pid()
         return pid
 
-    async def ask(self, line: str) -> dict[str, Any] | None:
-        """Send a line and wait for the answer; None: the process died, or answered something else."""
-        if self._gone.done():
-            return None
+    def send(self, line: str) -> None:
+        """Send a line, to which :meth:`answer` is the answer."""
         self.asked += 1
         self._id = secrets.token_hex(16).encode()
         self._answer = asyncio.get_running_loop().create_future()
+        if self._gone.done():
+            self._settle(None)
+            return
         pipe: Any = self._transport.get_pipe_transport(0)
         pipe.write(b"%b %b\n" % (self._id, line.encode()))
-        return await self._answer
+
+    async def answer(self) -> dict[str, Any] | None:
+        """The answer; None: the process died, or answered something else. May be waited for again."""
+        assert self._answer is not None
+        return await asyncio.shield(self._answer)
 
     @property
     def broken(self) -> bool:
@@ -450,6 +481,14 @@ class _Process(asyncio.SubprocessProtocol):
     def _settle(self, answer: dict[str, Any] | None) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(answer)
+
+
+@functools.cache
+def _bytecode() -> str:
+    """A folder for the bytecode of what worker processes import; it goes with this process."""
+    folder = tempfile.mkdtemp(prefix="jackfield-bytecode-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _keep(file: Path, data: bytes) -> None:

@@ -112,8 +112,8 @@ class Evaluator:
             if isinstance(error, WorkerLost) or is_lost(error) or ends_the_run(error):
                 raise
             return _failed(order, error)
-        scoring = rewards.score(EVAL, [key])
-        (scored,) = await self.clock.wait_for(scoring, 2 * self.score_seconds, f"the reward worker of {who}")
+        scoring, longest = rewards.score(EVAL, [key]), 2 * self.score_seconds * len(self.tasks)  # one after the other
+        (scored,) = await self.clock.wait_for(scoring, longest, f"the reward worker of {who}")
         await rewards.forget([key])
         return _Outcome(order.task, scored, {**product.tags[0], **metric_tags("reward", scored.metrics)})
 

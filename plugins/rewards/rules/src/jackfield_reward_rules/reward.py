@@ -40,6 +40,12 @@ class RulesReward(RewardAgent):
             logs=context.logs,
         )
 
+    @property
+    def concurrency(self) -> int:
+        """As many as there are worker processes."""
+        workers: int = self.config.workers
+        return workers
+
     async def start(self) -> None:
         """Start the worker process where the method needs it.
 
