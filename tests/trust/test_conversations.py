@@ -292,3 +292,11 @@ def test_preferences_that_a_table_stores_as_texts(trials: Trials) -> None:
     [better, worse] = trials.rows([{key: json.dumps(value) for key, value in record.items()}], form, **DPO)[1]
     trials.same(better, [QUESTION], record["chosen"][1:])
     trials.same(worse, [QUESTION], record["rejected"][1:])
+
+
+@pytest.mark.parametrize("rejected", ["8", [assistant("8")]])
+def test_a_preference_for_the_same_answer_is_refused(trials: Trials, rejected: Any) -> None:
+    records = [{"prompt": "How many?", "chosen": "8", "rejected": "2"}]
+    records.append({"prompt": "How many?", "chosen": "8", "rejected": rejected})
+    form = {"prompt_key": "prompt", "response_key": "chosen", "rejected_key": "rejected"}
+    trials.refused("data.malformed", records, form, line=2, **DPO)

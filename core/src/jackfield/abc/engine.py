@@ -73,7 +73,7 @@ class ModelSpec:
 class OptimizerSpec:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = option(1e-6, help="learning rate, the schedule's highest", validator=[ge(0.0), le(1e3)])
+    lr: float = option(1e-6, help="learning rate, the schedule's highest", validator=ge(0.0))
     betas: tuple[float, float] = option(
         (0.9, 0.999),
         help="decay of the running averages of gradient and square",

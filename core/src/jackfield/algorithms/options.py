@@ -68,7 +68,8 @@ def _settings(kind: str, function: Callable[..., Any]) -> type:
     parameters, options = inspect.signature(function).parameters, signature(function).options
     fields = {name: _field(parameters[name], function) for name in options}
     if kind == "loss":
-        fields["length_norm"] = attrs.field(default=None, type=float | None, validator=optional(gt(0.0)))
+        number: Any = float | None
+        fields["length_norm"] = attrs.field(default=None, type=number, validator=optional(gt(0.0)))
     return attrs.make_class(function.__name__, fields, frozen=True, kw_only=True)
 
 
@@ -83,4 +84,5 @@ def _field(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
     validator = and_(*checks) if checks else None
     if validator is not None and type(None) in members:
         validator = optional(validator)
-    return attrs.field(default=parameter.default, type=Union[tuple(plain)], validator=validator)  # noqa: UP007
+    kind: Any = Union[tuple(plain)]  # noqa: UP007
+    return attrs.field(default=parameter.default, type=kind, validator=validator)

@@ -14,6 +14,7 @@ from jackfield.data.sources import malformed
 __all__ = [
     "Answer",
     "Conversation",
+    "check_preference",
     "check_turn",
     "implied_prompt",
     "is_conversation",
@@ -89,6 +90,20 @@ def check_turn(answer: Answer | None, where: str) -> None:
             f"the roles {', '.join(roles) or '(none)'}",
             "where the answer repeats the whole conversation, set data.format.prompt_key to null",
         )
+
+
+def check_preference(better: Answer | None, worse: Answer, where: str) -> None:
+    """Refuse two answers of which neither is the better one.
+
+    Raises:
+        DataError: ``data.malformed``.
+    """
+    one, other = (
+        each[0]["content"] if isinstance(each, tuple) and len(each) == 1 else each for each in (better, worse)
+    )
+    if one == other:
+        expected, fix = "two different answers", "leave the record out"
+        raise malformed("the preferred and the rejected answer are the same", where, expected, repr(one)[:200], fix)
 
 
 def split(messages: Conversation, key: str, where: str) -> tuple[Conversation, Conversation | None]:

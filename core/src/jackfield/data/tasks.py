@@ -20,6 +20,7 @@ import xxhash
 from jackfield.data.conversations import (
     Answer,
     Conversation,
+    check_preference,
     check_turn,
     implied_prompt,
     is_conversation,
@@ -134,6 +135,8 @@ class TaskFormat:
             raise malformed(f"a field has the reserved name {name!r}", where, "another name", name, "rename the field")
         answer = None if self.answer_key is None else unpacked(_lookup(record, self.answer_key, where))
         messages, response, rejected = self._parts(record, answer, where)
+        if rejected is not None:
+            check_preference(response, rejected, where)
         source = self.data_source or record.get("data_source") or default_source
         return Task(
             id=_record_id(record, self.id_key, where) or default_id,

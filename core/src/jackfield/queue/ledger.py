@@ -128,7 +128,8 @@ def check_ledger(path: Path, end: LedgerEnd) -> tuple[LedgerEnd, object]:
     Raises:
         QueueError: ``queue.ledger`` where something of what the checkpoint knows was changed or is not there.
     """
-    found, last, damage = LedgerEnd(), LedgerEnd(), None
+    found, last = LedgerEnd(), LedgerEnd()
+    damage: object = None
     try:
         for last, _ in _read(path, LedgerEnd()):
             if last.bytes <= end.bytes:

@@ -133,7 +133,7 @@ async def test_a_deadline_ends_a_request_and_names_the_replica(serve: Serve) -> 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a field that is not served": ({"tools": [{"type": "function"}]}, "tools cannot be served"),
     "a misspelt field": ({"temprature": 1}, "unknown key 'temprature'"),
-    "a wrong type": ({"temperature": "hot"}, "wrong value at temperature"),
+    "a wrong type": ({"temperature": "hot"}, "temperature cannot be served"),
     "no prompt": ({"prompt": None}, "prompt cannot be served"),
     "a prompt of something else": ({"prompt": [{"a": 1}]}, "prompt cannot be served"),
     "an empty stop string": ({"stop": ""}, "stop cannot be served"),
@@ -152,7 +152,7 @@ async def test_bad_requests_are_refused_and_nothing_is_asked(serve: Serve) -> No
         with pytest.raises(openai.BadRequestError, match="messages cannot be served"):
             await client.chat.completions.create(model="any", messages=[])
         picture: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-        with pytest.raises(openai.BadRequestError, match="contents that are texts"):
+        with pytest.raises(openai.BadRequestError, match="expected text: nothing else is served"):
             await client.chat.completions.create(model="any", messages=picture)
         assert [] == script.asked
 

@@ -127,7 +127,8 @@ class OpenAIEndpoint:
         if server is None or len(server.connections) >= self._config.max_connections:
             return _Full()
         idle, loop = self._config.idle_seconds, asyncio.get_running_loop()
-        return _Connection(server, loop=loop, keepalive_timeout=idle, lingering_time=1.0, access_log=None)
+        log: Any = None  # of accesses: there is none
+        return _Connection(server, loop=loop, keepalive_timeout=idle, lingering_time=1.0, access_log=log)
 
     async def close(self) -> None:
         """Stop listening; requests that run are ended. May be called again."""

@@ -64,14 +64,19 @@ def decode(cls: Any, value: Any) -> Any:
     try:
         return _CONVERTER.structure(value, cls)
     except ExceptionGroup as error:
-        refused = error.subgroup(JackfieldError)
-        while isinstance(refused, ExceptionGroup):
-            refused = refused.exceptions[0]
+        refused = _refusal(error)
         if refused is None:
             raise
         if isinstance(value, Mapping) and "request_id" in value:
             refused.where = f"request {value['request_id']!r}, {refused.where}"
         raise refused from None
+
+
+def _refusal(error: BaseException) -> JackfieldError | None:
+    """The first error of ours in what cattrs groups."""
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(_refusal, error.exceptions)), None)
+    return error if isinstance(error, JackfieldError) else None
 
 
 @functools.cache
