@@ -35,6 +35,8 @@ class SignsOfLife:
         self._work = Work()
         self._last: Sign | None = None  #: of a process whose worker was made
         self._watching: asyncio.Task[None] | None = None
+        PROCESSES.pop(name, None)  # of an actor before this one
+        ENDS.pop(name, None)
 
     def watch(self) -> None:
         """Begin, unless that was done."""
