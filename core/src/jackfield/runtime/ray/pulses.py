@@ -35,16 +35,18 @@ class SignsOfLife:
         self._work = Work()
         self._last: Sign | None = None  #: of a process whose worker was made
         self._watching: asyncio.Task[None] | None = None
-        PROCESSES.pop(name, None)  # of an actor before this one
-        ENDS.pop(name, None)
 
     def watch(self) -> None:
         """Begin, unless that was done."""
         if self._watching is None or self._watching.done():
+            if self._last is not None:
+                PROCESSES[self._name] = str(self._last.process)
             self._watching = asyncio.create_task(self._watch(), name=f"signs of life of {self._name}")
 
     def close(self) -> None:
         """Leave the actor alone."""
+        PROCESSES.pop(self._name, None)  # another actor may have this name later
+        ENDS.pop(self._name, None)
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.cancel()
