@@ -39,10 +39,14 @@ class SignsOfLife:
     def watch(self) -> None:
         """Begin, unless that was done."""
         if self._watching is None or self._watching.done():
+            if self._last is not None:
+                PROCESSES[self._name] = str(self._last.process)
             self._watching = asyncio.create_task(self._watch(), name=f"signs of life of {self._name}")
 
     def close(self) -> None:
         """Leave the actor alone."""
+        PROCESSES.pop(self._name, None)  # another actor may have this name later
+        ENDS.pop(self._name, None)
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.cancel()
