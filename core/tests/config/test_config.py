@@ -57,7 +57,7 @@ def test_a_misspelt_key_gets_a_suggestion(file: Path) -> None:
     ("override", "code", "where"),
     [
         ("schedule.steps=many", "config.wrong-type", "schedule.steps"),
-        ("schedule.steps=0", "config.invalid-value", "schedule"),
+        ("schedule.steps=0", "config.invalid-value", "schedule.steps"),
         ("mode=explore-ish", "config.invalid-value", "mode"),
         ("model=null", "config.wrong-type", "model"),
         ("optimizer.betas=[1, x]", "config.wrong-type", "optimizer.betas[1]"),
