@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["check_complete", "check_tensor", "stage_adapter", "stage_weights", "tensors_of"]
+
+_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")  #: of the language model
+#: Layers that predict further tokens (Qwen), and what old checkpoints hold beside parameters: frequencies, masks.
+_EXTRA = re.compile(r"(?:^|\.)mtp\.|\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
 
 _FILE_BYTES = 1 << 30  #: of one file; as much waits in memory to be written
 
@@ -86,7 +91,10 @@ async def stage_adapter(
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a model folder's safetensors files, by name.
+    """The shape of each tensor of the model in a folder's safetensors files, by name.
+
+    What the folder holds beside the model is left out, as no engine loads it: further layers, which predict several
+    tokens (DeepSeek and GLM number them on, Qwen calls them ``mtp``), and buffers.
 
     Raises:
         WeightsError: ``weights.storage``: there are none.
@@ -98,7 +106,14 @@ def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
             code="weights.storage",
             where=str(folder),
         )
-    return found
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layers = {**described, **(described.get("text_config") or {})}.get("num_hidden_layers")
+    return {name: shape for name, shape in found.items() if not _is_extra(name, layers)}
+
+
+def _is_extra(name: str, layers: int | None) -> bool:
+    number = _LAYER.match(name)
+    return _EXTRA.search(name) is not None or (number is not None and layers is not None and int(number[1]) >= layers)
 
 
 def check_tensor(name: str, tensor: torch.Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -173,7 +173,12 @@ def main(settings: dict[str, Any]) -> None:
     adapter = make_engine(settings["model"], Config(collective_timeout=60.0), lora=LoraSpec(rank=2), **place("last"))
     train(adapter, make_batch(shares["uneven"]), loss, steps=2)
     keep("adapter", weights(adapter))
-    for one in (engine, critic, adapter):
+    mixture = make_engine(settings["mixture"], Config(collective_timeout=60.0), dtype="bfloat16", **place("last"))
+    keep("mixture/first", weights(mixture))
+    train(mixture, make_batch(shares["uneven"]), loss)
+    keep("mixture", weights(mixture))
+    mixture.save_checkpoint(SaveCheckpointRequest(folder=str(out / "mixture"), format="huggingface"))
+    for one in (engine, critic, adapter, mixture):
         one.close()
     save_file(tensors, out / f"result_{rank}.safetensors")
     (out / f"result_{rank}.json").write_text(json.dumps(facts))

@@ -51,10 +51,10 @@ def serve(tmp_path: Path) -> Serve:
     """``async with serve(settings) as server``: started, and stopped at the end."""
 
     @contextlib.asynccontextmanager
-    async def started(lora: bool = False, **settings: Any) -> AsyncIterator[ServerOnFake]:
+    async def started(lora: bool = False, folder: str | None = None, **settings: Any) -> AsyncIterator[ServerOnFake]:
         staging = tmp_path / "staging"
         staging.mkdir(exist_ok=True)
-        model = ModelSpec(path=model_folder(), lora=LoraSpec(rank=2) if lora else None)
+        model = ModelSpec(path=folder or model_folder(), lora=LoraSpec(rank=2) if lora else None)
         server = ServerOnFake(Config(staging=str(staging), **settings), RolloutContext(model=model))
         server.info = await server.start()
         try:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from jackfield.abc.rollout import AbortRequest, PauseRequest, ResumeRequest, SleepRequest, WakeUpRequest
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
+from jackfield_conformance.support.rollout import model_folder
 from jackfield_testing import in_loop
 
 from .conftest import Serve, make_request, sync, weights_of
@@ -93,6 +98,29 @@ def test_half_a_model_is_not_shown_to_sglang(serve: Serve, fault: str) -> None:
             assert not (await server.health()).healthy
 
     asyncio.run(main())
+
+
+@in_loop
+async def test_what_a_folder_holds_beside_the_model_is_not_waited_for(serve: Serve, tmp_path: Path) -> None:
+    """Layers that predict further tokens, buffers of old checkpoints: no engine loads and publishes them."""
+    folder = Path(shutil.copytree(model_folder(), tmp_path / "model"))
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    extra = (
+        f"model.layers.{layers}.eh_proj.weight",
+        f"model.layers.{layers}.mlp.down_proj.weight",
+        "mtp.layers.0.fc.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.0.attn.masked_bias",
+    )
+    save_file({name: torch.ones(2, 2) for name in extra}, folder / "more.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    async with serve(folder=str(folder)) as server:
+        report = await sync(server, 1, tensors)
+        assert tensors.keys() == report.receipts[0].workers[0].digests.keys()
+        half = {name: tensor for name, tensor in tensors.items() if f"layers.{layers - 1}." not in name}
+        with pytest.raises(JackfieldError) as caught:
+            await sync(server, 2, half)
+        assert "parameters did not come" in str(caught.value)
 
 
 @in_loop
