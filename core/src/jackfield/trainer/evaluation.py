@@ -125,7 +125,7 @@ class Evaluator:
             reading = lambda: self.agents.of(key).records(EVAL, [key], [{}], with_reward=False)  # noqa: E731
             with suppress_lost():
                 (record,) = await resubmitted(reading, f"the table's line of sample {key}")
-        tags = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
+        tags: dict[str, Any] = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
         tags = {**tags, **said(outcome.tags or {})}
         tags = tags if error is None else {**tags, "error": error}
         return attrs.evolve(record, key=f"{EVAL}/{outcome.task.id}", reward=outcome.scored.score, tags=tags)
