@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -135,3 +136,37 @@ def test_a_reward_that_fails_in_several_ways(run: Run) -> None:
     assert {"ValueError", "KeyError"} == {name for _, name in found}, ended.error
     assert 2 == len(found), ended.error
     assert sorted((int(count) for count, _ in found), reverse=True) == [int(count) for count, _ in found]
+
+
+def test_answers_on_which_the_checker_times_out_train_as_wrong(
+    jackfield: CommandServer, tmp_path: Path, made: Path, quickstart_settings: Callable[..., list[str]]
+) -> None:
+    """They are counted, and no answer is left out, in training or evaluation."""
+    model, file = tmp_path / "model", "tokenizer.json"
+    shutil.copytree(made / "model", model)
+    tokenizer = json.loads((model / file).read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    plain = sorted(word for word in vocabulary if not word.startswith("<"))
+    tokenizer["model"]["vocab"] = {
+        f"$9^{{9^{{9^{{9^{{{number}}}}}}}}}$" if word in plain[::2] else word: number
+        for word, number in vocabulary.items()
+    }
+    (model / file).write_text(json.dumps(tokenizer))
+    given = ["reward={name: rules, method: math, seconds: 0.5, incorrect: -1.0}", "data.runs_per_prompt=2"]
+    given += [
+        "sampling.max_new_tokens=1",
+        "evaluation.tasks=2",
+        "schedule.steps=1",
+        "observe.samples_per_step=16",
+        "schedule.max_refills=0",
+    ]
+    ended = jackfield("run", *quickstart_settings("towers", *given, f"model.path={model}"))
+    assert 0 == ended.code, ended.error
+    [step] = [line for line in lines(tmp_path / "towers" / "metrics.jsonl") if line["kind"] == "step"]
+    rows = lines(tmp_path / "towers" / "samples" / "train.jsonl")
+    late = [row for row in rows if row["tags"]["reward/timeout"]]
+    assert 8 == len(rows)
+    assert 0 < len(late) < 8
+    assert {-1.0} == {row["reward"] for row in late}
+    assert step["reward/timeout/mean"] == pytest.approx(len(late) / 8)
+    assert not (tmp_path / "towers" / "samples" / "failed.jsonl").exists()

@@ -111,7 +111,7 @@ class UserCodeWorker:
         if self._process is None or self._process.broken:
             await self.close()
             try:
-                self._process = await _Process.spawn(self._python, self._limits.silence_seconds, self._log)
+                self._process = await _Process.spawn(self._python, self._limits.silence_seconds, self._log, self._target)
             except OSError as error:
                 raise self._cannot_start(str(error)) from error
             self._process.send(json.dumps(self._imports()))
@@ -192,7 +192,7 @@ class UserCodeWorker:
         if answer is None:
             await self.close()
             death = process.death(f"{self._target}, which had to {purpose}")
-            logging.getLogger("jackfield").warning("%s at %s; another one takes its place", death.message, death.where)
+            _warn(death)
             return WorkerResult(status="died", error=str(death))
         if "error" in answer:
             return WorkerResult(status="failed", error=str(answer["error"]))
@@ -328,8 +328,8 @@ class _Process(asyncio.SubprocessProtocol):
 
     _transport: asyncio.SubprocessTransport
 
-    def __init__(self, log: Path | None) -> None:
-        self._log = log
+    def __init__(self, log: Path | None, target: str) -> None:
+        self._log, self._target = log, target
         loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[None] = loop.create_future()  #: the process has ended
         self._gone: asyncio.Future[None] = loop.create_future()  #: and its pipes are closed
@@ -340,13 +340,14 @@ class _Process(asyncio.SubprocessProtocol):
         self._buffer = bytearray()
         self._noise = bytearray()
         self._complaint = self._silence = ""
+        self._wanted = True  #: nobody has ended it
         self.pulse = Pulse()
 
     @classmethod
-    async def spawn(cls, python: str, silence_seconds: float, log: Path | None) -> _Process:
+    async def spawn(cls, python: str, silence_seconds: float, log: Path | None, target: str) -> _Process:
         """Start a child in a session of its own, so that its process group can be killed as a whole."""
         loop = asyncio.get_running_loop()
-        process = cls(log)
+        process = cls(log, target)
         beat = process.pulse.descriptor
         command = [python, "-P", "-u", str(_CHILD), str(os.getpid()), str(beat), str(silence_seconds / LOOKS)]
         if sys.dont_write_bytecode:  # large libraries would be compiled again at each start, for seconds
@@ -401,6 +402,7 @@ class _Process(asyncio.SubprocessProtocol):
 
     async def end(self, clock: Clock) -> None:
         """Kill, and wait until nothing is left."""
+        self._wanted = False
         if not self.exited.done():
             self.kill()
         with contextlib.suppress(DeadlineExceeded):  # a grandchild of another session may hold a pipe for ever
@@ -424,7 +426,7 @@ class _Process(asyncio.SubprocessProtocol):
         elif code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
-            how = f"ended with exit status {code} before it answered"
+            how = f"ended with exit status {code}"
         return RunError(
             f"the worker process {self.pid} {how}",
             code="worker.answer" if wrong and not self._silence else "worker.died",
@@ -476,11 +478,17 @@ class _Process(asyncio.SubprocessProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._gone.set_result(None)
+        if self._wanted and (self._answer is None or self._answer.done()):
+            _warn(self.death(f"{self._target}, which had nothing to do"))
         self._settle(None)  # last, so that everything the process printed has arrived
 
     def _settle(self, answer: dict[str, Any] | None) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(answer)
+
+
+def _warn(death: RunError) -> None:
+    logging.getLogger("jackfield").warning("%s at %s; another one takes its place", death.message, death.where)
 
 
 @functools.cache

@@ -126,7 +126,7 @@ class Evaluator:
             with suppress_lost():
                 (record,) = await resubmitted(reading, f"the table's line of sample {key}")
         tags: dict[str, Any] = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
-        tags |= said(outcome.tags or {})
+        tags = {**tags, **said(outcome.tags or {})}
         tags = tags if error is None else {**tags, "error": error}
         return attrs.evolve(record, key=f"{EVAL}/{outcome.task.id}", reward=outcome.scored.score, tags=tags)
 

@@ -91,7 +91,7 @@ def test_an_endless_answer_is_wrong_though_the_deadline_of_a_request_comes_first
 @pytest.mark.timeout(180)
 def test_a_tower_of_powers_is_wrong_and_costs_only_itself() -> None:
     requests = [request(each, "72") for each in (r"\boxed{9**9**9**9}", "9**9**9**9", "$9^{9^{9^{9}}}$", "$72$")]
-    results = score(*requests, method="math", seconds=3.0)
+    results = score(*requests, method="math", seconds=1.0)
     assert [("ok", 0.0)] * 3 + [("ok", 1.0)] == [(each.status, each.score) for each in results]
 
 

@@ -21,7 +21,8 @@ class RulesReward(RewardAgent):
     process that is killed at the deadline. An answer that is missing or cannot be parsed is wrong. So is one on which
     the checker raises, crashes or runs out of memory, where it can compare the ground truth with itself; where it
     cannot, the sample is ``failed``, never a score. An answer on which ``seconds`` (at most half of the caller's
-    deadline) run out is wrong, or with ``on_timeout: fail`` a ``timeout``; so is one that never had a free worker.
+    deadline) run out is wrong, or with ``on_timeout: fail`` a ``timeout``. A run begins the deadline when a worker
+    is free.
 
     Metrics of each score: ``correct``, ``well_formed``, ``timeout`` and ``checker_failed``, 0 or 1.
     """
