@@ -38,6 +38,7 @@ _NOISE_BYTES = 8192  #: how much of the end of a process's output is kept
 _NOISE_LINES = 10
 _LOG_BYTES = 4 * 2**20  #: of the output of one worker in a file; the file before it is kept, too
 _LEAVE_SECONDS = 0.25  #: for an answer that is not wanted any more; after it a process is killed
+_DYING_SECONDS = 0.2  #: between the end of a process's pipe and its own, at most
 _END_SECONDS = 5.0  #: between a kill and the end of a process and its pipes
 
 
@@ -111,7 +112,9 @@ class UserCodeWorker:
         if self._process is None or self._process.broken:
             await self.close()
             try:
-                self._process = await _Process.spawn(self._python, self._limits.silence_seconds, self._log, self._target)
+                self._process = await _Process.spawn(
+                    self._python, self._limits.silence_seconds, self._log, self._target
+                )
             except OSError as error:
                 raise self._cannot_start(str(error)) from error
             self._process.send(json.dumps(self._imports()))
@@ -340,7 +343,8 @@ class _Process(asyncio.SubprocessProtocol):
         self._buffer = bytearray()
         self._noise = bytearray()
         self._complaint = self._silence = ""
-        self._wanted = True  #: nobody has ended it
+        self._wanted = True  #: it was not ended from here
+        self._wrong = False  #: and not because of what it has written
         self.pulse = Pulse()
 
     @classmethod
@@ -418,7 +422,7 @@ class _Process(asyncio.SubprocessProtocol):
     def death(self, who: str) -> RunError:
         """How the process ended, and what it was to do."""
         code = self._transport.get_returncode()
-        wrong = bool(self._complaint) and code == -signal.SIGKILL
+        wrong = self._wrong and code == -signal.SIGKILL
         if self._silence:
             how = self._silence
         elif wrong:
@@ -466,11 +470,17 @@ class _Process(asyncio.SubprocessProtocol):
         """Nothing of what this process writes can be trusted any more."""
         self._complaint = self._complaint or complaint
         self._buffer.clear()
-        self.kill()
+        self._punish()
+
+    def _punish(self) -> None:
+        if not self.exited.done():
+            self._wrong = True
+            self.kill()
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         if fd == 0 and not self.exited.done():  # asyncio gives up a pipe that the process has closed or written to
-            self._complain("it closed the descriptor of its requests, or wrote to it")
+            self._complaint = self._complaint or "it closed the descriptor of its requests, or wrote to it"
+            asyncio.get_running_loop().call_later(_DYING_SECONDS, self._punish)  # unless that was its death
 
     def process_exited(self) -> None:
         self.exited.set_result(None)

@@ -323,7 +323,7 @@ class HostProcess:
             code="rollout.stopped",
             where=f"{self._name}, process {self.pid}",
             expected=f"a process of {self._python}",
-            found=f"it {self._death or 'was not started'}",
+            found="it was not started" if self.pid is None else f"{Process.of(self.pid)} {self._death}",
             fix=None if self._log_path is None else f"what it printed is in {self._log_path}",
         )
 
