@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ARCHITECTURES", "DENSE", "MIXTURES", "VISION_LANGUAGE", "make_model", "save_model"]
+__all__ = ["ARCHITECTURES", "DENSE", "MIXTURES", "NOT_SERVED", "REFUSED", "VISION_LANGUAGE", "make_model", "save_model"]
 
 VOCABULARY = 96
 
@@ -206,6 +206,16 @@ VISION_LANGUAGE: Mapping[str, Mapping[str, Any]] = {
     "vipllava": {},
 }
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {**DENSE, **MIXTURES, **VISION_LANGUAGE}
+
+#: Architectures that the rollout server ``transformers`` refuses at its start, and why; only their files are compared.
+NOT_SERVED: dict[str, str] = {
+    "bloom": "its positions (ALiBi) are made from a mask of another shape than the server's",
+    "jamba": "some layers have linear attention, whose state the server's cache does not hold",
+    "minimax": "some layers have linear attention, whose state the server's cache does not hold",
+    "qwen3_next": "some layers have linear attention, whose state the server's cache does not hold",
+}
+#: Architectures that are neither trained nor served, and why.
+REFUSED: dict[str, str] = {"paligemma": "it attends to later tokens of the prompt"}
 
 
 def _settable(config: Any, name: str) -> bool:
