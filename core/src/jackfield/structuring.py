@@ -113,6 +113,8 @@ def _explain(
 def _wrong_value(
     caught: BaseException, path: str, expected: str, data: Any, error: type[JackfieldError]
 ) -> JackfieldError:
+    if isinstance(caught, ConfigError):
+        return caught  # it names the setting itself
     if isinstance(caught, JackfieldError):
         return _in_configuration(caught, path.rpartition(".")[0], error)
     code = "config.wrong-type" if isinstance(caught, _WrongType) else "config.invalid-value"

@@ -29,7 +29,7 @@ def build(path: str, **settings: Any) -> Any:
     ("settings", "path"),
     [
         ({"max_batchsize": 3}, "rollout.max_batchsize"),
-        ({"memory_fraction": 1.5}, "rollout"),
+        ({"memory_fraction": 1.5}, "rollout.memory_fraction"),
         ({"arguments": {"port": 1}}, "rollout.arguments.port"),
         ({"arguments": {"quantization": "fp8"}}, "rollout.arguments.quantization"),
     ],

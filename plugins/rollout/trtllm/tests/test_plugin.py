@@ -29,7 +29,7 @@ def build(path: str, **settings: Any) -> Any:
     ("settings", "path"),
     [
         ({"max_batchsize": 3}, "rollout.max_batchsize"),
-        ({"memory_fraction": 0.0}, "rollout"),
+        ({"memory_fraction": 0.0}, "rollout.memory_fraction"),
         ({"arguments": {"kv_cache_config": {}}}, "rollout.arguments.kv_cache_config"),
     ],
 )

@@ -26,7 +26,7 @@ def build(path: str, **settings: Any) -> Any:
     ("settings", "path"),
     [
         ({"max_batchsize": 3}, "rollout.max_batchsize"),
-        ({"memory_fraction": 1.5}, "rollout"),
+        ({"memory_fraction": 1.5}, "rollout.memory_fraction"),
         ({"engine": {"logprobs_mode": "raw_logits"}}, "rollout.engine.logprobs_mode"),
         ({"engine": {"quantization": "fp8"}}, "rollout.engine.quantization"),
     ],
