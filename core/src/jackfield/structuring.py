@@ -113,10 +113,10 @@ def _explain(
 def _wrong_value(
     caught: BaseException, path: str, expected: str, data: Any, error: type[JackfieldError]
 ) -> JackfieldError:
-    if isinstance(caught, ConfigError):
-        return caught  # it names the setting itself
     if isinstance(caught, JackfieldError):
-        return _in_configuration(caught, path.rpartition(".")[0], error)
+        parent = path.rpartition(".")[0]
+        whole = isinstance(caught, ConfigError) and parent and str(caught.where).startswith(f"{parent}.")
+        return caught if whole else _in_configuration(caught, parent, error)
     code = "config.wrong-type" if isinstance(caught, _WrongType) else "config.invalid-value"
     detail = caught.args[0] if caught.args else caught
     return error(f"wrong value at {path}: {detail}", code=code, where=path, expected=expected, found=repr(data)[:200])

@@ -143,4 +143,4 @@ def test_settings_are_structured_and_checked() -> None:
     with pytest.raises(ConfigError, match="did you mean 'workers'"):
         structure(FunctionRewardConfig, {"path": "a.py:f", "worker": 1})
     with pytest.raises(ConfigError, match="workers"):
-        FunctionRewardConfig(path="a.py:f", workers=0)
+        structure(FunctionRewardConfig, {"path": "a.py:f", "workers": 0})

@@ -70,10 +70,10 @@ def test_vllm_filters_nothing_itself() -> None:
     """Its order is another one: the filters are the plugin's, and greedy requests have none."""
     told = vllm_arguments(request(5, 6, top_k=3, top_p=0.5, min_p=0.1, max_new_tokens=9), 7, 8)
     assert not {"top_k", "top_p", "min_p"} & told.keys()
-    assert {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "raw": False} == told["extra_args"]["jackfield"]
+    assert {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "divisor": 1.0, "raw": False} == told["extra_args"]["jackfield"]
     assert (6, False) == (told["max_tokens"], told["detokenize"])
     greedy = vllm_arguments(request(5, temperature=0, top_k=3, top_p=0.5), 7, 8)
-    assert {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "raw": True} == greedy["extra_args"]["jackfield"]
+    assert {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "divisor": 1.0, "raw": True} == greedy["extra_args"]["jackfield"]
 
 
 def test_every_bit_of_a_seed_counts() -> None:

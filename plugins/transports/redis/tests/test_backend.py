@@ -16,6 +16,7 @@ from jackfield.abc.transfer_queue import TransferQueueContext as Context
 from jackfield.errors import ConfigError, QueueError
 from jackfield.queue import column_from_rows, dense_column, json_column
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.structuring import structure
 from jackfield_servers import RedisServer
 from jackfield_testing import in_loop
 from jackfield_transport_redis import backend as backend_module
@@ -162,5 +163,5 @@ async def test_two_checkpoints_at_once_are_refused_and_a_dead_one_is_forgotten(
 @pytest.mark.parametrize(("settings", "named"), [({"url": "http://host"}, "url"), ({"seconds": 0.0}, "seconds")])
 def test_settings_that_cannot_be(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Config(**settings)
+        structure(Config, settings)
     assert named == caught.value.where

@@ -24,6 +24,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import ConfigError, QueueError
 from jackfield.queue import column_from_rows, dense_column, json_column, rows_of
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.structuring import structure
 from jackfield_testing import in_loop
 from jackfield_transport_sql import rows as rows_module
 from jackfield_transport_sql.backend import SQLBackend
@@ -233,7 +234,7 @@ async def test_a_checkpoint_goes_on_in_another_backend_and_keeps_tags(url: str, 
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Config(**settings)
+        structure(Config, settings)
     assert named == caught.value.where
 
 
