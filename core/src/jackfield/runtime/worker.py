@@ -97,6 +97,7 @@ class UserCodeWorker:
         self._python = python or sys.executable
         self._log = log
         self._process: _Process | None = None
+        self._ending: asyncio.Future[None] | None = None  #: of the last process
 
     @property
     def pid(self) -> int | None:
@@ -174,7 +175,9 @@ class UserCodeWorker:
         """Kill the process and what it started. May be called at any time, and again."""
         process, self._process = self._process, None
         if process is not None:
-            await process.end(self._clock)
+            self._ending = asyncio.ensure_future(process.end(self._clock))
+        if self._ending is not None:
+            await asyncio.shield(self._ending)  # also of a caller that was cancelled
 
     async def _exchange(self, seconds: float, purpose: str) -> WorkerResult:
         """Wait for the answer to what the process was sent last."""
@@ -488,7 +491,7 @@ class _Process(asyncio.SubprocessProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._gone.set_result(None)
-        if self._wanted and (self._answer is None or self._answer.done()):
+        if self._wanted and self._answer is not None and self._answer.done():
             _warn(self.death(f"{self._target}, which had nothing to do"))
         self._settle(None)  # last, so that everything the process printed has arrived
 

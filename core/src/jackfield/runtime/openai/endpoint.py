@@ -18,6 +18,7 @@ from typing import Any
 
 import attrs
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateChunk, GenerateRequest
 from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RolloutError
@@ -357,6 +358,11 @@ class _Connection(web.RequestHandler):
         response = web.json_response(body, status=status)
         response.force_close()
         return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """The rest of a body that cannot be read is no failure of the server; the client has its answer."""
+        if not isinstance(kw.get("exc_info"), web.RequestPayloadError | HttpProcessingError):
+            super().log_exception(*args, **kw)
 
 
 class _Full(asyncio.Protocol):
