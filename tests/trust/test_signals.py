@@ -183,3 +183,19 @@ def _opened_by_reader(pipe: Path, stack: contextlib.ExitStack) -> bool:
         return False
     stack.callback(os.close, number)
     return True
+
+
+def test_a_command_that_reads_its_file_ends_on_an_interrupt(jackfield: CommandServer, tmp_path: Path) -> None:
+    """Before a run has begun, and in commands that are none: one line, and the code of the signal."""
+    os.mkfifo(tmp_path / "run.yaml")
+    command, writers = jackfield.start("config", "validate", str(tmp_path / "run.yaml")), list[int]()
+
+    def is_read() -> bool:
+        with contextlib.suppress(OSError):  # nobody reads it yet
+            writers.append(os.open(tmp_path / "run.yaml", os.O_WRONLY | os.O_NONBLOCK))
+        return bool(writers)
+
+    until(is_read, command)
+    command.send(signal.SIGINT)
+    assert_ended(tmp_path, command.wait(60), signal.SIGINT)
+    os.close(writers[0])

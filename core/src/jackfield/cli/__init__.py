@@ -1,6 +1,7 @@
 """The command line. Each command is imported when it is used, so that ``--help`` and ``plugins list`` are quick.
 
-Exit codes: 0 done; 1 a Jackfield error, printed on stderr (with ``--json``: as an object on stdout); 2 wrong usage.
+Exit codes: 0 done; 1 a Jackfield error, printed on stderr (with ``--json``: as an object on stdout); 2 wrong usage;
+130 interrupted by SIGINT.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ class _LazyGroup(click.Group):
             else:
                 click.echo(str(error), err=True)
             ctx.exit(1)
+        except KeyboardInterrupt:  # where the command does not handle the signal, or not yet
+            click.echo("SIGINT: ending", err=True)
+            ctx.exit(130)
 
 
 def json_option(command: click.decorators.FC) -> click.decorators.FC:

@@ -168,7 +168,7 @@ class Controller(Tickets):
                 if group.satisfied():
                     self.leases.group_published(group)
                 else:
-                    self._refill(group, f"{reason} ({_shortage(group)})")
+                    self._refill(group, reason)
 
     def lose_rows(self, keys: Sequence[str], batch: BatchMeta | None, reason: str) -> None:
         """The backend has lost rows: their groups' policy decides again.
@@ -263,11 +263,10 @@ class Controller(Tickets):
 
 def _shortage(group: Group) -> str:
     counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None)
-    failed = "; ".join(f"{count} × {why}" for why, count in counted.most_common(3))
+    if counted:
+        return "; ".join(f"{count} × {why}" for why, count in counted.most_common(3))
     if group.minimum_rows is not None:
-        head = f"{len(group.rows)} of at least {group.minimum_rows} rows survive"
-    else:
-        alive = {row.run for row in group.rows}
-        lost = [str(run) for run in range(group.runs) if run not in alive]
-        head = f"runs without a surviving row: {', '.join(lost)}"
-    return f"{failed} ({head})" if failed else head
+        return f"{len(group.rows)} of at least {group.minimum_rows} rows survive"
+    alive = {row.run for row in group.rows}
+    lost = [str(run) for run in range(group.runs) if run not in alive]
+    return f"runs without a surviving row: {', '.join(lost)}"
