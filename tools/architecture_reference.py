@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from packages import ROOT
+from pages import write_or_check
 
 sys.path.insert(0, str(ROOT / "tools" / "testing"))
 
@@ -34,16 +35,7 @@ work; these were tried. Names are those of `model_type` in a model's `config.jso
 
 def main() -> None:
     """The command line."""
-    text = reference()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-        print(f"wrote {PAGE.relative_to(ROOT)}")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-        sys.exit(
-            f"{PAGE.relative_to(ROOT)} is out of date; fix: run tools/architecture_reference.py and commit the page"
-        )
-    else:
-        print(f"{PAGE.relative_to(ROOT)} lists all {len(ARCHITECTURES)} architectures")
+    write_or_check(PAGE, reference(), f"lists all {len(ARCHITECTURES)} architectures")
 
 
 def reference() -> str:

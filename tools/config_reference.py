@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from jackfield.plugins import discover
 from jackfield.queue import SAMPLERS
 from jackfield.structuring import range_of, unstructure
 from packages import ROOT
+from pages import write_or_check
 
 __all__ = ["reference"]
 
@@ -51,15 +51,7 @@ Settings of the plugins that come with the core; every other plugin's README lis
 
 def main() -> None:
     """The command line."""
-    text = reference()
-    if "--check" not in sys.argv[1:]:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(text, encoding="utf-8")
-        print(f"wrote {PAGE.relative_to(ROOT)}")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-        sys.exit(f"{PAGE.relative_to(ROOT)} is out of date; fix: run tools/config_reference.py and commit the page")
-    else:
-        print(f"{PAGE.relative_to(ROOT)} lists every setting")
+    write_or_check(PAGE, reference(), "lists every setting")
 
 
 def reference() -> str:

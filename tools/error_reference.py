@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 
 from jackfield import errors
 from packages import ROOT
+from pages import write_or_check
 
 __all__ = ["reference"]
 
@@ -30,15 +30,7 @@ the same from release to release, what went wrong, where, what was expected, wha
 
 def main() -> None:
     """The command line."""
-    text = reference()
-    if "--check" not in sys.argv[1:]:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(text, encoding="utf-8")
-        print(f"wrote {PAGE.relative_to(ROOT)}")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-        sys.exit(f"{PAGE.relative_to(ROOT)} is out of date; fix: run tools/error_reference.py and commit the page")
-    else:
-        print(f"{PAGE.relative_to(ROOT)} lists all {len(errors.CODES)} codes")
+    write_or_check(PAGE, reference(), f"lists all {len(errors.CODES)} codes")
 
 
 def reference() -> str:

@@ -8,10 +8,10 @@ JACKFIELD_WRITE_FAULTS=1 pytest tests/faults        # see it again
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 
 from packages import ROOT
+from pages import write_or_check
 
 __all__ = ["reference"]
 
@@ -39,14 +39,7 @@ stands for everything that freezes a process. The tests in `tests/faults` compar
 
 def main() -> None:
     """The command line."""
-    text = reference()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-        print(f"wrote {PAGE.relative_to(ROOT)}")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-        sys.exit(f"{PAGE.relative_to(ROOT)} is out of date; fix: run tools/fault_reference.py and commit the page")
-    else:
-        print(f"{PAGE.relative_to(ROOT)} shows all results")
+    write_or_check(PAGE, reference(), "shows all results")
 
 
 def reference() -> str:

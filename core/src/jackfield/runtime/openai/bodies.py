@@ -235,6 +235,11 @@ class ChatBody(Body):
         return 1
 
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
+        """The token ids of the rendered conversation, as the only prompt.
+
+        Raises:
+            ClientError: the messages are not ones that OpenAI's API takes, or the chat template refuses them.
+        """
         if not self.messages:
             raise refused("messages", "at least one message", self.messages)
         for place, message in enumerate(self.messages):
