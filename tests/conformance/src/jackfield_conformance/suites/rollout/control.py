@@ -220,7 +220,7 @@ async def paused_is_paused(subject: Subject) -> None:
 @check("ROL-058", page=PAGE + "pauses")
 async def kept_requests_go_on(subject: Subject) -> None:
     """Requests that a pause keeps end as if there had been none: the same tokens, one budget of tokens."""
-    sents = [request("seeded", max_new_tokens=32, seed=8), greedy("greedy", 30)]
+    sents = [request("seeded", max_new_tokens=LONG, seed=8), greedy("greedy", LONG - 20)]
     async with serving(subject) as server:
         expected = [await reader.result() for reader in [Reader(server, sent) for sent in sents]]
         readers = [Reader(server, sent) for sent in sents]

@@ -176,12 +176,12 @@ async def asleep_nothing_runs(subject: Subject) -> None:
 async def decoding_does_not_sleep(subject: Subject) -> None:
     """``sleep`` is refused while requests run and the server is not paused, and does them no harm."""
     async with serving(subject) as server:
-        reader = Reader(server, greedy("running", 40))
+        reader = Reader(server, greedy("running", LONG))
         await reader.at_least(2)
         with refused(RolloutError):
             await server.sleep(SleepRequest(level=2))
         result = await reader.result()
-        assert 40 == len(result.token_ids), f"a refused sleep has cut a request: {len(result.token_ids)} of 40 tokens"
+        assert LONG == len(result.token_ids), f"a refused sleep has cut a request: {len(result.token_ids)} of {LONG} tokens"
         assert_greedy(reader.sent, result)
 
 

@@ -127,7 +127,7 @@ async def receipts_prove(subject: Subject) -> None:
 async def running_requests_change_weights(subject: Subject) -> None:
     """A request that runs through an update goes on with the new weights; each token has the version that made it."""
     async with serving(subject) as server:
-        readers = [Reader(server, greedy("greedy", 120)), Reader(server, request("seeded", max_new_tokens=120, seed=2))]
+        readers = [Reader(server, greedy("greedy", LONG)), Reader(server, request("seeded", max_new_tokens=LONG, seed=2))]
         for reader in readers:
             await reader.at_least(4)
         await push(subject, server, 5)
@@ -135,8 +135,8 @@ async def running_requests_change_weights(subject: Subject) -> None:
             result = await reader.result()
             versions, name = result.weight_versions, reader.sent.request_id
             before = versions.count(0)
-            assert (0,) * before + (5,) * (120 - before) == versions, f"{name!r}: versions {versions}"
-            assert 4 <= before < 120, f"{name!r}: {before} of 120 tokens have the version from before the update"
+            assert (0,) * before + (5,) * (LONG - before) == versions, f"{name!r}: versions {versions}"
+            assert 4 <= before < LONG, f"{name!r}: {before} of {LONG} tokens have the version from before the update"
             old = GenerateResult(
                 request_id=name,
                 token_ids=result.token_ids[:before],
@@ -152,7 +152,7 @@ async def running_requests_change_weights(subject: Subject) -> None:
 async def updates_do_not_resume(subject: Subject) -> None:
     """A paused server takes an update and stays paused; its kept requests go on with the new weights."""
     async with serving(subject) as server:
-        reader = Reader(server, greedy("kept", 32))
+        reader = Reader(server, greedy("kept", LONG))
         await reader.at_least(3)
         await server.pause(PauseRequest())
         await breathe()
@@ -165,9 +165,9 @@ async def updates_do_not_resume(subject: Subject) -> None:
         await server.resume(ResumeRequest())
         result = await reader.result()
         before = result.weight_versions.count(0)  # some may have been made and not streamed
-        expected = (0,) * before + (2,) * (32 - before)
+        expected = (0,) * before + (2,) * (LONG - before)
         assert expected == result.weight_versions, f"expected versions {expected}, found {result.weight_versions}"
-        assert count <= before < 32, f"{before} of 32 tokens have the version from before the update"
+        assert count <= before < LONG, f"{before} of {LONG} tokens have the version from before the update"
 
 
 @check("ROL-074", page=PAGE + "weights")
