@@ -86,7 +86,7 @@ def main() -> None:
 def stages(packages: dict[str, Package]) -> list[Stage]:
     """All stages in their order."""
     ruff = [str(SCRIPTS / "ruff")]
-    snapshot = [PYTHON, "-m", "jackfield.plugins.abi_snapshot", "check"]
+    snapshot = [PYTHON, "-m", "jackfield_conformance.abi_snapshot", "check"]
     sphinx = [
         PYTHON,
         "-m",

@@ -67,7 +67,7 @@ def reference() -> str:
     registry = discover()
     for record in registry.records():
         if record.distribution == "jackfield":
-            settings = registry.config_class(record.kind, record.name)
+            settings = registry.settings_class(record.kind, record.name)
             title = f"`{record.kind}: {{name: {record.name}}}`"
             lines += _section(title, settings, record.kind, level=3)
     return "\n".join(lines)

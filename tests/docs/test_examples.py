@@ -66,7 +66,7 @@ def test_each_plugin_passes_the_manifest_and_the_structure_gate(documented: Regi
     record = documented.resolve(NAMES[kind], kind)
     assert ("ok", None) == (record.status, record.error)
     loaded = documented.load(kind, NAMES[kind])
-    assert loaded.config_class() == loaded.config_class()
+    assert loaded.settings_class() == loaded.settings_class()
 
 
 @pytest.mark.needs("module:jackfield_conformance")

@@ -25,7 +25,7 @@ def test_every_setting_of_an_installed_plugin_says_what_it_is_for() -> None:
     silent = [
         f"{record.label}: {field.name}"
         for record in registry.records()
-        for field in attrs.fields(registry.config_class(record.kind, record.name))
+        for field in attrs.fields(registry.settings_class(record.kind, record.name))
         if not field.metadata.get("help")
     ]
     assert [] == silent

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.plugins.scaffold import available_kinds
+from jackfield_conformance.commands.new import available_kinds
 
 JACKFIELD = (sys.executable, "-c", "from jackfield.cli import main; main(prog_name='jackfield')")
 

@@ -169,7 +169,6 @@ CODES: dict[str, str] = {
     "worker.answer": "A worker process answered what it was not asked; it was killed, and its call has failed.",
     "worker.died": "A worker died, or lost what it had made.",
     "deadline": "Something that was waited for did not come in time.",
-    "lint": "An internal rule of the project is broken.",
 }
 
 

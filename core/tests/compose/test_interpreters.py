@@ -10,13 +10,15 @@ from pathlib import Path
 
 import attrs
 import pytest
+from click.testing import CliRunner
 
-from jackfield.compose.environments import make_environment
+from jackfield.cli import main
 from jackfield.compose.selection import interpreters
 from jackfield.config import RunConfig, make_config
 from jackfield.errors import ConfigError, JackfieldError, PluginError
 from jackfield.plugins import discover, environments
-from jackfield.plugins.environments import EnvironmentPlan, create_environment, environment_python
+from jackfield.plugins.environments import EnvironmentSettings, create_environment
+from jackfield.plugins.interpreters import environment_python
 
 #: Plugins of the core alone; there is no rollout server to find, unless it is asked for.
 PLAIN = {"model": {"path": "nowhere"}, "reward": "function", "agent": "none", "engine": "none"}
@@ -76,7 +78,7 @@ def found(folder: Path, *names: str) -> dict[str, str | None]:
 
 
 @pytest.mark.timeout(180)
-def test_an_environment_is_made_once_and_anew_when_its_plan_changes(
+def test_an_environment_is_made_once_and_again_when_its_plan_changes(
     tmp_path: Path, tiny: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not wanted is removed; a new wheel of what comes along is all that is installed; a failure is named."""
@@ -84,24 +86,28 @@ def test_an_environment_is_made_once_and_anew_when_its_plan_changes(
     monkeypatch.setattr(environments, "requirement_as_installed", lambda name: [comes])
     monkeypatch.setattr("importlib.metadata.requires", lambda name: None)
     folder = tmp_path / "made"
-    plan = EnvironmentPlan(folder=folder, requires=(other,), installed=("tiny",), without=("other",))
-    assert create_environment(plan, 120.0)
+    settings = EnvironmentSettings(requires=(other,), without=("other",))
+
+    def create(settings: EnvironmentSettings = settings) -> bool:
+        return create_environment(settings, folder, ["tiny"], 120.0)
+
+    assert create()
     assert {"tiny": "1.0", "other": None} == found(folder, "tiny", "other")
-    assert not create_environment(plan, 120.0)
+    assert not create()
 
     wheel(tmp_path, "tiny", summary="the same name and version, built again")
     (folder / "kept").touch()
-    assert create_environment(plan, 120.0)
+    assert create()
     (metadata,) = (folder / "lib").glob("*/site-packages/tiny-1.0.dist-info/METADATA")
     assert "built again" in metadata.read_text()
     assert (folder / "kept").exists()
-    assert not create_environment(plan, 120.0)
+    assert not create()
 
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
     with pytest.raises(PluginError) as caught:
-        create_environment(attrs.evolve(plan, python=str(broken)), 120.0)
+        create(attrs.evolve(settings, python=str(broken)))
     assert ("plugin.environment", str(folder)) == (caught.value.code, caught.value.where)
     assert "broken -m venv" in str(caught.value.expected)
     assert "exit code 3" in str(caught.value.found)
@@ -111,21 +117,24 @@ def test_an_environment_is_made_once_and_anew_when_its_plan_changes(
 def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years")
     with pytest.raises(PluginError) as caught:
-        create_environment(EnvironmentPlan(folder=tmp_path), 10.0)
+        create_environment(EnvironmentSettings(), tmp_path, [], 10.0)
     assert "plugin.environment" == caught.value.code
     assert "years" == (tmp_path / "thesis.tex").read_text()
 
 
 def test_the_deadline_ends_it(tmp_path: Path) -> None:
     with pytest.raises(PluginError) as caught:
-        create_environment(EnvironmentPlan(folder=tmp_path / "late"), 0.01)
+        create_environment(EnvironmentSettings(), tmp_path / "late", [], 0.01)
     assert "no end within the deadline" == caught.value.found
 
 
-def test_an_environment_that_nobody_describes_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_environment(config("environments={one: {}}"), discover(), "two", 1.0)
-    assert ("environments", "one of one") == (caught.value.where, caught.value.expected)
+def test_an_environment_that_is_not_described_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({**PLAIN, "environments": {"one": {}}}))
+    done = CliRunner().invoke(main, ["env", "create", "two", str(file)])
+    assert 1 == done.exit_code
+    assert done.stderr.startswith("[config.invalid-value]")
+    assert "expected: one of one" in done.stderr
 
 
 def chosen(*overrides: str) -> dict[str, str] | JackfieldError:

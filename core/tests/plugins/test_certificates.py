@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jackfield.plugins import discover
-from jackfield.plugins.certificates import FORMAT, find_certification, keep, plugin_digest
+from jackfield.plugins.certificates import FORMAT, find_certification, plugin_digest
+from jackfield_conformance.commands.check import keep
 
 SCORING = """
 from jackfield.abc.reward import RewardAgent, ScoreResult
@@ -201,20 +203,36 @@ def test_check_that_cannot_run_exits_2(site, folder: Path, as_json: bool) -> Non
     assert "plugin.not-found" in (done.stdout if as_json else done.stderr)
 
 
-def test_check_without_the_suite_says_how_to_get_it(site, folder: Path) -> None:
-    """An interpreter that lacks jackfield-conformance."""
-    site.install("good")
-    (site.folder / "jackfield_conformance.py").write_text("raise ModuleNotFoundError('hidden by the test')\n")
+def test_check_without_the_suite_there_says_how_to_get_it(site, folder: Path, tmp_path: Path) -> None:
+    """The plugin's own interpreter lacks jackfield-conformance, which is here."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    site.install("good", extra=f'[env]\npython = "{python}"')
     done = site.cli("plugins", "check", "good")
     assert 2 == done.returncode
-    assert "pip install jackfield-conformance" in done.stderr
+    assert "[plugin.check]" in done.stderr
+    assert f"{python} -m pip install jackfield-conformance" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["check good", "doctor", "new reward mine"])
+def test_commands_for_authors_without_the_suite_say_how_to_get_it(site, command: str) -> None:
+    """One error with its code and the line to give; the other commands need nothing."""
+    hidden = "raise ModuleNotFoundError('hidden by the test', name='jackfield_conformance')\n"
+    (site.folder / "jackfield_conformance.py").write_text(hidden)
+    done = site.cli("plugins", *command.split())
+    assert (2, "") == (done.returncode, done.stdout)
+    assert done.stderr.startswith("[plugin.requirement]")
+    assert "-m pip install jackfield-conformance" in done.stderr
+    assert 0 == site.cli("plugins", "list").returncode
+    assert 0 == site.cli("plugins", "--help").returncode
 
 
 def test_check_ends_at_its_deadline(site, folder: Path) -> None:
     site.install("good", modules={"plugin.py": "import threading; threading.Event().wait()"})
     done = site.cli("plugins", "check", "good", "--deadline", "4")
     assert 2 == done.returncode
-    assert "did not end in time" in done.stderr
+    assert "[plugin.check]" in done.stderr
 
 
 def test_the_current_folder_has_no_say(site, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,13 +71,15 @@ def test_a_failure_in_a_nested_hook_call_belongs_to_the_inner_call():
     class Outer:
         @hookimpl
         def run_ended(self, event: object) -> None:
-            with pytest.raises(PluginError, match="step_ended failed"):
+            with pytest.raises(PluginError) as inner:
                 manager.hook.step_ended(event=STEP)
+            assert "Listener.step_ended" in str(inner.value.where)
             raise ValueError("outer")
 
     manager = hook_manager([Outer(), Listener("a", heard, ValueError("x"))])
-    with pytest.raises(PluginError, match="run_ended failed") as caught:
+    with pytest.raises(PluginError) as caught:
         manager.hook.run_ended(event=None)
+    assert "plugin.hook-failed" == caught.value.code
     assert "ValueError: outer" == caught.value.found
     assert ["a 3"] == heard
 
@@ -103,7 +105,7 @@ def test_a_plugin_without_hooks_registers_nothing(site):
 
 def test_a_hooks_module_that_raises_is_an_import_error_of_its_plugin(site):
     site.install("bad", extra='hooks = "fake_bad.hooks"', modules={"hooks.py": "raise OSError('gone')"})
-    with pytest.raises(PluginImportError, match=r"fake_bad\.hooks") as caught:
+    with pytest.raises(PluginImportError) as caught:
         hook_manager([], [discover().find("reward", "bad")])
     assert "hooks of the reward 'bad'" == caught.value.where
 
@@ -139,8 +141,9 @@ def test_a_listener_that_would_hear_nothing_is_refused(listener: object, message
 
 def test_one_object_twice_is_refused():
     listener = Listener("a", [])
-    with pytest.raises(PluginError, match="cannot be registered"):
+    with pytest.raises(PluginError) as caught:
         hook_manager([listener, listener])
+    assert "plugin.hooks" == caught.value.code
 
 
 def test_wrappers_are_left_to_pluggy():

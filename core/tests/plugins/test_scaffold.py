@@ -12,7 +12,7 @@ from jackfield.abc import ABI_VERSIONS, CONTRACTS, KINDS
 from jackfield.errors import PluginError
 from jackfield.plugins import GROUPS, discover
 from jackfield.plugins.manifest import parse_manifest
-from jackfield.plugins.scaffold import available_kinds, write_scaffold
+from jackfield_conformance.commands.new import available_kinds, write_scaffold
 
 
 def project(kind: str, parent: Path) -> tuple[Path, Path]:
@@ -109,7 +109,7 @@ def test_the_plugin_passes_its_gates(kind: str, tmp_path: Path, monkeypatch: pyt
     ],
 )
 def test_a_bad_name_is_refused_with_a_good_one(name: str, near: str, tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match="a plugin cannot have this name") as caught:
+    with pytest.raises(PluginError) as caught:
         write_scaffold("reward", name, tmp_path)
     assert "plugin.scaffold" == caught.value.code
     assert f"for example: {near}" == caught.value.fix
@@ -126,8 +126,9 @@ def test_what_is_there_is_left_alone(there: str, tmp_path: Path) -> None:
         place.write_text("mine")
     else:
         place.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(PluginError, match="jackfield-reward-mine is there already"):
+    with pytest.raises(PluginError) as caught:
         write_scaffold("reward", "mine", tmp_path)
+    assert ("plugin.scaffold", place) == (caught.value.code, caught.value.found)
     assert [place.name] == [path.name for path in tmp_path.iterdir()]
     assert place.is_symlink() or place.is_dir() or "mine" == place.read_text()
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 import click
 
 from jackfield import __version__
-from jackfield.errors import JackfieldError
+from jackfield.errors import JackfieldError, PluginError
 from jackfield.imports import own_process
 
-__all__ = ["COMMANDS", "json_option", "main"]
+__all__ = ["COMMANDS", "LazyGroup", "json_option", "main", "report", "show"]
 
 #: Command to the object that implements it and its line of ``jackfield --help``.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -34,8 +35,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 _JSON = "jackfield.json"
 
 
-class _LazyGroup(click.Group):
-    """A group whose commands are imported when one is called, and whose errors are printed for people or programs."""
+class LazyGroup(click.Group):
+    """A group whose commands are imported when one is called."""
 
     def __init__(self, *, commands: Mapping[str, tuple[str, str]], **options: Any) -> None:
         super().__init__(**options)
@@ -48,31 +49,67 @@ class _LazyGroup(click.Group):
         if cmd_name not in self._lazy:
             return None
         module, _, attribute = self._lazy[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        try:
+            command: click.Command = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if error.name != "jackfield_conformance":
+                raise
+            report(ctx, _without_conformance(ctx, cmd_name), exit_code=2)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands, without importing them for their help."""
+        """List the commands, without importing them for their help."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self._lazy.items()])
+
+
+class _Main(LazyGroup):
+    """The outermost group, which prints errors for people or programs."""
 
     def invoke(self, ctx: click.Context) -> Any:
         own_process()
         try:
             return super().invoke(ctx)
         except JackfieldError as error:
-            if ctx.meta.get(_JSON):
-                click.echo(json.dumps({"error": error.as_dict()}, indent=2))
-            else:
-                click.echo(str(error), err=True)
-            ctx.exit(1)
+            report(ctx, error)
         except KeyboardInterrupt:  # where the command does not handle the signal, or not yet
             click.echo("SIGINT: ending", err=True)
             ctx.exit(130)
 
 
+def _without_conformance(ctx: click.Context, command: str) -> JackfieldError:
+    return PluginError(
+        f"jackfield {ctx.info_name} {command} needs jackfield-conformance",
+        where=sys.executable,
+        expected="jackfield-conformance",
+        found="not installed",
+        fix=f"{sys.executable} -m pip install jackfield-conformance",
+    )
+
+
+def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoReturn:
+    """Print an error, with ``--json`` as an object on stdout, and exit."""
+    fields = {"message": f"{type(error).__name__}: {error}"}
+    if isinstance(error, JackfieldError):
+        fields = error.as_dict()
+    if ctx.meta.get(_JSON):
+        click.echo(json.dumps({"error": fields}, indent=2))
+    else:
+        click.echo(str(error) if "code" in fields else f"could not run: {fields['message']}", err=True)
+    ctx.exit(exit_code)
+
+
+def show(found: Any, lines: Iterable[str]) -> None:
+    """Print what a command has found: as lines of text, or with ``--json`` as JSON."""
+    if click.get_current_context().meta.get(_JSON):
+        click.echo(json.dumps(found, indent=2))
+    else:
+        for line in lines:
+            click.echo(line)
+
+
 def json_option(command: click.decorators.FC) -> click.decorators.FC:
-    """``--json`` for a command, which gets it as ``as_json``; errors then come as JSON, too."""
+    """Add ``--json`` to a command, which gets it as ``as_json``; :func:`show` and errors then print JSON."""
 
     def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
         ctx.meta[_JSON] = value
@@ -83,7 +120,7 @@ def json_option(command: click.decorators.FC) -> click.decorators.FC:
 
 @click.group(
     name="jackfield",
-    cls=_LazyGroup,
+    cls=_Main,
     commands=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

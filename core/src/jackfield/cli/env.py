@@ -6,12 +6,16 @@ import time
 
 import click
 
+from jackfield.errors import ConfigError
+
 __all__ = ["env"]
+
+_LOOK_SECONDS = 120.0  #: for a worker's plugin to be imported in its new environment
 
 
 @click.group()
 def env() -> None:
-    """Make environments for workers that have an interpreter of their own."""
+    """Create environments for workers."""
 
 
 @env.command()
@@ -29,15 +33,41 @@ def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) ->
     """Make the environment NAME of the configuration FILE with venv and pip, and try its workers' plugins there.
 
     Jackfield, the plugins that run there and the checkpoint engine are installed as they are here. An environment that
-    is there as described is left as it is.
+    is there as described is left as it is. What a plugin needs and pip did not install is named as missing.
     """
-    from jackfield.compose.environments import check_environment, make_environment
+    import attrs
+
     from jackfield.config import load_config
     from jackfield.plugins import discover
+    from jackfield.plugins.environments import create_environment, requirement_as_installed
+    from jackfield.plugins.interpreters import environment_python
+    from jackfield.plugins.introduction import look
 
     config, registry, started = load_config(file, overrides), discover(), time.monotonic()
-    folder, made = make_environment(config, registry, name, deadline)
-    seconds = time.monotonic() - started
-    click.echo(f"{folder}: made in {seconds:.0f} s" if made else f"{folder}: there already")
-    for label in check_environment(config, registry, name):
-        click.echo(f"ok      {label} can run there")
+    if name not in config.environments:
+        raise ConfigError(
+            f"the configuration has no environment '{name}'",
+            where="environments",
+            expected=f"one of {', '.join(config.environments) or 'none'}",
+            found=name,
+            fix=f"describe it under environments.{name}",
+        )
+    settings = config.environments[name]
+    kinds = [kind for kind, chosen in config.runtime.interpreters.items() if chosen == name]
+    workers = [registry.resolve(getattr(config, kind).name, kind) for kind in kinds]
+    shared = ["checkpoint_engine"] if workers else []
+    if workers and config.runtime.name == "ray":  # its workers read and write rows, and have one version of Ray
+        shared.append("transfer_queue")
+        settings = attrs.evolve(settings, requires=(*settings.requires, *requirement_as_installed("ray")))
+    records = [*workers, *(registry.resolve(getattr(config, kind).name, kind) for kind in shared)]
+    comes_along = tuple(dict.fromkeys(["jackfield", *(record.distribution for record in records)]))
+    folder = settings.path(name)
+    made = create_environment(settings, folder, comes_along, deadline)
+    click.echo(f"{folder}: made in {time.monotonic() - started:.0f} s" if made else f"{folder}: there already")
+    for record in workers:
+        found = look(environment_python(folder), record, _LOOK_SECONDS, importing=True)
+        attrs.evolve(found, missing=()).check()
+        for error in found.missing:
+            click.echo(f"missing {record.label} needs {error.expected}: install it there")
+        if not found.missing:
+            click.echo(f"ok      {record.label} can run there")

@@ -13,17 +13,14 @@ from jackfield.algorithms import register_part
 from jackfield.config import PluginSection, RunConfig, plugin_sections, validate_plugins
 from jackfield.errors import ConfigError, PluginError, PluginNotFound
 from jackfield.plugins import Manifest, PluginRecord, Registry, require_capability
-from jackfield.plugins.doctor import PluginReport, examine
-from jackfield.plugins.environments import environment_python
-from jackfield.plugins.handshake import check_interpreter
-from jackfield.plugins.interpreters import resolve_interpreter
+from jackfield.plugins.interpreters import environment_python, resolve_interpreter
+from jackfield.plugins.introduction import look
 from jackfield.queue import register_sampler
 
 __all__ = [
     "check_apart",
     "check_plugins",
     "check_weights",
-    "environment_folder",
     "import_plugins",
     "interpreters",
     "manifests",
@@ -191,7 +188,7 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
 
 
 def _python_of(config: RunConfig, name: str, where: str) -> str:
-    python = environment_python(environment_folder(config, name))
+    python = environment_python(config.environments[name].path(name))
     if not Path(python).exists():
         raise PluginError(
             f"the environment '{name}' has not been made",
@@ -204,17 +201,11 @@ def _python_of(config: RunConfig, name: str, where: str) -> str:
     return python
 
 
-def environment_folder(config: RunConfig, name: str) -> Path:
-    """Where an environment of the configuration is, or will be."""
-    return Path(config.environments[name].folder or Path("environments", name)).expanduser()
-
-
 def _check_interpreters(config: RunConfig, registry: Registry) -> None:
     """See in seconds that each is there and has the plugin that is to run in it."""
     seconds = min(config.deadlines.start, _PROBE_SECONDS)
     for kind, python in interpreters(config, registry).items():
-        record = registry.resolve(getattr(config, kind).name, kind)
-        check_interpreter(record, python, seconds)
+        look(python, registry.resolve(getattr(config, kind).name, kind), seconds).check()
 
 
 def _with_failures(error: PluginNotFound, registry: Registry, kind: str, name: str) -> PluginNotFound:
@@ -226,10 +217,14 @@ def _with_failures(error: PluginNotFound, registry: Registry, kind: str, name: s
     if kind in HEAVY and difflib.get_close_matches(name, [record.name for record in usable]):
         return error
     failures = [
-        f"{report.record.name} cannot be used: {problem.message}: {problem.found}"
-        for report in examine(usable, _PROBE_SECONDS)
-        if isinstance(report, PluginReport)
-        for problem in report.problems
+        f"{record.name} cannot be used: {problem.message}: {problem.found}"
+        for record in usable
+        for problem in _failures(record)
     ]
     found = "; ".join([str(error.found), *failures])
     return PluginNotFound(error.message, where=error.where, expected=error.expected, found=found, fix=error.fix)
+
+
+def _failures(record: PluginRecord) -> Iterator[PluginError]:
+    found = look(record.usable().env.python, record, _PROBE_SECONDS, importing=True)
+    yield from filter(None, (found.problem, *found.missing, *found.problems))

@@ -13,7 +13,7 @@ from jackfield.config.loading import (
     validate_plugins,
 )
 from jackfield.config.queue_sections import ControllerConfig, MixConfig, QueueConfig, ReplayConfig, SamplerConfig
-from jackfield.config.runtime_sections import EnvironmentConfig, RayConfig, RuntimeConfig
+from jackfield.config.runtime_sections import RayConfig, RuntimeConfig
 from jackfield.config.sections import (
     AlgorithmConfig,
     CanaryConfig,
@@ -38,7 +38,6 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DeadlineConfig",
-    "EnvironmentConfig",
     "EvaluationConfig",
     "EvaluationSampling",
     "KLConfig",

@@ -121,7 +121,7 @@ def validate_plugins(config: RunConfig, registry: Registry) -> None:
     """
     for section, kind in plugin_sections().items():
         chosen: PluginSection = getattr(config, section)
-        structure(registry.config_class(kind, chosen.name), chosen.settings, section)
+        structure(registry.settings_class(kind, chosen.name), chosen.settings, section)
 
 
 def show(config: RunConfig) -> str:
@@ -146,7 +146,7 @@ def explain(config: RunConfig, registry: Registry | None = None) -> Iterator[tup
         if isinstance(value, PluginSection):
             yield field.name + ".name", value.name, _default(field).name, field.metadata["help"]
             if registry is not None:
-                cls = registry.config_class(field.name, value.name)
+                cls = registry.settings_class(field.name, value.name)
                 yield from _explain(structure(cls, value.settings, field.name), field.name)
         else:
             yield from _explain_field(field, value, "")

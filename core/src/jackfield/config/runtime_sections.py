@@ -1,4 +1,4 @@
-"""Where workers live: the sections ``runtime`` and ``environments`` of a configuration."""
+"""Where workers live: the section ``runtime`` of a configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from attrs.validators import ge, gt, le, optional
 from jackfield.structuring import option
 
 __all__ = [
-    "EnvironmentConfig",
     "RayConfig",
     "RuntimeConfig",
 ]
@@ -51,17 +50,6 @@ class RayConfig:
         help="times that a run goes on from its newest checkpoint after a rank, a replica or the storage worker died",
         validator=ge(0),
     )
-
-
-@attrs.frozen(kw_only=True)
-class EnvironmentConfig:
-    """What ``jackfield env create NAME FILE`` makes; Jackfield and the plugins that run there come along."""
-
-    folder: str | None = option(None, help="where it is; null: environments/NAME")
-    python: str | None = option(None, help="the interpreter that makes it; null: the one that runs Jackfield")
-    requires: tuple[str, ...] = option((), help="what pip installs there")
-    constraints: str | None = option(None, help="a file of versions that pip keeps to")
-    without: tuple[str, ...] = option((), help="packages that are removed afterwards, where something has brought them")
 
 
 @attrs.frozen(kw_only=True)

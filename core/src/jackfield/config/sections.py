@@ -13,9 +13,10 @@ from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms import Correction, Shaping
 from jackfield.config.queue_sections import QueueConfig
-from jackfield.config.runtime_sections import EnvironmentConfig, RuntimeConfig
+from jackfield.config.runtime_sections import RuntimeConfig
 from jackfield.data.tasks import TaskFormat
 from jackfield.observe import ObserveConfig
+from jackfield.plugins.environments import EnvironmentSettings
 from jackfield.pulse import SILENCE_SECONDS
 from jackfield.structuring import option
 
@@ -316,7 +317,7 @@ class RunConfig:
     )
     runtime: RuntimeConfig = option(factory=RuntimeConfig, help="where workers live")
     deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="longest waits")
-    environments: Mapping[str, EnvironmentConfig] = option(
+    environments: Mapping[str, EnvironmentSettings] = option(
         factory=dict, help="by name: what `jackfield env create NAME FILE` makes, for runtime.interpreters"
     )
     engine: PluginSection = option(

@@ -1,6 +1,6 @@
-"""The plugin system: manifests, discovery, gates, the registry and hooks.
+"""The plugin system: manifests, discovery, checks of structure, the registry and hooks.
 
-:func:`discover` reads the manifests of what is installed and imports nothing; :func:`load_plugin` imports the one
+:func:`discover` reads the manifests of the installed plugins and imports nothing; :func:`load_plugin` imports the one
 plugin that is asked for. Lifecycle events and small parts go through :func:`hook_manager`.
 """
 

@@ -1,4 +1,4 @@
-"""Which plugins are installed, found out without importing any of them.
+"""Find the installed plugins without importing any of them.
 
 Each installed distribution may name manifests under the entry-point groups in :data:`GROUPS`. The value of such
 an entry point, ``package:file.toml``, is a file beside ``__init__.py`` of a top-level package. It is found through
@@ -7,6 +7,7 @@ the import system's finders (so editable installs work) and read; the package it
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.metadata
@@ -21,11 +22,10 @@ from typing import Any, Literal
 import attrs
 
 from jackfield.abc import KINDS
-from jackfield.errors import DuplicatePlugin, JackfieldError, ManifestError
-from jackfield.plugins.abi import check_abi
-from jackfield.plugins.manifest import Manifest, parse_manifest
+from jackfield.errors import JackfieldError, PluginError
+from jackfield.plugins.manifest import Manifest, check_abi, invalid_manifest, parse_manifest
 
-__all__ = ["GROUPS", "PluginRecord", "find_plugins"]
+__all__ = ["GROUPS", "PluginRecord", "find_package", "find_plugins"]
 
 #: The entry-point group of each kind.
 GROUPS: dict[str, str] = {kind: f"jackfield.{kind}s" for kind in KINDS}
@@ -40,78 +40,72 @@ class PluginRecord:
 
     name: str
     kind: str
-    abi: str | None  #: None: the manifest could not be read
     distribution: str
     version: str
-    status: Literal["ok", "broken"]
-    error: JackfieldError | None = None  #: why it is broken
+    error: JackfieldError | None = None  #: why it cannot be used
     manifest: Manifest | None = None
 
     @property
+    def abi(self) -> str | None:
+        """The version of the contract that it was built for; None: the manifest could not be read."""
+        return None if self.manifest is None else self.manifest.abi
+
+    @property
+    def status(self) -> Literal["ok", "broken"]:
+        """Whether the plugin can be used, as far as its manifest shows."""
+        return "ok" if self.error is None else "broken"
+
+    @property
     def label(self) -> str:
-        """How messages name it: kind, name and where it comes from."""
+        """The kind, name and distribution, for messages."""
         return f"{self.kind} '{self.name}' ({self.distribution} {self.version})"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready fields, what ``jackfield plugins list --json`` prints."""
+        """JSON-ready fields, as ``jackfield plugins list --json`` prints them."""
+        names = ("name", "kind", "abi", "distribution", "version", "status")
         return {
-            "name": self.name,
-            "kind": self.kind,
-            "abi": self.abi,
-            "distribution": self.distribution,
-            "version": self.version,
-            "status": self.status,
+            **{name: getattr(self, name) for name in names},
             "error": None if self.error is None else self.error.as_dict(),
             "capabilities": dict(self.manifest.capabilities) if self.manifest else {},
             "description": self.manifest.description if self.manifest else "",
         }
 
-    def broken(self, error: JackfieldError) -> PluginRecord:
-        """The same record, refused."""
-        return attrs.evolve(self, status="broken", error=error)
+    def usable(self) -> Manifest:
+        """Return the manifest of a plugin that can be used.
 
-
-@attrs.frozen
-class _Entry:
-    """A line of an ``entry_points.txt``."""
-
-    kind: str
-    name: str
-    value: str
-    distribution: str
-    version: str
-    problem: ManifestError | None = None
-
-    @property
-    def where(self) -> str:
-        return f"{self.distribution} {self.version}, entry point {self.name} = {self.value}"
+        Raises:
+            JackfieldError: The reason why it cannot be used.
+        """
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        assert self.manifest is not None, "a record that is not broken has a manifest"
+        return self.manifest
 
 
 def find_plugins(path: Sequence[str] | None = None) -> tuple[PluginRecord, ...]:
-    """Every plugin that is installed, in the order of kinds and names; broken ones carry their error.
+    """Find every installed plugin, in the order of kinds and names; broken ones carry their error.
 
     Args:
-        path: folders to look into, like ``sys.path``; default: this interpreter's.
+        path: Folders to look into, like ``sys.path``; None: this interpreter's.
     """
     importlib.invalidate_caches()  # something may have been installed since the last look
-    records = [_record(entry, path) for entry in _entries(path)]
-    return tuple(sorted(_refuse_duplicates(records), key=lambda r: (KINDS.index(r.kind), r.name, r.distribution)))
+    records = _refuse_duplicates(_records(path))
+    return tuple(sorted(records, key=lambda record: (KINDS.index(record.kind), record.name, record.distribution)))
 
 
-def _entries(path: Sequence[str] | None) -> Iterator[_Entry]:
+def _records(path: Sequence[str] | None) -> Iterator[PluginRecord]:
     seen: set[str] = set()
     search: dict[str, Any] = {} if path is None else {"path": list(path)}
     for distribution in importlib.metadata.distributions(**search):
         text = distribution.read_text("entry_points.txt") or ""
         if "jackfield." not in text:  # nearly all of them; parsing metadata is what takes time
             continue
-        entries = list(_parse(text, *_identity(distribution)))
-        if not entries:
-            continue
-        key = re.sub(r"[-_.]+", "-", entries[0].distribution).lower()
-        if key not in seen:  # the first on the path hides the others, as in an import
+        name, version = _identity(distribution)
+        records = list(_parse(text, name, version, path))
+        key = re.sub(r"[-_.]+", "-", name).lower()
+        if records and key not in seen:  # the first on the path hides the others, as in an import
             seen.add(key)
-            yield from entries
+            yield from records
 
 
 def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
@@ -121,93 +115,67 @@ def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
         return "unknown", "unknown"
 
 
-def _parse(text: str, distribution: str, version: str) -> Iterator[_Entry]:
-    """Our groups of an ``entry_points.txt``, line by line, so that a bad line hides no good one."""
+def _parse(text: str, distribution: str, version: str, path: Sequence[str] | None) -> Iterator[PluginRecord]:
+    """Read our groups of an ``entry_points.txt`` line by line, so that a bad line hides no good one."""
     group = ""
     for line in map(str.strip, text.splitlines()):
-        if not line or line.startswith(("#", ";")):
-            continue
         if line.startswith("[") and line.endswith("]"):
             group = line[1:-1].strip()
-            continue
-        kind, problem = _kind_of(group, distribution)
-        if kind is None:
-            continue
-        name, equals, value = (part.strip() for part in line.partition("="))
-        if not equals:
-            problem = ManifestError(
-                "an entry point is not of the form name = package:file.toml", where=distribution, found=line
-            )
-        yield _Entry(kind, name, value, distribution, version, problem)
+        elif line and not line.startswith(("#", ";")) and (kind := _kind_of(group)):
+            name, _, value = (part.strip() for part in line.partition("="))
+            record = PluginRecord(name=name, kind=kind, distribution=distribution, version=version)
+            try:
+                _check_group(group, distribution)
+                manifest = _manifest(record, value, path)
+                record = attrs.evolve(record, manifest=manifest)
+                check_abi(kind, manifest.abi, record.label)
+            except JackfieldError as error:  # no problem of one plugin reaches another
+                record = attrs.evolve(record, error=error)
+            yield record
 
 
-def _kind_of(group: str, distribution: str) -> tuple[str | None, ManifestError | None]:
-    """The kind that a group stands for; a near miss is shown as a broken plugin of the likely kind."""
-    if group in _KIND_OF_GROUP or not group.startswith("jackfield."):
-        return _KIND_OF_GROUP.get(group), None
+def _kind_of(group: str) -> str | None:
+    """Return the kind of a group, or the likely kind of a group that is misspelt."""
+    if not group.startswith("jackfield."):
+        return None
     close = difflib.get_close_matches(group, _KIND_OF_GROUP, n=1, cutoff=0.85)
-    if not close:
-        return None, None
-    return _KIND_OF_GROUP[close[0]], ManifestError(
-        f"no kind of plugin has the entry-point group '{group}' (did you mean '{close[0]}'?)",
-        where=distribution,
-        expected="one of " + ", ".join(_KIND_OF_GROUP),
-        found=group,
-        fix="correct the group in the plugin's pyproject.toml and reinstall it",
-    )
+    return _KIND_OF_GROUP[close[0]] if close else None
 
 
-def _record(entry: _Entry, path: Sequence[str] | None) -> PluginRecord:
-    """Gate 1 for one entry point; no problem of one plugin reaches another."""
-    record = PluginRecord(
-        name=entry.name,
-        kind=entry.kind,
-        abi=None,
-        distribution=entry.distribution,
-        version=entry.version,
-        status="ok",
-    )
-    try:
-        if entry.problem is not None:
-            raise entry.problem
-        manifest = _manifest(entry, path)
-        record = attrs.evolve(record, abi=manifest.abi, manifest=manifest)
-        check_abi(manifest.kind, manifest.abi, record.label)
-    except JackfieldError as error:
-        return record.broken(error)
-    return record
+def _check_group(group: str, distribution: str) -> None:
+    if group not in _KIND_OF_GROUP:
+        raise invalid_manifest(
+            f"no kind of plugin has the entry-point group '{group}' (did you mean '{GROUPS[str(_kind_of(group))]}'?)",
+            distribution,
+            expected="one of " + ", ".join(_KIND_OF_GROUP),
+            found=group,
+        )
 
 
-def _manifest(entry: _Entry, path: Sequence[str] | None) -> Manifest:
-    parts = _VALUE.fullmatch(entry.value)
+def _manifest(record: PluginRecord, value: str, path: Sequence[str] | None) -> Manifest:
+    where = f"{record.distribution} {record.version}, entry point {record.name} = {value}"
+    parts = _VALUE.fullmatch(value)
     if parts is None:
-        raise ManifestError(
-            "an entry point does not name a manifest",
-            where=entry.where,
-            expected="toplevel_package:file.toml",
-            found=entry.value,
-            fix="correct the entry point in the plugin's pyproject.toml and reinstall it",
-        )
-    spec = _find_package(parts["package"], path)
-    if spec is None or spec.submodule_search_locations is None:
-        raise ManifestError(
-            f"the package '{parts['package']}' of a manifest is not installed",
-            code="plugin.manifest-missing",
-            where=entry.where,
-            expected=f"a package '{parts['package']}' that holds {parts['file']}",
-            found="no such package" if spec is None else f"a module, {spec.origin}",
-            fix=f"reinstall {entry.distribution}",
-        )
-    content, source = _read_beside(spec, parts["file"], entry)
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise ManifestError("the manifest is not UTF-8", where=source, found=str(error)) from error
-    return parse_manifest(text, source=source, kind=entry.kind, name=entry.name)
+        expected = "name = toplevel_package:file.toml"
+        raise invalid_manifest("an entry point does not name a manifest", where, expected=expected, found=value)
+    spec = find_package(parts["package"], path)
+    places = [str(Path(each, parts["file"])) for each in (spec and spec.submodule_search_locations) or ()]
+    for place in places:
+        with contextlib.suppress(OSError):
+            content = _read(spec, place)
+            return parse_manifest(_decoded(content, place), source=place, kind=record.kind, name=record.name)
+    raise PluginError(
+        "a manifest is not there",
+        code="plugin.manifest-missing",
+        where=where,
+        expected=" or ".join(places) or f"a package '{parts['package']}' that holds {parts['file']}",
+        found="no such file" if places else "no such package",
+        fix=f"reinstall {record.distribution}; its author has to ship {parts['file']} in the wheel",
+    )
 
 
-def _find_package(package: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Where a top-level package is; finding it imports nothing."""
+def find_package(package: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
+    """Find a top-level package, importing nothing."""
     if path is not None:
         return PathFinder.find_spec(package, path)
     try:
@@ -216,45 +184,32 @@ def _find_package(package: str, path: Sequence[str] | None) -> ModuleSpec | None
         return None
 
 
-def _read_beside(spec: ModuleSpec, file: str, entry: _Entry) -> tuple[bytes, str]:
-    """The content and place of a file in a package; a loader knows how to read a zip archive, too."""
-    places = [str(Path(location, file)) for location in spec.submodule_search_locations or ()]
-    for place in places:
-        read = getattr(spec.loader, "get_data", None) or _read_file
-        try:
-            return read(place), place
-        except OSError:
-            continue
-    raise ManifestError(
-        "a manifest is not there",
-        code="plugin.manifest-missing",
-        where=entry.where,
-        expected=" or ".join(places),
-        found="no such file",
-        fix=f"reinstall {entry.distribution}; its author has to ship {file} in the wheel",
-    )
+def _read(spec: ModuleSpec | None, place: str) -> bytes:
+    """Read a file of a package; a loader knows how to read a zip archive, too."""
+    read = getattr(spec and spec.loader, "get_data", None)
+    return bytes(read(place)) if read else Path(place).read_bytes()
 
 
-def _read_file(place: str) -> bytes:
-    return Path(place).read_bytes()
+def _decoded(content: bytes, place: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise invalid_manifest("the manifest is not UTF-8", place, found=str(error)) from error
 
 
 def _refuse_duplicates(records: Iterable[PluginRecord]) -> Iterator[PluginRecord]:
-    """Nobody wins when two distributions provide one name: each usable one is refused, naming all."""
+    """Refuse each plugin whose kind and name several distributions provide, naming all of them."""
     claims: defaultdict[tuple[str, str], list[PluginRecord]] = defaultdict(list)
     for record in records:
         claims[record.kind, record.name].append(record)
     for (kind, name), same in claims.items():
-        if len(same) == 1:
-            yield same[0]
-            continue
-        providers = ", ".join(sorted(f"{record.distribution} {record.version}" for record in same))
-        error = DuplicatePlugin(
+        error = PluginError(
             f"{len(same)} distributions provide the {kind} '{name}'",
+            code="plugin.duplicate",
             where=f"{kind} '{name}'",
             expected="one",
-            found=providers,
+            found=", ".join(sorted(f"{record.distribution} {record.version}" for record in same)),
             fix="uninstall all but one of them",
         )
         for record in same:
-            yield record if record.error else record.broken(error)
+            yield record if len(same) == 1 or record.error else attrs.evolve(record, error=error)

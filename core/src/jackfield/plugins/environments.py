@@ -1,4 +1,4 @@
-"""Environments for interpreters of their own: made with ``venv`` and pip, once, as a configuration describes them."""
+"""Environments for workers with an interpreter of their own: made once with ``venv`` and pip, as settings describe."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import attrs
 
 from jackfield.errors import PluginError
-from jackfield.plugins.interpreters import environment_of, resolve_interpreter
+from jackfield.plugins.interpreters import environment_of, environment_python, resolve_interpreter
+from jackfield.structuring import option
 
-__all__ = ["EnvironmentPlan", "create_environment", "environment_python", "requirement_as_installed"]
+__all__ = ["EnvironmentSettings", "create_environment", "requirement_as_installed"]
 
 _STAMP = "jackfield-environment.json"
 
 
 @attrs.frozen(kw_only=True)
-class EnvironmentPlan:
-    """What is to be there."""
+class EnvironmentSettings:
+    """What ``jackfield env create NAME FILE`` makes; Jackfield and the plugins that run there come along."""
 
-    folder: Path
-    python: str | None = None  #: the interpreter that makes it; None: this one
-    requires: tuple[str, ...] = ()  #: what pip installs, beside ``installed``
-    installed: tuple[str, ...] = ()  #: distributions of this interpreter that come along, as they are installed here
-    constraints: Path | None = None
-    without: tuple[str, ...] = ()  #: packages that are removed afterwards
+    folder: str | None = option(None, help="where it is; null: environments/NAME")
+    python: str | None = option(None, help="the interpreter that makes it; null: the one that runs Jackfield")
+    requires: tuple[str, ...] = option((), help="what pip installs there")
+    constraints: str | None = option(None, help="a file of versions that pip keeps to")
+    without: tuple[str, ...] = option((), help="packages that are removed afterwards, where something has brought them")
 
-
-def environment_python(folder: Path) -> str:
-    """The interpreter of an environment."""
-    return str(Path(folder).absolute() / "bin" / "python")
+    def path(self, name: str) -> Path:
+        """Return the folder of the environment of this name."""
+        return Path(self.folder or Path("environments", name)).expanduser()
 
 
-def create_environment(plan: EnvironmentPlan, seconds: float) -> bool:
-    """Make an environment, unless it is there as planned. pip's output goes to stderr.
+def create_environment(settings: EnvironmentSettings, folder: Path, installed: Sequence[str], seconds: float) -> bool:
+    """Make an environment, unless it is there as described. The output of pip goes to stderr.
 
-    Where only what comes along from here has changed, it alone is installed again. An environment that another plan has
-    made, or that was left half made, is made anew; a folder that is something else is left alone.
+    Where only what comes along from here has changed, it alone is installed again. An environment that other settings
+    have made, or that was left half made, is made again; a folder that is something else is left alone.
 
     Args:
-        plan: what is to be there.
-        seconds: the deadline for all of it.
+        settings: The description of the environment.
+        folder: Where it is made.
+        installed: Distributions of this interpreter that come along, as they are installed here.
+        seconds: The deadline for all of it.
 
     Returns:
         Whether there was something to do.
@@ -57,38 +58,38 @@ def create_environment(plan: EnvironmentPlan, seconds: float) -> bool:
     Raises:
         PluginError: ``plugin.environment``, with the step that failed; ``plugin.interpreter``.
     """
-    base = resolve_interpreter(plan.python, "environments.*.python")
-    ours = [part for name in plan.installed for part in requirement_as_installed(name)]
-    stamp, digests = plan.folder / _STAMP, {"digest": _digest(plan, base), "installed": _digest_installed(ours)}
+    base = resolve_interpreter(settings.python, "environments.*.python")
+    ours = [part for name in installed for part in requirement_as_installed(name)]
+    stamp, digests = folder / _STAMP, _digests(settings, base, installed, ours)
     made = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else {}
     if digests.items() <= made.items():
         return False
-    if plan.folder.exists() and any(plan.folder.iterdir()) and not (plan.folder / "pyvenv.cfg").is_file():
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
         raise PluginError(
             "the folder of an environment is something else",
             code="plugin.environment",
-            where=str(plan.folder),
+            where=str(folder),
             expected="no folder, an empty one, or an environment",
             fix="name another folder in the configuration",
         )
     ends = time.monotonic() + seconds
-    pip = [environment_python(plan.folder), "-m", "pip", "--disable-pip-version-check"]
-    keep = [] if plan.constraints is None else ["--constraint", str(plan.constraints)]
+    pip = [environment_python(folder), "-m", "pip", "--disable-pip-version-check"]
+    keep = [] if settings.constraints is None else ["--constraint", settings.constraints]
     stamp.unlink(missing_ok=True)
     if made.get("digest") == digests["digest"]:
-        _run([*pip, "install", "--force-reinstall", "--no-deps", *ours], ends, plan)
+        _run([*pip, "install", "--force-reinstall", "--no-deps", *ours], ends, folder)
     else:
-        shutil.rmtree(plan.folder, ignore_errors=True)
-        _run([base, "-m", "venv", str(plan.folder)], ends, plan)
-        _run([*pip, "install", *keep, *plan.requires, *ours], ends, plan)
-        if plan.without:
-            _run([*pip, "uninstall", "--yes", *plan.without], ends, plan)
-    stamp.write_text(json.dumps({**digests, "requires": [*plan.requires, *ours]}, indent=1), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([base, "-m", "venv", str(folder)], ends, folder)
+        _run([*pip, "install", *keep, *settings.requires, *ours], ends, folder)
+        if settings.without:
+            _run([*pip, "uninstall", "--yes", *settings.without], ends, folder)
+    stamp.write_text(json.dumps({**digests, "requires": [*settings.requires, *ours]}, indent=1), encoding="utf-8")
     return True
 
 
 def requirement_as_installed(name: str) -> list[str]:
-    """pip's arguments for a distribution as this interpreter has it: the same version, file or editable folder.
+    """Return pip's arguments for a distribution as this interpreter has it: same version, file or editable folder.
 
     Raises:
         PluginError: ``plugin.requirement``: it is not installed here.
@@ -105,8 +106,8 @@ def requirement_as_installed(name: str) -> list[str]:
     return ["--editable", path] if origin.get("dir_info", {}).get("editable") else [path]
 
 
-def _run(command: Sequence[str], ends: float, plan: EnvironmentPlan) -> None:
-    """Run one step; its last words are pip's, on stderr, just above."""
+def _run(command: Sequence[str], ends: float, folder: Path) -> None:
+    """Run one step; pip's own words are on stderr, just above the error."""
     try:
         code: int | None = subprocess.run(
             command,
@@ -122,28 +123,22 @@ def _run(command: Sequence[str], ends: float, plan: EnvironmentPlan) -> None:
         raise PluginError(
             "an environment cannot be made",
             code="plugin.environment",
-            where=str(plan.folder),
-            expected=f"`{' '.join(_shown(command))}` to end well",
+            where=str(folder),
+            expected=f"`{' '.join([os.path.basename(command[0]), *command[1:]])}` to end well",
             found="no end within the deadline" if code is None else f"exit code {code}; what it printed is above",
             fix="correct the environment in the configuration, or raise --deadline, and give the same command again",
         )
 
 
-def _shown(command: Sequence[str]) -> Iterable[str]:
-    return (os.path.basename(part) if number == 0 else part for number, part in enumerate(command))
+def _digests(settings: EnvironmentSettings, base: str, installed: Sequence[str], ours: Sequence[str]) -> dict[str, str]:
+    """Digest what comes along, and apart from it everything else, with what the former requires."""
+    parts = [base, sys.version, *settings.requires, "", *settings.without, "", *installed, ""]
+    parts += sorted(line for name in installed for line in importlib.metadata.requires(name) or ())
+    if settings.constraints is not None:
+        parts.append(Path(settings.constraints).read_text(encoding="utf-8"))
+    wheels = [hashlib.sha256(Path(part).read_bytes()).hexdigest() for part in ours if Path(part).is_file()]
+    return {"digest": _digest(parts), "installed": _digest([*ours, *wheels])}
 
 
-def _digest(plan: EnvironmentPlan, base: str) -> str:
-    """Of all but what comes along, of which it is what that needs."""
-    parts = [base, sys.version, *plan.requires, "", *plan.without, "", *plan.installed, ""]
-    parts += sorted(line for name in plan.installed for line in importlib.metadata.requires(name) or ())
-    if plan.constraints is not None:
-        parts.append(plan.constraints.read_text(encoding="utf-8"))
+def _digest(parts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _digest_installed(arguments: Sequence[str]) -> str:
-    """Of pip's arguments, and of the wheels that they name."""
-    parts = [part.encode() for part in arguments]
-    parts += [hashlib.sha256(Path(part).read_bytes()).digest() for part in arguments if Path(part).is_file()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()

@@ -1,4 +1,4 @@
-"""Lifecycle events that everybody may hear, and the registration of small parts.
+"""The lifecycle events of a run, and the registration of small parts.
 
 Hooks are pluggy hooks of the project ``jackfield``. An implementation is a function marked with
 :data:`hookimpl`, in an object that the run registers or in the ``hooks`` module that a manifest names. Each hook
@@ -58,7 +58,7 @@ class RunEnded:
     folder: str
     steps: int  #: completed
     error: BaseException | None = None
-    stopped: bool = False  #: a signal, or whoever called, has ended it before its end
+    stopped: bool = False  #: a signal or the caller has ended it before its end
 
 
 @attrs.frozen(kw_only=True)

@@ -1,17 +1,18 @@
-"""The manifest of a plugin: what it is, what it needs and what it can do, readable without importing it (gate 1)."""
+"""The manifest of a plugin says what it is, needs and can do. Reading it imports nothing of the plugin."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NoReturn
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import attrs
 
-from jackfield.abc import KINDS
-from jackfield.errors import ManifestError, PluginError
+from jackfield.abc import ABI_VERSIONS, KINDS
+from jackfield.errors import PluginError
 from jackfield.structuring import structure
 
 __all__ = [
@@ -21,27 +22,31 @@ __all__ = [
     "EnvironmentRequirements",
     "Manifest",
     "PluginKind",
+    "check_abi",
+    "invalid_manifest",
     "parse_manifest",
+    "parse_version",
     "require_capability",
 ]
 
 PluginKind = Literal["engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine"]
 CapabilityLevel = Literal["full", "partial", "unsupported", "unverified"]
 
-_NAME = re.compile(r"[a-z0-9_-]+")
-_ABI = re.compile(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
-_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+def invalid_manifest(message: str, where: str, **details: Any) -> PluginError:
+    """Make the error of a manifest, or of an entry point, that is not as it has to be."""
+    fix = details.pop("fix", None) or "correct the plugin's manifest and its entry point, then reinstall the plugin"
+    return PluginError(message, code="plugin.manifest-invalid", where=where, fix=fix, **details)
 
 
-def _refuse(attribute: attrs.Attribute[Any], value: object, expected: str) -> NoReturn:
-    raise ManifestError(f"wrong value at {attribute.name}", where=attribute.name, expected=expected, found=repr(value))
+def _text(pattern: str, expected: str) -> Any:
+    """Make a validator of texts; None passes."""
+    form = re.compile(pattern)
 
-
-def _matches(pattern: re.Pattern[str], expected: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
     def check(_: Any, attribute: attrs.Attribute[Any], value: str | None) -> None:
-        if value is not None and not pattern.fullmatch(value):
-            _refuse(attribute, value, expected)
+        if value is not None and not form.fullmatch(value):
+            place = attribute.name
+            raise invalid_manifest(f"wrong value at {place}", place, expected=expected, found=repr(value))
 
     return check
 
@@ -50,32 +55,30 @@ def _is_iso_date(_: Any, attribute: attrs.Attribute[Any], value: str) -> None:
     try:
         datetime.date.fromisoformat(value)
     except ValueError:
-        _refuse(attribute, value, "a date, YYYY-MM-DD")
+        message, found = f"wrong value at {attribute.name}", repr(value)
+        raise invalid_manifest(message, attribute.name, expected="YYYY-MM-DD", found=found) from None
 
 
 def _are_requirements(_: Any, attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
     if not value:
         return
-    from packaging.requirements import InvalidRequirement, Requirement  # late: most manifests do without
+    from packaging.requirements import InvalidRequirement, Requirement  # late: most manifests need no parser
 
     for text in value:
         try:
             Requirement(text)
         except InvalidRequirement as error:
-            raise ManifestError(
-                f"wrong requirement in {attribute.name}: {text!r}",
-                where=attribute.name,
-                expected='requirements of PEP 508, like "torch>=2.8"',
-                found=str(error).splitlines()[0],
-            ) from error
+            message, expected = f"wrong requirement in {attribute.name}", 'PEP 508, like "torch>=2.8"'
+            raise invalid_manifest(message, attribute.name, expected=expected, found=text) from error
 
 
-_is_object = _matches(_OBJECT, "package.module:Attribute")
+_MODULE = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+_is_object = _text(rf"{_MODULE}:[^\W\d]\w*", "package.module:Attribute")
 
 
 @attrs.frozen(kw_only=True)
 class EnvironmentRequirements:
-    """Section ``[env]``: where a plugin can run."""
+    """The section ``[env]``: where a plugin can run."""
 
     #: PEP 508 requirements, checked in the interpreter where the plugin runs
     requires: tuple[str, ...] = attrs.field(default=(), validator=_are_requirements)
@@ -94,7 +97,7 @@ class ConformanceException:
 
 @attrs.frozen(kw_only=True)
 class ConformanceDeclaration:
-    """Section ``[conformance]``."""
+    """The section ``[conformance]``."""
 
     fixture: str | None = attrs.field(default=None, validator=_is_object)  #: makes a small instance for the checks
     exceptions: Mapping[str, ConformanceException] = attrs.field(factory=dict)  #: by check id
@@ -102,18 +105,19 @@ class ConformanceDeclaration:
 
 @attrs.frozen(kw_only=True)
 class Manifest:
-    """What ``plugin.toml`` says.
+    """The content of a ``plugin.toml``.
 
     Raises:
-        ManifestError: when a value is not of the form given here.
+        PluginError: ``plugin.manifest-invalid`` when a value is not of the form given here.
     """
 
-    name: str = attrs.field(validator=_matches(_NAME, "lower-case letters, digits, '_' and '-'"))  #: unique per kind
+    name: str = attrs.field(validator=_text("[a-z0-9_-]+", "lower-case letters, digits, '_' and '-'"))
     kind: PluginKind
-    abi: str = attrs.field(validator=_matches(_ABI, "major.minor"))  #: version of the kind's contract it was built for
+    #: version of the kind's contract that it was built for
+    abi: str = attrs.field(validator=_text(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)", "major.minor"))
     object: str = attrs.field(validator=_is_object)  #: the class, as ``package.module:Class``
     config: str = attrs.field(validator=_is_object)  #: the settings' frozen attrs class, importable without torch
-    hooks: str | None = attrs.field(default=None, validator=_matches(_MODULE, "package.module"))
+    hooks: str | None = attrs.field(default=None, validator=_text(_MODULE, "package.module"))
     description: str = ""
     capabilities: Mapping[str, CapabilityLevel] = attrs.field(factory=dict)
     env: EnvironmentRequirements = attrs.field(factory=EnvironmentRequirements)
@@ -121,7 +125,7 @@ class Manifest:
 
     @property
     def label(self) -> str:
-        """How messages name the plugin: its kind and name."""
+        """The kind and name, for messages."""
         return f"{self.kind} '{self.name}'"
 
 
@@ -129,49 +133,71 @@ def parse_manifest(text: str, *, source: str, kind: str, name: str) -> Manifest:
     """Read a manifest and check that it is the one its entry point promises.
 
     Args:
-        text: the file's content.
-        source: where it comes from, for errors.
-        kind: the kind that the entry point's group stands for.
-        name: the entry point's name.
+        text: The file's content.
+        source: The file, for errors.
+        kind: The kind that the entry point's group stands for.
+        name: The entry point's name.
 
     Raises:
-        ManifestError: ``plugin.manifest-invalid``, naming the file and the key.
+        PluginError: ``plugin.manifest-invalid``, naming the file and the key.
     """
     try:
-        data = tomllib.loads(text)
+        values = json.loads(json.dumps(tomllib.loads(text), default=str))  # TOML's dates become ISO texts
+        manifest = structure(Manifest, values, error=PluginError)
     except tomllib.TOMLDecodeError as error:
-        raise ManifestError(
-            "the manifest is not TOML", where=source, found=str(error), fix="correct the line that is named"
-        ) from error
-    try:
-        manifest = structure(Manifest, _dates_as_text(data), error=ManifestError)
-    except ManifestError as error:
-        # the same error, at home in its file and under the manifest's own code
-        raise ManifestError(
-            error.message,
-            where=source,
-            expected=error.expected,
-            found=error.found,
-            fix=error.fix or "correct the manifest and reinstall the plugin",
-        ) from error
+        raise invalid_manifest("the manifest is not TOML", source, found=str(error)) from error
+    except PluginError as error:
+        raise invalid_manifest(error.message, source, expected=error.expected, found=error.found) from error
     if manifest.kind != kind or manifest.name != name:
-        raise ManifestError(
+        raise invalid_manifest(
             "the manifest and its entry point disagree",
-            where=source,
+            source,
             expected=f"kind = {kind!r}, name = {name!r} (from the entry point's group and name)",
             found=f"kind = {manifest.kind!r}, name = {manifest.name!r}",
-            fix="make the entry point and the manifest agree, then reinstall the plugin",
         )
     return manifest
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """Split ``"1.2"`` into its major and minor number."""
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def check_abi(kind: str, abi: str, where: str, host: str | None = None) -> None:
+    """Accept a plugin of the host's major version and of no newer minor version.
+
+    Args:
+        kind: The kind of plugin; each kind has versions of its own.
+        abi: The version that the plugin was built for.
+        where: The plugin, for messages.
+        host: The host's version; None: this Jackfield's.
+
+    Raises:
+        PluginError: ``plugin.abi-newer`` or ``plugin.abi-major``.
+    """
+    host = host or ABI_VERSIONS[kind]
+    (major, minor), (host_major, host_minor) = parse_version(abi), parse_version(host)
+    if major == host_major and minor <= host_minor:
+        return
+    older = "the plugin" if major < host_major else "jackfield"
+    raise PluginError(
+        f"the plugin was built for another version of the {kind} contract",
+        code="plugin.abi-newer" if major == host_major else "plugin.abi-major",
+        where=where,
+        expected=f"{kind} ABI {host_major}.0 to {host}",
+        found=abi,
+        fix=f"upgrade {older} to a release for {kind} ABI {max(abi, host, key=parse_version)} or later",
+    )
 
 
 def require_capability(manifest: Manifest, capability: str, because: str) -> None:
     """Refuse a request that a plugin cannot serve, instead of letting it be ignored.
 
     Args:
-        manifest: of the plugin that would be asked.
-        capability: what the request needs.
-        because: which request or setting needs it, for the message: ``"model.lora is set"``.
+        manifest: The manifest of the plugin.
+        capability: The capability that the request needs.
+        because: The setting that needs it, for the message: ``"model.lora is set"``.
 
     Raises:
         PluginError: ``plugin.capability`` when the manifest does not declare it, or as ``unsupported``.
@@ -188,15 +214,6 @@ def require_capability(manifest: Manifest, capability: str, because: str) -> Non
         found=f"declared as {level}" if level else f"declared: {declared or 'none'}",
         fix=f"choose another {manifest.kind}, or drop what asks for it",
     )
-
-
-def _dates_as_text(value: Any) -> Any:
-    """TOML has dates of its own; manifests keep them as ISO texts."""
-    if isinstance(value, dict):
-        return {key: _dates_as_text(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_dates_as_text(inner) for inner in value]
-    return value.isoformat() if isinstance(value, datetime.date) else value
 
 
 assert set(PluginKind.__args__) == set(KINDS)  # type: ignore[attr-defined]

@@ -12,11 +12,11 @@ from typing import Any
 import attrs
 
 from jackfield.abc import KINDS
-from jackfield.errors import JackfieldError, PluginError, PluginImportError, PluginNotFound, StructureError
+from jackfield.errors import PluginError, PluginImportError, PluginNotFound
 from jackfield.imports import collection_paused
 from jackfield.plugins.discovery import PluginRecord, find_plugins
 from jackfield.plugins.manifest import Manifest
-from jackfield.plugins.structure import check_config_class, check_structure
+from jackfield.plugins.structure import check_settings_class, check_structure
 from jackfield.structuring import structure
 
 __all__ = ["LoadedPlugin", "Registry", "discover", "import_module", "import_object", "installed", "load_plugin"]
@@ -27,24 +27,24 @@ _DISTRIBUTION_WORD = {"transfer_queue": "transport", "checkpoint_engine": "trans
 
 @attrs.frozen
 class LoadedPlugin:
-    """A plugin that has passed the manifest and the structure gate."""
+    """A plugin that has passed the checks of its manifest and of its structure."""
 
     manifest: Manifest
     cls: type
-    config_class: type
+    settings_class: type
 
     def build(self, settings: Mapping[str, Any], context: Any, where: str = "") -> Any:
-        """Make the plugin's object.
+        """Build the plugin's object.
 
         Args:
-            settings: plain values of the plugin's own section of the configuration.
-            context: the kind's context (``EngineContext``, ``RolloutContext``, …).
-            where: the path of ``settings`` in the configuration, for errors.
+            settings: Plain values of the plugin's own section of the configuration.
+            context: The kind's context (``EngineContext``, ``RolloutContext``, …).
+            where: The path of ``settings`` in the configuration, for errors.
 
         Raises:
-            ConfigError: when the settings do not fit the plugin's config class, with the path.
+            ConfigError: The settings do not fit the plugin's settings class; the error has the path.
         """
-        return self.cls(structure(self.config_class, settings, where), context)
+        return self.cls(structure(self.settings_class, settings, where), context)
 
 
 class Registry:
@@ -55,27 +55,23 @@ class Registry:
         self._loaded: dict[tuple[str, str], LoadedPlugin] = {}
 
     def records(self, kind: str | None = None) -> tuple[PluginRecord, ...]:
-        """All plugins, or those of one kind, broken ones included, in the order of kinds and names."""
+        """Return all plugins, or those of one kind, broken ones included, in the order of kinds and names."""
         return tuple(record for record in self._records if kind is None or record.kind == kind)
 
     def find(self, kind: str, name: str) -> Manifest:
-        """The manifest of a usable plugin.
+        """Return the manifest of a usable plugin.
 
         Raises:
-            PluginNotFound: no distribution provides it; the message lists what is there.
-            DuplicatePlugin: several do.
-            ManifestError: its manifest is missing or malformed.
-            AbiError: it was built for another version of the contract.
+            PluginNotFound: No distribution provides it; the message lists the plugins that are installed.
+            PluginError: The plugin is broken; the error says why.
         """
-        manifest = self._record(kind, name).manifest
-        assert manifest is not None, "a record that is not broken has a manifest"
-        return manifest
+        return self._record(kind, name).usable()
 
     def resolve(self, name: str, kind: str | None = None) -> PluginRecord:
-        """The record, broken or not, of a plugin that a person has named, perhaps without its kind.
+        """Return the record, broken or not, of a plugin that a person has named, perhaps without its kind.
 
         Raises:
-            PluginNotFound: there is none.
+            PluginNotFound: There is none.
             PluginError: ``plugin.ambiguous`` when plugins of several kinds have the name.
         """
         matches = [record for record in self.records(kind) if record.name == name]
@@ -93,71 +89,52 @@ class Registry:
         return matches[0]
 
     def load(self, kind: str, name: str) -> LoadedPlugin:
-        """Import a plugin and look at its structure.
+        """Import a plugin and check its structure.
 
         Raises:
-            PluginError: as :meth:`find`.
-            PluginImportError: its module raised; the original error is chained.
-            StructureError: its class or its config does not fit the contract.
+            PluginImportError: Its module raised; the original error is chained.
+            PluginError: It cannot be used, or its class or its settings do not fit the contract.
         """
-        key = (kind, name)
-        if key not in self._loaded:
-            record = self._record(kind, name)
-            manifest = self.find(kind, name)
+        if (kind, name) not in self._loaded:
+            record, manifest = self._record(kind, name), self.find(kind, name)
             cls = import_object(manifest.object, manifest, record.label)
             check_structure(kind, cls, record.label)
-            self._loaded[key] = LoadedPlugin(manifest, cls, self.config_class(kind, name))
-        return self._loaded[key]
+            self._loaded[kind, name] = LoadedPlugin(manifest, cls, self.settings_class(kind, name))
+        return self._loaded[kind, name]
 
-    def config_class(self, kind: str, name: str) -> type:
-        """The class of a plugin's settings; imports only the module that holds it.
+    def settings_class(self, kind: str, name: str) -> type:
+        """Return the class of a plugin's settings; imports only the module that holds it.
 
         Raises:
-            PluginError: as :meth:`load`.
+            PluginError: As :meth:`load`.
         """
-        record = self._record(kind, name)
-        manifest = self.find(kind, name)
-        config_class = import_object(manifest.config, manifest, record.label)
-        check_config_class(config_class, record.label)
-        return config_class  # type: ignore[no-any-return]
+        record, manifest = self._record(kind, name), self.find(kind, name)
+        return check_settings_class(import_object(manifest.config, manifest, record.label), record.label)
 
     def _record(self, kind: str, name: str) -> PluginRecord:
-        matches = [record for record in self._records if (record.kind, record.name) == (kind, name)]
+        matches = [record for record in self.records(kind) if record.name == name]
         if not matches:
             raise self._not_found(kind, name)
-        for record in matches:
-            if record.error is not None:
-                raise record.error.with_traceback(None)
-        return matches[0]
+        return min(matches, key=lambda record: record.error is None)  # where there are several, each is broken
 
     def _not_found(self, kind: str | None, name: str) -> PluginNotFound:
         if kind is not None and kind not in KINDS:
-            return PluginNotFound(
-                f"there is no kind of plugin '{kind}'", expected="one of " + ", ".join(KINDS), found=repr(kind)
-            )
+            expected = "one of " + ", ".join(KINDS)
+            return PluginNotFound(f"there is no kind of plugin '{kind}'", expected=expected, found=repr(kind))
         candidates = self.records(kind)
         usable = [record.name for record in candidates if record.error is None]
-        broken = [
-            f"{record.name} ([{record.error.code}] {record.error.message})"
-            for record in candidates
-            if record.error is not None
-        ]
-        found = "installed: " + (", ".join(usable) or "none")
-        if broken:
-            found += "; broken: " + ", ".join(broken)
+        broken = [f"{each.name} ([{each.error.code}] {each.error.message})" for each in candidates if each.error]
         close = difflib.get_close_matches(name, [record.name for record in candidates], n=1)
-        hint = f" (did you mean '{close[0]}'?)" if close else ""
         others = sorted({record.kind for record in self._records if record.name == name})
-        if others:
-            hint += f" (there is a {', '.join(others)} of this name)"
+        hint = f" (did you mean '{close[0]}'?)" if close else ""
+        hint += f" (there is a {', '.join(others)} of this name)" if others else ""
         noun = kind or "plugin"
-        word = _DISTRIBUTION_WORD.get(noun, noun)
         return PluginNotFound(
             f"no {noun} '{name}' is installed{hint}",
             expected=f"a distribution that provides the {noun} '{name}'",
-            found=found,
-            fix=f"correct the name, or install it (by convention: pip install jackfield-{word}-{name});"
-            " `jackfield plugins list` shows what is there",
+            found=f"installed: {', '.join(usable) or 'none'}" + (f"; broken: {', '.join(broken)}" if broken else ""),
+            fix="correct the name, or install it (by convention: pip install "
+            f"jackfield-{_DISTRIBUTION_WORD.get(noun, noun)}-{name}); `jackfield plugins list` shows what is there",
         )
 
 
@@ -165,47 +142,52 @@ def discover(path: Sequence[str] | None = None) -> Registry:
     """Look for installed plugins; imports none.
 
     Args:
-        path: folders to look into, like ``sys.path``; default: this interpreter's.
+        path: Folders to look into, like ``sys.path``; None: this interpreter's.
     """
     return Registry(find_plugins(path))
 
 
 @functools.cache
 def installed() -> Registry:
-    """This process's registry, discovered at the first call (``installed.cache_clear()`` forgets it)."""
+    """Return this process's registry, discovered at the first call (``installed.cache_clear()`` forgets it)."""
     return discover()
 
 
 def load_plugin(kind: str, name: str) -> LoadedPlugin:
-    """:meth:`Registry.load` on this process's registry."""
+    """Call :meth:`Registry.load` on this process's registry."""
     return installed().load(kind, name)
 
 
 def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
-    """Import a module of a plugin; whatever it raises becomes an error that names the plugin.
+    """Import a module of a plugin; an exception that it raises becomes an error that names the plugin.
 
     Raises:
-        StructureError: ``plugin.object-missing`` when the module itself does not exist.
-        PluginImportError: when it raises; the original error is chained.
+        PluginError: ``plugin.object-missing`` when the module itself does not exist.
+        PluginImportError: It raised; the original error is chained.
     """
     try:
         with collection_paused():
             return importlib.import_module(module)
-    except JackfieldError as error:
-        raise _import_error(module, manifest, where, error) from error
     except (Exception, SystemExit) as error:  # an import may do anything, sys.exit() included
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module}.".startswith(f"{missing}."):
             raise _missing(f"module {module}", where) from error
-        raise _import_error(module, manifest, where, error, missing) from error
+        fix = "correct the plugin's module, or reinstall the plugin; `jackfield plugins doctor` tries it on its own"
+        raise PluginImportError(
+            f"importing {module} failed",
+            where=where,
+            expected=f"{module} to be imported",
+            found=f"{type(error).__name__}: {error}",
+            fix=f"install what it needs: pip install '{_requirement(missing, manifest)}'" if missing else fix,
+        ) from error
 
 
 def import_object(reference: str, manifest: Manifest, where: str) -> Any:
-    """What ``package.module:Attribute`` names.
+    """Import what ``package.module:Attribute`` names.
 
     Raises:
-        StructureError: ``plugin.object-missing``.
-        PluginImportError: the module raised.
+        PluginError: ``plugin.object-missing``.
+        PluginImportError: The module raised.
     """
     module_name, _, attribute = reference.partition(":")
     module = import_module(module_name, manifest, where)
@@ -215,8 +197,8 @@ def import_object(reference: str, manifest: Manifest, where: str) -> Any:
         raise _missing(f"object {reference}", where, sorted(n for n in vars(module) if n[0] != "_")) from error
 
 
-def _missing(what: str, where: str, names: Sequence[str] = ()) -> StructureError:
-    return StructureError(
+def _missing(what: str, where: str, names: Sequence[str] = ()) -> PluginError:
+    return PluginError(
         f"the manifest names the {what}, which does not exist",
         code="plugin.object-missing",
         where=where,
@@ -226,24 +208,10 @@ def _missing(what: str, where: str, names: Sequence[str] = ()) -> StructureError
     )
 
 
-def _import_error(
-    module: str, manifest: Manifest, where: str, error: BaseException, missing: str | None = None
-) -> PluginImportError:
-    fix = "correct the plugin's module, or reinstall the plugin; `jackfield plugins doctor` tries it on its own"
-    if missing:
-        top = missing.partition(".")[0]
-        declared = [text for text in manifest.env.requires if _distribution_of(text) == top.lower().replace("_", "-")]
-        fix = f"install what it needs into this interpreter: pip install '{declared[0] if declared else top}'"
-    return PluginImportError(
-        f"importing {module} failed",
-        where=where,
-        expected=f"{module} to be imported",
-        found=f"{type(error).__name__}: {error}",
-        fix=fix,
-    )
-
-
-def _distribution_of(requirement: str) -> str:
+def _requirement(module: str, manifest: Manifest) -> str:
+    """Return the manifest's requirement that brings a missing module, as far as names tell, or the module's name."""
     from packaging.requirements import Requirement
 
-    return Requirement(requirement).name.lower().replace("_", "-")
+    name = module.partition(".")[0].lower().replace("_", "-")
+    declared = (text for text in manifest.env.requires if Requirement(text).name.lower().replace("_", "-") == name)
+    return next(declared, name)

@@ -1,49 +1,94 @@
-"""Whether a plugin's class fits its contract, looked at after the import and before any use (gate 2)."""
+"""Check a plugin's class against its contract, after the import and before any use."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
-from inspect import Parameter
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import Parameter, Signature
+from typing import Any, Generic, Protocol
 
 import attrs
 
 from jackfield.abc import CONTRACTS
-from jackfield.errors import StructureError
-from jackfield.plugins.members import Flavour, Member, describe_member, is_frozen, public_members
+from jackfield.errors import PluginError
 
-__all__ = ["check_config_class", "check_structure", "structure_problems"]
+__all__ = [
+    "annotation_text",
+    "check_settings_class",
+    "check_structure",
+    "flavour",
+    "is_frozen",
+    "public_members",
+    "signature_of",
+    "structure_problems",
+]
 
-#: Contracts of these flavours are met by a plain function, too, that returns such an object.
-_RETURNABLE: tuple[Flavour, ...] = ("async generator", "generator", "context manager", "async context manager")
-_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-_BY_NAME = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+#: The flavour of a plain function, by the name of its return annotation.
+_RETURNS: dict[str, str] = {
+    "Awaitable": "async",
+    "Coroutine": "async",
+    **dict.fromkeys(("AsyncGenerator", "AsyncIterator", "AsyncIterable"), "async generator"),
+    **dict.fromkeys(("Generator", "Iterator", "Iterable"), "generator"),
+    **dict.fromkeys(("AbstractContextManager", "ContextManager"), "context manager"),
+    **dict.fromkeys(("AbstractAsyncContextManager", "AsyncContextManager"), "async context manager"),
+}
+#: How a method of a flavour is written.
+_WRITTEN: dict[str, str] = {
+    "sync": "def",
+    "async": "async def",
+    "generator": "def with yield",
+    "async generator": "async def with yield",
+    "context manager": "@contextlib.contextmanager",
+    "async context manager": "@contextlib.asynccontextmanager",
+    "property": "@property",
+}
 
 
 def check_structure(kind: str, cls: object, where: str) -> None:
     """Refuse a class that does not fit.
 
     Raises:
-        StructureError: the first of :func:`structure_problems`.
+        PluginError: The first of :func:`structure_problems`.
     """
     for problem in structure_problems(kind, cls, where):
         raise problem
 
 
-def structure_problems(kind: str, cls: object, where: str) -> Iterator[StructureError]:
-    """Everything in which ``cls`` does not fit the contract of ``kind``.
+def check_settings_class(cls: Any, where: str) -> type:
+    """Return a class of settings.
+
+    Raises:
+        PluginError: ``plugin.config-class``: it is not a frozen attrs class.
+    """
+    if inspect.isclass(cls) and attrs.has(cls) and is_frozen(cls):
+        return cls
+    raise PluginError(
+        "the plugin's config is not a frozen attrs class",
+        code="plugin.config-class",
+        where=where,
+        expected="a class made by @attrs.frozen",
+        found=repr(cls),
+        fix="decorate the class with @attrs.frozen(kw_only=True), or correct 'config' in the manifest",
+    )
+
+
+def structure_problems(kind: str, cls: Any, where: str) -> Iterator[PluginError]:
+    """Find everything in which a class does not fit the contract of its kind; nothing of the class is run.
 
     Args:
-        kind: of plugin.
-        cls: what the manifest's ``object`` names.
-        where: the plugin, for messages.
+        kind: The kind of plugin.
+        cls: The object that the manifest names.
+        where: The plugin, for messages.
 
     Yields:
         ``plugin.not-a-subclass``, ``plugin.abstract-method``, ``plugin.sync-async`` or ``plugin.signature``.
     """
     contract = CONTRACTS[kind]
     if not (inspect.isclass(cls) and issubclass(cls, contract)):
-        yield StructureError(
+        yield PluginError(
             f"the object of the {kind} plugin does not derive from {contract.__name__}",
             code="plugin.not-a-subclass",
             where=where,
@@ -54,173 +99,187 @@ def structure_problems(kind: str, cls: object, where: str) -> Iterator[Structure
         return
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
-        yield StructureError(
+        yield PluginError(
             f"{cls.__name__} does not define {', '.join(missing)}",
+            code="plugin.abstract-method",
             where=where,
             expected=f"every abstract method of {contract.__name__}",
             found="abstract: " + ", ".join(missing),
-            fix="define " + "; ".join(describe_member(contract, name).signature for name in missing),
+            fix="define " + "; ".join(f"{name}{_bare(contract, name)}" for name in missing),
         )
-    yield from _constructor_problems(cls, where)
     for name in public_members(contract):
-        if name != "__init__" and name not in missing:
-            yield from _member_problems(describe_member(contract, name), cls, where)
-
-
-def check_config_class(config_class: object, where: str) -> None:
-    """Refuse settings that are not a frozen attrs class.
-
-    Raises:
-        StructureError: ``plugin.config-class``.
-    """
-    if inspect.isclass(config_class) and attrs.has(config_class) and is_frozen(config_class):
-        return
-    raise StructureError(
-        "the plugin's config is not a frozen attrs class",
-        code="plugin.config-class",
-        where=where,
-        expected="a class made by @attrs.frozen",
-        found=repr(config_class),
-        fix="decorate the class with @attrs.frozen(kw_only=True), or correct 'config' in the manifest",
-    )
-
-
-def _constructor_problems(cls: type, where: str) -> Iterator[StructureError]:
-    signature = inspect.signature(cls)
-    try:
-        signature.bind("config", "context")
-    except TypeError as error:
-        yield StructureError(
-            f"{cls.__name__} cannot be constructed from a config and a context",
-            code="plugin.signature",
-            where=where,
-            expected="__init__(config, context)",
-            found=f"__init__{signature.replace(return_annotation=inspect.Signature.empty)}: {error}",
-            fix="take exactly these two parameters",
-        )
-
-
-def _member_problems(contract: Member, cls: type, where: str) -> Iterator[StructureError]:
-    try:
-        found = describe_member(cls, contract.name)
-    except (ValueError, TypeError):  # a builtin without a signature: nothing can be said
-        return
-    where = f"{where}, {cls.__name__}.{contract.name}"
-    if (contract.flavour == "property") != (found.flavour == "property"):
-        yield StructureError(
-            f"{cls.__name__}.{contract.name} is {_noun(found)}, not {_noun(contract)}",
-            code="plugin.signature",
-            where=where,
-            expected=_noun(contract),
-            found=_noun(found),
-            fix="define it as the contract does",
-        )
-    elif not _same_flavour(contract.flavour, found.flavour):
-        yield StructureError(
-            f"{cls.__name__}.{contract.name} is {_noun(found)}, not {_noun(contract)}",
-            code="plugin.sync-async",
-            where=where,
-            expected=_noun(contract),
-            found=_noun(found),
-            fix=_flavour_fix(contract),
-        )
-    elif contract.flavour != "property":
-        problem = _binding_problem(contract, found) or _parameter_problem(contract.parameters, found.parameters)
-        if problem:
-            yield StructureError(
-                f"{cls.__name__}.{contract.name} {problem}",
-                code="plugin.signature",
-                where=where,
-                expected=contract.signature,
-                found=found.signature,
-                fix="take the parameters of the contract; further ones need a default",
+        if name not in missing and (problem := _problem(contract, cls, name)):
+            code, expected, found, fix = problem
+            yield PluginError(
+                f"{cls.__name__}.{name} does not fit the contract",
+                code=code,
+                where=f"{where}, {cls.__name__}.{name}",
+                expected=expected,
+                found=found,
+                fix=fix,
             )
 
 
-def _same_flavour(contract: Flavour, found: Flavour) -> bool:
-    return found == contract or (found == "sync" and contract in _RETURNABLE)
+def _problem(contract: type, cls: type, name: str) -> tuple[str, str, str, str] | None:
+    """Compare one member: code, expected, found and fix; None where it fits."""
+    wanted = flavour(contract, name)
+    try:
+        found = flavour(cls, name)
+    except (ValueError, TypeError):  # a builtin without a signature: nothing can be said
+        return None
+    if wanted != found and "property" in (wanted, found):
+        return "plugin.signature", wanted, found, "define it as the contract does"
+    returnable = found == "sync" and wanted not in ("sync", "async")  # a plain function may return such an object
+    if wanted != found and not returnable:
+        fix = f"write {name}{_bare(contract, name)} with {_WRITTEN[wanted]}"
+        return "plugin.sync-async", f"{wanted} ({_WRITTEN[wanted]})", f"{found} ({_WRITTEN[found]})", fix
+    if wanted == "property" or (refusal := _refusal(contract, cls, name)) is None:
+        return None
+    expected = "(config, context)" if name == "__init__" else _bare(contract, name)
+    return "plugin.signature", f"{name}{expected}", refusal, "take the contract's parameters; others need a default"
 
 
-def _noun(member: Member) -> str:
-    nouns: dict[Flavour, str] = {
-        "sync": "a plain method (def)",
-        "async": "a coroutine method (async def)",
-        "generator": "a generator (def with yield)",
-        "async generator": "an async generator (async def with yield)",
-        "context manager": "a context manager",
-        "async context manager": "an async context manager",
-        "property": "a property",
-    }
-    return nouns[member.flavour]
+def _refusal(contract: type, cls: type, name: str) -> str | None:
+    """Say why a class does not accept a call that the contract allows; None: it accepts them all."""
+    if name == "__init__":
+        return _unbound(inspect.signature(cls), name, ("config", "context"), {})
+    on_class = isinstance(inspect.getattr_static(contract, name), classmethod)
+    if on_class and not isinstance(inspect.getattr_static(cls, name), classmethod | staticmethod):
+        return f"{name} needs an instance, and is called on the class"
+    accepted, wanted = _bare(cls, name), _bare(contract, name).parameters.values()
+    refusals = (_unbound(accepted, name, *call) for call in _calls(list(wanted)))
+    return next(filter(None, refusals), None)
 
 
-def _flavour_fix(contract: Member) -> str:
-    fixes: dict[Flavour, str] = {
-        "async": f"write: async def {contract.signature}",
-        "async generator": f"write: async def {contract.signature}, with yield",
-        "context manager": "decorate it with @contextlib.contextmanager, or return a context manager",
-        "async context manager": "decorate it with @contextlib.asynccontextmanager",
-        "generator": f"write: def {contract.signature}, with yield",
-    }
-    return fixes.get(contract.flavour, f"write: def {contract.signature}")
+def _unbound(accepted: Signature, name: str, positional: Sequence[str], named: Mapping[str, str]) -> str | None:
+    try:
+        bound = accepted.bind(*positional, **named)
+    except TypeError as error:
+        return f"{name}{accepted.replace(return_annotation=Signature.empty)}: {error}"
+    if name == "__init__":
+        return None  # whose parameters may have other names
+    moved = ((own, value) for own, value in bound.arguments.items() if isinstance(value, str) and own != value)
+    return next((f"{name}{accepted}: '{own}' is in the place of '{value}'" for own, value in moved), None)
 
 
-def _binding_problem(contract: Member, found: Member) -> str | None:
-    if contract.binding == "class" and found.binding == "instance":
-        return "needs an instance, and is called on the class"
-    return None
+def _calls(wanted: Sequence[Parameter]) -> Iterator[tuple[Sequence[str], Mapping[str, str]]]:
+    """The calls that a signature allows: everything by position, everything by name, and what is required only.
+
+    Each argument is its parameter's name, so that it shows where it arrives.
+    """
+    by_name = {each.name: each.name for each in wanted if each.kind is Parameter.KEYWORD_ONLY}
+    if any(each.kind is Parameter.VAR_KEYWORD for each in wanted):
+        by_name["another"] = "another"
+    plain = {each.name: each.name for each in wanted if each.kind is Parameter.POSITIONAL_OR_KEYWORD}
+    yield [*plain], by_name
+    yield [], plain | by_name
+    required = [each.name for each in wanted if each.default is Parameter.empty and each.name in plain | by_name]
+    yield [], dict(zip(required, required, strict=True))
 
 
-def _parameter_problem(expected: Sequence[Parameter], found: Sequence[Parameter]) -> str | None:
-    """Why a call that fits ``expected`` would not fit ``found``; None: it always does."""
-    kinds = {parameter.kind for parameter in found}
-    for index, parameter in enumerate(expected):
-        if parameter.kind is Parameter.VAR_POSITIONAL or parameter.kind is Parameter.VAR_KEYWORD:
-            problem = None if parameter.kind in kinds else f"does not take {parameter}"
-        elif parameter.kind is Parameter.KEYWORD_ONLY:
-            problem = _named_problem(parameter, found)
-        else:
-            problem = _positional_problem(index, parameter, found)
-        if problem:
-            return problem
-    names = {parameter.name for parameter in expected}
-    for parameter in found:
-        variadic = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-        if parameter.name not in names and parameter.default is Parameter.empty and not variadic:
-            return f"needs a parameter '{parameter.name}' that the contract does not give"
-    return None
+def public_members(cls: type) -> Iterator[str]:
+    """Name the public methods and properties of a class and its bases, and ``__init__``, in order of definition."""
+    seen: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        if base in (object, ABC, Generic, Protocol):
+            continue
+        for name, value in vars(base).items():
+            is_member = callable(value) or isinstance(value, property | classmethod | staticmethod)
+            if is_member and not inspect.isclass(value) and (not name.startswith("_") or name == "__init__"):
+                seen.setdefault(name)
+    return iter(seen)
 
 
-def _named_problem(parameter: Parameter, found: Sequence[Parameter]) -> str | None:
-    match = next((other for other in found if other.name == parameter.name), None)
-    if match is None:
-        takes_any = any(other.kind is Parameter.VAR_KEYWORD for other in found)
-        return None if takes_any else f"has no parameter '{parameter.name}'"
-    if match.kind not in _BY_NAME:
-        return f"does not take '{parameter.name}' by name"
-    return _default_problem(parameter, match)
+def flavour(cls: type, name: str) -> str:
+    """Say how a member is called and what a call yields, without running any of the class's code.
+
+    The code tells it or, for a plain function, the return annotation.
+    """
+    raw = inspect.getattr_static(cls, name)
+    function = _function(raw)
+    if isinstance(raw, property | functools.cached_property) or not callable(function):
+        return "property"
+    seen = _flavour(function)
+    if seen != "sync":
+        return seen
+    returns = annotation_text(inspect.signature(function).return_annotation)
+    return _RETURNS.get(returns.partition("[")[0].rpartition(".")[2], "sync")
 
 
-def _positional_problem(index: int, parameter: Parameter, found: Sequence[Parameter]) -> str | None:
-    in_place = [other for other in found if other.kind in _BY_POSITION]
-    kinds = {other.kind for other in found}
-    if index >= len(in_place):
-        match = next((other for other in found if other.name == parameter.name), None)
-        if match is not None and match.kind is Parameter.KEYWORD_ONLY:
-            return f"does not take '{parameter.name}' by position"
-        takes_any = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds
-        return None if takes_any else f"has no parameter '{parameter.name}'"
-    match = in_place[index]
-    if parameter.kind is Parameter.POSITIONAL_ONLY:
-        return _default_problem(parameter, match)
-    if match.name != parameter.name:
-        return f"has '{match.name}' in the place of '{parameter.name}'"
-    if match.kind is Parameter.POSITIONAL_ONLY:
-        return f"does not take '{parameter.name}' by name"
-    return _default_problem(parameter, match)
+def signature_of(cls: type, name: str) -> Signature:
+    """Return the signature of a member as its callers see it, without ``self`` or ``cls``; that of a property is its
+    getter's, and that of a plain value is empty.
+    """
+    raw = inspect.getattr_static(cls, name)
+    function = _function(raw)
+    if not callable(function):
+        return Signature()
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    if not isinstance(raw, staticmethod) and parameters and parameters[0].kind is not Parameter.VAR_POSITIONAL:
+        del parameters[0]
+    return signature.replace(parameters=parameters)
 
 
-def _default_problem(parameter: Parameter, match: Parameter) -> str | None:
-    if parameter.default is not Parameter.empty and match.default is Parameter.empty:
-        return f"needs '{match.name}', which the contract lets a caller leave out"
-    return None
+def _function(raw: Any) -> Any:
+    if isinstance(raw, property | functools.cached_property):
+        return raw.fget if isinstance(raw, property) else raw.func
+    return raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw
+
+
+def is_frozen(cls: type) -> bool:
+    """Say whether instances of an attrs class refuse assignment; found by trying, because attrs has no way to ask."""
+    try:
+        setattr(object.__new__(cls), "x", None)  # noqa: B010
+    except attrs.exceptions.FrozenInstanceError:
+        return True
+    except Exception:
+        return False
+    return False
+
+
+def annotation_text(annotation: Any) -> str:
+    """Return an annotation as it is written; empty when there is none."""
+    if annotation is Parameter.empty or annotation is None:
+        return "" if annotation is Parameter.empty else "None"
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _bare(cls: type, name: str) -> Signature:
+    """The signature without annotations, for messages and calls."""
+    signature = signature_of(cls, name)
+    bare = [parameter.replace(annotation=Parameter.empty) for parameter in signature.parameters.values()]
+    return Signature(bare)
+
+
+@contextlib.contextmanager
+def _sample() -> Iterator[None]:
+    yield
+
+
+@contextlib.asynccontextmanager
+async def _async_sample() -> Any:
+    yield
+
+
+_CONTEXT_MANAGER_CODES = {_sample.__code__, _async_sample.__code__}
+
+
+def _flavour(function: Callable[..., Any]) -> str:
+    """Say what calling a function yields, as far as the code tells; decorators are looked through."""
+    if _is_context_manager(function):
+        return "async context manager" if inspect.isasyncgenfunction(inspect.unwrap(function)) else "context manager"
+    for candidate in (function, inspect.unwrap(function, stop=_is_context_manager)):
+        if inspect.iscoroutinefunction(candidate):
+            return "async"
+        if inspect.isasyncgenfunction(candidate):
+            return "async generator"
+        if inspect.isgeneratorfunction(candidate):
+            return "generator"
+        if _is_context_manager(candidate):
+            return _flavour(candidate)
+    return "sync"
+
+
+def _is_context_manager(function: Callable[..., Any]) -> bool:
+    return getattr(function, "__code__", None) in _CONTEXT_MANAGER_CODES

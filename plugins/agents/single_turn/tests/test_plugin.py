@@ -8,4 +8,4 @@ from jackfield.plugins import discover
 def test_the_plugin_is_found_and_passes_its_gates() -> None:
     loaded = discover().load("agent", "single_turn")
     assert "jackfield_agent_single_turn.agent.SingleTurnAgent" == f"{loaded.cls.__module__}.{loaded.cls.__name__}"
-    assert loaded.config_class() == loaded.config_class()
+    assert loaded.settings_class() == loaded.settings_class()

@@ -162,11 +162,11 @@ def _subject(record: PluginRecord, registry: Registry, folder: Path) -> Subject:
         loaded = registry.load(record.kind, record.name)
     except JackfieldError:
         return bare
-    bare = attrs.evolve(bare, cls=loaded.cls, config_class=loaded.config_class)
+    bare = attrs.evolve(bare, cls=loaded.cls, config_class=loaded.settings_class)
     try:
         fixture = _fixture(manifest, folder / "fixture")
         settings = fixture.get("settings", {})
-        config: Any = structure(loaded.config_class, settings, "settings")
+        config: Any = structure(loaded.settings_class, settings, "settings")
     except Exception as error:  # a fixture may raise anything
         return attrs.evolve(bare, fixture={"problem": f"{type(error).__name__}: {error}"})
     return attrs.evolve(bare, config=config, settings=settings, fixture=fixture)

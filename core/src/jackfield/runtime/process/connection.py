@@ -21,8 +21,8 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError, rebuilt_error
 from jackfield.plugins.discovery import PluginRecord
-from jackfield.plugins.handshake import check_introduction
 from jackfield.plugins.interpreters import environment_of, resolve_interpreter
+from jackfield.plugins.introduction import check_introduction
 from jackfield.pulse import SILENCE_SECONDS, Process, Pulse, silence, until_silent
 from jackfield.runtime.process.wire import frame, read
 

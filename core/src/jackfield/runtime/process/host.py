@@ -27,7 +27,7 @@ from jackfield.abc.rollout import RolloutContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RunError, error_fields
 from jackfield.imports import own_process
-from jackfield.plugins.handshake import introduce
+from jackfield.plugins.introduction import introduce
 from jackfield.plugins.registry import load_plugin
 from jackfield.pulse import beat
 from jackfield.runtime.process.wire import decode, frame, read, types_of

@@ -16,7 +16,7 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
-from jackfield.plugins.interpreters import preflight
+from jackfield.plugins.introduction import look
 from jackfield.pulse import SILENCE_SECONDS
 from jackfield.runtime.ray.host import Host, Place
 from jackfield.runtime.ray.loopback import HOST, enter
@@ -325,9 +325,8 @@ def check_interpreter(python: str, what: str, seconds: float = 30.0) -> None:
     Raises:
         PluginError: ``plugin.interpreter`` or ``plugin.requirement``, naming what was to run there.
     """
-    report = preflight(python, seconds)
-    if report.problem is not None:
-        raise report.problem
+    report = look(python, seconds=seconds)
+    report.check()
     ours = {"ray": version("ray"), "python": ".".join(platform.python_version_tuple()[:2])}
     theirs = {"ray": report.versions["ray"], "python": ".".join((report.python or "").split(".")[:2])}
     if ours != theirs:

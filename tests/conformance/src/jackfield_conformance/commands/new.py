@@ -1,4 +1,4 @@
-"""Writes a new plugin: a complete project with a small implementation that works, to be changed into one's own.
+"""``jackfield plugins new``: write a new plugin, a complete project with a small implementation that works.
 
 The templates are files below ``templates/``, see the README there.
 """
@@ -13,12 +13,14 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 
+import click
+
 from jackfield import __version__
 from jackfield.abc import ABI_VERSIONS, KINDS
 from jackfield.errors import PluginError
 from jackfield.plugins.discovery import GROUPS
 
-__all__ = ["available_kinds", "write_scaffold"]
+__all__ = ["available_kinds", "new", "write_scaffold"]
 
 _SUFFIX = ".template"
 _PACKAGE_FOLDER = "__package__"
@@ -37,8 +39,19 @@ _KINDS: dict[str, tuple[str, str]] = {
 }
 
 
+@click.command()
+@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("name")
+def new(kind: str, name: str) -> None:
+    """Write a new plugin into ./jackfield-KIND-NAME/: a small one that works, to change into your own."""
+    folder = write_scaffold(kind, name, Path.cwd())
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        click.echo(f"wrote {file.relative_to(folder.parent)}")
+    click.echo(f"next: pip install --editable {folder.name} && jackfield plugins check {name} --kind {kind}")
+
+
 def available_kinds() -> tuple[str, ...]:
-    """The kinds that there are templates for."""
+    """Return the kinds that there are templates for."""
     return tuple(kind for kind in KINDS if _templates(kind).is_dir())
 
 
@@ -46,9 +59,9 @@ def write_scaffold(kind: str, name: str, parent: Path) -> Path:
     """Write the project ``jackfield-KIND-NAME`` into a folder.
 
     Args:
-        kind: of plugin.
-        name: of the plugin: lower-case words of letters and digits, the first a letter, joined by ``_`` or ``-``.
-        parent: where the project's folder is made.
+        kind: The kind of plugin.
+        name: Lower-case words of letters and digits, the first a letter, joined by ``_`` or ``-``.
+        parent: The folder where the project's folder is made.
 
     Returns:
         The project's folder.
@@ -60,13 +73,8 @@ def write_scaffold(kind: str, name: str, parent: Path) -> Path:
     values = _values(kind, name)
     target = parent / f"jackfield-{kind}-{name}"
     if target.exists() or target.is_symlink():
-        raise PluginError(
-            f"{target.name} is there already",
-            code="plugin.scaffold",
-            where=str(target),
-            expected="no file or folder of this name",
-            fix="choose another name, or move what is there out of the way",
-        )
+        fix = "choose another name, or move what is there out of the way"
+        raise _refused(f"{target.name} is there already", "no file or folder of this name", target, fix)
     # written beside its place and then moved, so that an interrupted call leaves no half project
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
     try:
@@ -83,21 +91,14 @@ def write_scaffold(kind: str, name: str, parent: Path) -> Path:
 def _values(kind: str, name: str) -> dict[str, str]:
     """What the placeholders stand for."""
     if kind not in available_kinds():
-        raise PluginError(
-            f"there is no scaffold for the kind '{kind}'",
-            code="plugin.scaffold",
-            expected="one of " + ", ".join(available_kinds()),
-            found=repr(kind),
-        )
+        expected = "one of " + ", ".join(available_kinds())
+        raise _refused(f"there is no scaffold for the kind '{kind}'", expected, repr(kind), "choose one of them")
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
-        raise PluginError(
-            "a plugin cannot have this name",
-            code="plugin.scaffold",
-            expected=f"lower-case letters and digits, words joined by '_' or '-', the first character a letter, at most"
-            f" {_LONGEST_NAME} characters: llama_judge",
-            found=repr(name),
-            fix=f"for example: {_near_name(name)}",
+        expected = (
+            "lower-case letters and digits, words joined by '_' or '-', the first character a letter, at most"
+            f" {_LONGEST_NAME} characters: llama_judge"
         )
+        raise _refused("a plugin cannot have this name", expected, repr(name), f"for example: {_near_name(name)}")
     suffix, description = _KINDS[kind]
     return {
         "name": name,
@@ -110,6 +111,10 @@ def _values(kind: str, name: str) -> dict[str, str]:
         "description": description,
         "jackfield": ".".join(__version__.split(".")[:2]),
     }
+
+
+def _refused(message: str, expected: str, found: object, fix: str) -> PluginError:
+    return PluginError(message, code="plugin.scaffold", expected=expected, found=found, fix=fix)
 
 
 def _near_name(name: str) -> str:
@@ -148,4 +153,4 @@ def _filled(text: str, values: Mapping[str, str], path: PurePosixPath) -> str:
 
 
 def _templates(folder: str) -> Traversable:
-    return files("jackfield.plugins") / "templates" / folder
+    return files("jackfield_conformance") / "templates" / folder

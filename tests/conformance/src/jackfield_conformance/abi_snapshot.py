@@ -1,6 +1,6 @@
 """Snapshots of the contracts as an implementer sees them, and what a difference means for implementers.
 
-``python -m jackfield.plugins.abi_snapshot check`` compares the code with ``core/abi/<kind>.json``: it fails where
+``python -m jackfield_conformance.abi_snapshot check`` compares the code with ``core/abi/<kind>.json``: it fails where
 they differ and ``abi_version`` was not bumped accordingly, or was bumped for nothing. ``write`` renews the files, and
 refuses likewise. A snapshot holds, for each kind: the methods and properties of the contract and its ``__init__``
 (abstractness, what a call yields, parameters, return annotation), its class attributes, the methods of protocols that
@@ -19,21 +19,21 @@ import inspect
 import json
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import attrs
 
 from jackfield.abc import CONTRACTS
-from jackfield.errors import JackfieldError
-from jackfield.plugins.abi import parse_version
-from jackfield.plugins.members import annotation_text, describe_member, is_frozen, public_members
+from jackfield.plugins.manifest import parse_version
+from jackfield.plugins.structure import annotation_text, flavour, is_frozen, public_members, signature_of
 
 __all__ = ["Change", "check_kind", "compare", "describe", "main", "next_version", "required_bump"]
 
 Level = Literal["major", "minor", "none"]
 Snapshot = Mapping[str, Any]
+Judge = Callable[[Any, Any], Iterable[tuple[Level, str]]]
 
 _ORDER: tuple[Level, ...] = ("none", "minor", "major")
 
@@ -57,10 +57,6 @@ def describe(kind: str, contract: type, module: types.ModuleType | None = None) 
         kind: of plugin.
         contract: its abstract class.
         module: where the contract's records, protocols and aliases are; default: the contract's own.
-
-    Raises:
-        JackfieldError: ``lint`` when an attrs class of the module is not frozen or has positional fields, and so
-            could not grow.
     """
     module = module or sys.modules[contract.__module__]
     classes = {
@@ -85,25 +81,27 @@ def describe(kind: str, contract: type, module: types.ModuleType | None = None) 
 
 
 def _methods(cls: type) -> dict[str, Any]:
-    methods = {}
-    for name in public_members(cls):
-        member = describe_member(cls, name)
-        methods[name] = {
-            "abstract": member.abstract,
-            "flavour": member.flavour,
-            "binding": member.binding,
-            "parameters": [
-                {
-                    "name": parameter.name,
-                    "kind": parameter.kind.name.lower(),
-                    "default": parameter.default is not inspect.Parameter.empty,
-                    "type": annotation_text(parameter.annotation),
-                }
-                for parameter in member.parameters
-            ],
-            "returns": member.returns,
-        }
-    return methods
+    return {name: _method(cls, name) for name in public_members(cls)}
+
+
+def _method(cls: type, name: str) -> dict[str, Any]:
+    raw = inspect.getattr_static(cls, name)
+    binding = "class" if isinstance(raw, classmethod) else "static" if isinstance(raw, staticmethod) else "instance"
+    return {
+        "abstract": bool(getattr(raw, "__isabstractmethod__", False)),
+        "flavour": flavour(cls, name),
+        "binding": binding,
+        "parameters": [
+            {
+                "name": parameter.name,
+                "kind": parameter.kind.name.lower(),
+                "default": parameter.default is not inspect.Parameter.empty,
+                "type": annotation_text(parameter.annotation),
+            }
+            for parameter in signature_of(cls, name).parameters.values()
+        ],
+        "returns": annotation_text(signature_of(cls, name).return_annotation),
+    }
 
 
 def _attributes(contract: type) -> dict[str, Any]:
@@ -117,15 +115,9 @@ def _attributes(contract: type) -> dict[str, Any]:
 
 def _fields(record: type) -> dict[str, Any]:
     fields = attrs.fields(record)
-    if not is_frozen(record) or not all(field.kw_only for field in fields):
-        raise JackfieldError(
-            f"the ABI class {record.__name__} cannot grow",
-            code="lint",
-            where=record.__module__,
-            expected="@attrs.frozen(kw_only=True)",
-            fix="make it frozen and keyword-only",
-        )
-    annotations: dict[str, Any] = {}  # as written: whoever structures a class has attrs replace its types by objects
+    can_grow = is_frozen(record) and all(field.kw_only for field in fields)
+    assert can_grow, f"{record.__module__}.{record.__name__} cannot grow: write @attrs.frozen(kw_only=True)"
+    annotations: dict[str, Any] = {}  # as written: structuring a class replaces its fields' types by objects
     for base in reversed(record.__mro__):
         annotations.update(vars(base).get("__annotations__", {}))
     return {
@@ -148,95 +140,67 @@ def _aliases(module: types.ModuleType) -> dict[str, str]:
 
 
 def compare(old: Snapshot, new: Snapshot) -> list[Change]:
-    """Every difference between two snapshots of one kind, and what it means for an implementer."""
-    changes = list(_compare_values(old, new, ("contract",)))
-    changes += _compare_methods("methods", old["methods"], new["methods"], implemented_by_host=False)
-    changes += _compare_fields("attributes", old["attributes"], new["attributes"])
-    for section in ("protocols", "records"):
+    """Find every difference between two snapshots of one kind, and what it means for an implementer."""
+    changes = [*_members("methods", old["methods"], new["methods"], _compare_method)]
+    changes += _members("attributes", old["attributes"], new["attributes"], _compare_field)
+    changes += _members("aliases", old["aliases"], new["aliases"], _compare_value)
+    changes += _members("", {"contract": old["contract"]}, {"contract": new["contract"]}, _compare_value)
+    for section, judge in (("protocols", _compare_host_method), ("records", _compare_field)):
         for name in old[section].keys() | new[section].keys():
             path = f"{section}.{name}"
-            if name not in new[section]:
-                changes.append(Change("major", path, "removed"))
-            elif name not in old[section]:
+            if name not in old[section]:
                 changes.append(Change("minor", path, "new"))
-            elif section == "records":
-                changes += _compare_fields(path, old[section][name], new[section][name])
+            elif name not in new[section]:
+                changes.append(Change("major", path, "removed"))
             else:
-                changes += _compare_methods(path, old[section][name], new[section][name], implemented_by_host=True)
-    for name in old["aliases"].keys() | new["aliases"].keys():
-        before, after = old["aliases"].get(name), new["aliases"].get(name)
-        if before != after:
-            level: Level = "minor" if before is None else "major"
-            changes.append(Change(level, f"aliases.{name}", f"{before} became {after}"))
+                changes += _members(path, old[section][name], new[section][name], judge)
     return sorted(changes, key=lambda change: (-_ORDER.index(change.level), change.path, change.text))
 
 
-def _compare_values(old: Mapping[str, Any], new: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Change]:
-    for key in keys:
-        if old[key] != new[key]:
-            yield Change("major", key, f"{old[key]} became {new[key]}")
-
-
-def _order_change(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    if old.keys() == new.keys() and list(old) != list(new):
-        yield Change("none", path, "another order")
-
-
-def _compare_methods(
-    path: str, old: Mapping[str, Any], new: Mapping[str, Any], *, implemented_by_host: bool
-) -> Iterator[Change]:
-    yield from _order_change(path, old, new)
+def _members(path: str, old: Mapping[str, Any], new: Mapping[str, Any], judge: Judge) -> Iterator[Change]:
+    """Compare what two mappings hold by name; their order means nothing."""
     for name in old.keys() | new.keys():
-        here = f"{path}.{name}"
-        if name not in new:
-            yield Change("major", here, "removed")
-        elif name not in old:
-            abstract = new[name]["abstract"] and not implemented_by_host
-            yield Change("major" if abstract else "minor", here, "new, abstract" if abstract else "new")
-        else:
-            yield from _compare_method(here, old[name], new[name])
+        found = judge(old.get(name), new[name]) if name in new else [("major", "removed")]
+        yield from (Change(level, f"{path}.{name}".lstrip("."), text) for level, text in found)
 
 
-def _compare_method(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+def _compare_method(old: Any, new: Any) -> Iterator[tuple[Level, str]]:
+    if old is None:
+        yield ("major", "new, abstract") if new["abstract"] else ("minor", "new")
+        return
     if old["abstract"] != new["abstract"]:
-        level: Level = "major" if new["abstract"] else "minor"
-        yield Change(level, path, "became abstract" if new["abstract"] else "is no longer abstract")
-    for key, noun in (("flavour", "flavour"), ("binding", "binding"), ("returns", "return annotation")):
+        yield ("major", "became abstract") if new["abstract"] else ("minor", "is no longer abstract")
+    for key in ("flavour", "binding", "returns", "parameters"):
         if old[key] != new[key]:
-            yield Change("major", path, f"{noun} {old[key]!r} became {new[key]!r}")
-    before = {parameter["name"]: parameter for parameter in old["parameters"]}
-    after = {parameter["name"]: parameter for parameter in new["parameters"]}
-    for name in before.keys() | after.keys():
-        if name not in after:
-            yield Change("major", path, f"parameter '{name}' was removed")
-        elif name not in before:
-            yield Change("major", path, f"new parameter '{name}', which implementers do not take")
-        elif before[name] != after[name]:
-            yield Change("major", path, f"parameter {_words(before[name])} became {_words(after[name])}")
-    if before.keys() == after.keys() and list(before) != list(after):
-        yield Change("major", path, "parameters have another order")
+            yield "major", f"{key}: {_words(old[key])} became {_words(new[key])}"
 
 
-def _words(parameter: Mapping[str, Any]) -> str:
-    default = " with a default" if parameter["default"] else ""
-    return f"'{parameter['name']}: {parameter['type']}' ({parameter['kind'].replace('_', ' ')}{default})"
+def _compare_host_method(old: Any, new: Any) -> Iterator[tuple[Level, str]]:
+    """Compare a method that the host implements, and plugins only call."""
+    yield from _compare_method(old and {**old, "abstract": False}, {**new, "abstract": False})
 
 
-def _compare_fields(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    yield from _order_change(path, old, new)
-    for name in old.keys() | new.keys():
-        here = f"{path}.{name}"
-        if name not in new:
-            yield Change("major", here, "removed")
-        elif name not in old:
-            defaulted = new[name]["default"]
-            yield Change("minor" if defaulted else "major", here, "new, " + ("defaulted" if defaulted else "required"))
-        else:
-            if old[name]["type"] != new[name]["type"]:
-                yield Change("major", here, f"type {old[name]['type']!r} became {new[name]['type']!r}")
-            if old[name]["default"] != new[name]["default"]:
-                lost = old[name]["default"]
-                yield Change("major" if lost else "minor", here, "lost its default" if lost else "got a default")
+def _compare_field(old: Any, new: Any) -> Iterator[tuple[Level, str]]:
+    if old is None:
+        yield ("minor", "new, defaulted") if new["default"] else ("major", "new, required")
+        return
+    if old["type"] != new["type"]:
+        yield "major", f"type {old['type']!r} became {new['type']!r}"
+    if old["default"] != new["default"]:
+        yield ("minor", "got a default") if new["default"] else ("major", "lost its default")
+
+
+def _compare_value(old: Any, new: Any) -> Iterator[tuple[Level, str]]:
+    if old != new:
+        yield "minor" if old is None else "major", f"{old} became {new}"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, str):
+        return repr(value)
+    ends = ((each["kind"].replace("_", " "), ", defaulted" if each["default"] else "") for each in value)
+    described = zip(value, ends, strict=True)
+    return ", ".join(f"'{each['name']}: {each['type']}' ({kind}{end})" for each, (kind, end) in described) or "none"
 
 
 def required_bump(changes: Sequence[Change]) -> Level:
@@ -280,12 +244,12 @@ def check_kind(old: Snapshot | None, new: Snapshot) -> tuple[list[str], list[str
 
 def _default_folder() -> Path:
     """``core/abi`` of the source tree that this module runs from, or of the working directory."""
-    folder = Path(__file__).parents[3] / "abi"
+    folder = Path(__file__).parents[4] / "core" / "abi"
     return folder if folder.is_dir() else Path("core/abi")
 
 
 def main(arguments: Sequence[str] | None = None, contracts: Mapping[str, type] = CONTRACTS) -> int:
-    """Entry point of ``python -m jackfield.plugins.abi_snapshot``; returns the exit code, 0 or 1.
+    """Entry point of ``python -m jackfield_conformance.abi_snapshot``; returns the exit code, 0 or 1.
 
     Args:
         arguments: of the command line; default: ``sys.argv``.

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from jackfield.abc import CONTRACTS
-from jackfield.errors import JackfieldError
-from jackfield.plugins import abi_snapshot
-from jackfield.plugins.abi_snapshot import check_kind, compare, describe, next_version, required_bump
+from jackfield_conformance import abi_snapshot
+from jackfield_conformance.abi_snapshot import check_kind, compare, describe, next_version, required_bump
 
 BASE = """
 from __future__ import annotations
@@ -81,13 +80,13 @@ VARIANTS: dict[str, tuple[str, str, str, str]] = {
         "force: bool = False",
         "force: bool = False, *, why: str = ''",
         "major",
-        "'why'",
+        "why: str",
     ),
     "new keyword on an abstract method": (
         "ask(self, request: Request)",
         "ask(self, request: Request, n: int = 1)",
         "major",
-        "'n'",
+        "n: int",
     ),
     "new parameter of the constructor": (
         "config: Any, context: Any",
@@ -95,8 +94,8 @@ VARIANTS: dict[str, tuple[str, str, str, str]] = {
         "major",
         "__init__",
     ),
-    "removed parameter": ("force: bool = False", "", "major", "'force' was removed"),
-    "renamed parameter": ("force: bool = False", "hard: bool = False", "major", "'hard'"),
+    "removed parameter": ("force: bool = False", "", "major", "became none"),
+    "renamed parameter": ("force: bool = False", "hard: bool = False", "major", "hard: bool"),
     "changed parameter type": ("force: bool", "force: int", "major", "force: int"),
     "parameter that becomes keyword-only": ("self, force", "self, *, force", "major", "keyword only"),
     "changed return": (
@@ -175,7 +174,7 @@ VARIANTS: dict[str, tuple[str, str, str, str]] = {
         '    key: str\n    mode: Literal["a", "b"] = "a"',
         '    mode: Literal["a", "b"] = "a"\n    key: str',
         "none",
-        "another order",
+        "",
     ),
     "private method": ("def _private(self)", "def _private(self, x: int)", "none", ""),
     "comment and body": (CLOSE, CLOSE.replace("...", "return  # as before"), "none", ""),
@@ -246,9 +245,8 @@ def test_versions_count_on():
 
 @pytest.mark.parametrize("decorator", ["@attrs.define(kw_only=True)", "@attrs.frozen"])
 def test_a_record_that_cannot_grow_is_refused(decorator: str):
-    with pytest.raises(JackfieldError, match="Request cannot grow") as caught:
+    with pytest.raises(AssertionError, match="Request cannot grow"):
         snapshot(BASE.replace("@attrs.frozen(kw_only=True)", decorator, 1))
-    assert "lint" == caught.value.code
 
 
 def test_a_snapshot_survives_its_file():
@@ -314,5 +312,5 @@ def test_check_with_the_right_bump_reminds_of_write(folder: Folder, capsys: pyte
 
 @pytest.mark.parametrize("kind", list(CONTRACTS))
 def test_the_committed_snapshots_are_those_of_the_code(kind: str):
-    file = Path(__file__).parents[2] / "abi" / f"{kind}.json"
+    file = Path(__file__).parents[3] / "core" / "abi" / f"{kind}.json"
     assert json.loads(file.read_text(encoding="utf-8")) == describe(kind, CONTRACTS[kind])

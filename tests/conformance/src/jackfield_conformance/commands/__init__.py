@@ -1,0 +1,1 @@
+"""The commands of ``jackfield plugins`` that plugin authors use: ``doctor``, ``check`` and ``new``."""

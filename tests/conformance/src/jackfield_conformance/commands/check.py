@@ -1,0 +1,151 @@
+"""``jackfield plugins check``: run the conformance checks in the interpreter of a plugin, and keep the certificate."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jackfield.cli import json_option, report, show
+from jackfield.cli.plugins import kind_option
+from jackfield.errors import JackfieldError, PluginError
+from jackfield.plugins import PluginRecord, discover
+from jackfield.plugins.certificates import certificate_folder, read_certificate
+from jackfield.plugins.interpreters import resolve_interpreter
+from jackfield_conformance.registry import TIERS
+
+__all__ = ["check", "keep", "run_checks"]
+
+
+@click.command()
+@click.argument("name")
+@kind_option
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    type=click.Choice(TIERS),
+    help="Run this tier of checks, too, beside base and capability; repeatable.",
+)
+@click.option(
+    "--certificate",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the JSON certificate here, too.",
+)
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1800.0,
+    show_default=True,
+    help="Seconds for all checks together; each has a deadline of its own.",
+)
+@json_option
+@click.pass_context
+def check(
+    ctx: click.Context,
+    name: str,
+    kind: str | None,
+    tiers: tuple[str, ...],
+    certificate: Path | None,
+    deadline: float,
+    as_json: bool,
+) -> None:
+    """Check that the plugin NAME keeps its contract (needs jackfield-conformance).
+
+    Exit code: 0 certified, 1 not certified, 2 could not run.
+    """
+    try:
+        found, kept = run_checks(name, kind, tiers=tiers, deadline=deadline, quiet=as_json)
+        if certificate is not None:
+            certificate.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    except (JackfieldError, OSError) as error:
+        report(ctx, error, exit_code=2)
+    show(found, [f"certificate: {certificate or kept}"])
+    ctx.exit(1 if found["level"] == "none" else 0)
+
+
+def run_checks(
+    name: str, kind: str | None = None, *, tiers: Collection[str] = (), deadline: float = 1800.0, quiet: bool = False
+) -> tuple[dict[str, Any], Path | None]:
+    """Run the conformance checks on an installed plugin, in the interpreter where it runs, and keep the certificate.
+
+    The checks print to this process's own stdout, or with ``quiet`` to its stderr.
+
+    Args:
+        name: The plugin's name.
+        kind: The plugin's kind, where several kinds have one of this name.
+        tiers: Tiers of checks that run beside the default ones.
+        deadline: Seconds for all checks together.
+        quiet: Leave stdout alone.
+
+    Returns:
+        The certificate, also of a plugin that failed, and the file where it is kept; None: nowhere can be written.
+
+    Raises:
+        PluginError: There is no such plugin, no such interpreter, or ``plugin.check``: the checks could not be run.
+    """
+    record = discover().resolve(name, kind)
+    python = resolve_interpreter(record.manifest.env.python if record.manifest else None)
+    with tempfile.TemporaryDirectory(prefix="jackfield-certificate-") as folder:
+        file = Path(folder, "certificate.json")
+        command = [python, "-P", "-m", "jackfield_conformance", "--plugin", f"{record.kind}:{record.name}"]
+        command += ["--certificate", str(file), *(f"--tier={tier}" for tier in tiers)]
+        code = _run([*command, "--quiet-stdout"] if quiet else command, deadline, record)
+        found = read_certificate(file)
+    if found is None:
+        raise PluginError(
+            "the conformance checks could not be run",
+            code="plugin.check",
+            where=record.label,
+            expected="jackfield-conformance in the interpreter of the plugin",
+            found=f"exit code {code} of {python} -m jackfield_conformance, and no certificate; it says why above",
+            fix=f"{python} -m pip install jackfield-conformance",
+        )
+    try:
+        return found, keep(found)
+    except OSError:
+        return found, None
+
+
+def keep(certificate: Mapping[str, Any]) -> Path:
+    """Write a certificate where ``find_certification`` looks, in the place of an older one of the plugin.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    folder = certificate_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{certificate['kind']}-{certificate['plugin']}.json"
+    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")
+    return scratch.replace(file)
+
+
+def _run(command: list[str], deadline: float, record: PluginRecord) -> int:
+    """Run to the end; at the deadline or an interrupt the child and all that it started are killed."""
+    sys.stdout.flush()
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        return child.wait(deadline)
+    except subprocess.TimeoutExpired:
+        raise PluginError(
+            "the conformance checks did not end in time",
+            code="plugin.check",
+            where=record.label,
+            expected=f"an end within {deadline:g} s",
+            fix="look at the last check that is named above, or raise --deadline",
+        ) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()  # it has been killed: this ends

@@ -1,0 +1,162 @@
+"""``jackfield plugins doctor``: try plugins where they will run, and say what is wrong and how to fix it.
+
+Each plugin gets a process of its own (of a configured interpreter, ``[env].python`` of its manifest, or this one) and a
+deadline, so that one that hangs, crashes or ends the process is named and reaches no other.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import click
+
+from jackfield.cli import json_option, report, show
+from jackfield.cli.plugins import kind_option, stale_note
+from jackfield.errors import JackfieldError
+from jackfield.plugins import PluginRecord, discover
+from jackfield.plugins.certificates import find_certification
+from jackfield.plugins.introduction import Introduction, look
+
+__all__ = ["doctor"]
+
+_MARKS = {"ok": "ok     ", "stale": "STALE  ", "problem": "PROBLEM"}
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@kind_option
+@click.option(
+    "--python",
+    "pythons",
+    multiple=True,
+    metavar="PATH",
+    help="Look at this interpreter instead of plugins; repeatable.",
+)
+@click.option(
+    "--config",
+    "file",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Try the plugins of this configuration, each in the interpreter that it has there.",
+)
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="Seconds for each plugin and interpreter.",
+)
+@json_option
+@click.pass_context
+def doctor(
+    ctx: click.Context,
+    names: tuple[str, ...],
+    kind: str | None,
+    pythons: tuple[str, ...],
+    file: str | None,
+    deadline: float,
+    as_json: bool,
+) -> None:
+    """Try plugins where they will run, all or those NAMEd, and print what to fix.
+
+    Exit code: 0 fine, 1 problems, 2 could not run.
+    """
+    interpreters: dict[str, dict[str, Any]] = {}
+    plugins: list[dict[str, Any]] = []
+    try:
+        records, own = ([], {}) if pythons else _chosen(names, kind, file)
+        for found in (look(python, seconds=deadline) for python in pythons):
+            _tell(interpreters, found, as_json)
+        for record in records:
+            found = _examine(record, own, deadline)
+            if found is not None:
+                _tell(interpreters, found, as_json)
+            problems = _problems(record, found)
+            plugins.append(_plugin(record, found, problems))
+            if not as_json:
+                click.echo("\n".join(_lines(record, plugins[-1], problems)))
+    except Exception as error:  # the doctor itself failed, which is not a problem that it found
+        report(ctx, error, exit_code=2)
+    ill = sum(bool(each["problems"]) for each in plugins)
+    healthy = not ill and not any(each["problems"] for each in interpreters.values())
+    status = "ok" if healthy else "problems"
+    summary = [f"{len(plugins)} plugins, {ill} with problems"] if plugins else []
+    show({"status": status, "interpreters": [*interpreters.values()], "plugins": plugins}, summary)
+    ctx.exit(0 if healthy else 1)
+
+
+def _chosen(
+    names: tuple[str, ...], kind: str | None, file: str | None
+) -> tuple[Iterable[PluginRecord], Mapping[str, str]]:
+    """The plugins to try, and the interpreters that a configuration gives to kinds of them."""
+    registry = discover()
+    chosen = {(each.kind, each.name) for each in (registry.resolve(name, kind) for name in names)}
+    records: Iterable[PluginRecord] = registry.records(kind)
+    own: Mapping[str, str] = {}
+    if file is not None:
+        from jackfield.compose.selection import interpreters, records_of
+        from jackfield.config import load_config
+
+        config = load_config(file)
+        records = [record for record in records_of(config, registry) if kind in (None, record.kind)]
+        own = interpreters(config, registry)
+    return [record for record in records if not names or (record.kind, record.name) in chosen], own
+
+
+def _examine(record: PluginRecord, own: Mapping[str, str], deadline: float) -> Introduction | None:
+    """Try a plugin; None: it is broken already."""
+    if record.error is not None or record.manifest is None:
+        return None
+    return look(own.get(record.kind, record.manifest.env.python), record, deadline, importing=True)
+
+
+def _tell(interpreters: dict[str, dict[str, Any]], found: Introduction, as_json: bool) -> None:
+    """Report on an interpreter, the first time that it is seen."""
+    if found.path in interpreters:
+        return
+    interpreters[found.path] = {
+        "path": found.path,
+        "status": "ok" if found.problem is None else "problem",
+        "python": found.python,
+        "versions": dict(found.versions),
+        "seconds": round(found.seconds, 3),
+        "problems": [] if found.problem is None else [found.problem.as_dict()],
+    }
+    if not as_json:
+        versions = ", ".join(f"{name} {version or '-'}" for name, version in found.versions.items())
+        mark = _MARKS["ok" if found.problem is None else "problem"]
+        click.echo(f"{mark} interpreter {found.path}: Python {found.python or '-'}, {versions}")
+        if found.problem is not None:
+            click.echo(textwrap.indent(str(found.problem), "    "))
+
+
+def _problems(record: PluginRecord, found: Introduction | None) -> list[JackfieldError]:
+    if found is None:
+        return [] if record.error is None else [record.error]
+    return [found.problem] if found.problem is not None else [*found.missing, *found.problems]
+
+
+def _plugin(record: PluginRecord, found: Introduction | None, problems: list[JackfieldError]) -> dict[str, Any]:
+    """The report on a plugin, JSON-ready."""
+    certification = find_certification(record)
+    stale = certification.stale if certification else ""
+    return {
+        **{name: getattr(record, name) for name in ("name", "kind", "abi", "distribution", "version")},
+        "status": "problem" if problems else "stale" if stale else "ok",
+        "stale": stale,
+        "python": found.path if found else None,
+        "versions": dict(found.versions) if found else {},
+        "seconds": round(found.seconds, 3) if found else 0.0,
+        "problems": [problem.as_dict() for problem in problems],
+    }
+
+
+def _lines(record: PluginRecord, plugin: Mapping[str, Any], problems: list[JackfieldError]) -> Iterator[str]:
+    tried = f", {plugin['seconds']:.1f} s" if plugin["python"] else ""
+    yield f"{_MARKS[plugin['status']]} {record.label}, ABI {record.abi or '-'}{tried}"
+    notes = [str(problem) for problem in problems]
+    if plugin["stale"]:
+        notes.append(stale_note(record, plugin["stale"]))
+    yield from (textwrap.indent(note, "    ") for note in notes)
