@@ -1,4 +1,4 @@
-"""Checks who imports whom: the contracts of ``.importlinter``, those for the plugins, and what imports load.
+"""Check who imports whom: the contracts of ``.importlinter``, those for the plugins, and what imports load.
 
 The plugins are found, so a new one is under the contracts without an edit. Needs every package installed.
 """
@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from jackfield_conformance.reach import find_reaches
 from packages import ROOT, Package, discover
 
 __all__ = ["contracts", "heavy_imports"]
@@ -41,18 +42,21 @@ def main() -> None:
     packages = discover()
     failed = not _lint(contracts(packages))
     found = heavy_imports("jackfield")
+    reaches = [reach for package in _plugins(packages) for reach in find_reaches(package.folder / "src")]
+    for reach in reaches:
+        print(f"{reach}, which is not in jackfield_conformance.reach.ALLOWED")
     for module, names in found.items():
         print(f"importing {module} loads {', '.join(names)}")
     if not found:
         print(f"importing every module of jackfield loads none of {', '.join(HEAVY)}")
-    sys.exit(1 if failed or found else 0)
+    sys.exit(1 if failed or found or reaches else 0)
 
 
 def contracts(packages: dict[str, Package]) -> str:
     """``.importlinter`` with the packages that were found added, as the text of a configuration file."""
     config = configparser.ConfigParser()
     config.read_string((ROOT / ".importlinter").read_text(encoding="utf-8"))
-    plugins = [each.import_name for each in packages.values() if ROOT / "plugins" in each.folder.parents]
+    plugins = [each.import_name for each in _plugins(packages)]
     others = [each.import_name for each in packages.values() if each.import_name != "jackfield"]
     config["importlinter"]["root_packages"] = _lines(["jackfield", *others])
     if others:
@@ -72,6 +76,10 @@ def contracts(packages: dict[str, Package]) -> str:
         config.write(file)
         file.seek(0)
         return file.read()
+
+
+def _plugins(packages: dict[str, Package]) -> list[Package]:
+    return [each for each in packages.values() if ROOT / "plugins" in each.folder.parents]
 
 
 def heavy_imports(package: str) -> dict[str, list[str]]:

@@ -44,7 +44,7 @@ def _lines() -> Iterator[str]:
 def _table(title: str, listed: list[Check]) -> Iterator[str]:
     yield from ("", f"### {title}", "", "| id | tier | what must hold |", "|---|---|---|")
     for each in listed:
-        number = each.id if each.number >= FIRST_BEHAVIOUR else f"{each.number:03d}"
+        number = each.id if each.number >= FIRST_BEHAVIOUR or not each.kind else f"{each.number:03d}"
         tier = each.tier if each.capability is None else f"{each.tier}: `{each.capability}`"
         tier += f", since {each.since}" if each.since != "1.0" else ""
         invariant = each.invariant.replace("``", "`")

@@ -45,6 +45,10 @@ HEALTHY = {"plugin.toml": MANIFEST, "agent.py": AGENT, "config.py": CONFIG, "fix
 FIXTURE = '\n[conformance]\nfixture = "sample_plugin.fixture:small"\n'
 
 
+#: The outcomes of the checks that look at a healthy plugin from outside.
+STRUCTURE = dict.fromkeys(["PKG-004", *(f"REW-{number:03d}" for number in range(1, 10))], "PASSED")
+
+
 def install(site: Path, files: Mapping[str, str]) -> None:
     """Lay out an installed distribution ``sample`` by hand: as pip leaves it."""
     package = site / "sample_plugin"
@@ -111,7 +115,7 @@ def test_healthy_plugin_passes(tmp_path: Path) -> None:
     """The plugin that the other tests damage is sound itself, in structure and behaviour."""
     install(tmp_path / "site", HEALTHY)
     done = conformance(tmp_path, "--plugin", "reward:sample")
-    assert {f"REW-{number:03d}": "PASSED" for number in range(1, 10)} == structure_of(done.stdout), done.stdout
+    assert STRUCTURE == structure_of(done.stdout), done.stdout
     assert "PASSED" == outcomes(done.stdout)["REW-012"]
     assert "conformance of reward:sample, ABI 1.0, from sample 1.0" in done.stdout
 
@@ -148,6 +152,29 @@ def test_each_check_refuses_its_fault(run: Checks, check: str, file: str, old: s
     assert check == min(each.id for each in certificate.checks if each.outcome == "failed"), certificate.report()
     assert says in certificate.report()
     assert "none" == certificate.level
+
+
+@pytest.mark.parametrize(
+    ("statement", "found"),
+    [
+        ("from jackfield.trainer import Trainer", "agent.py:2 imports jackfield.trainer.Trainer"),
+        ("def late():\n    import jackfield.compose.run", "agent.py:3 imports jackfield.compose.run"),
+    ],
+    ids=["at the top", "late"],
+)
+def test_reaching_into_the_runtime_is_a_warning_with_its_line(run: Checks, statement: str, found: str) -> None:
+    """The plugin passes, and its report names file, line and module; the healthy one has no warning."""
+    certificate = run({"agent.py": f"\n{statement}\n{AGENT}"})
+    assert "passed" == outcome(certificate, "PKG-004"), certificate.report()
+    (warning,) = (each.message for each in certificate.checks if each.id == "PKG-004")
+    assert warning.startswith(f"sample_plugin/{found}")
+    assert "WARNING PKG-004" in certificate.report()
+    assert "none" != certificate.level
+
+
+def test_what_plugins_may_import_is_no_warning(run: Checks) -> None:
+    certificate = run({"agent.py": f"import jackfield.clock\nfrom jackfield.abc import reward\n{AGENT}"})
+    assert [""] == [each.message for each in certificate.checks if each.id == "PKG-004"]
 
 
 EXCEPTION = '[conformance.exceptions]\n{id} = {{reason = "{reason}", review = "{review}"}}\n'
@@ -219,7 +246,7 @@ def test_the_folder_that_pytest_is_started_in_has_no_say(tmp_path: Path) -> None
         "testpaths = site\nusefixtures = unknown\n"
     )
     done = conformance(tmp_path, "--plugin", "reward:sample")
-    assert {f"REW-{number:03d}": "PASSED" for number in range(1, 10)} == structure_of(done.stdout), done.stdout
+    assert STRUCTURE == structure_of(done.stdout), done.stdout
 
 
 @pytest.mark.parametrize(

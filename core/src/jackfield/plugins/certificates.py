@@ -25,7 +25,15 @@ import attrs
 from jackfield.plugins.discovery import PluginRecord, find_package
 from jackfield.plugins.manifest import Manifest
 
-__all__ = ["FORMAT", "Certification", "certificate_folder", "find_certification", "plugin_digest", "read_certificate"]
+__all__ = [
+    "FORMAT",
+    "Certification",
+    "certificate_folder",
+    "find_certification",
+    "package_folder",
+    "plugin_digest",
+    "read_certificate",
+]
 
 #: Version of the JSON file's layout.
 FORMAT = 1
@@ -96,7 +104,7 @@ def plugin_digest(manifest: Manifest) -> str | None:
 
     Compiled files and certificates are left out. None: the package is not a folder.
     """
-    folder = _package_folder(manifest)
+    folder = package_folder(manifest)
     if folder is None:
         return None
     digest = hashlib.sha256()
@@ -120,7 +128,7 @@ def read_certificate(file: Path) -> dict[str, Any] | None:
 
 def _places(manifest: Manifest) -> Iterator[tuple[Literal["local", "shipped"], Path]]:
     yield "local", certificate_folder() / f"{manifest.kind}-{manifest.name}.json"
-    folder = _package_folder(manifest)
+    folder = package_folder(manifest)
     if folder is not None:
         yield "shipped", folder / f"{manifest.kind}.certificate.json"
         yield "shipped", folder / "certificate.json"
@@ -139,7 +147,8 @@ def _change(found: Mapping[str, Any], record: PluginRecord, manifest: Manifest) 
     return "" if unchanged else "the plugin's files have changed since the checks ran"
 
 
-def _package_folder(manifest: Manifest) -> Path | None:
+def package_folder(manifest: Manifest) -> Path | None:
+    """Return the folder of the top-level package that holds the plugin's class; None: it is not a folder."""
     spec = find_package(manifest.object.partition(":")[0].partition(".")[0])
     locations = (spec.submodule_search_locations or ()) if spec else ()
     return next((Path(location) for location in locations if os.path.isdir(location)), None)

@@ -160,7 +160,8 @@ def compare(old: Snapshot, new: Snapshot) -> list[Change]:
 def _members(path: str, old: Mapping[str, Any], new: Mapping[str, Any], judge: Judge) -> Iterator[Change]:
     """Compare what two mappings hold by name; their order means nothing."""
     for name in old.keys() | new.keys():
-        found = judge(old.get(name), new[name]) if name in new else [("major", "removed")]
+        removed: Iterable[tuple[Level, str]] = [("major", "removed")]
+        found = judge(old.get(name), new[name]) if name in new else removed
         yield from (Change(level, f"{path}.{name}".lstrip("."), text) for level, text in found)
 
 

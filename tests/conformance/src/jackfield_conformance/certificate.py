@@ -73,8 +73,9 @@ class Certificate:
     def _lines(self) -> Iterator[str]:
         yield f"{self.kind} '{self.plugin}' ({self.distribution} {self.versions['plugin']}), ABI {self.abi or '-'}"
         for result in self.checks:
-            if result.outcome in ("failed", "exempt", "skipped"):
-                yield f"  {result.outcome.upper()} {result.id}: {result.invariant}."
+            warned = result.outcome == "passed" and result.message
+            if warned or result.outcome in ("failed", "exempt", "skipped"):
+                yield f"  {'WARNING' if warned else result.outcome.upper()} {result.id}: {result.invariant}."
                 yield textwrap.indent(result.message or "no reason given", "      ")
                 yield f"      see {result.page}"
         counts = ", ".join(f"{number} {outcome.replace('_', ' ')}" for outcome, number in self.counts.items())

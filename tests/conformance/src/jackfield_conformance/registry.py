@@ -26,6 +26,7 @@ import attrs
 from jackfield_conformance.subject import Subject
 
 __all__ = [
+    "EVERY_KIND",
     "FIRST_BEHAVIOUR",
     "PREFIXES",
     "TIERS",
@@ -36,6 +37,7 @@ __all__ = [
     "Skipped",
     "Status",
     "Tier",
+    "Warned",
     "capabilities",
     "check",
     "checks",
@@ -52,6 +54,9 @@ PREFIXES: dict[str, str] = {
     "checkpoint_engine": "CKE",
 }
 
+#: The first part of the ids of checks that are the same for every kind.
+EVERY_KIND = "PKG"
+
 Tier = Literal["base", "capability", "stress", "gpu"]
 
 #: In the order in which a certificate lists them. ``base`` and ``capability`` run by default.
@@ -67,7 +72,7 @@ Status = Literal["passed", "failed", "exempt", "not_applicable", "skipped", "not
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_KINDS = {prefix: kind for kind, prefix in PREFIXES.items()}
+_KINDS = {EVERY_KIND: "", **{prefix: kind for kind, prefix in PREFIXES.items()}}
 _ID = re.compile(rf"({'|'.join(_KINDS)})-(\d{{3}})")
 _CHECKS: dict[str, Check] = {}
 _GRACE_SECONDS = 5.0  #: between the deadline inside a check's event loop and the alarm that breaks a blocked one
@@ -76,6 +81,10 @@ _FRAMES = 6  #: of a traceback that a message shows
 
 class NotApplicable(Exception):
     """Raised by a check whose invariant says nothing about this plugin, with the reason. Never a pass."""
+
+
+class Warned(Exception):
+    """Raised by a check that passes, but has found something that the author should change. The report shows it."""
 
 
 class Skipped(Exception):
@@ -87,7 +96,7 @@ class Check:
     """One invariant of a contract, and how to look whether a plugin keeps it."""
 
     id: str  #: ``ENG-014``
-    kind: str
+    kind: str  #: empty: every kind
     tier: Tier
     since: str  #: a check newer than the ABI minor version that the plugin declares does not run
     capability: str | None  #: runs only on a plugin that declares it ``full`` or ``partial``
@@ -114,7 +123,7 @@ class Outcome:
 
     id: str
     status: Status
-    message: str = ""  #: why it failed, was exempt, skipped or does not apply
+    message: str = ""  #: why it failed, was exempt, skipped or does not apply; the warning of one that passed
     seconds: float = 0.0
 
 
@@ -188,7 +197,7 @@ def checks(kind: str) -> tuple[Check, ...]:
     """All checks of a kind, in the order of their ids."""
     _import("structure")
     _import(kind)
-    return tuple(sorted((each for each in _CHECKS.values() if each.kind == kind), key=lambda each: each.id))
+    return tuple(sorted((each for each in _CHECKS.values() if each.kind in ("", kind)), key=lambda each: each.id))
 
 
 def capabilities(kind: str) -> dict[str, Capability]:
@@ -211,6 +220,8 @@ def run_check(check: Check, subject: Subject) -> Outcome:
             result = check.function(subject)
             if inspect.isawaitable(result):
                 asyncio.run(_within(result, check.deadline_seconds))
+    except Warned as warning:
+        message = str(warning)
     except Skipped as reason:
         status, message = "skipped", str(reason)
     except NotApplicable as reason:

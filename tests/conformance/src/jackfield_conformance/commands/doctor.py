@@ -67,8 +67,8 @@ def doctor(
     plugins: list[dict[str, Any]] = []
     try:
         records, own = ([], {}) if pythons else _chosen(names, kind, file)
-        for found in (look(python, seconds=deadline) for python in pythons):
-            _tell(interpreters, found, as_json)
+        for python in pythons:
+            _tell(interpreters, look(python, seconds=deadline), as_json)
         for record in records:
             found = _examine(record, own, deadline)
             if found is not None:

@@ -11,8 +11,20 @@ import attrs
 
 from jackfield.errors import ConfigError, JackfieldError
 from jackfield.plugins import PluginRecord, Registry
+from jackfield.plugins.certificates import package_folder
 from jackfield.structuring import structure
-from jackfield_conformance.registry import FIRST_BEHAVIOUR, PREFIXES, Skipped, capabilities, check, checks
+from jackfield_conformance.reach import find_reaches
+from jackfield_conformance.registry import (
+    EVERY_KIND,
+    FIRST_BEHAVIOUR,
+    PREFIXES,
+    NotApplicable,
+    Skipped,
+    Warned,
+    capabilities,
+    check,
+    checks,
+)
 from jackfield_conformance.subject import Subject
 
 __all__ = ["HEAVY"]
@@ -149,6 +161,17 @@ def fixture_makes_an_instance(subject: Subject) -> None:
         if declared
         else f'{reason}\nfix: name a function in the manifest: [conformance] fixture = "package.module:function"'
     )
+
+
+@check(f"{EVERY_KIND}-004", page=_PAGE)
+def imports_stay_within_the_sdk(subject: Subject) -> None:
+    """Of Jackfield the plugin imports contracts, SDK, errors and clock only; a warning names each other line."""
+    folder = package_folder(subject.manifest) if subject.manifest else None
+    if folder is None or folder.name == "jackfield":
+        raise NotApplicable("no folder of the plugin's is known" if folder is None else "it is a part of Jackfield")
+    reaches = [attrs.evolve(reach, file=reach.file.relative_to(folder.parent)) for reach in find_reaches(folder)]
+    if reaches:
+        raise Warned("\n".join(f"{reach}, which may change in any release" for reach in reaches))
 
 
 def exception_problems(subject: Subject, today: datetime.date) -> list[str]:

@@ -1,0 +1,76 @@
+"""Which modules of Jackfield a plugin may import, and where a plugin's files reach further."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+__all__ = ["ALLOWED", "Reach", "find_reaches"]
+
+#: What plugins may import, each with everything below it. The first four stay; the others are what the SDK will hold.
+ALLOWED = (
+    "jackfield.abc",
+    "jackfield.clock",
+    "jackfield.errors",
+    "jackfield.sdk",
+    "jackfield.algorithms",
+    "jackfield.data.jagged",
+    "jackfield.data.rotary",
+    "jackfield.plugins",
+    "jackfield.pulse",
+    "jackfield.queue",
+    "jackfield.runtime.generation",
+    "jackfield.runtime.openai",
+    "jackfield.runtime.ray.loopback",
+    "jackfield.runtime.relay",
+    "jackfield.runtime.staged",
+    "jackfield.runtime.worker",
+    "jackfield.sockets",
+    "jackfield.structuring",
+    "jackfield.weights",
+    "jackfield.wire",
+)
+
+
+@attrs.frozen(order=True)
+class Reach:
+    """An import of a module that plugins may not import."""
+
+    file: Path
+    line: int
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}"
+
+
+def find_reaches(folder: Path) -> list[Reach]:
+    """Find the imports below a folder that reach further than :data:`ALLOWED`, those inside of functions included.
+
+    The files are parsed and not imported; one that is not Python is left out.
+    """
+    return sorted(reach for file in folder.rglob("*.py") for reach in _of_file(file))
+
+
+def _of_file(file: Path) -> Iterator[Reach]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (Reach(file, node.lineno, name) for name in names if not _is_allowed(name))
+
+
+def _is_allowed(name: str) -> bool:
+    """Say whether plugins may import a module, or a name of one."""
+    within = tuple(f"{module}." for module in ALLOWED)
+    return not f"{name}.".startswith("jackfield.") or f"{name}.".startswith(within)
