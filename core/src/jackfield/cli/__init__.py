@@ -22,14 +22,14 @@ __all__ = ["COMMANDS", "LazyGroup", "json_option", "main", "report", "show"]
 
 #: Command to the object that implements it and its line of ``jackfield --help``.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("jackfield.cli.run:run", "Do the run that a configuration file describes."),
-    "replicas": ("jackfield.cli.replicas:replicas", "Look at a run's replicas while it goes on; add or remove some."),
-    "checkpoint": ("jackfield.cli.checkpoint:checkpoint", "Look at a run's checkpoints, and take models out of them."),
-    "queue": ("jackfield.cli.queue:queue", "Look at the rows of a checkpointed queue; serve a queue's controller."),
-    "config": ("jackfield.cli.config:config", "Look at a run's configuration."),
-    "plugins": ("jackfield.cli.plugins:plugins", "Look at the installed plugins."),
-    "env": ("jackfield.cli.env:env", "Make environments for workers with an interpreter of their own."),
-    "algorithms": ("jackfield.cli.algorithms:algorithms", "Look at algorithms and their parts."),
+    "run": ("jackfield.cli.run:run", "Run training from a config file."),
+    "replicas": ("jackfield.cli.replicas:replicas", "List, add or remove the replicas of a running run."),
+    "checkpoint": ("jackfield.cli.checkpoint:checkpoint", "List checkpoints and export models."),
+    "queue": ("jackfield.cli.queue:queue", "Inspect, import, export and serve queues."),
+    "config": ("jackfield.cli.config:config", "Show, explain and validate a config file."),
+    "plugins": ("jackfield.cli.plugins:plugins", "List, check and create plugins."),
+    "env": ("jackfield.cli.env:env", "Create environments for workers."),
+    "algorithms": ("jackfield.cli.algorithms:algorithms", "List algorithms and their parts."),
 }
 
 _JSON = "jackfield.json"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
-from jackfield.cli import json_option
+from jackfield.cli import json_option, show
 
 __all__ = ["algorithms"]
 
@@ -19,7 +19,7 @@ _kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only part
 
 @click.group()
 def algorithms() -> None:
-    """Look at algorithms and their parts."""
+    """List algorithms and their parts."""
 
 
 @algorithms.command("list")
@@ -28,31 +28,19 @@ def algorithms() -> None:
 def list_algorithms(kind: str | None, as_json: bool) -> None:
     """List bundles, estimators, losses and the other parts."""
     found = list(_described(kind))
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    width = max(len(one["name"]) for one in found)
-    for number, of_kind in enumerate(_KINDS if kind is None else (kind,)):
-        click.echo(("\n" if number else "") + of_kind)
-        for one in found:
-            if one["kind"] == of_kind:
-                click.echo(f"  {one['name'].ljust(width)}  {textwrap.shorten(one['equation'], 110, placeholder=' …')}")
+    show(found, _table(found))
 
 
-@algorithms.command()
+@algorithms.command("show")
 @click.argument("name")
 @_kind_option
 @json_option
-def show(name: str, kind: str | None, as_json: bool) -> None:
+def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
     """Show what NAME is: equation, paper, options, what it needs. One name may stand for parts of several kinds."""
     found = [one for one in _described(kind) if one["name"] == name]
     if not found:
         _unknown(name, kind)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    for number, one in enumerate(found):
-        click.echo("\n" * bool(number) + "\n".join(_lines(one)))
+    show(found, ("\n" * bool(number) + "\n".join(_lines(one)) for number, one in enumerate(found)))
 
 
 def _described(kind: str | None) -> Iterator[dict[str, Any]]:
@@ -77,6 +65,14 @@ def _unknown(name: str, kind: str | None) -> None:
         expected="one of " + ", ".join(known),
         found=name,
     )
+
+
+def _table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    width = max(len(one["name"]) for one in found)
+    for number, (kind, ones) in enumerate(itertools.groupby(found, key=lambda one: one["kind"])):
+        yield ("\n" if number else "") + str(kind)
+        for one in ones:
+            yield f"  {one['name'].ljust(width)}  {textwrap.shorten(one['equation'], 110, placeholder=' …')}"
 
 
 def _lines(one: Mapping[str, Any]) -> Iterator[str]:

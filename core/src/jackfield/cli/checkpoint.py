@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from jackfield.cli import json_option
+from jackfield.cli import json_option, show
 
 __all__ = ["checkpoint"]
 
 
 @click.group()
 def checkpoint() -> None:
-    """Look at a run's checkpoints, and take models out of them."""
+    """List checkpoints and export models."""
 
 
 @checkpoint.command("list")
@@ -33,16 +33,14 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
         else {"step": step, "damaged": {"where": str(each.where), "expected": each.expected, "found": each.found}}
         for step, each in found.items()
     ]
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        damage = row.get("damaged")
-        click.echo(
-            f"step {row['step']}: {row['folder']}, {row['bytes']} bytes"
-            if damage is None
-            else f"step {row['step']}: damaged: {damage['where']}: {damage['found']}, expected {damage['expected']}"
-        )
+    show(rows, map(_line, rows))
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    damage = row.get("damaged")
+    if damage is None:
+        return f"step {row['step']}: {row['folder']}, {row['bytes']} bytes"
+    return f"step {row['step']}: damaged: {damage['where']}: {damage['found']}, expected {damage['expected']}"
 
 
 @checkpoint.command()

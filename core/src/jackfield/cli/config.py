@@ -9,7 +9,7 @@ __all__ = ["config"]
 
 @click.group()
 def config() -> None:
-    """Look at a run's configuration."""
+    """Show, explain and validate a config file."""
 
 
 def _arguments(command: click.decorators.FC) -> click.decorators.FC:
