@@ -115,7 +115,7 @@ def test_an_old_python_is_refused(tmp_path: Path):
     answer = '{"python": "3.9.1", "versions": {"jackfield": "0.1", "torch": null, "ray": null}}'
     report = look(script(tmp_path, f"echo '{answer}'"))
     assert report.problem is not None
-    assert ("plugin.interpreter", "Python 3.9.1") == (report.problem.code, report.problem.found)
+    assert ("plugin.interpreter", "Python 3.9.1, jackfield 0.1") == (report.problem.code, report.problem.found)
 
 
 def test_import_settings_of_this_interpreter_do_not_reach_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -99,12 +99,11 @@ def look(
     except PluginError as error:
         return Introduction(path=path, problem=error)
     except OSError as error:
-        return Introduction(path=path, problem=_unusable(path, f"{type(error).__name__}: {error}"))
+        return Introduction(path=path, problem=_unusable(path, "cannot be started", f"{type(error).__name__}: {error}"))
     said = _said(result.stdout)
     if "python" not in said:
-        late = "did not answer in time" if result.returncode is None else "does not work"
-        problem = _unusable(path, result.ending, late)
-        return Introduction(path=path, seconds=result.seconds, problem=problem)
+        what = "did not answer in time" if result.returncode is None else "does not work"
+        return Introduction(path=path, seconds=result.seconds, problem=_unusable(path, what, result.ending))
     found = Introduction(path=path, python=said["python"], versions=said["versions"], seconds=result.seconds)
     unfit = _unfit(path, said)
     if unfit is not None or record is None:
@@ -118,14 +117,9 @@ def look(
 
 def _problems(record: PluginRecord, path: str, said: Mapping[str, Any], result: ChildResult) -> Iterator[PluginError]:
     if "introduction" not in said:
-        yield PluginError(
-            f"the interpreter {path} does not say what it would run",
-            code="plugin.interpreter",
-            where=record.label,
-            expected=f"an installation of jackfield {jackfield.__version__}",
-            found=f"jackfield {said['versions'].get('jackfield')}; {result.ending}",
-            fix=f"{path} -m pip install jackfield=={jackfield.__version__}",
-        )
+        release = f"jackfield=={jackfield.__version__}"
+        found = f"jackfield {said['versions'].get('jackfield')}; {result.ending}"
+        yield _unusable(path, "does not say what it would run", found, release, f"{path} -m pip install {release}")
         return
     try:
         _check_same(record, said["introduction"], path)
@@ -310,31 +304,26 @@ def _rebuilt(fields: Mapping[str, Any], python: str) -> PluginError:
     return PluginError(message, code=code, fix=fix, **details)
 
 
-def _unusable(path: str, found: str, what: str = "does not work") -> PluginError:
-    return PluginError(
-        f"the interpreter {path} {what}",
-        code="plugin.interpreter",
-        where=path,
-        expected="an interpreter that starts and prints its version",
-        found=found,
-        fix="run it by hand to see why, or make its environment again",
-    )
+def _unusable(
+    path: str,
+    what: str,
+    found: str,
+    expected: str = "an interpreter that starts and prints its version",
+    fix: str = "run it by hand to see why, or make its environment again",
+    code: str = "plugin.interpreter",
+) -> PluginError:
+    message = f"the interpreter {path} {what}"
+    return PluginError(message, code=code, where=path, expected=expected, found=found, fix=fix)
 
 
 def _unfit(path: str, said: Mapping[str, Any]) -> PluginError | None:
-    python = f"Python {said['python']}"
+    found = f"Python {said['python']}, jackfield {said['versions']['jackfield'] or '-'}"
     if tuple(int(part) for part in said["python"].split(".")[:2]) < _OLDEST_PYTHON:
-        return PluginError(
-            f"the interpreter {path} is too old",
-            code="plugin.interpreter",
-            where=path,
-            expected="Python {}.{} or later".format(*_OLDEST_PYTHON),
-            found=python,
-            fix="make the environment with a newer Python",
-        )
+        expected = "Python {}.{} or later".format(*_OLDEST_PYTHON)
+        return _unusable(path, "is too old", found, expected, "make the environment with a newer Python")
     if said["versions"]["jackfield"] is None:
-        message, fix = f"jackfield is not installed in the interpreter {path}", f"{path} -m pip install jackfield"
-        return PluginError(message, where=path, expected="jackfield", found=f"{python} without it", fix=fix)
+        fix = f"{path} -m pip install jackfield"
+        return _unusable(path, "has no jackfield", found, "jackfield", fix, "plugin.requirement")
     return None
 
 
