@@ -1,5 +1,6 @@
-"""The command line. Each command is imported when it is used, so that ``--help`` and ``plugins list`` are quick.
+"""The command line. Each command is imported when it is used.
 
+So ``--help`` and ``plugins list`` are quick.
 Exit codes: 0 done; 1 a Jackfield error, printed on stderr (with ``--json``: as an object on stdout); 2 wrong usage;
 130 interrupted by SIGINT.
 """

@@ -1,4 +1,4 @@
-"""Certificates of conformance: find the one of a plugin, and see whether it still is of the installed files.
+"""Find a plugin's certificate of conformance, and see whether it is of the installed files.
 
 ``jackfield plugins check`` (distribution jackfield-conformance) makes them. They are found in two places:
 
@@ -117,7 +117,7 @@ def plugin_digest(manifest: Manifest) -> str | None:
 
 
 def read_certificate(file: Path) -> dict[str, Any] | None:
-    """Read a certificate; None for one that is missing, damaged or of another format: it certifies nothing."""
+    """Read a certificate; None where it is missing, damaged or of another format."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

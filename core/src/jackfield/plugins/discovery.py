@@ -52,7 +52,7 @@ class PluginRecord:
 
     @property
     def status(self) -> Literal["ok", "broken"]:
-        """Whether the plugin can be used, as far as its manifest shows."""
+        """The word for a plugin that can be used, as far as its manifest shows, or not."""
         return "ok" if self.error is None else "broken"
 
     @property

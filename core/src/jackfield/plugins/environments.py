@@ -1,4 +1,4 @@
-"""Environments for workers with an interpreter of their own: made once with ``venv`` and pip, as settings describe."""
+"""Make environments for workers with an interpreter of their own, with ``venv`` and pip."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STAMP = "jackfield-environment.json"
 
 @attrs.frozen(kw_only=True)
 class EnvironmentSettings:
-    """What ``jackfield env create NAME FILE`` makes; Jackfield and the plugins that run there come along."""
+    """An environment that ``jackfield env create`` makes; Jackfield and plugins come along."""
 
     folder: str | None = option(None, help="where it is; null: environments/NAME")
     python: str | None = option(None, help="the interpreter that makes it; null: the one that runs Jackfield")
@@ -89,7 +89,9 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
 
 
 def requirement_as_installed(name: str) -> list[str]:
-    """Return pip's arguments for a distribution as this interpreter has it: same version, file or editable folder.
+    """Return pip's arguments for a distribution as this interpreter has it.
+
+    They name the same version, file or editable folder.
 
     Raises:
         PluginError: ``plugin.requirement``: it is not installed here.

@@ -52,7 +52,7 @@ def hook_manager(hook_objects: Iterable[object] = (), manifests: Iterable[Manife
 
 
 class HookManager(pluggy.PluginManager):
-    """The pluggy manager of the project ``jackfield``, strict about what is registered and about hooks that raise.
+    """The pluggy manager of the project ``jackfield``, strict about registration and errors.
 
     Call hooks as ``manager.hook.step_ended(event=...)``. It never looks for pluggy's own entry points.
     """

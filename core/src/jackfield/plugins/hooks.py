@@ -141,7 +141,7 @@ class CheckpointSaved:
 
 
 class HookSpecs:
-    """All hooks."""
+    """The hooks of a run and their parameters."""
 
     @hookspec
     def register_parts(self, register: Registrar) -> None:

@@ -1,4 +1,4 @@
-"""The introduction of an interpreter: its versions, the plugin that it would run, and what is missing there.
+"""Ask an interpreter for its versions, the plugin that it would run, and what it lacks.
 
 :func:`look` asks an interpreter in one child process. A process that will hold a plugin says the same as its first
 words, see :func:`introduce`, before the plugin is imported there.

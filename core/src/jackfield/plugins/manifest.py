@@ -1,4 +1,4 @@
-"""The manifest of a plugin says what it is, needs and can do. Reading it imports nothing of the plugin."""
+"""Read the manifest of a plugin, which says what it is, needs and can do."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def discover(path: Sequence[str] | None = None) -> Registry:
 
 @functools.cache
 def installed() -> Registry:
-    """Return this process's registry, discovered at the first call (``installed.cache_clear()`` forgets it)."""
+    """Return this process's registry; ``installed.cache_clear()`` forgets it."""
     return discover()
 
 
@@ -209,7 +209,7 @@ def _missing(what: str, where: str, names: Sequence[str] = ()) -> PluginError:
 
 
 def _requirement(module: str, manifest: Manifest) -> str:
-    """Return the manifest's requirement that brings a missing module, as far as names tell, or the module's name."""
+    """Return the manifest's requirement that names a missing module, or the module's name."""
     from packaging.requirements import Requirement
 
     name = module.partition(".")[0].lower().replace("_", "-")

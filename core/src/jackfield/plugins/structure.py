@@ -163,7 +163,7 @@ def _unbound(accepted: Signature, name: str, positional: Sequence[str], named: M
 
 
 def _calls(wanted: Sequence[Parameter]) -> Iterator[tuple[Sequence[str], Mapping[str, str]]]:
-    """The calls that a signature allows: everything by position, everything by name, and what is required only.
+    """List the calls that a signature allows: all by position, all by name, the required.
 
     Each argument is its parameter's name, so that it shows where it arrives.
     """
@@ -178,7 +178,7 @@ def _calls(wanted: Sequence[Parameter]) -> Iterator[tuple[Sequence[str], Mapping
 
 
 def public_members(cls: type) -> Iterator[str]:
-    """Name the public methods and properties of a class and its bases, and ``__init__``, in order of definition."""
+    """Name the public members of a class and its bases, and ``__init__``, as defined."""
     seen: dict[str, None] = {}
     for base in reversed(cls.__mro__):
         if base in (object, ABC, Generic, Protocol):
@@ -207,8 +207,9 @@ def flavour(cls: type, name: str) -> str:
 
 
 def signature_of(cls: type, name: str) -> Signature:
-    """Return the signature of a member as its callers see it, without ``self`` or ``cls``; that of a property is its
-    getter's, and that of a plain value is empty.
+    """Return the signature of a member as its callers see it, without ``self`` or ``cls``.
+
+    That of a property is its getter's, and that of a plain value is empty.
     """
     raw = inspect.getattr_static(cls, name)
     function = _function(raw)
@@ -228,7 +229,7 @@ def _function(raw: Any) -> Any:
 
 
 def is_frozen(cls: type) -> bool:
-    """Say whether instances of an attrs class refuse assignment; found by trying, because attrs has no way to ask."""
+    """Say whether instances of an attrs class refuse assignment, by trying it."""
     try:
         setattr(object.__new__(cls), "x", None)  # noqa: B010
     except attrs.exceptions.FrozenInstanceError:

@@ -1,4 +1,4 @@
-"""Snapshots of the contracts as an implementer sees them, and what a difference means for implementers.
+"""Compare the contracts with their snapshots, and say what a change means for plugins.
 
 ``python -m jackfield_conformance.abi_snapshot check`` compares the code with ``core/abi/<kind>.json``: it fails where
 they differ and ``abi_version`` was not bumped accordingly, or was bumped for nothing. ``write`` renews the files, and

@@ -1,4 +1,4 @@
-"""What the conformance suite tries the core's own plugins with, where they need more than their defaults."""
+"""Fixtures of the core's own plugins, where the checks need more than their defaults."""
 
 from __future__ import annotations
 

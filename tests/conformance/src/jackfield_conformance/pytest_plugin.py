@@ -63,7 +63,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     if not getattr(known, "plugin", None):
         raise pytest.UsageError(_NO_PLUGIN)
     if getattr(known, "inifilename", None):
-        return  # -c FILE: somebody means it
+        return  # -c FILE: it was asked for
     known.noconftest = True
     given = [str(argument) for argument in early_config.invocation_params.args]
     args[:] = [*shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), *given]
@@ -202,6 +202,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _certificates() -> Iterator[Mapping[str, Any]]:
-    runner = sys.modules.get("jackfield_conformance.runner")  # nobody imported it: nobody certified anything
+    runner = sys.modules.get("jackfield_conformance.runner")  # not imported: nothing was certified
     if runner is not None:
         yield from (certificate.as_dict() for certificate in runner.RUNS)

@@ -1,4 +1,4 @@
-"""Which modules of Jackfield a plugin may import, and where a plugin's files reach further."""
+"""List the modules of Jackfield that plugins may import, and find imports of others."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Reach:
 
 
 def find_reaches(folder: Path) -> list[Reach]:
-    """Find the imports below a folder that reach further than :data:`ALLOWED`, those inside of functions included.
+    """Find the imports below a folder that reach further than :data:`ALLOWED`.
 
-    The files are parsed and not imported; one that is not Python is left out.
+    Those inside of functions are found, too. The files are parsed and not imported; one that is not Python is left out.
     """
     return sorted(reach for file in folder.rglob("*.py") for reach in _of_file(file))
 

@@ -84,7 +84,7 @@ class NotApplicable(Exception):
 
 
 class Warned(Exception):
-    """Raised by a check that passes, but has found something that the author should change. The report shows it."""
+    """Raised by a check that passes, with a warning to the author that the report shows."""
 
 
 class Skipped(Exception):
@@ -119,7 +119,7 @@ class Check:
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """How a check ended."""
+    """The outcome of one check."""
 
     id: str
     status: Status
@@ -252,7 +252,7 @@ class _Late(Exception):
 def _alarm(seconds: float) -> Iterator[None]:
     """Raise in this thread after ``seconds``, and every five from then on, whatever it is doing.
 
-    An alarm of somebody else (pytest-timeout's) is put back, with the time that is left of it.
+    An earlier alarm (pytest-timeout's) is put back, with the time that is left of it.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

@@ -1,4 +1,4 @@
-"""``jackfield plugins check``: run the conformance checks in the interpreter of a plugin, and keep the certificate."""
+"""``jackfield plugins check``: run the checks where a plugin runs, keep the certificate."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def check(
 def run_checks(
     name: str, kind: str | None = None, *, tiers: Collection[str] = (), deadline: float = 1800.0, quiet: bool = False
 ) -> tuple[dict[str, Any], Path | None]:
-    """Run the conformance checks on an installed plugin, in the interpreter where it runs, and keep the certificate.
+    """Run the conformance checks on an installed plugin, and keep the certificate.
 
-    The checks print to this process's own stdout, or with ``quiet`` to its stderr.
+    They run in the plugin's own interpreter, and print to this process's stdout, or with ``quiet`` to its stderr.
 
     Args:
         name: The plugin's name.

@@ -1,4 +1,4 @@
-"""``jackfield plugins doctor``: try plugins where they will run, and say what is wrong and how to fix it.
+"""``jackfield plugins doctor``: try plugins where they will run, and say what to fix.
 
 Each plugin gets a process of its own (of a configured interpreter, ``[env].python`` of its manifest, or this one) and a
 deadline, so that one that hangs, crashes or ends the process is named and reaches no other.

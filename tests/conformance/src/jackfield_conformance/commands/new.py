@@ -1,4 +1,4 @@
-"""``jackfield plugins new``: write a new plugin, a complete project with a small implementation that works.
+"""``jackfield plugins new``: write a complete project of a small plugin that works.
 
 The templates are files below ``templates/``, see the README there.
 """

@@ -1,7 +1,4 @@
-"""The processes below this one, orphans included, and which of them are left after a deadline.
-
-On Linux; elsewhere none are found.
-"""
+"""The processes below this one, orphans included, and which of them are left after a deadline."""
 
 from __future__ import annotations
 
@@ -11,59 +8,48 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+
+import psutil
 
 __all__ = ["adopting", "descendants", "names", "remaining"]
 
-_PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def descendants() -> frozenset[int]:
-    """Ids of all live processes below this one."""
-    if not (_PROC / "self" / "stat").exists():
-        return frozenset()
-    children: dict[int, list[int]] = {}
-    for entry in _PROC.glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # the name in parentheses may hold anything; after it come the state and the parent
-            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(entry.parent.name))
-    found: set[int] = set()
-    waiting = [os.getpid()]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found.update(below)
-        waiting += below
+def descendants() -> frozenset[psutil.Process]:
+    """Return all live processes below this one; elsewhere than on Linux, none."""
+    found = set()
+    for process in psutil.Process().children(recursive=True) if sys.platform == "linux" else ():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process)
     return frozenset(found)
 
 
-def remaining(pids: frozenset[int], seconds: float) -> frozenset[int]:
-    """Those that have not ended after ``seconds``."""
+def remaining(processes: Iterable[psutil.Process], seconds: float) -> frozenset[psutil.Process]:
+    """Return the processes that have not ended after ``seconds``; none is reaped, as psutil's own wait would do."""
     ends = time.monotonic() + seconds
     left = set()
-    for pid in pids:
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(pid) if sys.platform == "linux" else -1
+            descriptor = os.pidfd_open(process.pid) if sys.platform == "linux" else -1
             try:
                 poll = select.poll()
                 poll.register(descriptor, select.POLLIN)
                 if not poll.poll(max(ends - time.monotonic(), 0) * 1000):
-                    left.add(pid)
+                    left.add(process)
             finally:
                 os.close(descriptor)
     return frozenset(left)
 
 
-def names(pids: frozenset[int]) -> list[str]:
-    """Ids and command lines, for messages."""
+def names(processes: Iterable[psutil.Process]) -> list[str]:
+    """Return ids and command lines, for messages."""
     found = []
-    for pid in sorted(pids):
-        with contextlib.suppress(OSError):
-            command = (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            found.append(f"{pid} ({command.strip()[:80]})")
+    for process in sorted(processes, key=lambda each: each.pid):
+        with contextlib.suppress(psutil.Error):
+            found.append(f"{process.pid} ({' '.join(process.cmdline())[:80]})")
     return found
 
 
