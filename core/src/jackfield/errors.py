@@ -6,11 +6,7 @@
     ├── ConfigError             a configuration file or an override is wrong
     ├── PluginError             a plugin cannot be used
     │   ├── PluginNotFound        no plugin of that name is installed
-    │   ├── DuplicatePlugin       two distributions provide one name
-    │   ├── ManifestError         the manifest is missing or malformed (gate 1)
-    │   ├── AbiError              the plugin was built for another ABI (gate 1)
-    │   ├── StructureError        the class does not fit its contract (gate 2)
-    │   └── PluginImportError     the plugin's module fails to import (gate 2)
+    │   └── PluginImportError     the plugin's module fails to import
     ├── DataError               a task file, a tokenizer or a template is wrong
     ├── EngineError             a training engine refused or failed
     ├── RolloutError            a rollout server refused or failed
@@ -41,16 +37,13 @@ from typing import Any
 
 __all__ = [
     "CODES",
-    "AbiError",
     "AgentError",
     "ConfigError",
     "DataError",
     "DeadlineExceeded",
-    "DuplicatePlugin",
     "EngineError",
     "JackfieldError",
     "LeaseError",
-    "ManifestError",
     "PluginError",
     "PluginImportError",
     "PluginNotFound",
@@ -60,7 +53,6 @@ __all__ = [
     "RolloutError",
     "RunError",
     "ScheduleError",
-    "StructureError",
     "WeightsError",
     "WireError",
     "WorkerLost",
@@ -282,30 +274,6 @@ class PluginNotFound(PluginError):
     """No plugin of that name is installed."""
 
     default_code = "plugin.not-found"
-
-
-class DuplicatePlugin(PluginError):
-    """Two distributions provide one name."""
-
-    default_code = "plugin.duplicate"
-
-
-class ManifestError(PluginError):
-    """The manifest is missing or malformed."""
-
-    default_code = "plugin.manifest-invalid"
-
-
-class AbiError(PluginError):
-    """The plugin was built for another ABI."""
-
-    default_code = "plugin.abi-major"
-
-
-class StructureError(PluginError):
-    """The plugin's class does not fit its contract."""
-
-    default_code = "plugin.abstract-method"
 
 
 class PluginImportError(PluginError):
