@@ -70,6 +70,7 @@ class Parts:
             steps=config.schedule.steps,
             sync_interval=config.schedule.sync_interval,
             sync_offset=config.schedule.sync_offset,
+            explores=self.explores,
         )
 
     def _needs(self) -> Needs:

@@ -31,6 +31,7 @@ from jackfield.runtime.shared_device import SharedDevice
 from jackfield.runtime.workers import resubmitted
 from jackfield.structuring import unstructure
 from jackfield.trainer import (
+    BatchSource,
     Checkpointer,
     CheckpointStore,
     Critic,
@@ -41,6 +42,7 @@ from jackfield.trainer import (
     PlacementLease,
     PostedVersion,
     RewardPipeline,
+    StepReport,
     Trainer,
 )
 from jackfield.weights import Canary, Replica, WeightSynchronizer
@@ -109,7 +111,7 @@ class TrainerParts(Parts):
         if replicas and synchronizer:
             replicas.connect(joining(synchronizer, shared, trainer, actor, self.train_placement, self.stages))
             watch.append(replicas.keep)
-        await trainer.register()
+        await trainer.batches.register()
         return Assembly(
             trainer=trainer,
             actor=actor,
@@ -133,50 +135,58 @@ class TrainerParts(Parts):
             engines={"actor": actor} if critic is None else {"actor": actor, "critic": critic.engine},
             queue=self.queue,
             description={"config": as_plain(self.config), "data": self.tasks.digests},
+            schedule=self.schedule,
+            every=self.config.checkpoint.every,
+            at_end=self.config.checkpoint.at_end,
             stages=self.stages,
-            hooks=self.hooks,
         )
 
     def _trainer(
         self, actor: EngineGroup, reference: EngineGroup | None, critic: Critic | None, checkpointer: Checkpointer
     ) -> Trainer:
         config, crew, recipe = self.config, self.crew, self.recipe
-        seconds = config.deadlines.engine
+        seconds, sources = config.deadlines.batch, make_sources(config.queue)
         return Trainer(
-            queue=self.queue,
             schedule=self.schedule,
+            batches=BatchSource(
+                queue=self.queue,
+                schedule=self.schedule,
+                seconds=seconds,
+                sources=sources,
+                stop=self.stop.requested,
+            ),
             algorithm=recipe.algorithm,
             loss_options=recipe.loss_options,
             actor=actor,
-            estimator=AdvantageEstimation(crew.estimator, self.queue, self.clock, seconds=seconds),
-            reference=reference,
-            recompute_old_log_probs=recipe.recompute_old_log_probs,
             critic=critic,
-            log_prob_check=self._log_prob_check(critic),
-            kl=_kl_controller(config.algorithm.kl),
-            kl_in_reward=recipe.plan.kl is not None,
-            prepares=recipe.prepares,
-            whole_groups=recipe.whole_groups,
-            sources=make_sources(config.queue),
+            reference=reference,
+            estimator=AdvantageEstimation(crew.estimator, self.queue, self.clock, seconds=config.deadlines.engine),
+            recompute_old_log_probs=recipe.recompute_old_log_probs,
             mini_batches=config.algorithm.mini_batches,
             epochs=config.algorithm.epochs,
+            prepares=recipe.prepares,
+            whole_groups=recipe.whole_groups,
+            kl=_kl_controller(config.algorithm.kl),
+            kl_in_reward=recipe.plan.kl is not None,
+            log_prob_check=self._log_prob_check(critic),
             weights=self.weights,
-            checkpoints=checkpointer,
-            checkpoint_every=config.checkpoint.every,
-            checkpoint_at_end=config.checkpoint.at_end,
             evaluator=None if self.tasks.held_out is None else self._evaluator(self.tasks.held_out),
-            evaluate_every=config.evaluation.every,
-            explores=self.explores,
+            checkpoints=checkpointer,
             placement=self.train_placement,
             version=self.version,
             steps_done=self.steps_done,
             clock=self.clock,
             stages=self.stages,
-            hooks=self.hooks,
-            agents=crew.agents,
-            batch_seconds=config.deadlines.batch,
-            recorded=config.observe.samples_per_step,
-            stop=self.stop.requested,
+            report=StepReport(
+                queue=self.queue,
+                schedule=self.schedule,
+                stages=self.stages,
+                agents=crew.agents,
+                clock=self.clock,
+                seconds=seconds,
+                shown=config.observe.samples_per_step,
+                mixes=bool(sources),
+            ),
         )
 
     def _log_prob_check(self, critic: Critic | None) -> LogProbCheck | None:
@@ -206,13 +216,14 @@ class TrainerParts(Parts):
         sampling = self.config.evaluation.sampling
         return Evaluator(
             tasks=held_out,
+            schedule=self.schedule,
+            every=self.config.evaluation.every,
             agents=self.crew.agents,
             rewards=self.crew.rewards,
             backend=self.crew.backend,
             placement=self.rollout_placement,
             clock=self.clock,
             stages=self.stages,
-            hooks=self.hooks,
             sampling=unstructure(sampling),
             seed=self.config.seed if sampling.seed is None else sampling.seed,
             run_seconds=self.config.deadlines.generate,
