@@ -60,7 +60,7 @@ class Scaler:
 
     @hookimpl
     def run_ended(self, event: Any) -> None:
-        Trainer._announce = self._announce  # type: ignore[method-assign]
+        Trainer.release_explorers = self._release  # type: ignore[method-assign]
         self._pool.shutdown(wait=False)
 
     def _scale(self, scaling: Scaling) -> None:
