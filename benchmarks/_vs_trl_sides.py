@@ -214,7 +214,7 @@ def run_jackfield(settings: Settings, recorder: Recorder) -> dict[str, Any]:
         @hookimpl  # type: ignore[untyped-decorator, unused-ignore]
         def stage_ended(self, event: StageEnded) -> None:
             seconds = event.end - event.start
-            if event.name == "wait":  # for generation, then for what is left of the rewards
+            if event.name == "next_batch":  # for generation, then for what is left of the rewards
                 recorder.stage("reward and queue", seconds)
             elif event.name == "generate":
                 recorder.stage("generate", seconds)

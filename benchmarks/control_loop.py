@@ -38,7 +38,17 @@ from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.ray import Cluster, ClusterOptions, RemoteBackend, Storage, Stub
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
-from jackfield.trainer import Explorer, PlacementLease, Progress, RewardPipeline, Schedule, Stages, Trainer
+from jackfield.trainer import (
+    BatchSource,
+    Explorer,
+    PlacementLease,
+    Progress,
+    RewardPipeline,
+    Schedule,
+    Stages,
+    StepReport,
+    Trainer,
+)
 from jackfield.weights import SyncReport
 
 RUNS = 8
@@ -171,13 +181,14 @@ async def measure(crew: Crew, samples: int, steps: int) -> list[float]:
     lease = PlacementLease(clock, SECONDS)
     schedule = Schedule(steps=steps)
     trainer = Trainer(
-        queue=queue, schedule=schedule, algorithm=algorithm("grpo"), loss_options={}, actor=actor,
-        estimator=Estimator(), reference=None, recompute_old_log_probs=False, mini_batches=1, epochs=1,
-        weights=Weights(), checkpoints=None, checkpoint_every=0, checkpoint_at_end=False, evaluator=None,
-        evaluate_every=0, explores=True, placement=lease, version=version, steps_done=steps_done, clock=clock,
-        stages=stages, hooks=hooks, agents=crew.agents, batch_seconds=SECONDS, recorded=0,
+        schedule=schedule, batches=BatchSource(queue=queue, schedule=schedule, seconds=SECONDS),
+        algorithm=algorithm("grpo"), loss_options={}, actor=actor, estimator=Estimator(), weights=Weights(),
+        placement=lease, version=version, steps_done=steps_done, clock=clock, stages=stages,
+        report=StepReport(
+            queue=queue, schedule=schedule, stages=stages, agents=crew.agents, clock=clock, seconds=SECONDS, shown=0
+        ),
     )  # fmt: skip
-    await trainer.register()
+    await trainer.batches.register()
     rewards = RewardPipeline(
         queue=queue, workers=crew.rewards, clock=clock, stages=stages, score_seconds=SECONDS, idle_seconds=SECONDS
     )

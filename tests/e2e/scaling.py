@@ -41,16 +41,16 @@ class Scaler:
         self.folder = folder
         self.scalings = [Scaling(*each) for each in scalings]
         self._pool = ThreadPoolExecutor(1)
-        self._announce = Trainer._announce
+        self._release = Trainer.release_explorers
         scaler = self
 
-        async def announce(trainer: Trainer, steps_done: int) -> None:
+        async def release(trainer: Trainer, steps_done: int) -> None:
             for scaling in scaler.scalings:
                 if scaling.by == steps_done and scaling.future is not None:
                     await asyncio.wrap_future(scaling.future)
-            await scaler._announce(trainer, steps_done)
+            await scaler._release(trainer, steps_done)
 
-        Trainer._announce = announce  # type: ignore[method-assign]
+        Trainer.release_explorers = release  # type: ignore[method-assign]
 
     @hookimpl
     def step_ended(self, event: Any) -> None:
@@ -60,7 +60,7 @@ class Scaler:
 
     @hookimpl
     def run_ended(self, event: Any) -> None:
-        Trainer._announce = self._announce  # type: ignore[method-assign]
+        Trainer.release_explorers = self._release  # type: ignore[method-assign]
         self._pool.shutdown(wait=False)
 
     def _scale(self, scaling: Scaling) -> None:

@@ -39,6 +39,7 @@ from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.samples import TRAIN
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import (
+    BatchSource,
     Checkpointer,
     CheckpointStore,
     Critic,
@@ -50,6 +51,7 @@ from jackfield.trainer import (
     Schedule,
     Source,
     Stages,
+    StepReport,
     Trainer,
 )
 
@@ -336,42 +338,41 @@ class Simulation:
                 engines={"actor": self.actor},
                 queue=queue,
                 description={},
+                schedule=self.schedule,
+                every=self.checkpoint_every,
                 stages=stages,
-                hooks=hooks,
             )
         lease = PlacementLease(clock, 1000)
         apart = PlacementLease(clock, 1000)
+        sources = () if self.replay is None else (_replay(self.replay),)
         trainer = Trainer(
-            queue=queue,
             schedule=self.schedule,
+            batches=BatchSource(queue=queue, schedule=self.schedule, seconds=500.0, sources=sources),
             algorithm=algorithm("grpo"),
             loss_options=self.loss_options,
             critic=critic,
             kl=self.kl,
             actor=self.actor,
             estimator=AdvantageEstimation(estimator, queue, clock, seconds=500.0),
-            reference=None,
-            recompute_old_log_probs=False,
             mini_batches=self.mini_batches,
-            epochs=1,
             weights=self.synchronizer,
             checkpoints=checkpointer,
-            checkpoint_every=self.checkpoint_every,
-            checkpoint_at_end=checkpointer is not None,
-            evaluator=None,
-            evaluate_every=0,
-            explores=True,
             placement=lease if self.shared else apart,
             version=version,
             steps_done=steps_done,
             clock=clock,
             stages=stages,
-            hooks=hooks,
-            agents=agents,
-            batch_seconds=500.0,
-            sources=() if self.replay is None else (_replay(self.replay),),
+            report=StepReport(
+                queue=queue,
+                schedule=self.schedule,
+                stages=stages,
+                agents=agents,
+                clock=clock,
+                seconds=500.0,
+                mixes=bool(sources),
+            ),
         )
-        await trainer.register()
+        await trainer.batches.register()
         rewards = RewardPipeline(
             queue=queue,
             workers=Workers([scorer]),

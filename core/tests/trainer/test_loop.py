@@ -144,7 +144,7 @@ def test_step_metrics_are_those_of_the_batch() -> None:
     assert (1.0, 0.0, 8.0, 2.0) == tuple(
         metrics[name] for name in ("reward/mean", "reward/std", "samples", "response_tokens/mean")
     )
-    assert {"seconds/update", "seconds/sync", "seconds/wait"} <= set(metrics)
+    assert {"seconds/update_actor", "seconds/publish_weights", "seconds/next_batch"} <= set(metrics)
 
 
 def test_the_loop_fits_on_one_screen() -> None:
@@ -153,4 +153,4 @@ def test_the_loop_fits_on_one_screen() -> None:
     from jackfield.trainer import trainer
 
     lines = inspect.getsource(trainer.Trainer.run).splitlines()
-    assert len(lines) <= 25, Path(trainer.__file__)
+    assert len(lines) <= 30, Path(trainer.__file__)

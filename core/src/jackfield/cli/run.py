@@ -47,23 +47,18 @@ def run(
 
 
 def _do(config: RunConfig, role: Literal["explore", "reward", "train"] | None, stop: Stop) -> None:
-    from jackfield.compose import explore, reward
-    from jackfield.compose import run as do_run
+    from jackfield import compose
 
+    result = compose.run(config, role=role or "all", stop=stop)
     if role == "explore":
-        explored = explore(config, stop=stop)
-        click.echo(f"explored up to weights {explored.version}; see {explored.folder}")
-        return
-    if role == "reward":
-        rewarded = reward(config, stop=stop)
-        click.echo(f"{rewarded.groups} groups rewarded; see {rewarded.folder}")
-        return
-    result = do_run(config, role="all" if role is None else role, stop=stop)
-    if result.stopped:
+        click.echo(f"explored up to weights {result.steps}; see {result.folder}")
+    elif role == "reward":
+        click.echo(f"{result.steps} groups rewarded; see {result.folder}")
+    elif result.stopped:
         click.echo(f"stopped after {result.steps} steps; the same command goes on")
         sys.exit(stop.code)
-    if result.finished_before:
-        click.echo(
-            f"{result.folder} holds the finished run; for more steps raise schedule.steps, else take another folder"
-        )
-    click.echo(f"{result.steps} steps done; model in {result.model}")
+    else:
+        if result.finished_before:
+            more = "for more steps raise schedule.steps, else take another folder"
+            click.echo(f"{result.folder} holds the finished run; {more}")
+        click.echo(f"{result.steps} steps done; model in {result.model}")

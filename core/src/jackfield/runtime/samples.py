@@ -27,6 +27,7 @@ __all__ = [
     "mini_batches",
     "naming_samples",
     "not_finite",
+    "oldest_version",
     "run_seed",
     "said",
     "said_metrics",
@@ -51,6 +52,11 @@ def is_expert(tags: Mapping[str, Any]) -> bool:
 def is_baseline(tags: Mapping[str, Any]) -> bool:
     """Whether a row is its group's greedy run: its reward is a baseline, and nobody is trained on it."""
     return "baseline_run" in tags and tags["run"] == tags["baseline_run"]
+
+
+def oldest_version(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Return the oldest weight version that made a token. Samples that this run did not generate have none."""
+    return min(int(tags["weight_version_min"]) for tags in rows if "weight_version_min" in tags)
 
 
 def trained(batch: BatchMeta) -> BatchMeta:

@@ -9,6 +9,7 @@ from jackfield.trainer.apart import (
     trainer_begun,
     trainer_finished,
 )
+from jackfield.trainer.batches import BatchSource
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore, open_checkpoint
 from jackfield.trainer.evaluation import Evaluator
@@ -17,13 +18,15 @@ from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.mixing import Source
 from jackfield.trainer.offline import OfflineProducer
 from jackfield.trainer.placement import PlacementLease
+from jackfield.trainer.report import StepReport
 from jackfield.trainer.reward_pipeline import RewardPipeline
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
-from jackfield.trainer.trainer import AdvantageEstimator, Critic, EngineGroup, Trainer, WeightPublisher
+from jackfield.trainer.trainer import AdvantageEstimator, Critic, EngineGroup, Step, Trainer, WeightPublisher
 
 __all__ = [
     "AdvantageEstimator",
+    "BatchSource",
     "Checkpoint",
     "CheckpointStore",
     "Checkpointer",
@@ -42,6 +45,8 @@ __all__ = [
     "Schedule",
     "Source",
     "Stages",
+    "Step",
+    "StepReport",
     "Trainer",
     "WeightPublisher",
     "open_checkpoint",

@@ -21,6 +21,7 @@ from jackfield.queue import TransferQueue
 from jackfield.runtime.samples import TRAIN
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore
 from jackfield.trainer.reward_pipeline import CONSUMER as REWARD
+from jackfield.trainer.schedule import Schedule
 from jackfield.trainer.stages import Stages
 
 if TYPE_CHECKING:
@@ -39,9 +40,16 @@ class Checkpointer:
     engines: Mapping[str, EngineGroup]  #: by role: those that are trained
     queue: TransferQueue
     description: Mapping[str, Any]  #: of the run, for whoever resumes it: configuration, digests of the data
+    schedule: Schedule
+    every: int = 0  #: write one every so many steps; 0: only as ``at_end`` says
+    at_end: bool = True  #: write one after the last step
     stages: Stages
-    hooks: Any
+    saved: int = attrs.field(default=0, init=False)  #: steps in the newest checkpoint
     _random: Mapping[str, Any] = attrs.field(factory=dict, init=False)  #: at the end of the last step
+
+    def is_due(self, steps_done: int) -> bool:
+        """Whether a checkpoint is written after ``steps_done`` steps."""
+        return self.schedule.is_due(self.every, steps_done) or (self.at_end and steps_done == self.schedule.steps)
 
     def note_random_state(self) -> None:
         """Remember this process's generators as they are at the end of a step, before the next one is begun."""
@@ -72,7 +80,10 @@ class Checkpointer:
                 raise self._failure(steps, error, free) from error
             await self.queue.commit(steps - 1)
             await asyncio.to_thread(self.store.prune)
-        self.hooks.checkpoint_saved(event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
+        self.saved = steps
+        self.stages.hooks.checkpoint_saved(
+            event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes)
+        )
 
     async def _write(self, steps: int, trainer: Mapping[str, Any], again_from: int | None) -> Checkpoint:
         folder = await asyncio.to_thread(self.store.begin, steps)
@@ -117,6 +128,7 @@ class Checkpointer:
         if not await self._recover(checkpoint):
             await self.queue.restore(checkpoint.folder / "queue", checkpoint.step - 1)
         load_random_state(state["random"])
+        self.saved = checkpoint.step
         trainer: dict[str, Any] = state["trainer"]
         return trainer
 

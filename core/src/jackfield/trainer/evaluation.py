@@ -18,6 +18,7 @@ from jackfield.runtime.reward_worker import RewardWorker, Scored
 from jackfield.runtime.samples import evaluation_seed, metric_tags, said, said_metrics
 from jackfield.runtime.workers import Workers, is_lost, resubmitted, suppress_lost, written_again
 from jackfield.trainer.placement import PlacementLease
+from jackfield.trainer.schedule import Schedule
 from jackfield.trainer.stages import Stages
 
 __all__ = ["Evaluator"]
@@ -39,18 +40,23 @@ class Evaluator:
     """Runs every held-out task once and tells the hooks the mean score."""
 
     tasks: Sequence[Task]
+    schedule: Schedule
+    every: int  #: evaluate every so many steps, at weight syncs, and at both ends
     agents: Workers[AgentWorker]
     rewards: Workers[RewardWorker]
     backend: TransferQueueBackend
     placement: PlacementLease
     clock: Clock
     stages: Stages
-    hooks: Any
     sampling: Mapping[str, Any]
     seed: int
     run_seconds: float
     score_seconds: float
     recorded: int = 16  #: samples shown in the table
+
+    def is_due(self, steps_done: int) -> bool:
+        """Whether the weights of ``steps_done`` steps are evaluated."""
+        return steps_done in (0, self.schedule.steps) or self.schedule.is_due(self.every, steps_done)
 
     async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluate the weights ``version`` that the replicas serve now.
@@ -86,8 +92,9 @@ class Evaluator:
         shown = tuple([await self._record(outcome) for outcome in outcomes[: self.recorded]])
         stored = tuple(outcome.scored.key for outcome in outcomes if outcome.tags is not None)
         await self.backend.delete(DeleteRequest(partition=EVAL, keys=stored))
-        self.hooks.samples_recorded(event=SamplesRecorded(step=version, partition=EVAL, samples=shown))
-        self.hooks.evaluation_ended(event=EvaluationEnded(step=version, metrics=metrics))
+        hooks = self.stages.hooks
+        hooks.samples_recorded(event=SamplesRecorded(step=version, partition=EVAL, samples=shown))
+        hooks.evaluation_ended(event=EvaluationEnded(step=version, metrics=metrics))
         return metrics
 
     async def _run(self, task: Task, version: int) -> _Outcome:

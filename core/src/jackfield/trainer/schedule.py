@@ -24,6 +24,7 @@ class Schedule:
     steps: int
     sync_interval: int = 1
     sync_offset: int = 0
+    explores: bool = True  #: False: steps train on the data's own answers, and no replica needs new weights
 
     @property
     def max_staleness(self) -> int:
@@ -36,16 +37,17 @@ class Schedule:
 
     def syncs_after(self, step: int) -> bool:
         """Whether weights are published after ``step`` (from 0)."""
-        return (step + 1) % self.sync_interval == 0
+        return self.explores and (step + 1) % self.sync_interval == 0
 
     def is_due(self, every: int, steps_done: int) -> bool:
         """Whether what is to happen every so many steps happens after ``steps_done``.
 
-        It happens at synchronisations only: at the first one when or after its step has come. 0: never.
+        With explorers it happens at weight syncs only: at the first one when or after its step has come. 0: never.
         """
-        if not every or not steps_done or steps_done % self.sync_interval:
+        interval = self.sync_interval if self.explores else 1
+        if not every or not steps_done or steps_done % interval:
             return False
-        return steps_done // every > (steps_done - self.sync_interval) // every
+        return steps_done // every > (steps_done - interval) // every
 
     def check(self, step: int, oldest_version: int) -> int:
         """The staleness of a batch, in steps.

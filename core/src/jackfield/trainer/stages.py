@@ -13,11 +13,11 @@ __all__ = ["Stages"]
 
 
 class Stages:
-    """Measures stages and tells the hooks."""
+    """Measures stages and reports them to the hooks."""
 
     def __init__(self, clock: Clock, hooks: Any) -> None:
         self._clock = clock
-        self._hooks = hooks
+        self.hooks = hooks
         self._seconds: dict[str, float] = {}
         self._noted: dict[str, float] = {}
 
@@ -30,7 +30,7 @@ class Stages:
         finally:
             end = self._clock.time()
             self._seconds[name] = self._seconds.get(name, 0.0) + end - start
-            self._hooks.stage_ended(event=StageEnded(name=name, lane=lane, start=start, end=end, step=step))
+            self.hooks.stage_ended(event=StageEnded(name=name, lane=lane, start=start, end=end, step=step))
 
     def note(self, name: str, value: float) -> None:
         """A metric of the step; of several values under one name, the last."""

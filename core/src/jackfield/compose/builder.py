@@ -1,0 +1,341 @@
+"""Builds the objects of a run, or of one of its roles, and runs their loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+import attrs
+
+from jackfield.clock import Clock
+from jackfield.compose.controller import local_queue, remote_queue
+from jackfield.compose.crew import Crew, MakeCrew, Needs
+from jackfield.compose.export import export_model
+from jackfield.compose.inputs import Tasks
+from jackfield.compose.joining import following
+from jackfield.compose.mixing import mixed_rows
+from jackfield.compose.recipe import Recipe
+from jackfield.compose.resume import StartingPoint, mark_finished
+from jackfield.compose.stopping import Stop
+from jackfield.compose.training import TrainerBuilder
+from jackfield.config import RunConfig
+from jackfield.data.tasks import SeededOrder, Task, TaskSet
+from jackfield.plugins import HookManager
+from jackfield.queue import GroupSlot, TransferQueue
+from jackfield.runtime.control import ControlServer
+from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.replica_metrics import ReplicaMetrics
+from jackfield.runtime.replicas import Replicas
+from jackfield.structuring import unstructure
+from jackfield.trainer import (
+    Experts,
+    Explorer,
+    FollowedVersion,
+    OfflineProducer,
+    PlacementLease,
+    Progress,
+    RewardPipeline,
+    Schedule,
+    Stages,
+    post_finished,
+    trainer_begun,
+    trainer_finished,
+)
+from jackfield.weights import WeightFollower
+
+__all__ = ["Prepared", "Role", "RunBuilder"]
+
+#: What of a run this process does.
+Role: TypeAlias = Literal["all", "train", "explore", "reward"]
+
+#: What a role is called at the queue's controller, before the run's name.
+_CLIENTS = {"all": "the run", "train": "the trainer of", "explore": "the explorer", "reward": "the role"}
+
+
+@attrs.frozen(kw_only=True)
+class Prepared:
+    """What a run has before it begins: everything that can be refused has been checked."""
+
+    config: RunConfig
+    role: Role
+    hooks: HookManager
+    recipe: Recipe
+    tasks: Tasks
+    clock: Clock
+    stop: Stop
+
+
+class RunBuilder:
+    """Builds the objects of one role from the configuration, and runs its loops."""
+
+    stack: AsyncExitStack  #: closes what was started, in reverse order
+    crew: Crew
+    queue: TransferQueue
+    rollout_placement: PlacementLease
+
+    def __init__(self, prepared: Prepared, make_crew: MakeCrew) -> None:
+        """
+        Args:
+            prepared: the run, checked.
+            make_crew: starts workers.
+        """
+        self.config = config = prepared.config
+        self.role, self.recipe, self.tasks = prepared.role, prepared.recipe, prepared.tasks
+        self.clock, self.stop = prepared.clock, prepared.stop
+        self.make_crew = make_crew
+        self.explores = config.mode == "both"
+        self.trains = self.role in ("all", "train")
+        self.scores = self.role == "reward" or (self.trains and config.queue.controller.rewards == "train")
+        self.stages = Stages(self.clock, prepared.hooks.hook)
+        self.version, self.done = Progress(self.clock), Progress(self.clock)
+        self.schedule = Schedule(
+            steps=config.schedule.steps,
+            sync_interval=config.schedule.sync_interval,
+            sync_offset=config.schedule.sync_offset,
+            explores=self.explores,
+        )
+        self._tasks: asyncio.TaskGroup
+        self._background: list[asyncio.Task[None]] = []
+
+    @property
+    def progress(self) -> Progress:
+        """What the role counts: completed steps, an explorer's weight versions, or groups that were scored."""
+        return self.version if self.role == "explore" else self.done
+
+    async def execute(self, start: StartingPoint) -> int:
+        """Run the role to its end, and close everything in reverse order, whatever happens.
+
+        Returns:
+            what :attr:`progress` counts.
+        """
+        async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._tasks:
+            if self.trains:
+                count = await self.train(start)
+            else:
+                count = await (self.explore() if self.role == "explore" else self.reward())
+            for task in self._background:
+                task.cancel()
+        return count
+
+    def background(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a loop until the role has ended; its error ends the role."""
+        self._background.append(self._tasks.create_task(loop()))
+
+    # -- roles
+
+    async def train(self, start: StartingPoint) -> int:
+        """Train until the schedule ends or a stop is requested. Returns the number of completed steps.
+
+        Raises:
+            JackfieldError: the first part that does not work.
+        """
+        await self._begin()
+        built = TrainerBuilder(self)
+        trainer = await built.build(start.store)
+        if self.crew.watch is not None:
+            self.background(self.crew.watch)
+        restored, mixed = None, mixed_rows(self.config.queue, self.queue)
+        if start.checkpoint is None:
+            await self.queue.clear(Path(self.config.folder) / "queue" / "empty")
+            for rows in mixed:
+                await rows.put()
+        else:
+            assert trainer.checkpoints is not None
+            restored = await trainer.checkpoints.load(start.checkpoint)
+        await trainer.begin(start.step, restored)
+        if built.replicas is not None:
+            await self._open_control(built.replicas)
+        for loop in (*await self._producers(), *(rows.keep for rows in mixed)):
+            self.background(loop)
+        with self.stop.boundary("with a checkpoint after this step"):
+            steps = await trainer.run(start.step)
+            if steps == self.config.schedule.steps:
+                await self._finish(built.actor, steps)
+        return steps
+
+    async def explore(self) -> int:
+        """Explore for a trainer in another process until it has all batches. Returns its newest weight version."""
+        config, seconds = self.config, self.config.deadlines.batch
+        await self._begin()
+        replicas = await self.start_replicas()
+        assert replicas is not None
+        self.rollout_placement = PlacementLease(self.clock, seconds)
+        engine = config.checkpoint_engine
+        follower = WeightFollower(replicas.members, engine.name, engine.settings, self.clock, config.deadlines.sync)
+        replicas.connect(following(follower, self.rollout_placement, self.stages))
+        weights = FollowedVersion(
+            queue=self.queue,
+            follower=follower,
+            version=self.version,
+            clock=self.clock,
+            stages=self.stages,
+            idle_seconds=seconds,
+        )
+        self.stop.begun()
+        self.background(replicas.keep)
+        self.background(weights.run)
+        await weights.first(seconds)
+        await self._open_control(replicas)
+        await self._explorer(config.name).run()
+        self.queue.done = True
+        return self.version.value
+
+    async def reward(self) -> int:
+        """Score samples for a trainer in another process until its last step. Returns the number of groups."""
+        seconds = self.config.deadlines.batch + self.config.deadlines.engine
+        await self._begin()
+        await trainer_begun(self.queue, self.config.deadlines.batch)
+        pipeline = await self._rewards()
+        self.stop.begun()
+        self.background(pipeline.run)
+        await trainer_finished(self.queue, lambda: pipeline.groups, seconds)
+        self.queue.done = True
+        await self.done.advance(pipeline.groups)
+        return pipeline.groups
+
+    async def _finish(self, actor: EngineGroup, steps: int) -> None:
+        """Write the model, and tell everybody that the last step is done."""
+        folder = Path(self.config.folder)
+        await export_model(actor, folder / "model")
+        if self.role == "train":
+            await post_finished(self.queue, steps)
+        mark_finished(folder, steps)
+        self.queue.done = True
+
+    # -- what every role has
+
+    async def _begin(self) -> None:
+        """Start the workers of this role and its queue."""
+        config, recipe = self.config, self.recipe
+        evaluates = bool(config.evaluation.every) and self.trains
+        needs = Needs(
+            engines=self.trains,
+            replicas=(self.explores and self.role in ("all", "explore")) or evaluates,
+            rewards=(self.scores and self.explores) or evaluates,
+            reference=recipe.reference and config.model.lora is None and self.trains,
+            critic=recipe.critic and self.trains,
+            loss_columns=recipe.loss_columns,
+            renamed=recipe.renamed,
+            plan=recipe.plan,
+        )
+        self.crew = await self.make_crew(needs, self.stack)
+        if config.queue.controller.address is None:
+            self.queue = local_queue(config, self.crew.backend, self.clock)
+        else:
+            name = f"{_CLIENTS[self.role]} {config.name}"
+            self.queue = remote_queue(config, self.crew.backend, self.clock, name)
+        self.stack.push_async_callback(self.queue.close)
+        await self.queue.start()
+        self.queue.done = False
+
+    async def start_replicas(self) -> Replicas | None:
+        """Start the rollout servers; None where this role has none."""
+        if not self.crew.servers:
+            return None
+        deadlines = self.config.deadlines
+        replicas = Replicas(
+            self.crew.fleet,
+            self.clock,
+            name=self.config.rollout.name,
+            start_seconds=deadlines.start,
+            drain_seconds=deadlines.drain,
+        )
+        self.stack.push_async_callback(replicas.close)
+        await replicas.start(self.crew.servers)
+        return replicas
+
+    async def _open_control(self, replicas: Replicas) -> None:
+        """Let other processes list and change the replicas."""
+        addresses, port = {}, self.config.runtime.metrics_port
+        if port is not None:
+            metrics = ReplicaMetrics(replicas, port)
+            self.stack.push_async_callback(metrics.close)
+            addresses["metrics"] = await metrics.open()
+        control = ControlServer(Path(self.config.folder), replicas, self.clock)
+        self.stack.push_async_callback(control.close)
+        await control.open(**addresses)
+
+    # -- producers
+
+    async def _producers(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
+        """The loops that make and score samples beside the trainer, in this process."""
+        if not self.explores:
+            return [self._offline().run]
+        explorers = [self._explorer("explorer-0").run] if self.role == "all" else []
+        return [*explorers, *([(await self._rewards()).run] if self.scores else [])]
+
+    def _explorer(self, name: str) -> Explorer:
+        config = self.config
+        return Explorer(
+            name=name,
+            queue=self.queue,
+            schedule=self.schedule,
+            version=self.version,
+            placement=self.rollout_placement,
+            clock=self.clock,
+            stages=self.stages,
+            task_for=self._task_order(),
+            agents=self.crew.agents,
+            sampling=unstructure(config.sampling),
+            groups=config.data.prompts_per_step,
+            runs=config.data.runs_per_prompt,
+            seed=config.seed if config.sampling.seed is None else config.sampling.seed,
+            run_seconds=config.deadlines.generate,
+            batch_seconds=config.deadlines.batch,
+            greedy_baseline=self.recipe.greedy_baseline,
+            experts=None if self.tasks.expert is None else self._experts(self.tasks.expert),
+        )
+
+    def _offline(self) -> OfflineProducer:
+        return OfflineProducer(
+            queue=self.queue,
+            schedule=self.schedule,
+            steps_done=self.done,
+            task_for=self._task_order(),
+            agents=self.crew.agents,
+            groups=self.config.data.prompts_per_step,
+            clock=self.clock,
+            batch_seconds=self.config.deadlines.batch,
+        )
+
+    def _experts(self, tasks: TaskSet) -> Experts:
+        """An expert's answers beside the groups that are explored."""
+        rows, groups = self.recipe.experts, self.config.data.prompts_per_step
+        order = SeededOrder(size=len(tasks), seed=self.config.seed)
+        return Experts(
+            rows=rows,
+            task_for=lambda slot: cast(Task, tasks[order.index(slot.ticket * rows + slot.index - groups)]),
+        )
+
+    def _task_order(self) -> Callable[[GroupSlot], Task]:
+        """Tasks by slot: the same for any number of explorers, and for a run that resumes."""
+        tasks, seed = self.tasks.train, self.config.seed
+        order, retries = (SeededOrder(size=len(tasks), seed=each) for each in (seed, seed + 1))
+        groups, attempts = self.config.data.prompts_per_step, self.config.schedule.max_refills + 1
+
+        def task_for(slot: GroupSlot) -> Task:
+            position = slot.ticket * groups + slot.index
+            if slot.attempt:
+                return cast(Task, tasks[retries.index(position * attempts + slot.attempt)])
+            return cast(Task, tasks[order.index(position)])
+
+        return task_for
+
+    async def _rewards(self) -> RewardPipeline:
+        config = self.config
+        assert self.crew.rewards is not None
+        pipeline = RewardPipeline(
+            queue=self.queue,
+            workers=self.crew.rewards,
+            clock=self.clock,
+            stages=self.stages,
+            score_seconds=config.deadlines.reward * config.schedule.reward_attempts,
+            idle_seconds=config.deadlines.batch,
+            max_failed_groups=config.schedule.max_refills,
+            equal_groups_replaced=config.schedule.max_refills if self.recipe.dynamic_sampling else 0,
+        )
+        await pipeline.register()
+        return pipeline

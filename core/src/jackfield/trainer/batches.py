@@ -1,0 +1,100 @@
+"""The batch of each step: the step's own groups, and groups that are mixed in beside them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import attrs
+
+from jackfield.errors import JackfieldError
+from jackfield.queue import BatchMeta, TransferQueue
+from jackfield.runtime.samples import TRAIN, oldest_version
+from jackfield.runtime.workers import is_lost, lost_keys
+from jackfield.trainer.mixing import Source
+from jackfield.trainer.schedule import Schedule
+
+__all__ = ["CONSUMER", "BatchSource"]
+
+CONSUMER = "trainer"
+
+_COLUMNS = ("prompt_ids", "response_ids", "response_mask")
+
+
+@attrs.define(kw_only=True, eq=False)
+class BatchSource:
+    """Leases the samples of each step from the queue, and acknowledges them."""
+
+    queue: TransferQueue
+    schedule: Schedule
+    seconds: float  #: longest wait for a batch
+    sources: tuple[Source, ...] = ()  #: of what a batch has beside the step's own groups
+    stop: asyncio.Event = attrs.field(factory=asyncio.Event)  #: set when the run has to end at the next boundary
+
+    async def register(self) -> None:
+        """Register the trainer as a consumer, before any sample is put."""
+        columns = (*_COLUMNS, *(("rollout_log_probs", "reward") if self.schedule.explores else ()))
+        await self.queue.register_consumer(CONSUMER, partition=TRAIN, columns=columns)
+        for source in self.sources:
+            await source.register(self.queue, CONSUMER, columns)
+
+    async def next(self, step: int, *, may_stop: bool) -> BatchMeta | None:
+        """Lease the batch of a step.
+
+        Args:
+            step: its number, from 0.
+            may_stop: whether the run may end before this step, at a step after which a checkpoint can be cut.
+
+        Returns:
+            the batch; None when the run has to stop.
+
+        Raises:
+            DeadlineExceeded: the batch was not complete in time.
+            ScheduleError: ``schedule.staleness``.
+        """
+        leasing = self.queue.lease_groups(CONSUMER, ticket=step, deadline_seconds=self.seconds)
+        if may_stop and not (self.schedule.explores and step % self.schedule.sync_interval):
+            batch = await self._unless_stopped(leasing)
+        else:
+            batch = await leasing
+        if batch is None:
+            return None
+        own = len(set(batch.group_ids))
+        mixed = [await source.sample(self.queue, CONSUMER, step, own, self.seconds) for source in self.sources]
+        if self.schedule.explores:
+            self.schedule.check(step, oldest_version(batch.tags))
+        for more in filter(None, mixed):
+            batch = batch.joined(more)
+        return batch
+
+    async def _unless_stopped(self, leasing: Coroutine[Any, Any, BatchMeta]) -> BatchMeta | None:
+        """Wait for the lease or for the stop, whichever comes first."""
+        lease, stopped = asyncio.ensure_future(leasing), asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({lease, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            if self.stop.is_set() or not lease.done():
+                lease.cancel()
+                await asyncio.wait({lease})
+        return None if self.stop.is_set() else lease.result()
+
+    async def give_back_lost(self, batch: BatchMeta, error: JackfieldError) -> bool:
+        """Fail the lost samples that an error names, and release the batch if some of its own are among them.
+
+        Returns:
+            whether the batch was released, and will be completed again.
+        """
+        if not is_lost(error) or not set(await self.queue.fail_lost(batch, lost_keys(error))) & set(batch.keys):
+            return False
+        await self.queue.release(batch)
+        return True
+
+    async def acknowledge(self, batch: BatchMeta, step: int) -> None:
+        """Record that a step has used the batch. It is final once :meth:`commit` names that step."""
+        await self.queue.ack(batch, step=step)
+
+    async def commit(self, step: int) -> None:
+        """Make the acks of all steps up to ``step`` final."""
+        await self.queue.commit(step)

@@ -1,0 +1,83 @@
+"""What hooks receive at the end of a step: metrics, samples that failed, samples for the table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from jackfield.clock import Clock
+from jackfield.plugins.hooks import SampleRecord, SamplesFailed, SamplesRecorded, StepEnded
+from jackfield.queue import BatchMeta, TransferQueue
+from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.runtime.samples import TRAIN, oldest_version, said_metrics
+from jackfield.runtime.workers import Workers, resubmitted, suppress_lost
+from jackfield.trainer.schedule import Schedule
+from jackfield.trainer.stages import Stages
+
+__all__ = ["StepReport"]
+
+
+@attrs.define(kw_only=True, eq=False)
+class StepReport:
+    """Reports each step to the hooks."""
+
+    queue: TransferQueue
+    schedule: Schedule
+    stages: Stages
+    agents: Workers[AgentWorker]  #: read samples for the table
+    clock: Clock
+    seconds: float  #: longest wait for the samples of the table
+    shown: int = 4  #: samples of a step in the table
+    mixes: bool = False  #: whether batches have groups beside the step's own
+
+    async def step_ended(self, step: int, batch: BatchMeta, metrics: Mapping[str, float], started: float) -> None:
+        """Report the step with what its stages have found (``metrics``)."""
+        hooks, all_metrics = self.stages.hooks, {**metrics, **self._measured(step, batch, started)}
+        hooks.step_ended(event=StepEnded(step=step + 1, metrics=all_metrics))
+        failed = await self.queue.drain_failures()
+        if failed:
+            hooks.samples_failed(event=SamplesFailed(step=step + 1, reasons=failed))
+        if self.shown:
+            chosen = batch.select(batch.by_partition()[TRAIN][: self.shown])
+            with suppress_lost():
+                samples = await resubmitted(lambda: self._read(chosen), "a table of samples")
+                hooks.samples_recorded(event=SamplesRecorded(step=step + 1, partition=TRAIN, samples=samples))
+
+    def _measured(self, step: int, batch: BatchMeta, started: float) -> dict[str, float]:
+        seconds = self.clock.time() - started
+        lengths = [tags["response_tokens"] for tags in batch.tags]
+        return {
+            "samples": float(len(batch)),
+            "response_tokens/mean": sum(lengths) / len(batch),
+            "response_tokens/max": float(max(lengths)),
+            "samples_per_second": len(batch) / max(seconds, 1e-9),
+            "seconds/step": seconds,
+            **said_metrics(batch.tags),
+            **self.stages.drain(),
+            **(self._exploration(step, batch) if self.schedule.explores else {}),
+            **(_shares(step, batch) if self.mixes else {}),
+        }
+
+    def _exploration(self, step: int, batch: BatchMeta) -> dict[str, float]:
+        attempts = {group: tags["attempt"] for group, tags in zip(batch.group_ids, batch.tags, strict=True)}
+        return {
+            "staleness/max": float(step - oldest_version(batch.tags)),
+            "groups/refills": float(sum(attempts.values())),
+        }
+
+    async def _read(self, shown: BatchMeta) -> tuple[SampleRecord, ...]:
+        agent, rewarded = self.agents.of(shown.keys[0]), self.schedule.explores
+        reading = agent.records(TRAIN, shown.keys, shown.tags, with_reward=rewarded)
+        who = f"an agent worker to read {len(shown)} samples, {shown.keys[0]} first"
+        return await self.clock.wait_for(reading, self.seconds, who)
+
+
+def _shares(step: int, batch: BatchMeta) -> dict[str, float]:
+    """How many samples are not of this step's own groups, by where they come from."""
+    counts: dict[str, float] = {}
+    for claim, tags in zip(batch.claims, batch.tags, strict=True):
+        if claim.partition != TRAIN or tags["ticket"] != step:
+            name = f"samples/{'replayed' if claim.partition == TRAIN else claim.partition}"
+            counts[name] = counts.get(name, 0.0) + 1.0
+    return counts
