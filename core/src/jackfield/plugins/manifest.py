@@ -187,7 +187,8 @@ def check_abi(kind: str, abi: str, where: str, host: str | None = None) -> None:
         where=where,
         expected=f"{kind} ABI {host_major}.0 to {host}",
         found=abi,
-        fix=f"upgrade {older} to a release for {kind} ABI {max(abi, host, key=parse_version)} or later",
+        fix=f"upgrade {older} to a release for {kind} ABI {max(abi, host, key=parse_version)} or later"
+        + (": pip install --upgrade jackfield" if older == "jackfield" else ""),
     )
 
 

@@ -212,6 +212,7 @@ def _requirement(module: str, manifest: Manifest) -> str:
     """Return the manifest's requirement that names a missing module, or the module's name."""
     from packaging.requirements import Requirement
 
-    name = module.partition(".")[0].lower().replace("_", "-")
+    top = module.partition(".")[0]
+    name = top.lower().replace("_", "-")
     declared = (text for text in manifest.env.requires if Requirement(text).name.lower().replace("_", "-") == name)
-    return next(declared, name)
+    return next(declared, top)
