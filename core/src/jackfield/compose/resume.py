@@ -18,10 +18,10 @@ import attrs
 
 from jackfield.config import RunConfig, as_plain
 from jackfield.errors import RunError
+from jackfield.files import replace_file, seal, unseal
 from jackfield.queue.ledger import LedgerEnd, check_ledger
 from jackfield.queue.local import read_state
 from jackfield.queue.namespace import NAME_FILE
-from jackfield.sealed import seal, unseal
 from jackfield.trainer import Checkpoint, CheckpointStore
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "check_data",
     "folder_lock",
     "mark_finished",
-    "replace_text",
     "starting_point",
     "storage_error",
     "storage_errors",
@@ -187,7 +186,7 @@ def _clear_queue(folder: Path) -> None:
 
 def mark_finished(folder: Path, steps: int) -> None:
     """The model of the last step is in its place."""
-    replace_text(folder / _FINISHED, seal(json.dumps({"steps": steps})))
+    replace_file(folder / _FINISHED, seal(json.dumps({"steps": steps})))
 
 
 def _finished_steps(folder: Path) -> object:
@@ -202,16 +201,6 @@ def _finished_steps(folder: Path) -> object:
             "%s is damaged (%s); the run goes on from its newest checkpoint, and writes its model again", marker, error
         )
         return None
-
-
-def replace_text(file: Path, text: str) -> None:
-    """Write a file in one move; where that fails, it is as before."""
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def check_data(checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:

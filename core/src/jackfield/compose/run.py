@@ -30,7 +30,6 @@ from jackfield.compose.resume import (
     StartingPoint,
     folder_lock,
     mark_finished,
-    replace_text,
     starting_point,
     storage_error,
     storage_errors,
@@ -42,6 +41,7 @@ from jackfield.compose.training import TrainerParts
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
+from jackfield.files import replace_file
 from jackfield.imports import collection_paused
 from jackfield.observe import listeners
 from jackfield.plugins import HookManager, Registry, discover, hook_manager, require_capability
@@ -155,7 +155,7 @@ async def run_async(
         start = starting_point(config, folder, prepared.tasks.digests)
         if start.finished:
             return RunResult(folder=folder, model=folder / "model", steps=start.step, finished_before=True)
-        replace_text(folder / "config.yaml", show(config))
+        replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
             make = WorkerFactory(config=config, registry=registry, clock=clock)
             make_crew = crew_maker(make, processes)
@@ -205,7 +205,7 @@ async def explore_async(
     prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], "explore")
     _make_folder(folder)
     with storage_errors(folder):
-        replace_text(folder / "config.yaml", show(config))
+        replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
             make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
             hook = prepared.hooks.hook
@@ -252,7 +252,7 @@ async def reward_async(
     prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], "reward")
     _make_folder(folder)
     with storage_errors(folder), folder_lock(folder):
-        replace_text(folder / "config.yaml", show(config))
+        replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
             make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
             hook = prepared.hooks.hook

@@ -1,76 +1,20 @@
-"""Files that stay whole: appends that arrive whole or not at all, replacement in one move, strict JSON."""
+"""Files of JSON lines: strict JSON in UTF-8, and what a resumed run keeps of them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import numbers
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AppendFile", "cut_after", "encode", "number", "read_lines", "replace", "strict"]
+from jackfield.files import replacing
+
+__all__ = ["cut_after", "encode", "number", "read_lines", "strict"]
 
 # Some readers end a line at these characters, too, which JSON allows inside a string.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
-
-
-class AppendFile:
-    """An append-only file in which each append is whole or absent, also when the process is killed or a disk fills.
-
-    Args:
-        path: opened where it ends; made when it is not there.
-        tail: bytes that end the file after every append (the bracket that closes a JSON array). The file must
-            end with them already when it is not empty.
-    """
-
-    def __init__(self, path: Path, tail: bytes = b"") -> None:
-        path.touch()
-        # Unbuffered: one append is one write of the operating system, so that a kill leaves none half done.
-        self._file = path.open("r+b", buffering=0)
-        self._tail = tail
-        self._end = max(path.stat().st_size - len(tail), 0)
-
-    def append(self, data: bytes) -> None:
-        """Write ``data`` at the end; when that fails the file is as before.
-
-        Raises:
-            OSError: when the data could not be written.
-        """
-        try:
-            self._write(data + self._tail)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._file.truncate(self._end)
-                self._write(self._tail)
-            raise
-        self._end += len(data)
-
-    def close(self) -> None:
-        """Close the file; a second time does nothing."""
-        self._file.close()
-
-    def _write(self, data: bytes) -> None:
-        self._file.seek(self._end)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
-
-
-def replace(path: Path, chunks: Iterable[bytes]) -> None:
-    """Replace the file at ``path`` in one move by one that holds ``chunks``; readers see the old or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
@@ -120,7 +64,8 @@ def cut_after(path: Path, last_step: int) -> None:
     A run that begins at step 0 has restored nothing, so it keeps nothing.
     """
     if path.exists():
-        replace(path, (raw for raw, _ in _lines(path, last_step) if last_step > 0))
+        with replacing(path) as partial, partial.open("wb") as file:
+            file.writelines(raw for raw, _ in _lines(path, last_step) if last_step > 0)
 
 
 def _lines(path: Path, last_step: int | None) -> Iterator[tuple[bytes, dict[str, Any]]]:

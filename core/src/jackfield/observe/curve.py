@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from jackfield.errors import JackfieldError, PluginError
-from jackfield.observe._files import number, read_lines, replace
+from jackfield.files import replace_file
+from jackfield.observe._files import number, read_lines
 from jackfield.observe._listener import Listener, listens
 from jackfield.observe.names import LOSS, REWARD, SCORE, find, pick, shown
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, StepEnded
@@ -186,7 +187,7 @@ def _draw(series: Sequence[_Series], png: Path, title: str, target: float | None
     _legend(figure, series)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    replace(png, [picture.getvalue()])
+    replace_file(png, picture.getvalue())
 
 
 def _draw_scores(axes: Axes, series: Sequence[_Series], unit: int, x_label: str, target: float | None) -> None:

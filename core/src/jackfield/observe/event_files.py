@@ -8,7 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jackfield.observe._files import AppendFile, number
+from jackfield.files import AppendFile
+from jackfield.observe._files import number
 from jackfield.observe._listener import Listener, listens, unstarted
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, StepEnded, WeightsSynced
 

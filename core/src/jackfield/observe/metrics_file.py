@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jackfield.observe._files import AppendFile, cut_after, encode, number, read_lines, strict
+from jackfield.files import AppendFile
+from jackfield.observe._files import cut_after, encode, number, read_lines, strict
 from jackfield.observe._listener import Listener, listens, unstarted
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, StepEnded, WeightsSynced
 

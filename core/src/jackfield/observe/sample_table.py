@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jackfield.observe._files import AppendFile, cut_after, encode, read_lines, strict
+from jackfield.files import AppendFile
+from jackfield.observe._files import cut_after, encode, read_lines, strict
 from jackfield.observe._listener import Listener, listens
 from jackfield.plugins.hooks import RunEnded, RunStarted, SampleRecord, SamplesFailed, SamplesRecorded
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jackfield.observe._files import AppendFile, encode, replace
+from jackfield.files import AppendFile, replace_file
+from jackfield.observe._files import encode
 from jackfield.observe._listener import Listener, listens
 from jackfield.plugins.hooks import RunEnded, RunStarted, StageEnded
 
@@ -46,7 +47,7 @@ class Timeline(Listener):
         kept = _stages(path.read_bytes(), event.first_step) if event.first_step > 0 and path.exists() else []
         worked = max((stage["ts"] + stage["dur"] for stage in kept), default=0.0) / 1e6
         self._origin = self._clock.time() - worked
-        replace(path, [_HEAD, _TAIL])
+        replace_file(path, _HEAD + _TAIL)
         self._file = AppendFile(path, _TAIL)
         self._append(_metadata("process_name", 0, name=event.name))
         for stage in kept:

@@ -26,7 +26,7 @@ import attrs
 import xxhash
 
 from jackfield.errors import RunError
-from jackfield.sealed import seal, unseal
+from jackfield.files import seal, unseal
 
 __all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
 
