@@ -10,7 +10,7 @@ from jackfield.errors import ConfigError, PluginError, RunError
 from jackfield.observe import ObserveConfig, listeners
 from jackfield.plugins import hook_manager
 from jackfield.plugins.hooks import RunEnded, RunStarted
-from jackfield.structuring import structure
+from jackfield.settings import structure
 
 
 def test_all_observers_work_together_and_leave_these_files(make_run, sample):

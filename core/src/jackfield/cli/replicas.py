@@ -26,7 +26,7 @@ def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) ->
     more, and ends those that it has; after deadlines.drain seconds they are generated again on the others.
     """
     from jackfield.runtime.control import list_replicas, scale_replicas
-    from jackfield.structuring import unstructure
+    from jackfield.settings import unstructure
 
     states = list_replicas(folder) if count is None else scale_replicas(folder, count, seconds=deadline)
     if as_json:

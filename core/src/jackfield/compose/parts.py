@@ -15,7 +15,7 @@ from jackfield.config import RunConfig
 from jackfield.data.tasks import SeededOrder, Task, TaskSet
 from jackfield.queue import GroupSlot, TransferQueue
 from jackfield.runtime.replicas import Replicas
-from jackfield.structuring import unstructure
+from jackfield.settings import unstructure
 from jackfield.trainer import (
     Experts,
     Explorer,

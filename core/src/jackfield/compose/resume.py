@@ -12,7 +12,6 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -22,6 +21,7 @@ from jackfield.files import replace_file, seal, unseal
 from jackfield.queue.ledger import LedgerEnd, check_ledger
 from jackfield.queue.local import read_state
 from jackfield.queue.namespace import NAME_FILE
+from jackfield.settings import flatten
 from jackfield.trainer import Checkpoint, CheckpointStore
 
 __all__ = [
@@ -216,7 +216,7 @@ def check_data(checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:
 
 
 def _check_config(checkpoint: Checkpoint, config: RunConfig) -> None:
-    before, now = (_flat(values) for values in (checkpoint.state()["config"], as_plain(config)))
+    before, now = (flatten(values) for values in (checkpoint.state()["config"], as_plain(config)))
     for path in dict.fromkeys([*before, *now]):
         free = any(path == each or path.startswith(f"{each}.") for each in FREE)
         if not free and before.get(path) != now.get(path):
@@ -236,14 +236,3 @@ def _changed(checkpoint: Checkpoint, path: str, expected: str, found: str) -> Ru
         fix="give the run another folder, or the settings it had; checkpoint.resume=false removes what is there and "
         "begins anew",
     )
-
-
-def _flat(values: Any, path: str = "") -> dict[str, Any]:
-    """Plain values by their path; an empty mapping is nothing."""
-    if not isinstance(values, Mapping):
-        return {path: values}
-    return {
-        name: value
-        for key, inner in values.items()
-        for name, value in _flat(inner, f"{path}.{key}".lstrip(".")).items()
-    }

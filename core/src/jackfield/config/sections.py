@@ -17,7 +17,7 @@ from jackfield.config.runtime_sections import EnvironmentConfig, RuntimeConfig
 from jackfield.data.tasks import TaskFormat
 from jackfield.observe import ObserveConfig
 from jackfield.pulse import SILENCE_SECONDS
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = [
     "AlgorithmConfig",

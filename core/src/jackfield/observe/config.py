@@ -7,7 +7,7 @@ from typing import Literal
 import attrs
 from attrs.validators import ge, in_
 
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = ["ObserveConfig"]
 

@@ -12,7 +12,7 @@ import attrs
 
 from jackfield.abc import KINDS
 from jackfield.errors import ManifestError, PluginError
-from jackfield.structuring import structure
+from jackfield.settings import structure
 
 __all__ = [
     "CapabilityLevel",

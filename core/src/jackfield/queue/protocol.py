@@ -24,8 +24,8 @@ from jackfield.files import replace_file
 from jackfield.pulse import Process
 from jackfield.queue.samplers import Sampler, SamplerSpec
 from jackfield.queue.transfer_queue import TransferQueue
+from jackfield.settings import structure
 from jackfield.sockets import Keys
-from jackfield.structuring import structure
 from jackfield.wire import Schema
 
 __all__ = ["METHODS", "REPLIES", "REQUESTS", "ControllerAddress", "Method", "method", "plain"]

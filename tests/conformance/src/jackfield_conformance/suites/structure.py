@@ -11,7 +11,7 @@ import attrs
 
 from jackfield.errors import AbiError, ConfigError, JackfieldError
 from jackfield.plugins import PluginRecord, Registry
-from jackfield.structuring import structure
+from jackfield.settings import structure
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, PREFIXES, Skipped, capabilities, check, checks
 from jackfield_conformance.subject import Subject
 
