@@ -43,7 +43,7 @@ from jackfield.config import RunConfig, as_plain, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.files import replace_file
 from jackfield.imports import collection_paused
-from jackfield.observe import listeners
+from jackfield.observe import observers
 from jackfield.plugins import HookManager, Registry, discover, hook_manager, require_capability
 from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.runtime.control import ControlServer
@@ -149,7 +149,7 @@ async def run_async(
         )
     config = config if role == "all" else apart(config, role)
     folder = Path(config.folder)
-    prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], role)
+    prepared = _prepare(config, registry, [*observers(config.observe, folder, clock=clock), *hooks], role)
     _make_folder(folder)
     with storage_errors(folder), folder_lock(folder):
         start = starting_point(config, folder, prepared.tasks.digests)
@@ -202,7 +202,7 @@ async def explore_async(
     name = f"explorer-{socket.gethostname()}-{os.getpid()}"
     folder = Path(config.folder) / "explorers" / name
     config = attrs.evolve(apart(config, "explore"), name=name, folder=str(folder))
-    prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], "explore")
+    prepared = _prepare(config, registry, [*observers(config.observe, folder, clock=clock), *hooks], "explore")
     _make_folder(folder)
     with storage_errors(folder):
         replace_file(folder / "config.yaml", show(config))
@@ -249,7 +249,7 @@ async def reward_async(
     registry, clock, stop = registry or discover(), clock or Clock(), stop or Stop(config.checkpoint.grace)
     folder = Path(config.folder) / "rewards"
     config = attrs.evolve(apart(config, "reward"), name="rewards", folder=str(folder))
-    prepared = _prepare(config, registry, [*listeners(config.observe, folder, clock=clock), *hooks], "reward")
+    prepared = _prepare(config, registry, [*observers(config.observe, folder, clock=clock), *hooks], "reward")
     _make_folder(folder)
     with storage_errors(folder), folder_lock(folder):
         replace_file(folder / "config.yaml", show(config))
