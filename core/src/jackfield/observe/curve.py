@@ -93,8 +93,8 @@ def plot_learning_curve(
     if len(names) != len(curves):
         raise ValueError(f"there are {len(curves)} curves, but {len(names)} labels")
     series = [
-        _join([read_lines(path) for path in paths], [path.resolve().parent.name for path in paths], name)
-        for paths, name in zip(curves, names, strict=True)
+        _join([read_lines(path) for path in paths], [path.resolve().parent.name for path in paths], name, index)
+        for index, (paths, name) in enumerate(zip(curves, names, strict=True))
     ]
     _draw(series, png, title, target)
 
@@ -104,18 +104,19 @@ class _Series:
     """One curve. Points are (step, value) or (step, seconds, value), in order."""
 
     label: str
+    colour: str
     score: list[tuple[int, float, float]] = attrs.field(factory=list)
     reward: list[tuple[int, float]] = attrs.field(factory=list)
     loss: list[tuple[int, float]] = attrs.field(factory=list)
     phases: list[tuple[int, float, str]] = attrs.field(factory=list)  #: where each phase after the first begins
 
 
-def _join(phases: Sequence[Iterable[Mapping[str, Any]]], names: Sequence[str], label: str) -> _Series:
+def _join(phases: Sequence[Iterable[Mapping[str, Any]]], names: Sequence[str], label: str, index: int = 0) -> _Series:
     """Read one curve from the lines of its phases; their steps and seconds are added up."""
-    series = _Series(label)
+    series = _Series(label, _COLOURS[index % len(_COLOURS)])
     step_base, time_base = last_step, last_time = 0, 0.0
-    for index, (lines, name) in enumerate(zip(phases, names, strict=True)):
-        if index:
+    for lines, name in zip(phases, names, strict=True):
+        if lines is not phases[0]:
             series.phases.append((step_base, time_base, name))
         scores: dict[int, tuple[int, float, float]] = {}  # a step evaluated again after a resume counts once
         for line in lines:
@@ -138,12 +139,11 @@ def _is_finite(value: Any) -> bool:
 def _distinct(paths: Sequence[Path]) -> list[str]:
     """Find the shortest names of the files' folders that differ."""
     folders = [path.resolve().parent.parts for path in paths]
-    deepest = max((len(parts) for parts in folders), default=1)
-    for depth in range(1, deepest + 1):
-        names = ["/".join(parts[-depth:]) for parts in folders]
-        if len(set(names)) == len(names):
-            return names
-    return [str(Path(*parts)) for parts in folders]
+    deepest = max(map(len, folders), default=1)
+    candidates = [["/".join(parts[-depth:]) for parts in folders] for depth in range(1, deepest + 1)]
+    return next(
+        (names for names in candidates if len(set(names)) == len(names)), [str(Path(*parts)) for parts in folders]
+    )
 
 
 def _draw(series: Sequence[_Series], png: Path, title: str, target: float | None) -> None:
@@ -182,9 +182,9 @@ def _draw_scores(axes: Axes, series: Sequence[_Series], unit: int, x_label: str,
     if not any(one.score for one in series):
         _say(axes, "no evaluation was recorded")
         return
-    for one, colour in zip(series, _colours(series), strict=True):
+    for one in series:
         x, y = [point[unit] for point in one.score], [point[2] for point in one.score]
-        axes.plot(x, y, color=colour, marker="o", markersize=4, linewidth=1.8)
+        axes.plot(x, y, color=one.colour, marker="o", markersize=4, linewidth=1.8)
     axes.set_xlim(left=0)
     axes.margins(x=0.08)
     last = sorted(one.score[-1][2] for one in series if one.score)
@@ -218,11 +218,11 @@ def _draw_training(axes: Axes, series: Sequence[_Series]) -> None:
     if not any(one.reward or one.loss for one in series):
         _say(axes, "no step was recorded")
         return
-    for one, colour in zip(series, _colours(series), strict=True):
+    for one in series:
         points = one.reward if rewarded else one.loss
         x, y = [point[0] for point in points], [point[1] for point in points]
-        axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.28)
-        axes.plot(x, _moving_mean(y, _window(series)), color=colour, linewidth=2)
+        axes.plot(x, y, color=one.colour, linewidth=0.9, alpha=0.28)
+        axes.plot(x, _moving_mean(y, _window(series)), color=one.colour, linewidth=2)
     axes.margins(x=0.02)
 
 
@@ -230,8 +230,8 @@ def _legend(figure: Figure, series: Sequence[_Series]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], color=colour, linewidth=2, marker="o", markersize=4, label=_plain(one.label))
-        for one, colour in zip(series, _colours(series), strict=True)
+        Line2D([], [], color=one.colour, linewidth=2, marker="o", markersize=4, label=_plain(one.label))
+        for one in series
     ]
     if any(one.reward or one.loss for one in series):
         handles.append(Line2D([], [], color="black", linewidth=0.9, alpha=0.35, label="each step"))
@@ -251,10 +251,6 @@ def _dress(axes: Axes, x_label: str, y_label: str, title: str) -> None:
 
 def _say(axes: Axes, text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=_QUIET)
-
-
-def _colours(series: Sequence[_Series]) -> list[str]:
-    return [_COLOURS[index % len(_COLOURS)] for index in range(len(series))]
 
 
 def _window(series: Sequence[_Series]) -> int:
