@@ -196,8 +196,8 @@ class JackfieldError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        details = {"code": self.code, "where": self.where, "expected": self.expected, "found": self.found}
-        return functools.partial(type(self), **details, fix=self.fix), (self.message,)
+        details: dict[str, Any] = {name: getattr(self, name) for name in ("code", "where", "expected", "found", "fix")}
+        return functools.partial(type(self), **details), (self.message,)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the error as JSON-ready fields (what ``--json`` prints)."""

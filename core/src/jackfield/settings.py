@@ -238,7 +238,7 @@ def _in_configuration(caught: JackfieldError, path: str, error: type[JackfieldEr
     """Say of the settings what the class that they were to make has refused."""
     name = str(caught.where or "").rpartition(".")[2]
     where = f"{path}.{name}".strip(".")
-    details = {"where": where, "expected": caught.expected, "found": caught.found}
+    details: dict[str, Any] = {"where": where, "expected": caught.expected, "found": caught.found}
     return error(f"wrong value at {where}: {caught.message}", code="config.invalid-value", **details)
 
 
