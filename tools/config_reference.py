@@ -19,7 +19,7 @@ import yaml
 from jackfield.config import PluginSection, RunConfig
 from jackfield.plugins import discover
 from jackfield.queue import SAMPLERS
-from jackfield.structuring import range_of, unstructure
+from jackfield.settings import range_of, unstructure
 from packages import ROOT
 from pages import write_or_check
 

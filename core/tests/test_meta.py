@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jackfield.errors import CODES
+from jackfield.errors import CODES, JackfieldError
 
 #: Of the core that is under test, be it the source tree's or an installed wheel's.
 PACKAGE = Path(find_spec("jackfield").origin).parent  # type: ignore[union-attr, arg-type]
@@ -130,12 +130,13 @@ def test_every_listed_code_is_used():
         if path != errors:
             used |= literals(path)
     defaults = {
-        node.value.value
+        keyword.value.value
         for node in ast.walk(ast.parse(errors.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Assign)
-        and getattr(node.targets[0], "id", None) == "default_code"
-        and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.ClassDef)
+        for keyword in node.keywords
+        if keyword.arg == "code" and isinstance(keyword.value, ast.Constant)
     }
+    defaults.add(JackfieldError.default_code)
     assert set() == set(CODES) - used - defaults
 
 

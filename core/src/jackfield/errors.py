@@ -1,27 +1,5 @@
 """Every error Jackfield raises on purpose, in one tree.
 
-::
-
-    JackfieldError
-    ├── ConfigError             a configuration file or an override is wrong
-    ├── PluginError             a plugin cannot be used
-    │   ├── PluginNotFound        no plugin of that name is installed
-    │   └── PluginImportError     the plugin's module fails to import
-    ├── DataError               a task file, a tokenizer or a template is wrong
-    ├── EngineError             a training engine refused or failed
-    ├── RolloutError            a rollout server refused or failed
-    ├── AgentError              an agent loop broke its contract or failed
-    ├── RewardError             a reward agent broke its contract or failed
-    ├── QueueError              the TransferQueue refused a request
-    │   ├── LeaseError            a lease is unknown, expired or of an old epoch
-    │   └── QueueFull             backpressure lasted beyond its deadline
-    ├── WireError               a message between processes was refused
-    ├── WeightsError            a weight synchronisation was lost, stale or corrupt
-    ├── ScheduleError           a schedule's staleness bound would be broken
-    ├── RunError                a run cannot start, go on or be resumed
-    │   └── WorkerLost            a worker died, and with it what it was doing
-    └── DeadlineExceeded        a wait ended without what was waited for
-
 Every error carries a ``code`` (a stable slug that is listed in :data:`CODES` and in
 ``docs/reference/errors.md``), what went wrong, where, what was expected, what was found and how to
 fix it.
@@ -29,6 +7,7 @@ fix it.
 
 from __future__ import annotations
 
+import functools
 import os
 import sysconfig
 import traceback
@@ -178,6 +157,9 @@ class JackfieldError(Exception):
 
     default_code = "run.failed"
 
+    def __init_subclass__(cls, code: str | None = None) -> None:
+        cls.default_code = code or cls.default_code
+
     def __init__(
         self,
         message: str,
@@ -209,11 +191,11 @@ class JackfieldError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        details = {"code": self.code, "where": self.where, "expected": self.expected, "found": self.found}
-        return _rebuilt, (type(self), self.message, {**details, "fix": self.fix})
+        details: dict[str, Any] = {name: getattr(self, name) for name in ("code", "where", "expected", "found", "fix")}
+        return functools.partial(type(self), **details), (self.message,)
 
     def as_dict(self) -> dict[str, Any]:
-        """The error as JSON-ready fields (what ``--json`` prints)."""
+        """Return the error as JSON-ready fields (what ``--json`` prints)."""
         fields = ("where", "expected", "found", "fix")
         details = {name: None if getattr(self, name) is None else str(getattr(self, name)) for name in fields}
         return {"code": self.code, "message": self.message, **details}
@@ -223,7 +205,7 @@ _OWN = os.path.dirname(__file__) + os.sep
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line, with the file and line that raised it: those of a user, where it passed any."""
+    """Describe an exception in one line, with the file and line that raised it, of the user's code where it can."""
     libraries = (_OWN, "<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
@@ -232,18 +214,18 @@ def described(error: BaseException) -> str:
 
 
 def error_fields(error: BaseException) -> dict[str, Any]:
-    """An error as plain values, to be told to another process."""
+    """Return an error as plain values, to be sent to another process."""
     if isinstance(error, JackfieldError):
         return {"class": type(error).__name__, **error.as_dict()}
     return {"class": None, "message": f"{type(error).__name__}: {error}"}
 
 
 def rebuilt_error(fields: Mapping[str, Any], where: str) -> JackfieldError:
-    """The error that another process told of.
+    """Make the error that another process has sent.
 
     Args:
         fields: see :func:`error_fields`.
-        where: it happened, for errors that are not Jackfield's.
+        where: the place where it happened, for errors that are not Jackfield's.
     """
     kind = globals().get(str(fields.get("class")))
     if not (isinstance(kind, type) and issubclass(kind, JackfieldError)):
@@ -253,114 +235,73 @@ def rebuilt_error(fields: Mapping[str, Any], where: str) -> JackfieldError:
     return kind(str(fields.get("message")), code=code, **details)
 
 
-def _rebuilt(kind: type[JackfieldError], message: str, details: dict[str, Any]) -> JackfieldError:
-    """An error that comes from another process."""
-    return kind(message, **details)
-
-
-class ConfigError(JackfieldError):
+class ConfigError(JackfieldError, code="config.invalid-value"):
     """A configuration file or an override is wrong."""
 
-    default_code = "config.invalid-value"
 
-
-class PluginError(JackfieldError):
+class PluginError(JackfieldError, code="plugin.requirement"):
     """A plugin cannot be used."""
 
-    default_code = "plugin.requirement"
 
-
-class PluginNotFound(PluginError):
+class PluginNotFound(PluginError, code="plugin.not-found"):
     """No plugin of that name is installed."""
 
-    default_code = "plugin.not-found"
 
-
-class PluginImportError(PluginError):
+class PluginImportError(PluginError, code="plugin.import"):
     """The plugin's module fails to import."""
 
-    default_code = "plugin.import"
 
-
-class DataError(JackfieldError):
+class DataError(JackfieldError, code="data.malformed"):
     """A task file, a tokenizer or a template is wrong."""
 
-    default_code = "data.malformed"
 
-
-class EngineError(JackfieldError):
+class EngineError(JackfieldError, code="engine.failed"):
     """A training engine refused or failed."""
 
-    default_code = "engine.failed"
 
-
-class RolloutError(JackfieldError):
+class RolloutError(JackfieldError, code="rollout.failed"):
     """A rollout server refused or failed."""
 
-    default_code = "rollout.failed"
 
-
-class AgentError(JackfieldError):
+class AgentError(JackfieldError, code="agent.failed"):
     """An agent loop broke its contract or failed."""
 
-    default_code = "agent.failed"
 
-
-class RewardError(JackfieldError):
+class RewardError(JackfieldError, code="reward.failed"):
     """A reward agent broke its contract or failed."""
 
-    default_code = "reward.failed"
 
-
-class QueueError(JackfieldError):
+class QueueError(JackfieldError, code="queue.invalid"):
     """The TransferQueue refused a request."""
 
-    default_code = "queue.invalid"
 
-
-class LeaseError(QueueError):
+class LeaseError(QueueError, code="queue.lease-epoch"):
     """A lease is unknown, expired or of an old epoch."""
 
-    default_code = "queue.lease-epoch"
 
-
-class QueueFull(QueueError):
+class QueueFull(QueueError, code="queue.full"):
     """Backpressure lasted beyond its deadline."""
 
-    default_code = "queue.full"
 
-
-class WireError(JackfieldError):
+class WireError(JackfieldError, code="wire.malformed"):
     """A message between processes was refused."""
 
-    default_code = "wire.malformed"
 
-
-class WeightsError(JackfieldError):
+class WeightsError(JackfieldError, code="weights.transfer"):
     """A weight synchronisation was lost, stale or corrupt."""
 
-    default_code = "weights.transfer"
 
-
-class ScheduleError(JackfieldError):
+class ScheduleError(JackfieldError, code="schedule.invalid"):
     """A schedule's staleness bound would be broken."""
 
-    default_code = "schedule.invalid"
 
-
-class RunError(JackfieldError):
+class RunError(JackfieldError, code="run.failed"):
     """A run cannot start, go on or be resumed."""
 
-    default_code = "run.failed"
 
-
-class WorkerLost(RunError):
+class WorkerLost(RunError, code="worker.died"):
     """A worker died, and with it what it was doing."""
 
-    default_code = "worker.died"
 
-
-class DeadlineExceeded(JackfieldError):
+class DeadlineExceeded(JackfieldError, code="deadline"):
     """A wait ended without what was waited for."""
-
-    default_code = "deadline"

@@ -8,22 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from jackfield.compose.resume import replace_text, storage_errors
+from jackfield.compose.resume import storage_errors
 from jackfield.compose.run import _first
 from jackfield.errors import JackfieldError, RunError
 
 
 def refusal(number: int) -> OSError:
     return OSError(number, os.strerror(number))
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    replace_text(file, "first")
-    replace_text(file, "second")
-    with pytest.raises(UnicodeEncodeError):
-        replace_text(file, "third, of which a part cannot be written: \ud800")
-    assert ("second", [file]) == (file.read_text(), list(tmp_path.iterdir()))
 
 
 def test_what_the_system_refuses_around_the_folder_is_about_the_folder(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackfield.config import RunConfig, explain, load_config, parse_override, show
+from jackfield.config import RunConfig, explain, load_config, show
 from jackfield.errors import ConfigError
+from jackfield.settings import parse_override
 
 
 @pytest.fixture

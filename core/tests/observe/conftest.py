@@ -16,7 +16,7 @@ from rich.console import Console
 
 from jackfield.abc.rollout import WeightReceipt
 from jackfield.clock import Clock
-from jackfield.observe import ObserveConfig, listeners
+from jackfield.observe import ObserveSettings, observers
 from jackfield.plugins.hooks import (
     EvaluationEnded,
     HookSpecs,
@@ -55,8 +55,8 @@ class FakeRun:
         self.clock = SetClock()
         self.text = TerminalText() if terminal else io.StringIO()
         self.console = Console(file=self.text, width=width, force_terminal=terminal or None, legacy_windows=False)
-        config = ObserveConfig(**(OFF | settings))
-        self.listeners = listeners(config, folder, self.console, clock=self.clock)
+        config = ObserveSettings(**(OFF | settings))
+        self.listeners = observers(config, folder, self.console, clock=self.clock)
         manager = pluggy.PluginManager("jackfield")
         manager.add_hookspecs(HookSpecs)
         for listener in self.listeners:

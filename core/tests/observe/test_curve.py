@@ -12,7 +12,7 @@ from PIL import Image
 
 from jackfield.errors import PluginError
 from jackfield.observe import curve, plot_learning_curve
-from jackfield.observe._files import read_lines
+from jackfield.observe.metrics import read_lines
 
 
 @pytest.fixture
@@ -96,12 +96,12 @@ def test_a_supervised_run_shows_its_loss(tmp_path, figures):
     assert "sft" == figures[0].legends[0].get_texts()[0].get_text()
 
 
-def test_rewards_outside_of_0_to_1_have_room(tmp_path, figures):
-    lines = [{"kind": "evaluation", "step": step, "time": step, "reward/mean": -3.0 * step} for step in range(3)]
+def test_scores_outside_of_0_to_1_have_room(tmp_path, figures):
+    lines = [{"kind": "evaluation", "step": step, "time": step, "score": -3.0 * step} for step in range(3)]
     plot_learning_curve([write(tmp_path / "a/metrics.jsonl", lines)], tmp_path / "curve.png", "a")
 
     assert figures[0].axes[0].get_ylim()[0] <= -6
-    assert "reward on held-out tasks" == figures[0].axes[0].get_ylabel()
+    assert "score on held-out tasks" == figures[0].axes[0].get_ylabel()
 
 
 def test_nothing_recorded_is_said(tmp_path, figures):
@@ -129,7 +129,7 @@ def test_the_mean_is_of_neighbours_on_both_sides():
 def test_a_run_draws_at_its_end_even_after_a_failure(make_run, figures, error):
     run = make_run(curve=True).start()
     run.evaluate(0, score=0.25)
-    run.step(1, reward=0.5, loss=math.nan)
+    run.step(1, **{"reward/mean": 0.5, "policy/loss": math.nan})
     run.evaluate(1, score=0.5)
     run.end(steps=1, error=error)
 
@@ -141,10 +141,10 @@ def test_a_run_draws_at_its_end_even_after_a_failure(make_run, figures, error):
 def test_a_resumed_run_draws_the_earlier_part_too(make_run, figures):
     first = make_run(metrics_file=True).start()
     for step in (1, 2, 3):
-        first.step(step, seconds=10, reward=0.5)
+        first.step(step, seconds=10, **{"reward/mean": 0.5})
         first.evaluate(step, score=step / 10)
     second = make_run(metrics_file=True, curve=True).start(first_step=2)
-    second.step(3, seconds=1, reward=0.6)
+    second.step(3, seconds=1, **{"reward/mean": 0.6})
     second.evaluate(3, score=0.9)
     second.end()
 
@@ -161,6 +161,6 @@ def test_a_run_that_never_started_draws_nothing(make_run):
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(PluginError, match=r"jackfield\[train\]") as caught:
+    with pytest.raises(PluginError) as caught:
         plot_learning_curve([warm_up(tmp_path / "metrics.jsonl")], tmp_path / "curve.png", "")
     assert "plugin.requirement" == caught.value.code

@@ -17,7 +17,7 @@ PLUGINS = {
 def a_whole_run(run) -> None:
     run.start(**PLUGINS)
     run.evaluate(0, score=0.25, failed=0.0, tasks=8.0)
-    run.step(1, seconds=2, **{"reward/mean": 0.5, "policy/loss": -0.00025, "samples": 64.0})
+    run.step(1, seconds=2, **{"reward/mean": 0.5, "policy/loss": -0.00025, "samples_per_second": 32.0})
     run.failures(1, a="deadline\npassed", b="deadline passed", c="no score")
     run.step(2, seconds=4, **{"reward/mean": 0.625, "policy/loss": 0.5, "samples_per_second": 20.0})
     run.evaluate(2, score=0.75, failed=0.125)
@@ -51,7 +51,7 @@ def test_without_a_terminal_there_are_plain_lines(make_run):
 def test_lines_come_no_more_often_than_the_interval_but_the_first_and_the_last_always(make_run):
     run = make_run(progress=True, progress_interval=3.0).start(total_steps=8)
     for step in range(1, 9):
-        run.step(step, seconds=1, loss=1.0)
+        run.step(step, seconds=1, **{"policy/loss": 1.0})
 
     assert ["1/8", "4/8", "7/8", "8/8"] == re.findall(r"step (\d+/\d+)", "\n".join(run.screen))
 
@@ -105,7 +105,7 @@ def test_on_a_terminal_there_is_a_bar_that_goes_away_at_the_end(make_run):
 
 def test_a_narrow_terminal_cuts_the_metrics_and_keeps_the_bar(make_run):
     run = make_run(terminal=True, width=60, progress=True).start()
-    run.step(3, seconds=2, reward=0.5, loss=0.25, samples_per_second=1000.0)
+    run.step(3, seconds=2, **{"reward/mean": 0.5, "policy/loss": 0.25}, samples_per_second=1000.0)
     run.end()
 
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", run.text.getvalue())

@@ -11,7 +11,7 @@ import pytest
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import ConfigError, PluginError, RunError
 from jackfield.runtime.function_reward import FunctionReward, FunctionRewardConfig
-from jackfield.structuring import structure, unstructure
+from jackfield.settings import structure, unstructure
 
 USER_CODE = """
 import asyncio

@@ -25,7 +25,7 @@ from typing import Any
 
 import attrs
 
-from jackfield.structuring import structure
+from jackfield.settings import structure
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, Outcome, checks, run_check
 from jackfield_conformance.subject import Subject
 

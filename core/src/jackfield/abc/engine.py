@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import attrs
 from attrs.validators import and_, deep_iterable, ge, gt, le, lt, optional
 
-from jackfield.structuring import option
+from jackfield.settings import option
 
 if TYPE_CHECKING:
     import torch

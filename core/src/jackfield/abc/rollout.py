@@ -15,7 +15,7 @@ import attrs
 from jackfield.abc.engine import ModelSpec
 from jackfield.clock import Clock
 from jackfield.errors import RolloutError
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = [
     "AbortRequest",

@@ -16,7 +16,7 @@ from jackfield.algorithms.options import NotNegative, Positive, above
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import masked_mean_std, require_finite, require_shapes, row_means
 from jackfield.errors import ConfigError
-from jackfield.structuring import option
+from jackfield.settings import option
 
 if TYPE_CHECKING:
     import torch

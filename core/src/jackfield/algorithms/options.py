@@ -16,7 +16,7 @@ import attrs
 from attrs.validators import and_, ge, gt, le, optional
 
 from jackfield.algorithms.registry import Part, signature
-from jackfield.structuring import range_of, structure, unstructure
+from jackfield.settings import range_of, structure, unstructure
 
 __all__ = ["ClipDual", "Epsilon", "NotNegative", "Positive", "Share", "above", "ascending", "check_values", "ranges"]
 

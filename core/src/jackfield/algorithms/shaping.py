@@ -12,7 +12,7 @@ from jackfield.algorithms.options import Epsilon, NotNegative, ascending
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import Groups, masked_mean_std, require_finite, require_shapes
 from jackfield.errors import ConfigError
-from jackfield.structuring import option
+from jackfield.settings import option
 
 if TYPE_CHECKING:
     import torch

@@ -29,7 +29,7 @@ def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) ->
     no new requests and ends those that it has; after deadlines.drain seconds they are generated again on the others.
     """
     from jackfield.runtime.control import list_replicas, scale_replicas
-    from jackfield.structuring import unstructure
+    from jackfield.settings import unstructure
 
     states = list_replicas(folder) if count is None else scale_replicas(folder, count, seconds=deadline)
     show(unstructure(states), map(_line, states))

@@ -29,7 +29,7 @@ from jackfield.runtime.control import ControlServer
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.replica_metrics import ReplicaMetrics
 from jackfield.runtime.replicas import Replicas
-from jackfield.structuring import unstructure
+from jackfield.settings import unstructure
 from jackfield.trainer import (
     Experts,
     Explorer,

@@ -22,10 +22,10 @@ from jackfield.clock import Clock
 from jackfield.compose.crew import CRITIC_COLUMNS, Crew, Needs
 from jackfield.compose.inputs import check_tokens, read_model, read_tasks
 from jackfield.compose.recipe import make_recipe
-from jackfield.compose.resume import replace_text
 from jackfield.compose.selection import interpreters
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, plugin_sections
+from jackfield.files import replace_file
 from jackfield.plugins import Registry, hook_manager, installed
 from jackfield.queue import Rows
 from jackfield.runtime.advantages import AdvantageWorker
@@ -307,7 +307,7 @@ class _RayCrew:
     def _note_places(self) -> None:
         """Who lives where, for people."""
         lines = {name: {"pid": place.pid, "node": place.address} for name, place in self._places.items()}
-        replace_text(Path(self._config.folder) / "workers.json", json.dumps(lines, indent=1))
+        replace_file(Path(self._config.folder) / "workers.json", json.dumps(lines, indent=1))
 
     def _engine_group(
         self, role: str, handles: Sequence[Any], places: Mapping[int, Place], backend: RemoteBackend

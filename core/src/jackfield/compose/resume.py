@@ -12,16 +12,16 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import attrs
 
 from jackfield.config import RunConfig, as_plain
 from jackfield.errors import RunError
+from jackfield.files import replace_file, seal, unseal
 from jackfield.queue.ledger import LedgerEnd, check_ledger
 from jackfield.queue.local import read_state
 from jackfield.queue.namespace import NAME_FILE
-from jackfield.sealed import seal, unseal
+from jackfield.settings import flatten
 from jackfield.trainer import Checkpoint, CheckpointStore
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "check_data",
     "folder_lock",
     "mark_finished",
-    "replace_text",
     "starting_point",
     "storage_error",
     "storage_errors",
@@ -187,7 +186,7 @@ def _clear_queue(folder: Path) -> None:
 
 def mark_finished(folder: Path, steps: int) -> None:
     """The model of the last step is in its place."""
-    replace_text(folder / _FINISHED, seal(json.dumps({"steps": steps})))
+    replace_file(folder / _FINISHED, seal(json.dumps({"steps": steps})))
 
 
 def _finished_steps(folder: Path) -> object:
@@ -204,16 +203,6 @@ def _finished_steps(folder: Path) -> object:
         return None
 
 
-def replace_text(file: Path, text: str) -> None:
-    """Write a file in one move; where that fails, it is as before."""
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def check_data(checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:
     """Compare the data with what the run had.
 
@@ -227,7 +216,7 @@ def check_data(checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:
 
 
 def _check_config(checkpoint: Checkpoint, config: RunConfig) -> None:
-    before, now = (_flat(values) for values in (checkpoint.state()["config"], as_plain(config)))
+    before, now = (flatten(values) for values in (checkpoint.state()["config"], as_plain(config)))
     for path in dict.fromkeys([*before, *now]):
         free = any(path == each or path.startswith(f"{each}.") for each in FREE)
         if not free and before.get(path) != now.get(path):
@@ -247,14 +236,3 @@ def _changed(checkpoint: Checkpoint, path: str, expected: str, found: str) -> Ru
         fix="give the run another folder, or the settings it had; checkpoint.resume=false removes what is there and "
         "begins anew",
     )
-
-
-def _flat(values: Any, path: str = "") -> dict[str, Any]:
-    """Plain values by their path; an empty mapping is nothing."""
-    if not isinstance(values, Mapping):
-        return {path: values}
-    return {
-        name: value
-        for key, inner in values.items()
-        for name, value in _flat(inner, f"{path}.{key}".lstrip(".")).items()
-    }

@@ -26,7 +26,6 @@ from jackfield.compose.resume import (
     DISK_ERRORS,
     StartingPoint,
     folder_lock,
-    replace_text,
     starting_point,
     storage_error,
     storage_errors,
@@ -36,8 +35,9 @@ from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
+from jackfield.files import replace_file
 from jackfield.imports import collection_paused
-from jackfield.observe import listeners
+from jackfield.observe import observers
 from jackfield.plugins import Registry, discover, hook_manager, require_capability
 from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.runtime.workers import one_line
@@ -104,7 +104,7 @@ async def run_async(
     registry, clock, stop = registry or discover(), clock or Clock(), stop or Stop(config.checkpoint.grace)
     config = _role_config(config, role)
     folder, trains = Path(config.folder), role in ("all", "train")
-    hooks = [*listeners(config.observe, folder, clock=clock), *hooks]
+    hooks = [*observers(config.observe, folder, clock=clock), *hooks]
     prepared = _prepare(config, registry, hooks, role, clock, stop)
     _make_folder(folder)
     with storage_errors(folder), nullcontext() if role == "explore" else folder_lock(folder):
@@ -113,7 +113,7 @@ async def run_async(
             start = starting_point(config, folder, prepared.tasks.digests)
         if start.finished:
             return RunResult(folder=folder, steps=start.step, finished_before=True)
-        replace_text(folder / "config.yaml", show(config))
+        replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
             make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
             for left in reversed(range(config.runtime.ray.recoveries + 1)):

@@ -19,7 +19,7 @@ from jackfield.runtime.replicas import Replicas
 from jackfield.runtime.revival import LastingServer, LastingWeights
 from jackfield.runtime.shared_device import SharedDevice
 from jackfield.runtime.workers import resubmitted
-from jackfield.structuring import unstructure
+from jackfield.settings import unstructure
 from jackfield.trainer import (
     BatchSource,
     Checkpointer,

@@ -10,7 +10,7 @@ import attrs
 from attrs.validators import and_, ge, gt, le, optional
 
 from jackfield.queue import Reuse
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = [
     "ControllerConfig",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import attrs
 from attrs.validators import ge, gt, le, optional
 
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = [
     "RayConfig",

@@ -15,10 +15,10 @@ from jackfield.algorithms import Correction, Shaping
 from jackfield.config.queue_sections import QueueConfig
 from jackfield.config.runtime_sections import RuntimeConfig
 from jackfield.data.tasks import TaskFormat
-from jackfield.observe import ObserveConfig
+from jackfield.observe import ObserveSettings
 from jackfield.plugins.environments import EnvironmentSettings
 from jackfield.pulse import SILENCE_SECONDS
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = [
     "AlgorithmConfig",
@@ -340,4 +340,4 @@ class RunConfig:
         help="the checkpoint_engine plugin, and its own settings; auto: in_process, nccl with runtime.name: ray, "
         "and shared where the rollout server has an interpreter of its own",
     )
-    observe: ObserveConfig = option(factory=ObserveConfig, help="what the run writes and shows")
+    observe: ObserveSettings = option(factory=ObserveSettings, help="what the run writes and shows")

@@ -32,7 +32,7 @@ from jackfield.data.conversations import (
 )
 from jackfield.data.sources import JsonLines, Records, Source, malformed, names
 from jackfield.errors import ConfigError, DataError
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = ["SeededOrder", "Task", "TaskFormat", "TaskSet"]
 

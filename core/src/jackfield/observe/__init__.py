@@ -1,31 +1,91 @@
 """What a run leaves for people: metrics, TensorBoard, sample tables, a timeline, a curve and its progress.
 
 Every observer is a listener on the lifecycle hooks of :mod:`jackfield.plugins.hooks`, none knows another, and
-nothing depends on them. A run makes them with :func:`listeners` and registers each with its plugin manager.
+nothing depends on them. A run makes them with :func:`observers` and registers each with its plugin manager.
 ``docs/reference/run_folder.md`` describes the files.
 """
 
 from __future__ import annotations
 
-from jackfield.observe.config import ObserveConfig
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jackfield.clock import Clock
+from jackfield.errors import PluginError
 from jackfield.observe.curve import LearningCurve, plot_learning_curve
-from jackfield.observe.event_files import TensorBoardFiles
-from jackfield.observe.factory import listeners
-from jackfield.observe.metrics_file import MetricsFile
+from jackfield.observe.metrics import MetricsFile
+from jackfield.observe.observer import Observer, ObserveSettings
 from jackfield.observe.progress import ProgressDisplay
-from jackfield.observe.sample_table import SampleTables, read_samples, render_samples
+from jackfield.observe.samples import SampleTables, read_samples, render_samples
+from jackfield.observe.tensorboard import TensorBoardFiles
 from jackfield.observe.timeline import Timeline
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "LearningCurve",
     "MetricsFile",
-    "ObserveConfig",
+    "ObserveSettings",
     "ProgressDisplay",
     "SampleTables",
     "TensorBoardFiles",
     "Timeline",
-    "listeners",
+    "observers",
     "plot_learning_curve",
     "read_samples",
     "render_samples",
 ]
+
+
+def observers(
+    settings: ObserveSettings, folder: Path, console: Console | None = None, *, clock: Clock | None = None
+) -> list[object]:
+    """Make the observers of a run, to be registered with its plugin manager in any order.
+
+    Args:
+        settings: which ones, and their settings.
+        folder: the run's folder; it need not exist yet. Nothing is written before ``run_started``.
+        console: where progress and warnings go; by default standard error.
+        clock: the run's clock, in whose times ``StageEnded`` is; by default real time.
+
+    Returns:
+        Objects with methods marked ``hookimpl``. When one of them fails it raises a :class:`RunError` that names it,
+        or prints that with ``on_error="warn"``, and listens no more. At the run's end it only prints.
+
+    Raises:
+        PluginError: ``plugin.requirement``, when a setting needs a package that is not installed.
+    """
+    from rich.console import Console as RichConsole
+
+    if settings.tensorboard:
+        _require("tensorboard", "observe.tensorboard")
+    if settings.curve:
+        _require("matplotlib", "observe.curve")
+    screen, time = console or RichConsole(stderr=True), clock or Clock()
+
+    def report(text: str) -> None:
+        screen.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    chosen: dict[type[Observer], bool] = {
+        MetricsFile: settings.metrics_file,
+        TensorBoardFiles: settings.tensorboard,
+        SampleTables: settings.sample_table,
+        Timeline: settings.timeline,
+        LearningCurve: settings.curve,
+    }
+    made: list[object] = [make(settings, folder, report, time) for make, wanted in chosen.items() if wanted]
+    return [*made, ProgressDisplay(settings, folder, report, time, screen)] if settings.progress else made
+
+
+def _require(package: str, setting: str) -> None:
+    """Refuse a setting whose package is not installed; imports nothing."""
+    if importlib.util.find_spec(package) is None:
+        raise PluginError(
+            f"{package} is not installed",
+            code="plugin.requirement",
+            where=setting,
+            expected=f"the package {package}, which {setting} needs",
+            fix=f"install jackfield[train], or set {setting}=false",
+        )

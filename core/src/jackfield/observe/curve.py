@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from jackfield.errors import JackfieldError, PluginError
-from jackfield.observe._files import number, read_lines, replace
-from jackfield.observe._listener import Listener, listens
-from jackfield.observe.names import LOSS, REWARD, SCORE, find, pick, shown
-from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, StepEnded
+from jackfield.errors import PluginError
+from jackfield.files import replace_file
+from jackfield.observe.metrics import number, read_lines
+from jackfield.observe.observer import MetricsObserver, listens
+from jackfield.plugins.hooks import RunEnded, RunStarted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["LearningCurve", "plot_learning_curve"]
 
+_SCORE, _REWARD, _LOSS = "score", "reward/mean", "policy/loss"
 _SIZE = (12.0, 7.0)  # inches; at 100 dots per inch, 1200 x 700 pixels
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6a3d9a", "#8c564b")
 _QUIET = "#8a8f98"
 _NOTE: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "color": _QUIET, "fontsize": 9}
 
 
-class LearningCurve(Listener):
+class LearningCurve(MetricsObserver):
     """Draws ``learning_curve.png`` when the run ends, also after a failure."""
 
     name = "learning curve"
@@ -37,41 +38,26 @@ class LearningCurve(Listener):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._lines: list[dict[str, Any]] = []
-        self._title = ""
-        self._origin: float | None = None
+        self._title: str | None = None
 
     @listens()
     def run_started(self, event: RunStarted) -> None:
         """Start, after the points that a resumed run's metrics file has."""
         if event.first_step > 0:
-            self._lines = list(read_lines(self._folder / "metrics.jsonl", event.first_step))
-        worked = max((float(line.get("time", 0)) for line in self._lines), default=0.0)
-        self._origin = self._clock.time() - worked
+            self._lines = list(read_lines(self.folder / "metrics.jsonl", event.first_step))
+        self.go_on(self._lines)
         self._title = event.name
 
-    @listens()
-    def step_ended(self, event: StepEnded) -> None:
-        """Remember the reward and the loss."""
-        self._remember("step", event.step, event.metrics, (REWARD, LOSS))
-
-    @listens()
-    def evaluation_ended(self, event: EvaluationEnded) -> None:
-        """Remember the score."""
-        self._remember("evaluation", event.step, event.metrics, (SCORE,))
+    def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Remember what is drawn."""
+        drawn = {name: number(metrics[name]) for name in (_SCORE, _REWARD, _LOSS) if name in metrics}
+        self._lines.append({"kind": kind, "step": step, "time": self.seconds(), **drawn})
 
     @listens()
     def run_ended(self, event: RunEnded) -> None:
         """Draw; a run that never started has nothing to draw."""
-        if self._origin is not None:
-            series = _series([self._lines], [self._title], self._title)
-            _draw([series], self._folder / self.output, self._title, None)
-
-    def _remember(
-        self, kind: str, step: int, metrics: Mapping[str, float], quantities: Sequence[tuple[str, ...]]
-    ) -> None:
-        seconds = self._clock.time() - (self._origin or 0.0)
-        keys = [key for key in (find(metrics, names) for names in quantities) if key is not None]
-        self._lines.append({"kind": kind, "step": step, "time": seconds, **{key: number(metrics[key]) for key in keys}})
+        if self._title is not None:
+            _draw([_join([self._lines], [self._title], self._title)], self.path, self._title, None)
 
 
 def plot_learning_curve(
@@ -84,9 +70,8 @@ def plot_learning_curve(
 ) -> None:
     """Draw the learning curves of one or several runs: 1200 x 700 pixels.
 
-    Above, the evaluations' accuracy (or mean score, or reward: what they report) over steps and over seconds; below,
-    the training reward of each step with its moving mean, or the training loss where no run has a reward (supervised
-    fine-tuning).
+    Above, the evaluations' score over steps and over seconds; below, the training reward of each step with its moving
+    mean, or the training loss where no run has a reward (supervised fine-tuning).
 
     Args:
         metrics_files: one ``metrics.jsonl`` per curve. A sequence of files is one curve whose phases follow each
@@ -108,8 +93,8 @@ def plot_learning_curve(
     if len(names) != len(curves):
         raise ValueError(f"there are {len(curves)} curves, but {len(names)} labels")
     series = [
-        _series([read_lines(path) for path in paths], [path.resolve().parent.name for path in paths], name)
-        for paths, name in zip(curves, names, strict=True)
+        _join([read_lines(path) for path in paths], [path.resolve().parent.name for path in paths], name, index)
+        for index, (paths, name) in enumerate(zip(curves, names, strict=True))
     ]
     _draw(series, png, title, target)
 
@@ -119,36 +104,31 @@ class _Series:
     """One curve. Points are (step, value) or (step, seconds, value), in order."""
 
     label: str
+    colour: str
     score: list[tuple[int, float, float]] = attrs.field(factory=list)
-    score_name: str = "score"
     reward: list[tuple[int, float]] = attrs.field(factory=list)
     loss: list[tuple[int, float]] = attrs.field(factory=list)
     phases: list[tuple[int, float, str]] = attrs.field(factory=list)  #: where each phase after the first begins
 
 
-def _series(phases: Sequence[Iterable[Mapping[str, Any]]], names: Sequence[str], label: str) -> _Series:
-    series = _Series(label)
-    step_base, time_base = 0, 0.0
-    for index, (lines, name) in enumerate(zip(phases, names, strict=True)):
-        if index:
+def _join(phases: Sequence[Iterable[Mapping[str, Any]]], names: Sequence[str], label: str, index: int = 0) -> _Series:
+    """Read one curve from the lines of its phases; their steps and seconds are added up."""
+    series = _Series(label, _COLOURS[index % len(_COLOURS)])
+    step_base, time_base = last_step, last_time = 0, 0.0
+    for lines, name in zip(phases, names, strict=True):
+        if lines is not phases[0]:
             series.phases.append((step_base, time_base, name))
-        last_step, last_time = 0, 0.0
         scores: dict[int, tuple[int, float, float]] = {}  # a step evaluated again after a resume counts once
         for line in lines:
-            step, seconds = int(line.get("step", 0)), float(line.get("time", 0.0))
+            step, seconds = step_base + int(line.get("step", 0)), time_base + float(line.get("time", 0.0))
             last_step, last_time = max(last_step, step), max(last_time, seconds)
-            if line.get("kind") == "evaluation":
-                key = find(line, SCORE)
-                if key is not None and _is_finite(line[key]):
-                    series.score_name = shown(key)
-                    scores[step] = (step_base + step, time_base + seconds, line[key])
+            if line.get("kind") == "evaluation" and _is_finite(line.get(_SCORE)):
+                scores[step] = (step, seconds, line[_SCORE])
             elif line.get("kind") == "step":
-                for names_of, points in ((REWARD, series.reward), (LOSS, series.loss)):
-                    value = pick(line, names_of)
-                    if value is not None and _is_finite(value):
-                        points.append((step_base + step, value))
-        series.score.extend(scores[step] for step in sorted(scores))
-        step_base, time_base = step_base + last_step, time_base + last_time
+                series.reward += [(step, line[_REWARD])] if _is_finite(line.get(_REWARD)) else []
+                series.loss += [(step, line[_LOSS])] if _is_finite(line.get(_LOSS)) else []
+        series.score += [scores[step] for step in sorted(scores)]
+        step_base, time_base = last_step, last_time
     return series
 
 
@@ -157,14 +137,13 @@ def _is_finite(value: Any) -> bool:
 
 
 def _distinct(paths: Sequence[Path]) -> list[str]:
-    """The shortest names of the files' folders that differ."""
+    """Find the shortest names of the files' folders that differ."""
     folders = [path.resolve().parent.parts for path in paths]
-    deepest = max((len(parts) for parts in folders), default=1)
-    for depth in range(1, deepest + 1):
-        names = ["/".join(parts[-depth:]) for parts in folders]
-        if len(set(names)) == len(names):
-            return names
-    return [str(Path(*parts)) for parts in folders]
+    deepest = max(map(len, folders), default=1)
+    candidates = [["/".join(parts[-depth:]) for parts in folders] for depth in range(1, deepest + 1)]
+    return next(
+        (names for names in candidates if len(set(names)) == len(names)), [str(Path(*parts)) for parts in folders]
+    )
 
 
 def _draw(series: Sequence[_Series], png: Path, title: str, target: float | None) -> None:
@@ -173,7 +152,13 @@ def _draw(series: Sequence[_Series], png: Path, title: str, target: float | None
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise _missing(error) from error
+        raise PluginError(
+            "matplotlib cannot be imported",
+            code="plugin.requirement",
+            expected="the package matplotlib, which draws learning curves",
+            found=str(error),
+            fix="install jackfield[train]",
+        ) from error
 
     figure = Figure(figsize=_SIZE, dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
@@ -186,21 +171,20 @@ def _draw(series: Sequence[_Series], png: Path, title: str, target: float | None
     _legend(figure, series)
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    replace(png, [picture.getvalue()])
+    replace_file(png, picture.getvalue())
 
 
 def _draw_scores(axes: Axes, series: Sequence[_Series], unit: int, x_label: str, target: float | None) -> None:
-    """Scores over steps (unit 0) or seconds (unit 1)."""
-    name = next((one.score_name for one in series if one.score), "score")
-    _dress(axes, x_label, f"{name} on held-out tasks", f"Evaluation over {('steps', 'seconds')[unit]}")
+    """Draw scores over steps (unit 0) or seconds (unit 1)."""
+    _dress(axes, x_label, "score on held-out tasks", f"Evaluation over {('steps', 'seconds')[unit]}")
     if all(0 <= point[2] <= 1 for one in series for point in one.score):
         axes.set_ylim(-0.02, 1.04)
     if not any(one.score for one in series):
         _say(axes, "no evaluation was recorded")
         return
-    for one, colour in zip(series, _colours(series), strict=True):
+    for one in series:
         x, y = [point[unit] for point in one.score], [point[2] for point in one.score]
-        axes.plot(x, y, color=colour, marker="o", markersize=4, linewidth=1.8)
+        axes.plot(x, y, color=one.colour, marker="o", markersize=4, linewidth=1.8)
     axes.set_xlim(left=0)
     axes.margins(x=0.08)
     last = sorted(one.score[-1][2] for one in series if one.score)
@@ -234,11 +218,11 @@ def _draw_training(axes: Axes, series: Sequence[_Series]) -> None:
     if not any(one.reward or one.loss for one in series):
         _say(axes, "no step was recorded")
         return
-    for one, colour in zip(series, _colours(series), strict=True):
+    for one in series:
         points = one.reward if rewarded else one.loss
         x, y = [point[0] for point in points], [point[1] for point in points]
-        axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.28)
-        axes.plot(x, _moving_mean(y, _window(series)), color=colour, linewidth=2)
+        axes.plot(x, y, color=one.colour, linewidth=0.9, alpha=0.28)
+        axes.plot(x, _moving_mean(y, _window(series)), color=one.colour, linewidth=2)
     axes.margins(x=0.02)
 
 
@@ -246,8 +230,8 @@ def _legend(figure: Figure, series: Sequence[_Series]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], color=colour, linewidth=2, marker="o", markersize=4, label=_plain(one.label))
-        for one, colour in zip(series, _colours(series), strict=True)
+        Line2D([], [], color=one.colour, linewidth=2, marker="o", markersize=4, label=_plain(one.label))
+        for one in series
     ]
     if any(one.reward or one.loss for one in series):
         handles.append(Line2D([], [], color="black", linewidth=0.9, alpha=0.35, label="each step"))
@@ -269,18 +253,14 @@ def _say(axes: Axes, text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=_QUIET)
 
 
-def _colours(series: Sequence[_Series]) -> list[str]:
-    return [_COLOURS[index % len(_COLOURS)] for index in range(len(series))]
-
-
 def _window(series: Sequence[_Series]) -> int:
-    """Steps in the moving mean: about a tenth of the longest curve, an odd number from 1 to 51."""
+    """Choose the steps in the moving mean: about a tenth of the longest curve, an odd number from 1 to 51."""
     longest = max(len(one.reward) or len(one.loss) for one in series)
     return 2 * min(25, longest // 20) + 1
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and its neighbours, as many on either side, fewer towards the ends."""
+    """Compute the mean of each value and its neighbours, as many on either side, fewer towards the ends."""
     means = []
     for index in range(len(values)):
         reach = min(window // 2, index, len(values) - 1 - index)
@@ -289,15 +269,5 @@ def _moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _plain(text: str) -> str:
-    """Text in which matplotlib sees no formulas, and a legend no private name."""
+    """Return a text in which matplotlib sees no formulas, and a legend no private name."""
     return (" " + text if text.startswith("_") else text).replace("$", r"\$")
-
-
-def _missing(error: ImportError) -> JackfieldError:
-    return PluginError(
-        "matplotlib cannot be imported",
-        code="plugin.requirement",
-        expected="the package matplotlib, which draws learning curves",
-        found=str(error),
-        fix="install jackfield[train]",
-    )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jackfield.observe._files import AppendFile, encode, replace
-from jackfield.observe._listener import Listener, listens
-from jackfield.plugins.hooks import RunEnded, RunStarted, StageEnded
+from jackfield.files import replace_file
+from jackfield.observe.metrics import encode
+from jackfield.observe.observer import Observer, listens
+from jackfield.plugins.hooks import RunStarted, StageEnded
 
 __all__ = ["Timeline"]
 
@@ -18,7 +19,7 @@ _REMEMBERED = 64  # earlier stages of a track against which a new one is checked
 _SLACK = 1e-6  # seconds by which stages that follow each other may overlap on paper
 
 
-class Timeline(Listener):
+class Timeline(Observer):
     """Writes ``trace.json``: one lane per ``StageEnded.lane``, times in microseconds since the run's start.
 
     The file is valid JSON after every event, so also when the run is killed. Stages of one lane that overlap without
@@ -32,9 +33,7 @@ class Timeline(Listener):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._file: AppendFile | None = None
         self._early: list[StageEnded] = []
-        self._origin = 0.0
         self._empty = True
         self._tracks: dict[str, int] = {}
         self._open: dict[str, list[tuple[float, float]]] = {}
@@ -42,12 +41,10 @@ class Timeline(Listener):
     @listens()
     def run_started(self, event: RunStarted) -> None:
         """Open the file; a resumed run goes on where the last kept stage ended."""
-        path = self._folder / self.output
-        kept = _stages(path.read_bytes(), event.first_step) if event.first_step > 0 and path.exists() else []
-        worked = max((stage["ts"] + stage["dur"] for stage in kept), default=0.0) / 1e6
-        self._origin = self._clock.time() - worked
-        replace(path, [_HEAD, _TAIL])
-        self._file = AppendFile(path, _TAIL)
+        kept = _stages(self.path.read_bytes(), event.first_step) if event.first_step > 0 and self.path.exists() else []
+        self.go_on({"time": (stage["ts"] + stage["dur"]) / 1e6} for stage in kept)
+        replace_file(self.path, _HEAD + _TAIL)
+        self.open_file(self.path, _TAIL)
         self._append(_metadata("process_name", 0, name=event.name))
         for stage in kept:
             track = self._track(stage["cat"], stage["ts"] / 1e6, (stage["ts"] + stage["dur"]) / 1e6)
@@ -59,38 +56,19 @@ class Timeline(Listener):
     @listens()
     def stage_ended(self, event: StageEnded) -> None:
         """Write a stage; those before the run's start (loading a model) wait for it."""
-        if self._file is None:
+        if not self._files:
             self._early.append(event)
         else:
             self._stage(event)
 
-    @listens()
-    def run_ended(self, event: RunEnded) -> None:
-        """Close the file."""
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
     def _stage(self, event: StageEnded) -> None:
         start, end = event.start - self._origin, event.end - self._origin
-        stage = {
-            "name": event.name,
-            "cat": event.lane,
-            "ph": "X",
-            "ts": round(start * 1e6, 3),
-            "dur": round(max(end - start, 0.0) * 1e6, 3),
-            "pid": 1,
-            "tid": self._track(event.lane, start, end),
-            "args": {"step": event.step},
-        }
-        self._append(stage)
+        times = {"ts": round(start * 1e6, 3), "dur": round(max(end - start, 0.0) * 1e6, 3)}
+        track = {"pid": 1, "tid": self._track(event.lane, start, end), "args": {"step": event.step}}
+        self._append({"name": event.name, "cat": event.lane, "ph": "X", **times, **track})
 
     def _track(self, lane: str, start: float, end: float) -> int:
-        """The first track of the lane in which the stage nests."""
+        """Find the first track of the lane in which the stage nests."""
         for count in range(1, len(self._tracks) + 2):
             name = lane if count == 1 else f"{lane} ({count})"
             stages = self._open.setdefault(name, [])
@@ -109,8 +87,7 @@ class Timeline(Listener):
         return track
 
     def _append(self, event: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.append((b"" if self._empty else b",\n") + encode(event))
+        self.append((b"" if self._empty else b",\n") + encode(event))
         self._empty = False
 
 
@@ -119,7 +96,7 @@ def _metadata(kind: str, track: int, **arguments: Any) -> dict[str, Any]:
 
 
 def _stages(trace: bytes, completed: int) -> list[dict[str, Any]]:
-    """The stages of an earlier trace up to the end of the completed steps; of a file that something tore, none."""
+    """Read the stages of an earlier trace up to the end of the completed steps; a torn file has none."""
     try:
         events = [event for event in json.loads(trace) if event.get("ph") == "X"]
     except ValueError:

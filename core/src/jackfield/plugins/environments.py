@@ -18,7 +18,7 @@ import attrs
 
 from jackfield.errors import PluginError
 from jackfield.plugins.interpreters import environment_of, environment_python, resolve_interpreter
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = ["EnvironmentSettings", "create_environment", "requirement_as_installed"]
 

@@ -13,7 +13,7 @@ import attrs
 
 from jackfield.abc import ABI_VERSIONS, KINDS
 from jackfield.errors import PluginError
-from jackfield.structuring import structure
+from jackfield.settings import structure
 
 __all__ = [
     "CapabilityLevel",

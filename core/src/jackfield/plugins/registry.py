@@ -17,7 +17,7 @@ from jackfield.imports import collection_paused
 from jackfield.plugins.discovery import PluginRecord, find_plugins
 from jackfield.plugins.manifest import Manifest
 from jackfield.plugins.structure import check_settings_class, check_structure
-from jackfield.structuring import structure
+from jackfield.settings import structure
 
 __all__ = ["LoadedPlugin", "Registry", "discover", "import_module", "import_object", "installed", "load_plugin"]
 

@@ -23,8 +23,8 @@ import xxhash
 
 from jackfield.abc.transfer_queue import SnapshotResult
 from jackfield.errors import QueueError
+from jackfield.files import replace_file, seal, unseal
 from jackfield.queue.cells import Cell
-from jackfield.sealed import seal, unseal
 
 __all__ = ["BATCH_BYTES", "BATCH_ROWS", "ArchiveWriter", "ArchivedRow", "batches", "read_archive", "write_archive"]
 
@@ -94,12 +94,7 @@ class ArchiveWriter:
             "files": sizes,
             "rows_digest": self._digest.hexdigest(),
         }
-        partial = self._folder / f"{_INDEX}.partial"
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(seal(json.dumps(index)))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._folder / _INDEX)
+        replace_file(self._folder / _INDEX, seal(json.dumps(index)))
         self._finished = True
         return SnapshotResult(rows=self._row_count, bytes=self._byte_count)
 

@@ -2,7 +2,7 @@
 
 A line is in the file when the queue's call returns, so the ledger of a killed run is complete up to the kill. A run
 that resumes takes nothing out: it appends a rollback that names what the restored checkpoint does not contain. Each
-line has a digest of itself and all lines before it (:mod:`jackfield.sealed`), and a checkpoint knows length and digest.
+line has a digest of itself and all lines before it (:mod:`jackfield.files`), and a checkpoint knows length and digest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from jackfield.errors import QueueError
-from jackfield.sealed import seal, seal_of, unseal
+from jackfield.files import seal, seal_of, unseal
 
 __all__ = ["Ledger", "LedgerEnd", "check_ledger", "effective_acks", "read_ledger"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +14,7 @@ import attrs
 
 from jackfield.abc.transfer_queue import SnapshotRequest
 from jackfield.errors import QueueError
+from jackfield.files import replace_file, seal, unseal
 from jackfield.queue.archive import write_archive
 from jackfield.queue.journal import read_journal, saved_rows
 from jackfield.queue.ledger import LedgerEnd
@@ -25,7 +25,6 @@ from jackfield.queue.missing import some
 from jackfield.queue.snapshot import FORMAT, load_state, state_dict
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.waiting import wait
-from jackfield.sealed import seal, unseal
 
 __all__ = ["STATE_FILE", "VALUES_FOLDER", "LocalQueue", "read_state"]
 
@@ -98,12 +97,7 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
         folder.mkdir(parents=True, exist_ok=True)
         async with self._deleting:
             text = await self._cut(folder, again_from or {})
-        partial = folder / f"{STATE_FILE}.partial"
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(seal(text))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / STATE_FILE)
+        replace_file(folder / STATE_FILE, seal(text))
         for kept in (self._journal, self._ledger):
             if kept is not None:
                 kept.sync()

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import inspect
 import json
-import os
 import typing
 from collections.abc import AsyncIterator, Mapping, Set
 from pathlib import Path
@@ -21,11 +20,12 @@ from typing import Any, Literal, cast
 import attrs
 
 from jackfield.errors import QueueError
+from jackfield.files import replace_file
 from jackfield.pulse import Process
 from jackfield.queue.samplers import Sampler, SamplerSpec
 from jackfield.queue.transfer_queue import TransferQueue
+from jackfield.settings import structure
 from jackfield.sockets import Keys
-from jackfield.structuring import structure
 from jackfield.wire import Schema
 
 __all__ = ["METHODS", "REPLIES", "REQUESTS", "ControllerAddress", "Method", "method", "plain"]
@@ -160,17 +160,12 @@ class ControllerAddress:
 
     def write(self, path: Path) -> None:
         """Write it, for this user's eyes only: who can read it may change the queue."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             **attrs.asdict(self),
             "secret": self.secret.hex(),
             "keys": None if self.keys is None else self.keys.of_clients(),
         }
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        partial.replace(path)
+        replace_file(path, json.dumps(content), mode=0o600)
 
     @classmethod
     def read(cls, path: Path) -> ControllerAddress:

@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 
 from jackfield.errors import QueueError
+from jackfield.files import replacing
 from jackfield.queue.cells import Cell, cells_of
 from jackfield.queue.columns import dense_column, json_column
 
@@ -60,8 +61,7 @@ def write_rows(file: Path, rows: Callable[[], Iterable[StoredRow]]) -> int:
     Raises:
         QueueError: ``queue.extra`` where pyarrow is missing.
     """
-    partial = file.with_name(f"{file.name}.partial")
-    try:
+    with replacing(file) as partial:
         if file.suffix == ".parquet":
             from jackfield.queue.parquet import write_parquet
 
@@ -72,9 +72,6 @@ def write_rows(file: Path, rows: Callable[[], Iterable[StoredRow]]) -> int:
                 for row in rows():
                     lines.write(json.dumps(_as_json(row), ensure_ascii=False, allow_nan=False) + "\n")
                     count += 1
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
     return count
 
 

@@ -17,7 +17,7 @@ import attrs
 from attrs.validators import ge
 
 from jackfield.errors import QueueError
-from jackfield.structuring import option, structure
+from jackfield.settings import option, structure
 
 __all__ = [
     "SAMPLERS",

@@ -26,8 +26,8 @@ from jackfield.pulse import LOOKS, Process, Work, silence
 from jackfield.queue.local import LocalQueue
 from jackfield.queue.meta import BatchMeta
 from jackfield.queue.protocol import REPLIES, REQUESTS, ControllerAddress, Method, method, plain
+from jackfield.settings import structure
 from jackfield.sockets import Gate, Keys, is_loopback, listening, pieces, readable, whole
-from jackfield.structuring import structure
 from jackfield.wire import Limits, Message, Wire
 
 __all__ = ["QueueServer"]

@@ -20,7 +20,7 @@ from typing import Any
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RunError, error_fields, rebuilt_error
 from jackfield.runtime.replicas import Replicas, ReplicaState
-from jackfield.structuring import structure, unstructure
+from jackfield.settings import structure, unstructure
 
 __all__ = ["ControlServer", "list_replicas", "scale_replicas"]
 

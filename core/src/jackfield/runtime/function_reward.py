@@ -13,7 +13,7 @@ from jackfield.errors import RewardError
 from jackfield.plugins.interpreters import resolve_interpreter
 from jackfield.runtime.samples import not_finite
 from jackfield.runtime.worker import UserCodePool, WorkerLimits
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = ["FunctionReward", "FunctionRewardConfig"]
 

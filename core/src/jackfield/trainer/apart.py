@@ -11,7 +11,7 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.queue import TransferQueue
-from jackfield.structuring import structure
+from jackfield.settings import structure
 from jackfield.trainer.schedule import Progress
 from jackfield.trainer.stages import Stages
 from jackfield.weights import Posted, WeightFollower, WeightSynchronizer

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: each whole or not there, the newest few kept.
+"""The folder of a run's checkpoints: each is whole or absent, and the newest few are kept.
 
 ::
 
@@ -15,30 +15,27 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
-import xxhash
 
 from jackfield.errors import RunError
-from jackfield.sealed import seal, unseal
+from jackfield.files import digest_of, seal, sync, sync_tree, unseal
 
 __all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
 
 FORMAT = 2
 _MANIFEST, _STATE = "manifest.json", "state.json"
 _NAME = re.compile(r"step_(\d{8,})")
-_CHUNK = 1 << 22
 
 
 @attrs.frozen(kw_only=True)
 class Checkpoint:
-    """One that is complete."""
+    """A checkpoint that is complete."""
 
     folder: Path
     step: int  #: completed steps
@@ -46,11 +43,11 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(size for size, _ in self.files.values())
 
     def state(self) -> dict[str, Any]:
-        """What ``state.json`` holds; :meth:`verify` comes first.
+        """Read ``state.json``; :meth:`verify` comes first.
 
         Raises:
             RunError: ``run.checkpoint-damaged``.
@@ -58,49 +55,44 @@ class Checkpoint:
         try:
             found: dict[str, Any] = json.loads((self.folder / _STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise _damaged(self.folder, _STATE, "JSON", f"{type(error).__name__}: {error}") from error
+            raise _damaged(self.folder / _STATE, "JSON", f"{type(error).__name__}: {error}") from error
         return found
 
     def verify(self, part: str = "", *, contents: bool = True) -> None:
         """Compare files with the manifest.
 
         Args:
-            part: the folder in the checkpoint whose files are compared; all, where it is not given.
-            contents: also digests, not only sizes.
+            part: the folder in the checkpoint whose files are compared; by default all are.
+            contents: compare digests too, not only sizes.
 
         Raises:
             RunError: ``run.checkpoint-damaged``, naming the first file that differs.
         """
         for name, (size, digest) in self.files.items():
+            path = self.folder / name
             if not name.startswith(part):
                 continue
-            path = self.folder / name
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                raise _damaged(self.folder, name, f"{size} bytes", "no file" if found is None else f"{found} bytes")
-            if contents and _digest(path) != digest:
-                raise _damaged(self.folder, name, f"contents of digest {digest}", "other contents")
+            found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
+            if found != f"{size} bytes":
+                raise _damaged(path, f"{size} bytes", found)
+            if contents and digest_of(path) != digest:
+                raise _damaged(path, f"contents of digest {digest}", "other contents")
 
 
+@attrs.define
 class CheckpointStore:
     """Writes, finds and removes checkpoints. One process at a time uses a store."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        """
-        Args:
-            folder: of the checkpoints; made with the first one.
-            keep: how many of the newest stay.
-        """
-        self.folder = folder
-        self.keep = keep
+    folder: Path  #: is made with the first checkpoint
+    keep: int = 2  #: how many of the newest stay
 
     def folders(self) -> dict[int, Path]:
-        """Of the checkpoints, whole or damaged, by their steps, the oldest first."""
-        named = [(_NAME.fullmatch(path.name), path) for path in _children(self.folder)]
-        return dict(sorted((int(match[1]), path) for match, path in named if match is not None))
+        """List the folders of checkpoints, whole or damaged, by their steps, the oldest first."""
+        named = [(_NAME.fullmatch(path.name), path) for path in self._children()]
+        return dict(sorted((int(match[1]), path) for match, path in named if match))
 
     def checkpoints(self) -> dict[int, Checkpoint | RunError]:
-        """By their steps, the oldest first; in the place of one whose manifest or files' sizes are wrong, the error.
+        """List checkpoints by their steps, the oldest first, with the error of each that is visibly damaged.
 
         Raises:
             RunError: ``run.checkpoint-format``.
@@ -108,7 +100,7 @@ class CheckpointStore:
         return {step: _attempt(step, path, contents=False) for step, path in self.folders().items()}
 
     def newest(self, part: str = "", *, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
-        """The newest one that is whole; a warning names those that are newer and damaged.
+        """Find the newest whole checkpoint; a warning names those that are newer and damaged.
 
         Args:
             part: the folder in the checkpoint that has to be whole.
@@ -122,13 +114,14 @@ class CheckpointStore:
         damaged: dict[Path, RunError] = {}
         for step, path in reversed(self.folders().items()):
             found = _attempt(step, path, part)
-            if isinstance(found, Checkpoint):
-                if check is not None:
-                    check(found)
-                for worse, error in damaged.items():
-                    self._name_damaged(worse, error, step, sets_aside=check is not None)
-                return found
-            damaged[path] = found
+            if isinstance(found, RunError):
+                damaged[path] = found
+                continue
+            if check is not None:
+                check(found)
+            for worse, error in damaged.items():
+                _report_damaged(worse, error, step, sets_aside=check is not None)
+            return found
         if not damaged:
             return None
         errors = list(damaged.values())
@@ -138,44 +131,29 @@ class CheckpointStore:
             where=str(self.folder),
             expected=f"{errors[0].expected} in {errors[0].where}",
             found="; ".join(f"{error.where}: {error.found}" for error in errors),
-            fix="restore the files of one of them from a copy, or begin anew with checkpoint.resume=false, which "
-            "removes what is there",
-        )
-
-    @staticmethod
-    def _name_damaged(folder: Path, error: RunError, step: int, *, sets_aside: bool) -> None:
-        done = ""
-        if sets_aside:
-            aside = folder.with_name(f"{folder.name}.damaged")
-            _remove(aside)
-            folder.rename(aside)
-            done = f"; it is now {aside}"
-        logging.getLogger("jackfield").warning(
-            "the checkpoint %s is damaged (%s: expected %s, found %s)%s; the newest whole one is taken, of step %d",
-            *(folder, error.where, error.expected, error.found, done, step),
+            fix="restore the files of one of them from a copy, or start from the beginning with "
+            "checkpoint.resume=false, which removes what is there",
         )
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of ``step`` into."""
-        partial = self._partial(step)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        return partial
+        """Make an empty folder to write the checkpoint of ``step`` into."""
+        self.discard(step)
+        self._partial(step).mkdir(parents=True)
+        return self._partial(step)
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
         """Add state and manifest, bring everything to the disk, and give the folder its name."""
         partial, final = self._partial(step), self.folder / f"step_{step:08d}"
         (partial / _STATE).write_text(json.dumps(state, ensure_ascii=False, indent=1), encoding="utf-8")
-        files = {str(path.relative_to(partial)): path for path in _files(partial)}
-        record = {name: (path.stat().st_size, _digest(path)) for name, path in files.items()}
-        manifest = json.dumps({"format": FORMAT, "step": step, "files": record}, ensure_ascii=False, indent=1)
+        paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+        files = {str(path.relative_to(partial)): (path.stat().st_size, digest_of(path)) for path in paths}
+        manifest = json.dumps({"format": FORMAT, "step": step, "files": files}, ensure_ascii=False, indent=1)
         (partial / _MANIFEST).write_text(seal(manifest), encoding="utf-8")
-        for path in (*files.values(), partial / _MANIFEST, *_folders(partial)):
-            _sync(path)
-        self._take_away(final)
+        sync_tree(partial)
+        _take_away(final)
         partial.rename(final)
-        _sync(self.folder)
-        return Checkpoint(folder=final, step=step, files=record)
+        sync(self.folder)
+        return Checkpoint(folder=final, step=step, files=files)
 
     def discard(self, step: int) -> None:
         """Remove what was written of a checkpoint that could not be completed."""
@@ -184,62 +162,28 @@ class CheckpointStore:
     def prune(self) -> None:
         """Remove all but the newest ``keep``."""
         for folder in list(self.folders().values())[: -self.keep]:
-            self._take_away(folder)
+            _take_away(folder)
 
     def clean(self) -> None:
         """Remove what a killed process left half written or half removed."""
-        for path in _children(self.folder):
-            if path.name.startswith("step_") and path.suffix == ".partial":
+        for path in self._children():
+            if path.suffix == ".partial":
                 _remove(path)
 
     def clear(self) -> None:
         """Remove everything, damaged or not."""
-        for path in reversed(_children(self.folder)):
-            if path.name.startswith("step_"):
-                self._take_away(path)
+        for path in reversed(self._children()):
+            _take_away(path)
 
     def _partial(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.partial"
 
-    @staticmethod
-    def _take_away(folder: Path) -> None:
-        """Take the name away first: no half of it is ever found."""
-        if folder.exists():
-            doomed = folder.with_name(f"{folder.name}.removed.partial")
-            _remove(doomed)
-            folder.rename(doomed)
-            _remove(doomed)
-
-
-def _attempt(step: int, folder: Path, part: str = "", *, contents: bool = True) -> Checkpoint | RunError:
-    """The checkpoint of a step; the error where it is damaged."""
-    try:
-        found = open_checkpoint(folder)
-        if found.step != step:
-            return _damaged(folder, _MANIFEST, f"the checkpoint of step {step}", f"that of step {found.step}")
-        found.verify(part, contents=contents)
-    except RunError as error:
-        if error.code == "run.checkpoint-format":
-            raise
-        return error
-    except OSError as error:
-        return _damaged(folder, "", "files that can be read", f"{type(error).__name__}: {error}")
-    return found
-
-
-def _children(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    def _children(self) -> list[Path]:
+        return sorted(self.folder.glob("step_*"))
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """A complete checkpoint by its folder.
+    """Open a complete checkpoint by its folder.
 
     Raises:
         RunError: ``run.no-checkpoint`` when there is none; ``run.checkpoint-damaged`` for an unreadable manifest;
@@ -249,21 +193,59 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise RunError("there is no checkpoint", code="run.no-checkpoint", where=str(folder))
     try:
         content = (folder / _MANIFEST).read_bytes()
-        if b'"digest"' not in content and _format(content) == 1:
-            raise _other_format(folder, 1)
-        manifest = unseal(content)
+        manifest = unseal(content) if b'"digest"' in content else json.loads(content)
         if manifest["format"] != FORMAT:
             raise _other_format(folder, manifest["format"])
+        manifest = unseal(content)
         files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
         return Checkpoint(folder=folder, step=int(manifest["step"]), files=files)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(folder, _MANIFEST, "the sizes and digests of all files", str(error)) from error
+        raise _damaged(folder / _MANIFEST, "the sizes and digests of all files", str(error)) from error
 
 
-def _format(content: bytes) -> object:
-    """Of a manifest that has no digest."""
-    found = json.loads(content)
-    return found.get("format") if isinstance(found, dict) else None
+def _attempt(step: int, folder: Path, part: str = "", *, contents: bool = True) -> Checkpoint | RunError:
+    """Open and compare the checkpoint of a step; return the error where it is damaged."""
+    try:
+        found = open_checkpoint(folder)
+        if found.step != step:
+            return _damaged(folder / _MANIFEST, f"the checkpoint of step {step}", f"that of step {found.step}")
+        found.verify(part, contents=contents)
+    except RunError as error:
+        if error.code == "run.checkpoint-format":
+            raise
+        return error
+    except OSError as error:
+        return _damaged(folder, "files that can be read", f"{type(error).__name__}: {error}")
+    return found
+
+
+def _report_damaged(folder: Path, error: RunError, step: int, *, sets_aside: bool) -> None:
+    done = ""
+    if sets_aside:
+        aside = folder.with_name(f"{folder.name}.damaged")
+        _remove(aside)
+        folder.rename(aside)
+        done = f"; it is now {aside}"
+    logging.getLogger("jackfield").warning(
+        "the checkpoint %s is damaged (%s: expected %s, found %s)%s; the newest whole one is taken, of step %d",
+        *(folder, error.where, error.expected, error.found, done, step),
+    )
+
+
+def _take_away(folder: Path) -> None:
+    """Remove a folder, its name first: no half of it is ever found."""
+    if folder.exists():
+        doomed = folder.with_name(f"{folder.name}.removed.partial")
+        _remove(doomed)
+        folder.rename(doomed)
+        _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _other_format(folder: Path, found: object) -> RunError:
@@ -278,37 +260,12 @@ def _other_format(folder: Path, found: object) -> RunError:
     )
 
 
-def _damaged(folder: Path, name: str, expected: str, found: str) -> RunError:
+def _damaged(path: Path, expected: str, found: str) -> RunError:
     return RunError(
         "a checkpoint is damaged",
         code="run.checkpoint-damaged",
-        where=str(folder / name) if name else str(folder),
+        where=str(path),
         expected=expected,
         found=found,
         fix="restore the file from a copy, or take another checkpoint: a run goes on from the newest whole one",
     )
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _folders(folder: Path) -> Iterator[Path]:
-    yield from (path for path in sorted(folder.rglob("*"), reverse=True) if path.is_dir())
-    yield folder
-
-
-def _digest(path: Path) -> str:
-    hashed = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            hashed.update(chunk)
-    return hashed.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

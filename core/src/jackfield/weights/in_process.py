@@ -19,7 +19,7 @@ from jackfield.abc.checkpoint_engine import (
 )
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
-from jackfield.structuring import option
+from jackfield.settings import option
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from jackfield.abc.checkpoint_engine import (
     TopologyRequest,
 )
 from jackfield.errors import WeightsError
-from jackfield.structuring import option
+from jackfield.settings import option
 from jackfield.weights.meeting import Meeting, Peer, reason_of
 
 if TYPE_CHECKING:

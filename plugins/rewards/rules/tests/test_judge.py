@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jackfield.errors import ConfigError, RewardError
-from jackfield.structuring import structure
+from jackfield.settings import structure
 from jackfield_reward_rules.config import Config
 from jackfield_reward_rules.judge import Judge, settings_of
 

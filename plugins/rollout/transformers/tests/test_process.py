@@ -22,7 +22,7 @@ from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.process.connection import HostProcess
 from jackfield.runtime.revival import LastingServer, LastingWeights
 from jackfield.runtime.router import ReplicaRouter
-from jackfield.structuring import unstructure
+from jackfield.settings import unstructure
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
 from jackfield_conformance.subject import Subject

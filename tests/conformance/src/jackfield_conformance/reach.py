@@ -15,6 +15,7 @@ ALLOWED = (
     "jackfield.abc",
     "jackfield.clock",
     "jackfield.errors",
+    "jackfield.files",
     "jackfield.sdk",
     "jackfield.algorithms",
     "jackfield.data.jagged",
@@ -29,7 +30,7 @@ ALLOWED = (
     "jackfield.runtime.staged",
     "jackfield.runtime.worker",
     "jackfield.sockets",
-    "jackfield.structuring",
+    "jackfield.settings",
     "jackfield.weights",
     "jackfield.wire",
 )

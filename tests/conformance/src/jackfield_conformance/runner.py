@@ -12,7 +12,7 @@ import attrs
 
 from jackfield.errors import JackfieldError
 from jackfield.plugins import Manifest, PluginRecord, Registry, discover
-from jackfield.structuring import structure
+from jackfield.settings import structure
 from jackfield_conformance.certificate import Certificate, make_certificate
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, PREFIXES, Check, Outcome, Tier, checks, run_check
 from jackfield_conformance.subject import Subject

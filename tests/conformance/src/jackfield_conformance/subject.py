@@ -57,7 +57,7 @@ class Subject:
         """
         if not settings:
             return self.cls(self.config, context)
-        from jackfield.structuring import structure
+        from jackfield.settings import structure
 
         return self.cls(structure(self.config_class, {**self.settings, **settings}), context)
 

@@ -19,7 +19,7 @@ from jackfield.runtime.generation import shifted_seed
 from jackfield.runtime.openai.errors import ClientError, refused
 from jackfield.runtime.openai.messages import check_message
 from jackfield.runtime.openai.text import ServedTokenizer
-from jackfield.structuring import structure
+from jackfield.settings import structure
 
 __all__ = ["Body", "ChatBody", "CompletionBody", "read_body"]
 

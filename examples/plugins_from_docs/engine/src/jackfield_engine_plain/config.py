@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = ["Config"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = ["Config"]
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from jackfield.errors import EngineError
+from jackfield.files import replace_file
 from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
 from jackfield_engine_fsdp.optimization import Optimization
 from jackfield_engine_fsdp.process_group import Ranks
@@ -68,14 +68,14 @@ def save(
     with _agreed(ranks, "the checkpoint could not be written", folder, "look at the disk's room and permissions"):
         (folder / "tensors").mkdir(exist_ok=True)
         write_tensors(folder / "tensors", ranks.rank, _tensors(model, optimization))
-        _write_json(folder / f"random_{ranks.rank}.json", streams.state())
+        replace_file(folder / f"random_{ranks.rank}.json", json.dumps(streams.state()))
     if ranks.rank == 0:  # engine.json is there only when all the rest is
         record = {
             "format": FORMAT,
             "world_size": ranks.size,
             "schedule_step": None if optimization is None else optimization.schedule_step,
         }
-        _write_json(folder / "engine.json", record)
+        replace_file(folder / "engine.json", json.dumps(record))
 
 
 @contextmanager
@@ -166,12 +166,3 @@ def _tensors(model: TokenModel, optimization: Optimization | None) -> dict[str, 
 def _buffers(model: TokenModel) -> dict[str, torch.Tensor]:
     names = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
-
-
-def _write_json(path: Path, value: Any) -> None:
-    draft = path.with_suffix(".part")
-    with draft.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)

@@ -7,7 +7,7 @@ from typing import Literal
 import attrs
 from attrs.validators import gt
 
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = ["Config"]
 

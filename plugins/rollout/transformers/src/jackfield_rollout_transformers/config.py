@@ -8,7 +8,7 @@ import attrs
 from attrs.validators import ge, optional
 
 from jackfield.runtime.openai import EndpointConfig
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = ["Config"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from jackfield.errors import WeightsError
+from jackfield.files import replace_file
 from jackfield.weights import digest
 from jackfield_transport_file.failures import guarded
 from jackfield_transport_file.parties import abandoned
@@ -77,12 +77,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Put a small file in place, at once."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(dict(content)))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_file(path, json.dumps(dict(content)), durable=False)
 
 
 def publish(transfer: Path, version: int, shards: Sequence[Sequence[Any]]) -> None:

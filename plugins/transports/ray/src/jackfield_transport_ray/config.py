@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 from attrs.validators import ge, gt, optional
 
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = ["Config"]
 

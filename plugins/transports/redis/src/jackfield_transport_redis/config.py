@@ -8,7 +8,7 @@ import attrs
 from attrs.validators import gt
 
 from jackfield.errors import ConfigError
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = ["Config"]
 

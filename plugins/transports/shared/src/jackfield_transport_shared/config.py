@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 from attrs.validators import gt
 
-from jackfield.structuring import option
+from jackfield.settings import option
 from jackfield.weights.one_sender import MeetingConfig
 
 __all__ = ["Config"]

@@ -8,7 +8,7 @@ import attrs
 from attrs.validators import gt, le
 
 from jackfield.errors import ConfigError
-from jackfield.structuring import option
+from jackfield.settings import option
 
 __all__ = ["TAG_COLUMNS", "Config"]
 

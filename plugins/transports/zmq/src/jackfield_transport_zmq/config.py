@@ -7,7 +7,7 @@ from typing import Literal
 import attrs
 from attrs.validators import and_, ge, gt, le, optional
 
-from jackfield.structuring import option
+from jackfield.settings import option
 from jackfield.weights.one_sender import MeetingConfig
 
 __all__ = ["EngineConfig", "QueueConfig"]

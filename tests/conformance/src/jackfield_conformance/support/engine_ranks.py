@@ -112,7 +112,7 @@ def _play(settings: Mapping[str, Any]) -> None:
     from safetensors.torch import save_file
 
     from jackfield.abc.engine import SaveCheckpointRequest
-    from jackfield.structuring import structure
+    from jackfield.settings import structure
 
     torch.set_num_threads(1)
     torch.seed()  # the host's state is in every child

@@ -23,7 +23,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.structuring import structure
+from jackfield.settings import structure
 from jackfield_conformance.support.hosts import Host
 
 if TYPE_CHECKING:

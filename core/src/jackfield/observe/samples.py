@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jackfield.observe._files import AppendFile, cut_after, encode, read_lines, strict
-from jackfield.observe._listener import Listener, listens
-from jackfield.plugins.hooks import RunEnded, RunStarted, SampleRecord, SamplesFailed, SamplesRecorded
+from jackfield.observe.metrics import cut_after, encode, read_lines, strict
+from jackfield.observe.observer import Observer, listens
+from jackfield.plugins.hooks import RunStarted, SampleRecord, SamplesFailed, SamplesRecorded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["SampleTables", "read_samples", "render_samples"]
 
 
-class SampleTables(Listener):
+class SampleTables(Observer):
     """Writes ``samples/PARTITION.jsonl`` (``train``, ``eval``) and ``samples/failed.jsonl``, one object per sample.
 
     A sample has ``step``, ``key``, ``prompt``, ``response``, ``reward``, ``response_ids``, ``response_mask``,
@@ -28,16 +28,11 @@ class SampleTables(Listener):
     name = "sample table"
     output = "samples"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._files: dict[str, AppendFile] = {}
-
     @listens()
     def run_started(self, event: RunStarted) -> None:
-        """Cut what a resumed run does again, and remove the tables of a run that begins anew."""
-        folder = self._folder / self.output
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob("*.jsonl")):
+        """Cut what a resumed run does again, and remove the tables of a run that starts from the beginning."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self.path.glob("*.jsonl")):
             if event.first_step > 0:
                 cut_after(path, event.first_step)
             else:
@@ -45,42 +40,30 @@ class SampleTables(Listener):
 
     @listens()
     def samples_recorded(self, event: SamplesRecorded) -> None:
-        """Write the first samples of a step or an evaluation, as many as the configuration says."""
-        most = self._config.samples_per_step if event.partition == "train" else self._config.samples_per_evaluation
-        self._append(event.partition, [_row(event.step, sample) for sample in event.samples[:most]])
+        """Write the first samples of a step or an evaluation, as many as the settings say."""
+        most = self.settings.samples_per_step if event.partition == "train" else self.settings.samples_per_evaluation
+        self._write(event.partition, [_row(event.step, sample) for sample in event.samples[:most]])
 
     @listens()
     def samples_failed(self, event: SamplesFailed) -> None:
         """Write all failures."""
         rows = [{"step": event.step, "key": key, "reason": reason} for key, reason in event.reasons.items()]
-        self._append("failed", rows)
+        self._write("failed", rows)
 
-    @listens()
-    def run_ended(self, event: RunEnded) -> None:
-        """Close the files."""
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        while self._files:
-            self._files.popitem()[1].close()
-
-    def _append(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        if not rows:
-            return
+    def _write(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
         name = re.sub(r"[^\w-]+", "_", table)
-        if name not in self._files:
-            folder = self._folder / self.output
-            folder.mkdir(parents=True, exist_ok=True)
-            self._files[name] = AppendFile(folder / f"{name}.jsonl")
-        self._files[name].append(b"".join(encode(row) + b"\n" for row in rows))
+        path = self.path / f"{name}.jsonl"
+        if rows and path not in self._files:
+            self.open_file(path)
+        if rows:
+            self._files[path].append(b"".join(encode(row) + b"\n" for row in rows))
 
 
 def read_samples(path: Path, step: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a sample table.
+    """Read the rows of a sample table.
 
     Args:
-        path: a file that :class:`SampleTables` wrote; none there, no rows.
+        path: a file that :class:`SampleTables` wrote; without it there are no rows.
         step: rows of this step only; -1 means the last step in the file.
     """
     rows = list(read_lines(path))
@@ -133,6 +116,6 @@ def _row(step: int, sample: SampleRecord) -> dict[str, Any]:
 
 
 def _mask_text(mask: Sequence[int]) -> str:
-    """Runs of a mask in words: ``12 model, 5 inserted, 7 model`` (tokens)."""
+    """Describe the runs of a mask: ``12 model, 5 inserted, 7 model`` (tokens)."""
     runs = [(len(list(run)), "model" if bit else "inserted") for bit, run in itertools.groupby(mask)]
     return ", ".join(f"{length} {who}" for length, who in runs)

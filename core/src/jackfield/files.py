@@ -1,0 +1,151 @@
+"""Files that stay whole: replacement in one move, appends that are whole or absent, and digests that show damage.
+
+``seal('{"step": 3}')`` is ``{"step": 3, "digest": "…"}``: 32 hexadecimal digits, the xxh3_128 of the text before. In a
+chain each text's digest also covers the digest of the text before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+__all__ = ["AppendFile", "digest_of", "replace_file", "replacing", "seal", "seal_of", "sync", "sync_tree", "unseal"]
+
+_KEY = b', "digest": "'
+_DIGITS = 32
+_LENGTH = len(_KEY) + _DIGITS + len('"}')
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[Path]:
+    """Yield an empty file to write to, which takes the place of ``path`` in one move at the end.
+
+    Where the block or the move fails, the file at ``path`` is as before. The folder is made where it is missing.
+
+    Args:
+        path: the file to replace; it need not exist.
+        mode: the permissions of the new file, less the process's umask.
+        durable: bring the contents to the disk before the move.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.unlink(missing_ok=True)
+        partial.touch(mode, exist_ok=False)
+        yield partial
+        if durable:
+            sync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, durable: bool = True) -> None:
+    """Replace the file at ``path`` in one move; readers see the old or the new one. See :func:`replacing`."""
+    with replacing(path, mode=mode, durable=durable) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+class AppendFile:
+    """An append-only file in which each append is whole or absent, also when the process is killed or a disk fills.
+
+    Args:
+        path: opened at its end; made when it does not exist.
+        tail: bytes that end the file after every append (the bracket that closes a JSON array). A file that is not
+            empty must end with them already.
+    """
+
+    def __init__(self, path: Path, tail: bytes = b"") -> None:
+        path.touch()
+        # Unbuffered: one append is one write of the operating system, so that a kill leaves none half done.
+        self._file = path.open("r+b", buffering=0)
+        self._tail = tail
+        self._end = max(path.stat().st_size - len(tail), 0)
+
+    def append(self, data: bytes) -> None:
+        """Write ``data`` at the end; when that fails the file is as before.
+
+        Raises:
+            OSError: when the data could not be written.
+        """
+        try:
+            self._write(data + self._tail)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._end)
+                self._write(self._tail)
+            raise
+        self._end += len(data)
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        self._file.seek(self._end)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+
+def sync(path: Path) -> None:
+    """Return when the file's contents, or the folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Return when everything in the folder is on the disk, the contents of each folder before its own names."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        sync(path)
+    sync(folder)
+
+
+def digest_of(path: Path) -> str:
+    """Compute the xxh3_128 of a file's contents: 32 hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def seal(text: str, after: str = "") -> str:
+    """Add the digest of a JSON object's text as its last entry.
+
+    Args:
+        text: the text of an object that is not empty.
+        after: the digest of the text before it in a chain.
+    """
+    return f'{text[:-1]}{_KEY.decode()}{_digest(after, text.encode())}"}}'
+
+
+def seal_of(content: bytes) -> str:
+    """Return the digest that a sealed text carries."""
+    return content[-_DIGITS - 2 : -2].decode("ascii", errors="replace")
+
+
+def unseal(content: bytes, after: str = "") -> dict[str, Any]:
+    """Read the object that was sealed, without its digest.
+
+    Raises:
+        ValueError: the contents are not what was sealed.
+    """
+    body = content[:-_LENGTH] + b"}"
+    if content != body[:-1] + _KEY + _digest(after, body).encode() + b'"}':
+        raise ValueError("the contents are not those that were written: their digest is another one")
+    found: dict[str, Any] = json.loads(body)
+    return found
+
+
+def _digest(after: str, content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(after.encode() + content)

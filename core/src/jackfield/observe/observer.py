@@ -1,0 +1,159 @@
+"""What the observers have in common: their settings, a clock, files to append to, and a name in their failures."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import attrs
+from attrs.validators import ge, in_
+
+from jackfield.clock import Clock
+from jackfield.errors import RunError
+from jackfield.files import AppendFile
+from jackfield.plugins.hooks import EvaluationEnded, RunEnded, StepEnded, WeightsSynced, hookimpl
+from jackfield.settings import option
+
+__all__ = ["MetricsObserver", "ObserveSettings", "Observer", "listens"]
+
+Self = TypeVar("Self", bound="Observer")
+Event = TypeVar("Event")
+
+
+@attrs.frozen(kw_only=True)
+class ObserveSettings:
+    """What the run writes and shows."""
+
+    metrics_file: bool = option(True, help="write metrics.jsonl")
+    tensorboard: bool = option(True, help="write TensorBoard event files to tensorboard/")
+    sample_table: bool = option(True, help="write samples/train.jsonl, samples/eval.jsonl and samples/failed.jsonl")
+    timeline: bool = option(True, help="write trace.json, which Perfetto opens")
+    curve: bool = option(True, help="draw learning_curve.png at the end")
+    progress: bool = option(True, help="show progress: a bar on a terminal, text lines elsewhere")
+    samples_per_step: int = option(8, help="rows of the sample table per step, at most", validator=ge(0))
+    samples_per_evaluation: int = option(32, help="rows of the sample table per evaluation, at most", validator=ge(0))
+    progress_interval: float = option(
+        1.0, help="least seconds between progress lines where there is no terminal; 0: every step", validator=ge(0)
+    )
+    on_error: Literal["stop", "warn"] = option(
+        "stop",
+        help="when an observer fails: stop the run, or warn and go on without it",
+        validator=in_(("stop", "warn")),
+    )
+
+
+def listens(
+    *, tryfirst: bool = False, trylast: bool = False
+) -> Callable[[Callable[[Self, Event], None]], Callable[[Self, Event], None]]:
+    """Mark an observer's method as a hook implementation whose failure names the observer and happens once."""
+
+    def decorate(method: Callable[[Self, Event], None]) -> Callable[[Self, Event], None]:
+        @functools.wraps(method)
+        def call(self: Self, event: Event) -> None:
+            if not self._failed:
+                try:
+                    method(self, event)
+                except Exception as error:
+                    self._fail(method.__name__, error, event)
+
+        return hookimpl(tryfirst=tryfirst, trylast=trylast)(call)
+
+    return decorate
+
+
+class Observer:
+    """The base of the observers.
+
+    Args:
+        settings: which of them write, and how much.
+        folder: the run's folder, made when the run starts.
+        report: prints one text for people; used for this observer's own failures.
+        clock: the run's clock.
+    """
+
+    name = "observer"  #: in its own error messages
+    output = ""  #: what it writes, relative to the run's folder
+
+    def __init__(self, settings: ObserveSettings, folder: Path, report: Callable[[str], None], clock: Clock) -> None:
+        self.settings, self.folder, self.report, self.clock = settings, folder, report, clock
+        self.path = folder / self.output
+        self._files: dict[Path, AppendFile] = {}
+        self._origin = 0.0
+        self._failed = False
+
+    def close(self) -> None:
+        """Let go of files and of the screen; more than once is fine."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def open_file(self, path: Path, tail: bytes = b"") -> None:
+        """Make a file to append to, and its folder."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._files[path] = AppendFile(path, tail)
+
+    def append(self, data: bytes) -> None:
+        """Append to the only file."""
+        if not self._files:
+            raise RuntimeError("an event came before run_started")
+        next(iter(self._files.values())).append(data)
+
+    def go_on(self, earlier: Iterable[Mapping[str, Any]]) -> None:
+        """Count seconds from the start of the run, so that they follow those of the earlier lines."""
+        self._origin = self.clock.time() - max((float(line.get("time", 0)) for line in earlier), default=0.0)
+
+    def seconds(self) -> float:
+        """Return the seconds of work since the start of the run, resumed parts added up."""
+        return self.clock.time() - self._origin
+
+    @listens()
+    def run_ended(self, event: RunEnded) -> None:
+        """Close the files."""
+        self.close()
+
+    def _fail(self, hook: str, error: Exception, event: object) -> None:
+        """Raise an error that names this observer, which listens no more.
+
+        At the end of the run it is only reported, so that it hides no error of the run.
+        """
+        self._failed = True
+        failure = RunError(
+            f"the observer '{self.name}' failed in {hook}",
+            code="run.failed",
+            where=str(self.path),
+            found=f"{type(error).__name__}: {error}",
+            fix="look at the disk and the folder's permissions, or set observe.on_error=warn to run without it",
+        )
+        try:
+            self.close()
+        except Exception as second:  # the first failure is the one to report
+            failure.add_note(f"and closing it failed: {second}")
+        if self.settings.on_error != "warn" and not isinstance(event, RunEnded):
+            raise failure from error
+        self.report(str(failure))
+
+
+class MetricsObserver(Observer):
+    """The base of observers that record the metrics of steps, evaluations and weight synchronisations."""
+
+    def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics of a ``step``, an ``evaluation`` or a ``sync``."""
+        raise NotImplementedError
+
+    @listens()
+    def step_ended(self, event: StepEnded) -> None:
+        """Record a step's metrics."""
+        self.record("step", event.step, event.metrics)
+
+    @listens()
+    def evaluation_ended(self, event: EvaluationEnded) -> None:
+        """Record an evaluation's metrics."""
+        self.record("evaluation", event.step, event.metrics)
+
+    @listens()
+    def weights_synced(self, event: WeightsSynced) -> None:
+        """Record how long a synchronisation took, of it the longest pause of a replica, in seconds, and bytes sent."""
+        paused = max((receipt.paused_seconds for receipt in event.receipts), default=0.0)
+        sizes = {"replicas": len(event.receipts), "sent_bytes": event.sent_bytes}
+        self.record("sync", event.version, {"seconds": event.seconds, "paused_seconds": paused, **sizes})
