@@ -16,8 +16,8 @@ from jackfield.algorithms.registry import Part, Scope, check_options, part, regi
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
     from tensordict import TensorDict
+    from torch import Tensor
 
 __all__ = ["VALUE_LOSS", "Algorithm", "algorithm", "require_streamable", "resolve_loss"]
 
@@ -250,12 +250,7 @@ _bundle(
 _bundle(
     "dpo",
     "preferences between two answers.",
-    Algorithm(
-        loss="dpo",
-        advantages=None,
-        aggregation="seq-mean-token-sum",
-        needs=("pairs", "reference", "prepare"),
-    ),
+    Algorithm(loss="dpo", advantages=None, aggregation="seq-mean-token-sum", needs=("pairs", "reference", "prepare")),
     "arXiv:2305.18290",
 )
 _bundle(
@@ -311,7 +306,7 @@ class _ValueLoss:
         self._options: dict[str, Any] = dict(spec.options)
         self._counts = {name: int(spec.global_counts[name]) for name in ("global_tokens", "global_sequences")}
 
-    def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         assert output.values is not None, "the model of a critic has a value head"
         with _naming_rows(data):
             loss, metrics = value_loss(
@@ -354,7 +349,7 @@ class _ComposedLoss:
         self._options = options
         self.needs_entropy = self._entropy_coefficient != 0.0
 
-    def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         mask = data["response_mask"]
         with _naming_rows(data):
             loss, metrics = policy_loss(
@@ -383,7 +378,7 @@ class _ComposedLoss:
             metrics["policy/entropy"] = aggregate(output.entropy.detach(), mask, "token-mean", **self._counts)
         return loss, metrics
 
-    def _own(self, mask: torch.Tensor, data: TensorDict) -> torch.Tensor:
+    def _own(self, mask: Tensor, data: TensorDict) -> Tensor:
         """The mask without the rows that an expert wrote, where the loss tells them apart."""
         expert = data.get("expert_mask") if "expert_mask" in signature(self._part.function).inputs else None
         return mask if expert is None else mask.masked_fill((expert != 0).unsqueeze(-1), 0)
@@ -408,7 +403,7 @@ class _ComposedLoss:
             )
         return inputs
 
-    def _divergence(self, log_probs: torch.Tensor, data: TensorDict, mask: torch.Tensor) -> torch.Tensor:
+    def _divergence(self, log_probs: Tensor, data: TensorDict, mask: Tensor) -> Tensor:
         """The KL per token. Positions that do not count are emptied first, so that no NaN reaches a gradient."""
         outside = mask == 0
         old = data.get("old_log_probs")

@@ -14,7 +14,7 @@ from jackfield.algorithms.registry import call, part, register
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = ["AdaptiveKLController", "FixedKLController", "kl"]
 
@@ -23,9 +23,7 @@ _STRAIGHT_THROUGH = "the gradient of k2 is the gradient of the KL in expectation
 _CLAMP = 20.0  # of a log-ratio, before it is exponentiated in the clipped form
 
 
-def kl(
-    name: str, log_probs: torch.Tensor, ref_log_probs: torch.Tensor, *, old_log_probs: torch.Tensor | None = None
-) -> torch.Tensor:
+def kl(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Tensor | None = None) -> Tensor:
     """A KL estimate per token.
 
     Args:
@@ -43,73 +41,73 @@ def kl(
         ConfigError: ``algorithm.unknown`` or ``algorithm.input``.
     """
     offered = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
-    value: torch.Tensor = call(part("kl", name), offered, {})
+    value: Tensor = call(part("kl", name), offered, {})
     return value
 
 
 @register("kl", "k1", "token", paper=_SCHULMAN)
-def _k1(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """-log r = log pi - log pi_ref. Unbiased in value; in a loss its gradient is 0 in expectation."""
     return log_probs - ref_log_probs
 
 
 @register("kl", "k2", "token", paper=_SCHULMAN)
-def _k2(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """(log r)^2 / 2. Biased in value; its gradient is that of the KL in expectation."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 @register("kl", "k3", "token", paper=_SCHULMAN)
-def _k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """r - 1 - log r. Unbiased in value, never negative."""
     log_ratio = ref_log_probs - log_probs
     return log_ratio.expm1() - log_ratio
 
 
 @register("kl", "abs", "token")
-def _abs(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _abs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """|log r|."""
     return (log_probs - ref_log_probs).abs()
 
 
 @register("kl", "low_var_kl", "token", paper=_SCHULMAN)
-def _low_var_kl(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _low_var_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """clip(r - 1 - log r, -10, 10) with log r clipped to [-20, 20]. Beyond the bounds there is no gradient."""
     log_ratio = (ref_log_probs - log_probs).clamp(-_CLAMP, _CLAMP)
     return (log_ratio.expm1() - log_ratio).clamp(-10.0, 10.0)
 
 
-def _straight_through(value: torch.Tensor, log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _straight_through(value: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     gradient = _k2(log_probs, ref_log_probs)
     return value.detach() + (gradient - gradient.detach())
 
 
 @register("kl", "k1+", "token", paper=_STRAIGHT_THROUGH)
-def _k1_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _k1_straight(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """the value of k1 with the gradient of k2."""
     return _straight_through(_k1(log_probs, ref_log_probs), log_probs, ref_log_probs)
 
 
 @register("kl", "k3+", "token", paper=_STRAIGHT_THROUGH)
-def _k3_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _k3_straight(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """the value of k3 with the gradient of k2."""
     return _straight_through(_k3(log_probs, ref_log_probs), log_probs, ref_log_probs)
 
 
 @register("kl", "abs+", "token", paper=_STRAIGHT_THROUGH)
-def _abs_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _abs_straight(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """the value of abs with the gradient of k2."""
     return _straight_through(_abs(log_probs, ref_log_probs), log_probs, ref_log_probs)
 
 
 @register("kl", "low_var_kl+", "token", paper=_STRAIGHT_THROUGH)
-def _low_var_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _low_var_straight(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """the value of low_var_kl with the gradient of k2."""
     return _straight_through(_low_var_kl(log_probs, ref_log_probs), log_probs, ref_log_probs)
 
 
 @register("kl", "k3_corrected", "token", paper="DeepSeek-V3.2, arXiv:2512.02556")
-def _k3_corrected(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
+def _k3_corrected(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """(pi / pi_old) (r - 1 - log r): unbiased, in value and gradient, for samples from pi_old."""
     return (log_probs - old_log_probs).clamp(-_CLAMP, _CLAMP).exp() * _k3(log_probs, ref_log_probs)
 

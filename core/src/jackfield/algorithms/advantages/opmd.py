@@ -10,7 +10,7 @@ from jackfield.algorithms.tensors import Groups, row_sums, spread
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = []
 
@@ -23,13 +23,13 @@ __all__ = []
     differs="Trinity-RFT gives a group of one its raw score; both baselines of one reward are that reward, so 0.",
 )
 def _opmd(
-    token_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    group_ids: torch.Tensor,
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
     *,
     baseline: Literal["mean", "log_avg_exp"] = "mean",
     tau: Positive = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """A_i = R_i - b, b = mean_group(R) (``mean``) or tau log(mean_group(exp(R / tau))) (``log_avg_exp``).
 
     The loss ``opmd`` wants ``mean``. ``log_avg_exp`` is tau log Z of appendix A.1: what ``opmd_kimi`` wants.

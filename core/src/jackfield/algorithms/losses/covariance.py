@@ -11,7 +11,7 @@ from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import masked_mean_std
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = []
 
@@ -19,19 +19,19 @@ _PAPER = "Cui et al., arXiv:2505.22617"
 _WHOLE = "verl takes means and selection per micro-batch; here they are those of the whole batch."
 
 
-def _covariance(log_probs: torch.Tensor, advantages: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+def _covariance(log_probs: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
     """(log pi - mean) (A - mean) per token, means over the batch's model tokens."""
     logs, gains = log_probs.detach().double(), advantages.double()
     return (logs - masked_mean_std(logs, keep)[0]) * (gains - masked_mean_std(gains, keep)[0])
 
 
 def _clip_cov_mask(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     options: tuple[float, float, float, float, float, int],
-) -> torch.Tensor:
+) -> Tensor:
     """1 on the tokens whose gradient is cut, ``[B, T]``."""
     import torch
 
@@ -51,11 +51,11 @@ def _clip_cov_mask(
 
 @register("loss", "clip_cov", "batch", paper=_PAPER + ", Clip-Cov", differs=_WHOLE, whole_batch=("clip_cov_mask",))
 def _clip_cov(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    clip_cov_mask: torch.Tensor | None = None,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_cov_mask: Tensor | None = None,
     *,
     clip_low: Share = 0.2,
     clip_high: NotNegative = 0.2,
@@ -82,10 +82,10 @@ def _clip_cov(
 
 @register("prepare", "clip_cov", "batch")
 def _prepare_clip_cov(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     *,
     clip_low: Share = 0.2,
     clip_high: NotNegative = 0.2,
@@ -93,15 +93,13 @@ def _prepare_clip_cov(
     clip_cov_lower: float = 1.0,
     clip_cov_upper: Annotated[float, above("clip_cov_lower")] = 5.0,
     seed: int = 0,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """clip_cov_mask: 1 on the tokens whose gradient is cut."""
     options = (clip_low, clip_high, clip_cov_ratio, clip_cov_lower, clip_cov_upper, seed)
     return {"clip_cov_mask": _clip_cov_mask(log_probs, old_log_probs, advantages, response_mask, options)}
 
 
-def _kl_cov_mask(
-    log_probs: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor, ratio: float
-) -> torch.Tensor:
+def _kl_cov_mask(log_probs: Tensor, advantages: Tensor, response_mask: Tensor, ratio: float) -> Tensor:
     """1 on the tokens of the largest covariance, ``[B, T]``."""
     keep = response_mask != 0
     covariance = _covariance(log_probs, advantages, keep).masked_fill(~keep, float("-inf")).flatten()
@@ -121,11 +119,11 @@ def _kl_cov_mask(
     whole_batch=("kl_cov_mask",),
 )
 def _kl_cov(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    kl_cov_mask: torch.Tensor | None = None,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    kl_cov_mask: Tensor | None = None,
     *,
     kl_cov_ratio: Share = 0.0002,
     kl_coefficient: NotNegative = 1.0,
@@ -145,12 +143,12 @@ def _kl_cov(
 
 @register("prepare", "kl_cov", "batch")
 def _prepare_kl_cov(
-    log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     *,
     kl_cov_ratio: Share = 0.0002,
     kl_coefficient: NotNegative = 1.0,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """kl_cov_mask: 1 on the tokens that are penalised."""
     return {"kl_cov_mask": _kl_cov_mask(log_probs, advantages, response_mask, kl_cov_ratio)}

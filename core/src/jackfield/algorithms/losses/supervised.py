@@ -15,18 +15,18 @@ from jackfield.algorithms.tensors import Groups
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = ["chord_mu"]
 
 
 @register("loss", "sft", "token")
-def _sft(log_probs: torch.Tensor) -> LossResult:
+def _sft(log_probs: Tensor) -> LossResult:
     """-log pi: maximum likelihood of the response."""
     return -log_probs, {}
 
 
-def _pairs(pair_ids: torch.Tensor, rewards: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _pairs(pair_ids: Tensor, rewards: Tensor | None) -> tuple[Tensor, Tensor]:
     """The other row of each row's pair, int64 ``[B]``, and +1 for the chosen, -1 for the rejected row."""
     groups = Groups(pair_ids)
     lonely = groups.sizes != 2
@@ -69,13 +69,13 @@ def _pairs(pair_ids: torch.Tensor, rewards: torch.Tensor | None) -> tuple[torch.
     per_sequence=True,
 )
 def _dpo(
-    log_probs: torch.Tensor,
-    ref_log_probs: torch.Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
     global_sequences: int,
-    pair_ids: torch.Tensor | None = None,
-    rewards: torch.Tensor | None = None,
-    dpo_margins: torch.Tensor | None = None,
-    dpo_signs: torch.Tensor | None = None,
+    pair_ids: Tensor | None = None,
+    rewards: Tensor | None = None,
+    dpo_margins: Tensor | None = None,
+    dpo_signs: Tensor | None = None,
     *,
     beta: Positive = 0.1,
     label_smoothing: Annotated[float, ge(0.0), lt(0.5)] = 0.0,
@@ -102,14 +102,11 @@ def _dpo(
         signs = signs.to(implicit.dtype)
         margin = beta * signs * (implicit - implicit[partner])
         halves = 0.5 * _dpo_value(margin, label_smoothing)
-    metrics = {
-        "policy/preference_accuracy": (margin > 0).to(implicit.dtype),
-        "policy/preference_margin": margin,
-    }
+    metrics = {"policy/preference_accuracy": (margin > 0).to(implicit.dtype), "policy/preference_margin": margin}
     return (Term(values=halves, sequences=global_sequences / 2),), metrics
 
 
-def _dpo_value(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+def _dpo_value(margin: Tensor, label_smoothing: float) -> Tensor:
     """-(1 - e) log sigmoid(z) - e log sigmoid(-z), with log sigmoid(z) = -log(e^0 + e^-z) for any z."""
     zero = margin.new_zeros(())
     return (1.0 - label_smoothing) * zero.logaddexp(-margin) + label_smoothing * zero.logaddexp(margin)
@@ -117,14 +114,14 @@ def _dpo_value(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 @register("prepare", "dpo", "group")
 def _prepare_dpo(
-    log_probs: torch.Tensor,
-    ref_log_probs: torch.Tensor,
-    pair_ids: torch.Tensor,
-    rewards: torch.Tensor | None = None,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    pair_ids: Tensor,
+    rewards: Tensor | None = None,
     *,
     beta: Positive = 0.1,
     label_smoothing: Annotated[float, ge(0.0), lt(0.5)] = 0.0,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """dpo_margins: z of each row's pair; dpo_signs: +1 for the chosen row, -1 for the rejected."""
     partner, signs = _pairs(pair_ids, rewards)
     implicit = row_log_ratio(log_probs, ref_log_probs)
@@ -132,19 +129,11 @@ def _prepare_dpo(
     return {"dpo_margins": beta * signs * (implicit - implicit[partner]), "dpo_signs": signs}
 
 
-_MIX_COUNTS = (
-    "global_usual_tokens",
-    "global_expert_tokens",
-)
+_MIX_COUNTS = ("global_usual_tokens", "global_expert_tokens")
 
 
 def _mixture(
-    usual: torch.Tensor,
-    expert: torch.Tensor,
-    response_mask: torch.Tensor,
-    expert_mask: torch.Tensor,
-    mu: float,
-    counts: dict[str, int | None],
+    usual: Tensor, expert: Tensor, response_mask: Tensor, expert_mask: Tensor, mu: float, counts: dict[str, int | None]
 ) -> tuple[Term, Term]:
     """(1 - mu) usual + mu expert, each normalised by its own counts."""
     if not 0.0 <= mu <= 1.0:
@@ -158,17 +147,14 @@ def _mixture(
     masks = {"usual": keep & ~is_expert, "expert": keep & is_expert}
     whole = counts["global_usual_tokens"] is None
 
-    def term(kind: str, values: torch.Tensor, weight: float, rows: torch.Tensor) -> Term:
+    def term(kind: str, values: Tensor, weight: float, rows: Tensor) -> Term:
         tokens, sequences = counts[f"global_{kind}_tokens"], counts[f"global_{kind}_sequences"]
         if whole:
             tokens = int(masks[kind].sum())
             sequences = int(rows.sum()) if sequences is None else sequences
         return Term(values=values, weight=weight, mask=masks[kind], tokens=tokens, sequences=sequences)
 
-    return (
-        term("usual", usual, 1.0 - mu, ~(expert_mask != 0)),
-        term("expert", expert, mu, expert_mask != 0),
-    )
+    return (term("usual", usual, 1.0 - mu, ~(expert_mask != 0)), term("expert", expert, mu, expert_mask != 0))
 
 
 @register(
@@ -181,11 +167,11 @@ def _mixture(
     whole_batch=_MIX_COUNTS,
 )
 def _mix(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    expert_mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    expert_mask: Tensor,
     global_usual_tokens: int | None = None,
     global_expert_tokens: int | None = None,
     global_usual_sequences: int | None = None,
@@ -223,11 +209,11 @@ def _mix(
     whole_batch=_MIX_COUNTS,
 )
 def _mix_chord(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    expert_mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    expert_mask: Tensor,
     global_usual_tokens: int | None = None,
     global_expert_tokens: int | None = None,
     global_usual_sequences: int | None = None,

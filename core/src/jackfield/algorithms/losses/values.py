@@ -9,23 +9,23 @@ from jackfield.algorithms.tensors import require_finite, require_shapes
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = ["entropy_loss", "value_loss"]
 
 
 def value_loss(
     *,
-    values: torch.Tensor,
-    returns: torch.Tensor,
-    response_mask: torch.Tensor,
+    values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
     global_tokens: int,
     global_sequences: int,
-    old_values: torch.Tensor | None = None,
+    old_values: Tensor | None = None,
     clip: float | None = 0.2,
     aggregation: str = "token-mean",
     length_norm: float | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, or (V - R)^2 / 2 without clipping.
 
     PPO's value loss as in OpenAI baselines (the paper has no clip). Everything is float ``[B, T]``.
@@ -72,14 +72,14 @@ def value_loss(
 
 def entropy_loss(
     *,
-    entropy: torch.Tensor,
-    response_mask: torch.Tensor,
+    entropy: Tensor,
+    response_mask: Tensor,
     global_tokens: int,
     global_sequences: int,
     coefficient: float = 1.0,
     aggregation: str = "token-mean",
     length_norm: float | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """-coefficient * mean entropy: what to *add* to a loss so that entropy is rewarded.
 
     Args:
