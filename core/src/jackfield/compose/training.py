@@ -9,7 +9,6 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from jackfield.algorithms import AdaptiveKLController, FixedKLController
 from jackfield.clock import Clock
 from jackfield.compose.crew import MakeCrew
 from jackfield.compose.inputs import Tasks
@@ -19,7 +18,7 @@ from jackfield.compose.parts import Parts
 from jackfield.compose.recipe import Recipe
 from jackfield.compose.rollout_policy import log_prob_check_options
 from jackfield.compose.stopping import Stop
-from jackfield.config import KLConfig, RunConfig, as_plain
+from jackfield.config import RunConfig, as_plain
 from jackfield.data.tasks import Task
 from jackfield.queue import GroupSlot
 from jackfield.runtime.advantages import AdvantageEstimation
@@ -153,7 +152,7 @@ class TrainerParts(Parts):
             recompute_old_log_probs=recipe.recompute_old_log_probs,
             critic=critic,
             log_prob_check=self._log_prob_check(critic),
-            kl=_kl_controller(config.algorithm.kl),
+            kl=config.algorithm.kl.controller(),
             kl_in_reward=recipe.plan.kl is not None,
             prepares=recipe.prepares,
             whole_groups=recipe.whole_groups,
@@ -305,9 +304,3 @@ class TrainerParts(Parts):
             seconds=config.deadlines.generate,
             report=partial(self.stages.note, "canary/distance"),
         )
-
-
-def _kl_controller(kl: KLConfig) -> FixedKLController | AdaptiveKLController:
-    if kl.target is None:
-        return FixedKLController(coefficient=kl.coefficient)
-    return AdaptiveKLController(coefficient=kl.coefficient, target=kl.target, horizon=kl.horizon)

@@ -15,16 +15,12 @@ from jackfield.config.loading import (
 from jackfield.config.queue_sections import ControllerConfig, MixConfig, QueueConfig, ReplayConfig, SamplerConfig
 from jackfield.config.runtime_sections import EnvironmentConfig, RayConfig, RuntimeConfig
 from jackfield.config.sections import (
-    AlgorithmConfig,
     CanaryConfig,
-    CriticConfig,
     DataConfig,
     DeadlineConfig,
     EvaluationConfig,
     EvaluationSampling,
-    KLConfig,
     LogProbCheckConfig,
-    PartConfig,
     PluginSection,
     RunConfig,
     ScheduleConfig,
@@ -32,19 +28,15 @@ from jackfield.config.sections import (
 )
 
 __all__ = [
-    "AlgorithmConfig",
     "CanaryConfig",
     "ControllerConfig",
-    "CriticConfig",
     "DataConfig",
     "DeadlineConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
     "EvaluationSampling",
-    "KLConfig",
     "LogProbCheckConfig",
     "MixConfig",
-    "PartConfig",
     "PluginSection",
     "QueueConfig",
     "RayConfig",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from jackfield.algorithms.aggregation import aggregate, aggregate_rows
 from jackfield.algorithms.correction import importance_weights
 from jackfield.algorithms.losses import (
@@ -19,7 +21,7 @@ from jackfield.algorithms.losses import (
 )
 from jackfield.algorithms.losses.distillation import distillation_loss
 from jackfield.algorithms.losses.terms import Term
-from jackfield.algorithms.losses.values import entropy_loss, value_loss
+from jackfield.algorithms.losses.values import value_loss
 from jackfield.algorithms.registry import Part, call, check_options, part, signature
 from jackfield.algorithms.tensors import require_finite, require_shapes
 from jackfield.errors import ConfigError
@@ -27,16 +29,7 @@ from jackfield.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "COUNTS",
-    "ROW_INPUTS",
-    "TOKEN_INPUTS",
-    "distillation_loss",
-    "entropy_loss",
-    "policy_loss",
-    "prepare",
-    "value_loss",
-]
+__all__ = ["COUNTS", "ROW_INPUTS", "TOKEN_INPUTS", "distillation_loss", "policy_loss", "prepare", "value_loss"]
 
 _PARTS = (clipped, covariance, distillation, off_policy, opmd, sequence, supervised, values)  # for their registrations
 
@@ -157,14 +150,15 @@ def prepare(name: str, *, log_probs: Tensor, response_mask: Tensor, **inputs: An
     """
     chosen = part("loss", name)
     check_options(chosen, inputs, (*TOKEN_INPUTS, *ROW_INPUTS, *COUNTS))
-    try:
-        preparation = part("prepare", name)
-    except ConfigError:
+    if chosen.prepare is None:
         return {}
+    preparation = attrs.evolve(chosen, kind="prepare", function=chosen.prepare)
     tensors = {"log_probs": log_probs.detach()} | {
         key: inputs.pop(key) for key in (*TOKEN_INPUTS, *ROW_INPUTS, *COUNTS) if key in inputs
     }
-    columns: dict[str, Tensor] = call(preparation, _clean(preparation, tensors, response_mask), inputs)
+    columns: dict[str, Tensor] = call(
+        preparation, _clean(preparation, tensors, response_mask) | {**chosen.options, **inputs}, {}
+    )
     return columns
 
 

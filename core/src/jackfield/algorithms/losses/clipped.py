@@ -194,10 +194,10 @@ def _dppo_kl(
     return _trusted(ratio, advantages, divergence, delta_low, delta_high)
 
 
-def _m2po_mask(
+def _m2po_columns(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, m2_threshold: float
-) -> Tensor:
-    """1 on the tokens that are kept, ``[B, T]``."""
+) -> dict[str, Tensor]:
+    """Mark the tokens that are kept by 1, ``[B, T]``."""
     logs = (log_probs - old_log_probs).detach()
     outward = ((advantages > 0) & (logs > 0)) | ((advantages < 0) & (logs < 0))
     candidates = outward & (response_mask != 0)
@@ -208,7 +208,7 @@ def _m2po_mask(
     kept = within.new_zeros(len(ordered)).scatter(0, order, within)
     mask = (response_mask != 0).clone()
     mask[candidates] = kept
-    return mask
+    return {"m2po_mask": mask}
 
 
 @register(
@@ -218,6 +218,7 @@ def _m2po_mask(
     paper="M2PO, arXiv:2510.01161, algorithm 1",
     differs="One mask for the whole batch, however it is split.",
     whole_batch=("m2po_mask",),
+    prepare=_m2po_columns,
 )
 def _m2po(
     log_probs: Tensor,
@@ -234,21 +235,8 @@ def _m2po(
     batch: :func:`jackfield.algorithms.prepare` makes ``m2po_mask``; without it this call is the whole batch.
     """
     if m2po_mask is None:
-        m2po_mask = _m2po_mask(log_probs, old_log_probs, advantages, response_mask, m2_threshold)
+        m2po_mask = _m2po_columns(log_probs, old_log_probs, advantages, response_mask, m2_threshold)["m2po_mask"]
     ratio = log_ratio(log_probs, old_log_probs).exp()
     left_out = m2po_mask == 0
     metrics = {"policy/clip_fraction": left_out.to(ratio.dtype), "policy/ratio": ratio}
     return -(ratio * advantages).masked_fill(left_out, 0.0), metrics
-
-
-@register("prepare", "m2po", "batch")
-def _prepare_m2po(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    m2_threshold: NotNegative = 0.04,
-) -> dict[str, Tensor]:
-    """m2po_mask: 1 on the tokens that are kept."""
-    return {"m2po_mask": _m2po_mask(log_probs, old_log_probs, advantages, response_mask, m2_threshold)}

@@ -25,31 +25,43 @@ def _covariance(log_probs: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
     return (logs - masked_mean_std(logs, keep)[0]) * (gains - masked_mean_std(gains, keep)[0])
 
 
-def _clip_cov_mask(
+def _clip_cov_columns(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    options: tuple[float, float, float, float, float, int],
-) -> Tensor:
-    """1 on the tokens whose gradient is cut, ``[B, T]``."""
+    clip_low: float,
+    clip_high: float,
+    clip_cov_ratio: float,
+    clip_cov_lower: float,
+    clip_cov_upper: float,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Mark the tokens whose gradient is cut by 1, ``[B, T]``."""
     import torch
 
-    clip_low, clip_high, ratio, lower, upper, seed = options
     keep = response_mask != 0
     covariance = _covariance(log_probs, advantages, keep)
     r = log_ratio(log_probs.detach(), old_log_probs).exp()
     clipped = r.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages < r * advantages
-    candidates = (keep & ~clipped & (covariance > lower) & (covariance < upper)).nonzero()
-    wanted = max(int(ratio * int(keep.sum())), 1)
+    candidates = (keep & ~clipped & (covariance > clip_cov_lower) & (covariance < clip_cov_upper)).nonzero()
+    wanted = max(int(clip_cov_ratio * int(keep.sum())), 1)
     generator = torch.Generator().manual_seed(seed)
     chosen = candidates[torch.randperm(len(candidates), generator=generator)[:wanted].to(candidates.device)]
     mask = torch.zeros_like(keep)
     mask[chosen[:, 0], chosen[:, 1]] = True
-    return mask
+    return {"clip_cov_mask": mask}
 
 
-@register("loss", "clip_cov", "batch", paper=_PAPER + ", Clip-Cov", differs=_WHOLE, whole_batch=("clip_cov_mask",))
+@register(
+    "loss",
+    "clip_cov",
+    "batch",
+    paper=_PAPER + ", Clip-Cov",
+    differs=_WHOLE,
+    whole_batch=("clip_cov_mask",),
+    prepare=_clip_cov_columns,
+)
 def _clip_cov(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -73,41 +85,26 @@ def _clip_cov(
     """
     if clip_cov_mask is None:
         options = (clip_low, clip_high, clip_cov_ratio, clip_cov_lower, clip_cov_upper, seed)
-        clip_cov_mask = _clip_cov_mask(log_probs, old_log_probs, advantages, response_mask, options)
+        clip_cov_mask = _clip_cov_columns(log_probs, old_log_probs, advantages, response_mask, *options)[
+            "clip_cov_mask"
+        ]
     losses, metrics = clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, None)
     cut = clip_cov_mask != 0
     metrics["policy/cov_fraction"] = cut.to(losses.dtype)
     return losses.masked_fill(cut, 0.0), metrics
 
 
-@register("prepare", "clip_cov", "batch")
-def _prepare_clip_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    clip_low: Share = 0.2,
-    clip_high: NotNegative = 0.2,
-    clip_cov_ratio: Share = 0.0002,
-    clip_cov_lower: float = 1.0,
-    clip_cov_upper: Annotated[float, above("clip_cov_lower")] = 5.0,
-    seed: int = 0,
+def _kl_cov_columns(
+    log_probs: Tensor, advantages: Tensor, response_mask: Tensor, kl_cov_ratio: float
 ) -> dict[str, Tensor]:
-    """clip_cov_mask: 1 on the tokens whose gradient is cut."""
-    options = (clip_low, clip_high, clip_cov_ratio, clip_cov_lower, clip_cov_upper, seed)
-    return {"clip_cov_mask": _clip_cov_mask(log_probs, old_log_probs, advantages, response_mask, options)}
-
-
-def _kl_cov_mask(log_probs: Tensor, advantages: Tensor, response_mask: Tensor, ratio: float) -> Tensor:
-    """1 on the tokens of the largest covariance, ``[B, T]``."""
+    """Mark the tokens of the largest covariance by 1, ``[B, T]``."""
     keep = response_mask != 0
     covariance = _covariance(log_probs, advantages, keep).masked_fill(~keep, float("-inf")).flatten()
     tokens = int(keep.sum())
-    wanted = min(max(int(ratio * tokens), 1), tokens)
+    wanted = min(max(int(kl_cov_ratio * tokens), 1), tokens)
     mask = keep.new_zeros(keep.numel())
     mask[covariance.topk(wanted).indices] = True
-    return mask.reshape(keep.shape)
+    return {"kl_cov_mask": mask.reshape(keep.shape)}
 
 
 @register(
@@ -117,6 +114,7 @@ def _kl_cov_mask(log_probs: Tensor, advantages: Tensor, response_mask: Tensor, r
     paper=_PAPER + ", KL-Cov",
     differs=_WHOLE + " The penalty |log r| is that of the authors' code.",
     whole_batch=("kl_cov_mask",),
+    prepare=_kl_cov_columns,
 )
 def _kl_cov(
     log_probs: Tensor,
@@ -134,21 +132,8 @@ def _kl_cov(
     :func:`jackfield.algorithms.prepare` makes ``kl_cov_mask`` for a batch that is split.
     """
     if kl_cov_mask is None:
-        kl_cov_mask = _kl_cov_mask(log_probs, advantages, response_mask, kl_cov_ratio)
+        kl_cov_mask = _kl_cov_columns(log_probs, advantages, response_mask, kl_cov_ratio)["kl_cov_mask"]
     logs = log_ratio(log_probs, old_log_probs)
     penalised = kl_cov_mask != 0
     losses = -logs.exp() * advantages + kl_coefficient * logs.abs().masked_fill(~penalised, 0.0)
     return losses, {"policy/cov_fraction": penalised.to(losses.dtype), "policy/ratio": logs.exp()}
-
-
-@register("prepare", "kl_cov", "batch")
-def _prepare_kl_cov(
-    log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    kl_cov_ratio: Share = 0.0002,
-    kl_coefficient: NotNegative = 1.0,
-) -> dict[str, Tensor]:
-    """kl_cov_mask: 1 on the tokens that are penalised."""
-    return {"kl_cov_mask": _kl_cov_mask(log_probs, advantages, response_mask, kl_cov_ratio)}

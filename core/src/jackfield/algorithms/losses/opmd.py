@@ -46,9 +46,9 @@ def _reference(old_log_probs: Tensor | None, ref_log_probs: Tensor | None, refer
     return log_probs
 
 
-def _log_partition(rewards: Tensor, group_ids: Tensor, tau: float) -> Tensor:
-    """log Z of each row's group, ``[B]``."""
-    return Groups(group_ids).log_mean_exp(rewards.double() / tau)
+def _log_partitions(rewards: Tensor, group_ids: Tensor, tau: float) -> dict[str, Tensor]:
+    """Compute log Z of each row's group, ``[B]``."""
+    return {"opmd_log_partition": Groups(group_ids).log_mean_exp(rewards.double() / tau)}
 
 
 def _kept(rows: Tensor, response_mask: Tensor) -> Tensor:
@@ -63,6 +63,7 @@ def _kept(rows: Tensor, response_mask: Tensor) -> Tensor:
     paper=_REPORT + "A.1; Kimi k1.5, arXiv:2501.12599, section 2.3.2",
     differs="Divided by the global count of sequences; the report writes a plain sum.",
     whole_batch=("opmd_log_partition",),
+    prepare=_log_partitions,
     per_sequence=True,
 )
 def _opmd_kimi(
@@ -94,18 +95,10 @@ def _opmd_kimi(
         if opmd_log_partition is None:
             if group_ids is None:
                 raise ConfigError("opmd_kimi needs group_ids or opmd_log_partition", code="algorithm.input")
-            opmd_log_partition = _log_partition(rewards, group_ids, tau)
+            opmd_log_partition = _log_partitions(rewards, group_ids, tau)["opmd_log_partition"]
         target = (rewards - tau * opmd_log_partition).to(log_probs.dtype)
     logs = row_log_ratio(log_probs, _reference(old_log_probs, ref_log_probs, reference))
     return _kept((target - tau * logs).square(), response_mask), {"policy/log_ratio": logs}
-
-
-@register("prepare", "opmd_kimi", "group")
-def _prepare_opmd_kimi(
-    rewards: Tensor, group_ids: Tensor, *, tau: Positive = 1.0, reference: Literal["auto", "old", "ref"] = "auto"
-) -> dict[str, Tensor]:
-    """opmd_log_partition: log Z of each row's group."""
-    return {"opmd_log_partition": _log_partition(rewards, group_ids, tau)}
 
 
 def _regularised(
@@ -132,6 +125,23 @@ def _group_means(a: Tensor, group_ids: Tensor, response_mask: Tensor) -> dict[st
     return {"opmd_group_means": means.to(a.dtype), "opmd_group_sizes": sizes.to(a.dtype)}
 
 
+def _group_columns(
+    log_probs: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    tau: float,
+    reference: str,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Compute the mean of a and the number of responses of each row's group, ``[B]``."""
+    anchor = _reference(old_log_probs, ref_log_probs, reference)
+    a = _regularised(log_probs, response_mask, anchor, rewards, advantages, tau)
+    return _group_means(a, group_ids, response_mask)
+
+
 @register(
     "loss",
     "opmd_pairwise",
@@ -140,6 +150,7 @@ def _group_means(a: Tensor, group_ids: Tensor, response_mask: Tensor) -> dict[st
     differs="Trinity-RFT needs a group's rows in one micro-batch; here a split group gives the same loss and gradient. "
     "Divided by the global count of sequences.",
     whole_batch=("opmd_group_means", "opmd_group_sizes"),
+    prepare=_group_columns,
     per_sequence=True,
 )
 def _opmd_pairwise(
@@ -171,22 +182,3 @@ def _opmd_pairwise(
         columns = _group_means(a, group_ids, response_mask)
         opmd_group_means, opmd_group_sizes = columns["opmd_group_means"], columns["opmd_group_sizes"]
     return _kept(opmd_group_sizes * (a - opmd_group_means).square(), response_mask), {}
-
-
-@register("prepare", "opmd_pairwise", "group")
-def _prepare_opmd_pairwise(
-    log_probs: Tensor,
-    response_mask: Tensor,
-    group_ids: Tensor,
-    old_log_probs: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    rewards: Tensor | None = None,
-    advantages: Tensor | None = None,
-    *,
-    tau: Positive = 1.0,
-    reference: Literal["auto", "old", "ref"] = "auto",
-) -> dict[str, Tensor]:
-    """opmd_group_means and opmd_group_sizes: mean of a and number of responses in each row's group."""
-    anchor = _reference(old_log_probs, ref_log_probs, reference)
-    a = _regularised(log_probs, response_mask, anchor, rewards, advantages, tau)
-    return _group_means(a, group_ids, response_mask)
