@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jackfield.algorithms.advantages import baselines, critic, group, opmd, steps
+from jackfield.algorithms.advantages import baselines, critic, group, steps
 from jackfield.algorithms.registry import call, check_options, part
 from jackfield.algorithms.tensors import require_finite, require_shapes, row_sums
 from jackfield.errors import ConfigError
@@ -25,7 +25,7 @@ EXTRA_INPUTS = (
     "sum_pi_squared",
     "rollout_weights",
 )
-_PARTS = (baselines, critic, group, opmd, steps)  # imported for their registrations
+_PARTS = (baselines, critic, group, steps)  # imported for their registrations
 
 
 def advantages(

@@ -13,11 +13,10 @@ from jackfield.algorithms.losses import (
     clipped,
     covariance,
     distillation,
+    mirror_descent,
     off_policy,
-    opmd,
     sequence,
     supervised,
-    values,
 )
 from jackfield.algorithms.losses.distillation import distillation_loss
 from jackfield.algorithms.losses.terms import Term
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COUNTS", "ROW_INPUTS", "TOKEN_INPUTS", "distillation_loss", "policy_loss", "prepare", "value_loss"]
 
-_PARTS = (clipped, covariance, distillation, off_policy, opmd, sequence, supervised, values)  # for their registrations
+_PARTS = (clipped, covariance, distillation, mirror_descent, off_policy, sequence, supervised)  # for registration
 
 #: What a loss may use beside ``log_probs`` and ``response_mask``: per token ``[B, T]`` …
 TOKEN_INPUTS = (
