@@ -7,12 +7,14 @@ from typing import Any
 
 import attrs
 
-from jackfield.algorithms import advantages, aggregation, losses
+from jackfield.algorithms.advantages import advantages
+from jackfield.algorithms.aggregation import aggregate
+from jackfield.algorithms.losses import policy_loss
 from jackfield.algorithms.registry import Part, Scope, part, register
 
 __all__ = ["Algorithm", "algorithm"]
 
-_PARTS = (advantages, aggregation, losses)  # imported for their registrations
+_PARTS = (advantages, aggregate, policy_loss)  # imported for their registrations
 _SCOPES: tuple[Scope, ...] = ("token", "sequence", "group", "batch")
 
 
