@@ -43,6 +43,7 @@ def resolved(jackfield: CommandServer, *overrides: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.timeout(300)  # the first command waits for the import of torch
 def test_every_algorithm_resolves_to_its_row_of_the_table(jackfield: CommandServer) -> None:
     listed = jackfield("algorithms", "list", "--kind", "algorithm", "--json")
     names = [one["name"] for one in json.loads(listed.out)]
