@@ -107,7 +107,6 @@ def negated() -> Iterator[None]:
             turned(estimator, lambda result: (-result[0], -result[1]))
         for name in OFFLINE:
             turned(part("loss", name), lambda result: (_negative(result[0]), result[1]))
-        turned(part("prepare", "dpo"), lambda result: result)
         yield
 
 

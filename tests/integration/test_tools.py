@@ -91,6 +91,12 @@ def test_a_disk_that_will_be_full_is_said_beforehand(
     assert f"GiB of disk in {tmp_path}" in capsys.readouterr().out
 
 
+def test_the_algorithm_reference_is_checked() -> None:
+    """`tools/algorithm_reference.py --check` passes for the page that is committed."""
+    done = subprocess.run([sys.executable, ROOT / "tools" / "algorithm_reference.py", "--check"], check=False)
+    assert 0 == done.returncode
+
+
 def test_the_error_reference_is_checked() -> None:
     """`tools/error_reference.py --check` passes for the page that is committed."""
     done = subprocess.run([sys.executable, ROOT / "tools" / "error_reference.py", "--check"], check=False)

@@ -1,22 +1,21 @@
-"""The registry, the bundles, the reference page and the command line."""
+"""The registry, the named algorithms and the command line."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from jackfield.algorithms import advantages, algorithm, names, part, policy_loss, register, register_part, registry
-from jackfield.algorithms.reference import KINDS, describe, render
+from jackfield.algorithms.describe import describe
 from jackfield.algorithms.registry import Part
 from jackfield.cli import main
 from jackfield.errors import ConfigError
 
-PAGE = Path(__file__).parents[3] / "docs" / "reference" / "algorithms.md"
+KINDS = ("algorithm", "advantages", "loss", "kl", "correction", "aggregation", "distillation", "shaping")
 EVERYTHING = [(kind, name) for kind in KINDS for name in names(kind)]
 #: What the trainer hands to a loss and to an estimator; bundles that want more have to say so.
 TRAINER = {
@@ -121,11 +120,6 @@ def test_parts_of_ones_own() -> None:
         register_part("kl", "k1", loss)
     with pytest.raises(ConfigError, match="another kind or name"):
         register_part("kl", "other", Part(kind="kl", name="whole", function=loss, scope="token"))
-
-
-@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not part of the wheel")
-def test_the_reference_page_is_that_of_the_registry() -> None:
-    assert render() == PAGE.read_text(encoding="utf-8"), "run python -m jackfield.algorithms.reference > that page"
 
 
 def test_list_shows_every_name() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from jackfield.abc.engine import LossSpec, TokenOutput
-from jackfield.algorithms import VALUE_LOSS, distillation_loss, entropy_loss, names, resolve_loss, value_loss
+from jackfield.algorithms import VALUE_LOSS, distillation_loss, names, resolve_loss, value_loss
 from jackfield.errors import ConfigError
 
 from .cases import batch, counts
@@ -47,15 +48,12 @@ def test_the_value_loss_against_its_definition() -> None:
         value_loss(values=values, clip=None, **inputs)
 
 
-def test_the_entropy_loss_rewards_entropy() -> None:
+def test_a_policy_loss_rewards_entropy() -> None:
     entropy = torch.tensor([[1.0, 3.0, math.nan]], requires_grad=True)
-    loss, metrics = entropy_loss(
-        entropy=entropy,
-        response_mask=torch.tensor([[1, 1, 0]]),
-        global_tokens=2,
-        global_sequences=1,
-        coefficient=0.5,
-    )
+    counts = {"global_tokens": 2, "global_sequences": 1}
+    composed = resolve_loss(LossSpec(name="sft", options={"entropy_coefficient": 0.5}, global_counts=counts))
+    data = TensorDict({"response_mask": torch.tensor([[1, 1, 0]])}, batch_size=[1])
+    loss, metrics = composed(TokenOutput(log_probs=torch.zeros(1, 3), entropy=entropy), data)
     loss.backward()
     assert (-1.0, 2.0) == (float(loss.detach()), float(metrics["policy/entropy"]))
     assert entropy.grad is not None

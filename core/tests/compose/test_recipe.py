@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.algorithms import algorithm, names, part, register, registry, require_streamable
+from jackfield.algorithms import algorithm, names, part, register, registry
 from jackfield.compose.recipe import Recipe, make_recipe
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
@@ -170,15 +170,10 @@ def test_what_cannot_be_had_or_does_nothing_is_refused(overrides: tuple[str, ...
     assert (where, code) == (error.where, error.code), str(error)
 
 
-def test_whole_batches_are_refused_where_mini_batches_are_streamed() -> None:
-    require_streamable(algorithm("grpo"))
-    require_streamable(algorithm("opmd_pairwise"))
-    with pytest.raises(ConfigError, match="advantages reinforce_plus_plus"):
-        require_streamable(algorithm("reinforce_plus_plus"))
-    with pytest.raises(ConfigError, match="loss m2po"):
-        require_streamable(algorithm("m2po"))
-    with pytest.raises(ConfigError, match="advantages grpo"):
-        require_streamable(recipe("algorithm.advantages.options.std=batch").algorithm)
+def test_an_algorithm_says_that_it_has_to_see_a_whole_batch() -> None:
+    wide = ("reinforce_plus_plus", "m2po")
+    assert ["group", "group", "batch", "batch"] == [algorithm(name).scope for name in ("grpo", "opmd_pairwise", *wide)]
+    assert "batch" == recipe("algorithm.advantages.options.std=batch").algorithm.scope
 
 
 def test_the_canary_allows_what_rounding_explains() -> None:

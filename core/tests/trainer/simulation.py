@@ -25,7 +25,7 @@ from jackfield.abc.transfer_queue import (
     PutResult,
     TransferQueueContext,
 )
-from jackfield.algorithms import FixedKLController, algorithm
+from jackfield.algorithms import KLController, algorithm
 from jackfield.clock import Clock, VirtualClock
 from jackfield.data.tasks import Task
 from jackfield.errors import QueueError
@@ -282,7 +282,7 @@ class Simulation:
     advantages: str = "grpo"
     critic_warmup: int | None = None  #: None: no critic
     loss_options: Mapping[str, Any] = attrs.field(factory=dict)
-    kl: Any = attrs.field(factory=lambda: FixedKLController(coefficient=0.0))
+    kl: Any = attrs.field(factory=lambda: KLController(coefficient=0.0))
     failure: Exception | None = None  #: what every agent run raises
     answer: Callable[[str, int], str] = attrs.field(default=lambda task, seed: "ab"[seed % 2])
     clock: VirtualClock = attrs.field(factory=VirtualClock)

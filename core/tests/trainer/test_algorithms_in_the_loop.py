@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jackfield.algorithms import AdaptiveKLController, FixedKLController
+from jackfield.algorithms import KLController
 from jackfield.queue import BatchMeta, Claim
 from jackfield.runtime.samples import global_counts, mini_batches
 from jackfield.trainer import Schedule
@@ -102,13 +102,13 @@ def test_a_critic_is_trained_first_alone_then_beside_the_actor() -> None:
 
 
 def test_a_controller_steers_the_coefficient_of_the_kl_in_the_loss() -> None:
-    kl = AdaptiveKLController(coefficient=0.1, target=0.1, horizon=80.0)
+    kl = KLController(coefficient=0.1, target=0.1, horizon=80.0)
     run = simulate(kl=kl, loss_options={"kl": "k2"})
     coefficients = [loss.options["kl_coefficient"] for _, loss in run.actor.updates]
     grown = 1 + 0.2 * 8 / 80  # 8 rows a step, and an error clipped to 0.2
     assert [0.1, 0.1 * grown, 0.1 * grown**2] == pytest.approx(coefficients)
     assert coefficients == [step.metrics["policy/kl_coefficient"] for step in run.recorder.steps]
-    constant = simulate(kl=FixedKLController(coefficient=0.2), loss_options={"kl": "k2"})
+    constant = simulate(kl=KLController(coefficient=0.2), loss_options={"kl": "k2"})
     assert [0.2] * 3 == [loss.options["kl_coefficient"] for _, loss in constant.actor.updates]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from jackfield.algorithms.advantages import advantages
 from jackfield.algorithms.aggregation import aggregate
-from jackfield.algorithms.bundles import VALUE_LOSS, Algorithm, algorithm, require_streamable, resolve_loss
+from jackfield.algorithms.composed import VALUE_LOSS, resolve_loss
 from jackfield.algorithms.correction import Correction, importance_weights
-from jackfield.algorithms.kl import AdaptiveKLController, FixedKLController, kl
-from jackfield.algorithms.losses import distillation_loss, entropy_loss, policy_loss, prepare, value_loss
+from jackfield.algorithms.kl import KLController, kl
+from jackfield.algorithms.losses import distillation_loss, policy_loss, prepare, value_loss
 from jackfield.algorithms.losses.supervised import chord_mu
+from jackfield.algorithms.named import Algorithm, algorithm
 from jackfield.algorithms.registry import Part, names, part, register, register_part
 from jackfield.algorithms.shaping import (
     Shaping,
@@ -27,10 +28,9 @@ from jackfield.algorithms.shaping import (
 
 __all__ = [
     "VALUE_LOSS",
-    "AdaptiveKLController",
     "Algorithm",
     "Correction",
-    "FixedKLController",
+    "KLController",
     "Part",
     "Shaping",
     "advantages",
@@ -40,7 +40,6 @@ __all__ = [
     "clip_rewards",
     "distillation_loss",
     "dynamic_sampling_filter",
-    "entropy_loss",
     "fill_failed",
     "importance_weights",
     "kl",
@@ -53,7 +52,6 @@ __all__ = [
     "prepare",
     "register",
     "register_part",
-    "require_streamable",
     "resolve_loss",
     "value_loss",
 ]

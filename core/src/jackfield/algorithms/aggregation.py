@@ -8,20 +8,20 @@ from jackfield.algorithms.registry import call, part, register
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = ["aggregate", "aggregate_rows"]
 
 
 def aggregate(
-    values: torch.Tensor,
-    mask: torch.Tensor,
+    values: Tensor,
+    mask: Tensor,
     mode: str,
     *,
     global_tokens: int,
     global_sequences: int,
     length_norm: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The share of these rows in the batch's mean.
 
     Shares of micro-batches and ranks add up to the batch's value, because the counts are those of the whole batch.
@@ -51,13 +51,11 @@ def aggregate(
         "global_sequences": global_sequences,
         "length_norm": _positive(length_norm if length_norm is not None else values.shape[-1] or 1),
     }
-    share: torch.Tensor = call(part("aggregation", mode), offered, {})
+    share: Tensor = call(part("aggregation", mode), offered, {})
     return share
 
 
-def aggregate_rows(
-    values: torch.Tensor, mode: str, *, global_sequences: float, length_norm: float | None = None
-) -> torch.Tensor:
+def aggregate_rows(values: Tensor, mode: str, *, global_sequences: float, length_norm: float | None = None) -> Tensor:
     """The share of losses that have one value per sequence, ``[B]``: there are no tokens to weigh.
 
     Every mean is the mean over sequences; ``token-sum`` is the sum; ``-norm`` divides by ``length_norm``, too.
@@ -78,19 +76,19 @@ def _positive(length_norm: float) -> float:
 
 
 @register("aggregation", "token-mean", "token", paper="DAPO, arXiv:2503.14476")
-def _token_mean(kept: torch.Tensor, global_tokens: int) -> torch.Tensor:
+def _token_mean(kept: Tensor, global_tokens: int) -> Tensor:
     """sum of all tokens / tokens of the batch: every token counts the same."""
     return kept.sum() / max(global_tokens, 1)
 
 
 @register("aggregation", "token-sum", "token")
-def _token_sum(kept: torch.Tensor) -> torch.Tensor:
+def _token_sum(kept: Tensor) -> Tensor:
     """sum of all tokens."""
     return kept.sum()
 
 
 @register("aggregation", "seq-mean-token-sum", "sequence", paper="Dr. GRPO, arXiv:2503.20783")
-def _seq_mean_token_sum(kept: torch.Tensor, global_sequences: int) -> torch.Tensor:
+def _seq_mean_token_sum(kept: Tensor, global_sequences: int) -> Tensor:
     """sum of all tokens / sequences of the batch."""
     return kept.sum() / max(global_sequences, 1)
 
@@ -103,12 +101,12 @@ def _seq_mean_token_sum(kept: torch.Tensor, global_sequences: int) -> torch.Tens
     differs="verl divides by the padded width of each micro-batch and not by the number of sequences: its loss depends "
     "on how the batch is split. We divide by a constant (length_norm) and by the sequences of the batch.",
 )
-def _seq_mean_token_sum_norm(kept: torch.Tensor, global_sequences: int, length_norm: float) -> torch.Tensor:
+def _seq_mean_token_sum_norm(kept: Tensor, global_sequences: int, length_norm: float) -> Tensor:
     """sum of all tokens / (length_norm * sequences of the batch)."""
     return kept.sum() / (length_norm * max(global_sequences, 1))
 
 
 @register("aggregation", "seq-mean-token-mean", "sequence", paper="GRPO, arXiv:2402.03300")
-def _seq_mean_token_mean(kept: torch.Tensor, mask: torch.Tensor, global_sequences: int) -> torch.Tensor:
+def _seq_mean_token_mean(kept: Tensor, mask: Tensor, global_sequences: int) -> Tensor:
     """mean over sequences of each sequence's mean; a sequence without model tokens gives 0 and still counts."""
     return (kept.sum(-1) / mask.sum(-1).clamp(min=1.0)).sum() / max(global_sequences, 1)

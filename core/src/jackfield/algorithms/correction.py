@@ -19,7 +19,7 @@ from jackfield.errors import ConfigError
 from jackfield.settings import option
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = ["Correction", "importance_weights"]
 
@@ -71,9 +71,9 @@ class Correction:
     batch_options={"batch_normalize": True},
 )
 def importance_weights(
-    log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
     *,
     level: str = "token",
     bound: str = "truncate",
@@ -83,7 +83,7 @@ def importance_weights(
     reject_low: NotNegative = 0.5,
     reject_high: Annotated[float, above("reject_low")] = 2.0,
     batch_normalize: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """w_t = rho_t = pi_t / pi_rollout_t, or of the sequence prod(rho), bounded; and a mask without what is rejected.
 
     Args:
@@ -139,10 +139,7 @@ def _check(
     for value, known in ((level, _LEVELS), (bound, _BOUNDS), (reject, _REJECTS)):
         if value not in known:
             raise ConfigError(
-                "importance_weights has no such setting",
-                code="algorithm.input",
-                expected=", ".join(known),
-                found=value,
+                "importance_weights has no such setting", code="algorithm.input", expected=", ".join(known), found=value
             )
     for low, high, name in ((lower, upper, "lower, upper"), (reject_low, reject_high, "reject_low, reject_high")):
         if not 0.0 <= low < high:
@@ -151,14 +148,14 @@ def _check(
             )
 
 
-def _log_weights(logs: torch.Tensor, keep: torch.Tensor, level: str) -> torch.Tensor:
+def _log_weights(logs: Tensor, keep: Tensor, level: str) -> Tensor:
     if level == "token":
         return logs
     rows = logs.sum(-1) if level == "sequence" else row_means(logs, keep)
     return rows.unsqueeze(-1).expand(logs.shape)
 
 
-def _accepted(logs: torch.Tensor, keep: torch.Tensor, reject: str, low: float, high: float) -> torch.Tensor:
+def _accepted(logs: Tensor, keep: Tensor, reject: str, low: float, high: float) -> Tensor:
     """bool ``[B, T]``: model tokens that stay."""
     if reject == "none":
         return keep
@@ -178,7 +175,7 @@ def _accepted(logs: torch.Tensor, keep: torch.Tensor, reject: str, low: float, h
     return keep & inside
 
 
-def _normalised(weights: torch.Tensor, accepted: torch.Tensor, level: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalised(weights: Tensor, accepted: Tensor, level: str) -> tuple[Tensor, Tensor]:
     """Weights of mean 1 over accepted tokens or sequences; weights that are all 0 stay so."""
     if level == "token":
         mean = masked_mean_std(weights, accepted)[0]
@@ -189,14 +186,8 @@ def _normalised(weights: torch.Tensor, accepted: torch.Tensor, level: str) -> tu
 
 
 def _diagnostics(
-    logs: torch.Tensor,
-    raw: torch.Tensor,
-    weights: torch.Tensor,
-    keep: torch.Tensor,
-    accepted: torch.Tensor,
-    upper: float,
-    lower: float,
-) -> dict[str, torch.Tensor]:
+    logs: Tensor, raw: Tensor, weights: Tensor, keep: Tensor, accepted: Tensor, upper: float, lower: float
+) -> dict[str, Tensor]:
     """All over the model tokens; 0 for a batch without any."""
     count = keep.sum().clamp(min=1)
     mean, deviation = masked_mean_std(weights, keep)

@@ -9,23 +9,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import attrs
+from attrs.validators import gt, optional
 
 from jackfield.algorithms.registry import call, part, register
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
-__all__ = ["AdaptiveKLController", "FixedKLController", "kl"]
+__all__ = ["KLController", "kl"]
 
 _SCHULMAN = "Schulman, Approximating KL divergence, 2020"
 _STRAIGHT_THROUGH = "the gradient of k2 is the gradient of the KL in expectation: arXiv:2506.09477"
 _CLAMP = 20.0  # of a log-ratio, before it is exponentiated in the clipped form
 
 
-def kl(
-    name: str, log_probs: torch.Tensor, ref_log_probs: torch.Tensor, *, old_log_probs: torch.Tensor | None = None
-) -> torch.Tensor:
+def kl(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Tensor | None = None) -> Tensor:
     """A KL estimate per token.
 
     Args:
@@ -43,107 +42,87 @@ def kl(
         ConfigError: ``algorithm.unknown`` or ``algorithm.input``.
     """
     offered = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
-    value: torch.Tensor = call(part("kl", name), offered, {})
+    value: Tensor = call(part("kl", name), offered, {})
     return value
 
 
 @register("kl", "k1", "token", paper=_SCHULMAN)
-def _k1(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """-log r = log pi - log pi_ref. Unbiased in value; in a loss its gradient is 0 in expectation."""
     return log_probs - ref_log_probs
 
 
 @register("kl", "k2", "token", paper=_SCHULMAN)
-def _k2(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """(log r)^2 / 2. Biased in value; its gradient is that of the KL in expectation."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 @register("kl", "k3", "token", paper=_SCHULMAN)
-def _k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """r - 1 - log r. Unbiased in value, never negative."""
     log_ratio = ref_log_probs - log_probs
     return log_ratio.expm1() - log_ratio
 
 
 @register("kl", "abs", "token")
-def _abs(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _abs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """|log r|."""
     return (log_probs - ref_log_probs).abs()
 
 
 @register("kl", "low_var_kl", "token", paper=_SCHULMAN)
-def _low_var_kl(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+def _low_var_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """clip(r - 1 - log r, -10, 10) with log r clipped to [-20, 20]. Beyond the bounds there is no gradient."""
     log_ratio = (ref_log_probs - log_probs).clamp(-_CLAMP, _CLAMP)
     return (log_ratio.expm1() - log_ratio).clamp(-10.0, 10.0)
 
 
-def _straight_through(value: torch.Tensor, log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    gradient = _k2(log_probs, ref_log_probs)
-    return value.detach() + (gradient - gradient.detach())
+def _add_straight_through(name: str) -> None:
+    """Register ``NAME+``: the value of an estimator with the gradient of k2."""
+    estimator = part("kl", name).function
+
+    def function(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        value, gradient = estimator(log_probs, ref_log_probs), _k2(log_probs, ref_log_probs)
+        combined: Tensor = value.detach() + (gradient - gradient.detach())
+        return combined
+
+    function.__doc__ = f"the value of {name} with the gradient of k2."
+    register("kl", f"{name}+", "token", paper=_STRAIGHT_THROUGH)(function)
 
 
-@register("kl", "k1+", "token", paper=_STRAIGHT_THROUGH)
-def _k1_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    """the value of k1 with the gradient of k2."""
-    return _straight_through(_k1(log_probs, ref_log_probs), log_probs, ref_log_probs)
-
-
-@register("kl", "k3+", "token", paper=_STRAIGHT_THROUGH)
-def _k3_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    """the value of k3 with the gradient of k2."""
-    return _straight_through(_k3(log_probs, ref_log_probs), log_probs, ref_log_probs)
-
-
-@register("kl", "abs+", "token", paper=_STRAIGHT_THROUGH)
-def _abs_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    """the value of abs with the gradient of k2."""
-    return _straight_through(_abs(log_probs, ref_log_probs), log_probs, ref_log_probs)
-
-
-@register("kl", "low_var_kl+", "token", paper=_STRAIGHT_THROUGH)
-def _low_var_straight(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    """the value of low_var_kl with the gradient of k2."""
-    return _straight_through(_low_var_kl(log_probs, ref_log_probs), log_probs, ref_log_probs)
+for _name in ("k1", "k3", "abs", "low_var_kl"):
+    _add_straight_through(_name)
 
 
 @register("kl", "k3_corrected", "token", paper="DeepSeek-V3.2, arXiv:2512.02556")
-def _k3_corrected(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
+def _k3_corrected(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """(pi / pi_old) (r - 1 - log r): unbiased, in value and gradient, for samples from pi_old."""
     return (log_probs - old_log_probs).clamp(-_CLAMP, _CLAMP).exp() * _k3(log_probs, ref_log_probs)
 
 
 @attrs.define(kw_only=True)
-class FixedKLController:
-    """A constant coefficient."""
+class KLController:
+    """The coefficient of the KL penalty: constant, or steered so that the KL comes to a target.
 
-    coefficient: float
-
-    def update(self, current: float, steps: int) -> float:
-        """The coefficient; nothing changes."""
-        return self.coefficient
-
-
-@attrs.define(kw_only=True)
-class AdaptiveKLController:
-    """Steers the KL to a target (Ziegler et al., arXiv:1909.08593, section 2.2).
-
-    ``coefficient *= 1 + clip(current / target - 1, -0.2, 0.2) * steps / horizon``. Its whole state is ``coefficient``.
+    ``coefficient *= 1 + clip(current / target - 1, -0.2, 0.2) * samples / horizon`` (Ziegler et al., arXiv:1909.08593,
+    section 2.2). Its whole state is ``coefficient``.
     """
 
     coefficient: float
-    target: float = attrs.field(validator=attrs.validators.gt(0.0))
-    horizon: float = attrs.field(validator=attrs.validators.gt(0.0))
+    target: float | None = attrs.field(default=None, validator=optional(gt(0.0)))  #: None: the coefficient is constant
+    horizon: float = attrs.field(default=10000.0, validator=gt(0.0))  #: in samples
 
-    def update(self, current: float, steps: int) -> float:
-        """Take in the KL of ``steps`` samples; return the new coefficient.
+    def update(self, current: float, samples: int) -> float:
+        """Take in the KL of ``samples`` samples; return the new coefficient.
 
         Raises:
             ConfigError: ``algorithm.not-finite``.
         """
+        if self.target is None:
+            return self.coefficient
         if not abs(current) < float("inf"):
-            raise ConfigError(f"the KL is {current}", code="algorithm.not-finite", where="AdaptiveKLController.update")
+            raise ConfigError(f"the KL is {current}", code="algorithm.not-finite", where="KLController.update")
         error = min(max(current / self.target - 1.0, -0.2), 0.2)
-        self.coefficient *= 1.0 + error * steps / self.horizon
+        self.coefficient *= 1.0 + error * samples / self.horizon
         return self.coefficient

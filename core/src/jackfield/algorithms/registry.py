@@ -72,6 +72,7 @@ class Part:
     differs: str = ""  #: where this differs from well-known implementations, and why
     whole_batch: tuple[str, ...] = ()  #: inputs that have to be precomputed when the batch is split
     per_sequence: bool = False  #: a loss with one value per row, so that nothing per token can weigh it
+    prepare: Callable[..., Mapping[str, Any]] | None = None  #: makes the columns of ``whole_batch``
     batch_options: Mapping[str, Any] = attrs.field(factory=dict)  #: option values that make its scope ``batch``
 
     def scope_with(self, options: Mapping[str, Any]) -> Scope:
@@ -95,6 +96,12 @@ class Part:
         return tuple(name for name, required in signature(self.function).inputs.items() if not required)
 
     @property
+    def prepare_inputs(self) -> Mapping[str, bool]:
+        """The inputs of :attr:`prepare`, and whether each is required; it takes options of the loss, too."""
+        known = {} if self.prepare is None else signature(self.prepare).inputs
+        return {name: required for name, required in known.items() if name not in self.options}
+
+    @property
     def options(self) -> Mapping[str, Any]:
         """Its options and their defaults."""
         return signature(self.function).options
@@ -112,12 +119,13 @@ def register(
     differs: str = "",
     whole_batch: tuple[str, ...] = (),
     per_sequence: bool = False,
+    prepare: Callable[..., Mapping[str, Any]] | None = None,
     batch_options: Mapping[str, Any] | None = None,
 ) -> Callable[[F], F]:
     """Register the decorated function as a part.
 
     Args:
-        kind: ``advantages``, ``loss``, ``prepare``, ``kl``, ``aggregation``, ``distillation``, ``shaping``,
+        kind: ``advantages``, ``loss``, ``kl``, ``aggregation``, ``distillation``, ``shaping``,
             ``correction`` or ``algorithm``.
         name: unique in its kind.
         scope: how much of a batch it has to see at once.
@@ -125,6 +133,8 @@ def register(
         differs: where it differs from well-known implementations, and why.
         whole_batch: inputs that have to be precomputed over the whole batch when the batch is split.
         per_sequence: whether a loss has one value per row in the place of one per token.
+        prepare: a function of the whole batch that makes the columns of ``whole_batch`` by name. It takes inputs and
+            options of the loss, the latter without defaults.
         batch_options: option values that make the scope ``batch``.
     """
 
@@ -139,6 +149,7 @@ def register(
                 differs=differs,
                 whole_batch=whole_batch,
                 per_sequence=per_sequence,
+                prepare=prepare,
                 batch_options=dict(batch_options or {}),
             )
         )

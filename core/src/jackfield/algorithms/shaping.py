@@ -15,7 +15,7 @@ from jackfield.errors import ConfigError
 from jackfield.settings import option
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = [
     "Shaping",
@@ -48,7 +48,7 @@ class Shaping:
         """Whether any reward may change."""
         return self.clip is not None or self.normalize or self.overlong_length is not None
 
-    def shape(self, totals: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def shape(self, totals: Tensor, lengths: Tensor) -> Tensor:
         """Shaped rewards of whole responses.
 
         Args:
@@ -76,14 +76,14 @@ class Shaping:
     paper="InstructGPT, arXiv:2203.02155, equation 2; Ziegler et al., arXiv:1909.08593",
 )
 def kl_in_reward(
-    token_rewards: torch.Tensor,
-    log_probs: torch.Tensor,
-    ref_log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
+    token_rewards: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    response_mask: Tensor,
     *,
     coefficient: float,
     estimator: str = "k1",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """r_t - coefficient kl_t on each model token.
 
     Args:
@@ -111,7 +111,7 @@ def kl_in_reward(
 
 
 @register("shaping", "overlong_penalty", "sequence", paper="DAPO, arXiv:2503.14476, equation 13")
-def overlong_penalty(lengths: torch.Tensor, *, max_length: int, buffer: int, factor: NotNegative = 1.0) -> torch.Tensor:
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: NotNegative = 1.0) -> Tensor:
     """factor * clip((max_length - buffer - length) / buffer, -1, 0): to be added to the reward of a response.
 
     Args:
@@ -136,9 +136,7 @@ def overlong_penalty(lengths: torch.Tensor, *, max_length: int, buffer: int, fac
 
 
 @register("shaping", "dynamic_sampling_filter", "group", paper="DAPO, arXiv:2503.14476, equation 11")
-def dynamic_sampling_filter(
-    scores: torch.Tensor, group_ids: torch.Tensor, *, min_spread: NotNegative = 0.0
-) -> torch.Tensor:
+def dynamic_sampling_filter(scores: Tensor, group_ids: Tensor, *, min_spread: NotNegative = 0.0) -> Tensor:
     """Keep rows of groups with max(score) - min(score) > min_spread: the others give no group-relative gradient.
 
     Args:
@@ -154,7 +152,7 @@ def dynamic_sampling_filter(
 
 
 @register("shaping", "normalize_rewards", "batch")
-def normalize_rewards(scores: torch.Tensor, *, center: bool = True, eps: Epsilon = 1e-8) -> torch.Tensor:
+def normalize_rewards(scores: Tensor, *, center: bool = True, eps: Epsilon = 1e-8) -> Tensor:
     """(R - mean_batch(R)) / (std_batch(R) + eps), std over n - 1; ``center=False``: R / (std_batch(R) + eps).
 
     ``scores`` float ``[B]``. A batch of one (or of equal rewards) is centred to 0 and, uncentred, left as it is.
@@ -168,7 +166,7 @@ def normalize_rewards(scores: torch.Tensor, *, center: bool = True, eps: Epsilon
 
 
 @register("shaping", "clip_rewards", "token")
-def clip_rewards(rewards: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
+def clip_rewards(rewards: Tensor, *, low: float, high: float) -> Tensor:
     """clip(R, low, high), any shape.
 
     Raises:
@@ -186,9 +184,7 @@ def clip_rewards(rewards: torch.Tensor, *, low: float, high: float) -> torch.Ten
     paper="verl's async reward agent recipe (post_process_scores)",
     differs="A group that failed as a whole has no mean: its rows are reported, not scored 0.",
 )
-def fill_failed(
-    scores: torch.Tensor, failed: torch.Tensor, group_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fill_failed(scores: Tensor, failed: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """A failed score becomes the mean of its group's other scores: group-relative estimators then give it about 0.
 
     Args:

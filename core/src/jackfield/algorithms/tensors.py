@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = [
     "Groups",
@@ -30,58 +30,58 @@ _BLOCK = 1 << 17  # numbers that are converted to float64 at once
 class Groups:
     """Rows by an integer id; sums over groups without a loop."""
 
-    def __init__(self, ids: torch.Tensor) -> None:
+    def __init__(self, ids: Tensor) -> None:
         """``ids``: int ``[B]``, in any order, any values."""
         _, index, counts = ids.unique(return_inverse=True, return_counts=True)
-        self.index: torch.Tensor = index  #: int64 ``[B]``: the number of each row's group
-        self.counts: torch.Tensor = counts.double()  #: ``[G]``: rows of each group
-        self.sizes: torch.Tensor = self.counts[index]  #: ``[B]``: rows of each row's group
-        self.alone: torch.Tensor = self.sizes == 1  #: bool ``[B]``
+        self.index: Tensor = index  #: int64 ``[B]``: the number of each row's group
+        self.counts: Tensor = counts.double()  #: ``[G]``: rows of each group
+        self.sizes: Tensor = self.counts[index]  #: ``[B]``: rows of each row's group
+        self.alone: Tensor = self.sizes == 1  #: bool ``[B]``
 
-    def totals(self, rows: torch.Tensor) -> torch.Tensor:
+    def totals(self, rows: Tensor) -> Tensor:
         """``[G, ...]``: the sum of each group's rows (``[B, ...]``)."""
         return rows.new_zeros((len(self.counts), *rows.shape[1:])).index_add(0, self.index, rows)
 
-    def sums(self, rows: torch.Tensor) -> torch.Tensor:
+    def sums(self, rows: Tensor) -> Tensor:
         """``[B, ...]``: for each row the sum over its group."""
         return self.totals(rows)[self.index]
 
-    def means(self, rows: torch.Tensor) -> torch.Tensor:
+    def means(self, rows: Tensor) -> Tensor:
         """For each row (``[B]`` or ``[B, D]``) the mean over its group."""
         return self.sums(rows) / _like(self.sizes, rows)
 
-    def stds(self, rows: torch.Tensor) -> torch.Tensor:
+    def stds(self, rows: Tensor) -> Tensor:
         """For each row the standard deviation of its group, over n - 1; 0 for a group of one."""
         squares = self.sums((rows - self.means(rows)).square())
         return (squares / _like((self.sizes - 1).clamp(min=1), rows)).sqrt()
 
-    def maxima(self, rows: torch.Tensor) -> torch.Tensor:
+    def maxima(self, rows: Tensor) -> Tensor:
         """For each row (``[B]``) the maximum of its group."""
         lowest = rows.new_full((len(self.counts),), float("-inf"))
         return lowest.scatter_reduce(0, self.index, rows, "amax")[self.index]
 
-    def log_mean_exp(self, rows: torch.Tensor) -> torch.Tensor:
+    def log_mean_exp(self, rows: Tensor) -> Tensor:
         """For each row log(mean(exp)) of its group."""
         highest = self.maxima(rows)
         return highest + self.means((rows - highest).exp()).log()
 
 
-def _like(rows: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _like(rows: Tensor, other: Tensor) -> Tensor:
     return rows.reshape(-1, *([1] * (other.dim() - 1)))
 
 
-def spread(rows: torch.Tensor, mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def spread(rows: Tensor, mask: Tensor, like: Tensor) -> Tensor:
     """A value per row (``[B]``) on each of the row's masked tokens: ``[B, T]`` of ``like``'s dtype."""
     return rows.to(like.dtype).unsqueeze(-1).masked_fill(mask == 0, 0.0)
 
 
-def row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def row_means(values: Tensor, mask: Tensor) -> Tensor:
     """``[B]``: the mean over each row's masked tokens; 0 for a row without any."""
     kept = values.masked_fill(mask == 0, 0.0)
     return kept.sum(-1) / (mask != 0).sum(-1).clamp(min=1)
 
 
-def row_sums(values: torch.Tensor) -> torch.Tensor:
+def row_sums(values: Tensor) -> Tensor:
     """``[B]``: the sum of each row, in float64: equal rewards differ from their mean by far less than any eps.
 
     In blocks that fit a cache: a sum in another dtype converts all that it is given first.
@@ -93,7 +93,7 @@ def row_sums(values: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def masked_mean_std(values: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def masked_mean_std(values: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation (n - 1) of ``values`` where ``keep``: two float64 scalars, 0 where undefined."""
     wide = values.new_empty(0).double().dtype
     count = keep.sum()
@@ -105,19 +105,19 @@ def masked_mean_std(values: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Ten
 class ModelTokens:
     """Rows packed to the left: the t-th model token of each row in column t, so that a recurrence meets no gap."""
 
-    def __init__(self, mask: torch.Tensor) -> None:
+    def __init__(self, mask: Tensor) -> None:
         """``mask``: ``[B, T]``."""
-        self.keep: torch.Tensor = mask != 0
-        self._position: torch.Tensor | None = None
+        self.keep: Tensor = mask != 0
+        self._position: Tensor | None = None
         if bool((self.keep[:, 1:] & ~self.keep[:, :-1]).any()) or not bool(self.keep[:, :1].all()):
             self._position = self.keep.cumsum(-1) - 1  # -1 before the first model token
 
-    def pack(self, values: torch.Tensor) -> torch.Tensor:
+    def pack(self, values: Tensor) -> Tensor:
         """``[B, T]``: the values of model tokens, then zeros."""
         kept = values.masked_fill(~self.keep, 0.0)
         return kept if self._position is None else self._scatter(kept)
 
-    def credit(self, rewards: torch.Tensor) -> torch.Tensor:
+    def credit(self, rewards: Tensor) -> Tensor:
         """Packed rewards, each with those of the observations up to the next model token.
 
         What stands before the first model token is nobody's doing.
@@ -129,18 +129,18 @@ class ModelTokens:
         last = (self.keep.sum(-1, keepdim=True) - 1).clamp(min=0)
         return kept.scatter_add_(1, last, after) if rewards.shape[1] else kept
 
-    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+    def unpack(self, packed: Tensor) -> Tensor:
         """Back to ``[B, T]``; 0 where the mask is 0. ``packed`` is used up."""
         if self._position is not None:
             packed = packed.gather(1, self._position.clamp(min=0))
         return packed.masked_fill_(~self.keep, 0.0)
 
-    def _scatter(self, values: torch.Tensor) -> torch.Tensor:
+    def _scatter(self, values: Tensor) -> Tensor:
         assert self._position is not None
         return values.new_zeros(values.shape).scatter_add_(1, self._position.clamp(min=0), values)
 
 
-def discounted_sums(values: torch.Tensor, factor: float) -> torch.Tensor:
+def discounted_sums(values: Tensor, factor: float) -> Tensor:
     """x_t = values_t + factor x_{t+1} along each row of ``[B, T]``; a new tensor."""
     if factor == 1.0:
         return values.flip(-1).cumsum(-1).flip(-1)
@@ -150,7 +150,7 @@ def discounted_sums(values: torch.Tensor, factor: float) -> torch.Tensor:
     return steps.T.contiguous()
 
 
-def credited_returns(token_rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
+def credited_returns(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """Reward to go on each model token, float ``[B, T]``; 0 where the mask is 0.
 
     Only model tokens discount. A reward on an observation token is credited to the model token before it: nothing
@@ -162,7 +162,7 @@ def credited_returns(token_rewards: torch.Tensor, mask: torch.Tensor, gamma: flo
     return tokens.unpack(discounted_sums(tokens.credit(token_rewards), gamma))
 
 
-def require_shapes(tensors: Mapping[str, torch.Tensor | None], mask: torch.Tensor) -> None:
+def require_shapes(tensors: Mapping[str, Tensor | None], mask: Tensor) -> None:
     """Refuse tensors that are not shaped like ``mask`` (``[B, T]``).
 
     Raises:
@@ -179,7 +179,7 @@ def require_shapes(tensors: Mapping[str, torch.Tensor | None], mask: torch.Tenso
             )
 
 
-def require_finite(tensors: Mapping[str, torch.Tensor | None], mask: torch.Tensor) -> None:
+def require_finite(tensors: Mapping[str, Tensor | None], mask: Tensor) -> None:
     """Refuse NaN and infinity on masked tokens, with one look at the device when all is well.
 
     Raises:

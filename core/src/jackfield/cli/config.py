@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import click
+
+from jackfield.cli import json_option
 
 __all__ = ["config"]
 
@@ -42,8 +46,12 @@ def explain(file: str, overrides: tuple[str, ...]) -> None:
 
 @config.command()
 @_arguments
-def validate(file: str, overrides: tuple[str, ...]) -> None:
-    """Check all settings, those of plugins and of algorithm parts included. Paths in it need not exist."""
+@json_option
+def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check all settings, those of plugins and of algorithm parts included. Paths in it need not exist.
+
+    With --json, print what the algorithm is and what it needs, once every choice is made.
+    """
     from jackfield.compose.checking import check_parts
     from jackfield.compose.selection import manifests
     from jackfield.config import load_config, validate_plugins
@@ -51,5 +59,8 @@ def validate(file: str, overrides: tuple[str, ...]) -> None:
 
     loaded, registry = load_config(file, overrides), discover()
     validate_plugins(loaded, registry)
-    check_parts(loaded, registry, hook_manager([], manifests(loaded, registry)))
-    click.echo(f"{file}: valid")
+    algorithm = check_parts(loaded, registry, hook_manager([], manifests(loaded, registry)))
+    if as_json:
+        click.echo(json.dumps({"file": file, "algorithm": algorithm.as_plain()}, indent=2))
+    else:
+        click.echo(f"{file}: valid")

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import attrs
 
-from jackfield.algorithms import Algorithm, Part, algorithm, names, part
+from jackfield.algorithms import Algorithm, Part, algorithm, part
 from jackfield.algorithms.losses import COUNTS, ROW_INPUTS, TOKEN_INPUTS
 from jackfield.algorithms.options import check_values
+from jackfield.algorithms.settings import CriticSettings, PartSettings
 from jackfield.compose.rollout_policy import (
     canary_bound,
     check_canary,
@@ -19,7 +20,7 @@ from jackfield.compose.rollout_policy import (
     corrects,
     old_log_probs,
 )
-from jackfield.config import CriticConfig, PartConfig, RunConfig, WeightsConfig
+from jackfield.config import RunConfig, WeightsConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
 from jackfield.runtime.advantages import AdvantagePlan
@@ -56,6 +57,21 @@ class Recipe:
     pairs: bool
     whole_groups: bool  #: mini-batches may not split groups
     canary_bound: float  #: nats
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the choices as plain values, as ``jackfield config validate --json`` prints them."""
+        chosen = self.algorithm
+        needs = ("critic", "reference", "prepares", "dynamic_sampling", "greedy_baseline", "pairs", "whole_groups")
+        return {
+            "loss": {"name": chosen.loss, "options": dict(self.loss_options)},
+            "advantages": chosen.advantages and {"name": chosen.advantages, "options": dict(chosen.advantages_options)},
+            "columns": list(self.loss_columns),
+            "needs": [name for name in needs if getattr(self, name)],
+            "old_log_probs": "rollout" if self.renamed else "engine",
+            "recomputes_old_log_probs": self.recompute_old_log_probs,
+            "corrects": self.plan.correction is not None,
+            "replica_bound": self.canary_bound,
+        }
 
 
 def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
@@ -156,7 +172,7 @@ def _reads_reference(chosen: Algorithm, loss: Part) -> bool:
 
 
 def _replaced(
-    kind: str, given: PartConfig | None, name: str | None, options: Mapping[str, Any]
+    kind: str, given: PartSettings | None, name: str | None, options: Mapping[str, Any]
 ) -> tuple[str | None, Mapping[str, Any]]:
     """Another part has its own defaults; the bundle's own part keeps the bundle's options beside those given."""
     if given is None:
@@ -202,10 +218,11 @@ def _supplied(config: RunConfig, estimates: bool, reference: bool, experts: bool
 def _prepared(loss: Part, supplied: frozenset[str]) -> tuple[str, ...]:
     """The columns of the whole batch that this loss gets."""
     columns = tuple(name for name in loss.whole_batch if name not in COUNTS)
-    if not columns or loss.name not in names("prepare"):
+    if not columns or loss.prepare is None:
         return ()
     there = supplied | {"log_probs", "response_mask", "group_ids", "pair_ids"}
-    return columns if set(part("prepare", loss.name).needs) <= there else ()
+    needed = {name for name, required in loss.prepare_inputs.items() if required}
+    return columns if needed <= there else ()
 
 
 def _loss_columns(
@@ -298,7 +315,7 @@ def _check_effect(config: RunConfig, recipe: Recipe) -> None:
     """A setting that does nothing here is an error."""
     settings = config.algorithm
     idle = {
-        "critic": (config.critic != CriticConfig() and not recipe.critic, "an estimator with a critic (gae)"),
+        "critic": (config.critic != CriticSettings() and not recipe.critic, "an estimator with a critic (gae)"),
         "queue.expert": (config.queue.expert is not None and not recipe.plan.experts, "a loss with an expert (mix)"),
         "data.expert": (config.data.expert is not None and not recipe.experts, "a loss with an expert (mix)"),
         "algorithm.reward_dimensions": (

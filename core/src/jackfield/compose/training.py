@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from jackfield.algorithms import AdaptiveKLController, FixedKLController
 from jackfield.compose.joining import joining
 from jackfield.compose.mixing import make_sources
 from jackfield.compose.rollout_policy import log_prob_check_options
-from jackfield.config import KLConfig, as_plain
+from jackfield.config import as_plain
 from jackfield.data.tasks import Task
 from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
@@ -95,7 +94,7 @@ class TrainerBuilder:
             epochs=config.algorithm.epochs,
             prepares=recipe.prepares,
             whole_groups=recipe.whole_groups,
-            kl=_kl_controller(config.algorithm.kl),
+            kl=config.algorithm.kl.controller(),
             kl_in_reward=recipe.plan.kl is not None,
             log_prob_check=self._log_prob_check(critic),
             weights=weights,
@@ -256,9 +255,3 @@ class TrainerBuilder:
             seconds=config.deadlines.generate,
             report=partial(self.stages.note, "canary/distance"),
         )
-
-
-def _kl_controller(kl: KLConfig) -> FixedKLController | AdaptiveKLController:
-    if kl.target is None:
-        return FixedKLController(coefficient=kl.coefficient)
-    return AdaptiveKLController(coefficient=kl.coefficient, target=kl.target, horizon=kl.horizon)

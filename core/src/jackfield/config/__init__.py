@@ -14,16 +14,12 @@ from jackfield.config.loading import (
 from jackfield.config.queue_sections import ControllerConfig, MixConfig, QueueConfig, ReplayConfig, SamplerConfig
 from jackfield.config.runtime_sections import RayConfig, RuntimeConfig
 from jackfield.config.sections import (
-    AlgorithmConfig,
     CanaryConfig,
-    CriticConfig,
     DataConfig,
     DeadlineConfig,
     EvaluationConfig,
     EvaluationSampling,
-    KLConfig,
     LogProbCheckConfig,
-    PartConfig,
     PluginSection,
     RunConfig,
     ScheduleConfig,
@@ -31,18 +27,14 @@ from jackfield.config.sections import (
 )
 
 __all__ = [
-    "AlgorithmConfig",
     "CanaryConfig",
     "ControllerConfig",
-    "CriticConfig",
     "DataConfig",
     "DeadlineConfig",
     "EvaluationConfig",
     "EvaluationSampling",
-    "KLConfig",
     "LogProbCheckConfig",
     "MixConfig",
-    "PartConfig",
     "PluginSection",
     "QueueConfig",
     "RayConfig",

@@ -122,8 +122,7 @@ class AdvantageWorker:
         ``batch`` is that of one optimizer step, and has the policy's log-probs as it begins in ``log_probs``.
         """
         assert self._plan.loss is not None
-        preparation = part("prepare", self._plan.loss)
-        taken = {*preparation.needs, *preparation.accepts} - {"response_mask", "group_ids", "pair_ids"}
+        taken = part("loss", self._plan.loss).prepare_inputs.keys() - {"response_mask", "group_ids", "pair_ids"}
         there = {"old_log_probs", "rollout_log_probs", "advantages"} if self._plan.advantages else set()
         if self._plan.reference:
             there.add("ref_log_probs")

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import attrs
 
 from jackfield.abc.engine import LossSpec
-from jackfield.algorithms import VALUE_LOSS, AdaptiveKLController, Algorithm, FixedKLController
+from jackfield.algorithms import VALUE_LOSS, Algorithm, KLController
 from jackfield.clock import Clock
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import WeightsSynced
@@ -112,7 +112,7 @@ class Trainer:
     prepares: bool = False  #: the loss has to know its whole batch before each optimizer step
     whole_groups: bool = False  #: mini-batches do not split groups
     #: of the KL to the reference, in the loss or in the reward
-    kl: FixedKLController | AdaptiveKLController = attrs.field(factory=lambda: FixedKLController(coefficient=0.0))
+    kl: KLController = attrs.field(factory=lambda: KLController(coefficient=0.0))
     kl_in_reward: bool = False
     log_prob_check: LogProbCheck | None = None
     weights: WeightPublisher | None = None  #: None: there are no replicas

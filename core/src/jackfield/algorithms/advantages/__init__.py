@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jackfield.algorithms.advantages import baselines, critic, group, opmd, steps
+from jackfield.algorithms.advantages import baselines, critic, group, steps
 from jackfield.algorithms.registry import call, check_options, part
 from jackfield.algorithms.tensors import require_finite, require_shapes, row_sums
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = ["advantages"]
 
@@ -25,18 +25,18 @@ EXTRA_INPUTS = (
     "sum_pi_squared",
     "rollout_weights",
 )
-_PARTS = (baselines, critic, group, opmd, steps)  # imported for their registrations
+_PARTS = (baselines, critic, group, steps)  # imported for their registrations
 
 
 def advantages(
     name: str,
     *,
-    token_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    group_ids: torch.Tensor | None = None,
-    values: torch.Tensor | None = None,
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor | None = None,
+    values: Tensor | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns by a registered estimator, over a whole batch.
 
     Args:
@@ -72,17 +72,12 @@ def advantages(
     used = {key: value for key, value in token_inputs.items() if key in (*chosen.needs, *chosen.accepts)}
     require_shapes({"token_rewards": token_rewards, **used}, response_mask)
     require_finite(used, response_mask)
-    offered = {
-        "token_rewards": token_rewards,
-        "response_mask": response_mask,
-        "group_ids": group_ids,
-        "values": values,
-    }
-    result: tuple[torch.Tensor, torch.Tensor] = call(chosen, offered, options)
+    offered = {"token_rewards": token_rewards, "response_mask": response_mask, "group_ids": group_ids, "values": values}
+    result: tuple[Tensor, Tensor] = call(chosen, offered, options)
     return result
 
 
-def _require_finite_rows(values: torch.Tensor, what: str) -> None:
+def _require_finite_rows(values: Tensor, what: str) -> None:
     finite = values.isfinite().reshape(len(values), -1).all(-1)
     if not bool(finite.all()):
         raise ConfigError(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from jackfield.algorithms.options import Epsilon
+from jackfield.algorithms.options import Epsilon, Positive
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import Groups, ModelTokens, credited_returns, row_sums, spread
+from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = []
 
-Pair = tuple["torch.Tensor", "torch.Tensor"]
+Pair = tuple["Tensor", "Tensor"]
 
 
 @register(
@@ -25,12 +26,12 @@ Pair = tuple["torch.Tensor", "torch.Tensor"]
     "responses: t counts model tokens.",
 )
 def _optimal_token_baseline(
-    token_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    group_ids: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
-    rollout_weights: torch.Tensor | None = None,
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_weights: Tensor | None = None,
     *,
     eps: Epsilon = 1e-8,
 ) -> Pair:
@@ -63,7 +64,7 @@ def _optimal_token_baseline(
     paper="TOPR, arXiv:2503.14286",
     differs="Not relative to a group: the paper's reward, less one constant for the whole batch.",
 )
-def _topr(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, baseline: float = 0.0) -> Pair:
+def _topr(token_rewards: Tensor, response_mask: Tensor, *, baseline: float = 0.0) -> Pair:
     """A_i = R_i - baseline; the loss ``topr`` tells positive from negative responses by its sign."""
     scores = row_sums(token_rewards) - baseline
     advantages = spread(scores, response_mask, token_rewards)
@@ -77,15 +78,43 @@ def _topr(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, baseline:
     paper="Asymmetric REINFORCE, arXiv:2506.20520",
     differs="Trinity-RFT gives a group of one its raw score; here it gets 0.",
 )
-def _asymre(
-    token_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    baseline_shift: float = -0.1,
-) -> Pair:
+def _asymre(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, baseline_shift: float = -0.1) -> Pair:
     """A_i = R_i - (mean_group(R) + baseline_shift): below the mean, so that good responses weigh more."""
     groups, scores = Groups(group_ids), row_sums(token_rewards)
     rows = (scores - groups.means(scores) - baseline_shift).masked_fill(groups.alone, 0.0)
     advantages = spread(rows, response_mask, token_rewards)
+    return advantages, advantages
+
+
+@register(
+    "advantages",
+    "opmd",
+    "group",
+    paper="Trinity-RFT report, arXiv:2505.17826, appendix A.1 and A.3",
+    differs="Trinity-RFT gives a group of one its raw score; both baselines of one reward are that reward, so 0.",
+)
+def _opmd(
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    *,
+    baseline: Literal["mean", "log_avg_exp"] = "mean",
+    tau: Positive = 1.0,
+) -> Pair:
+    """A_i = R_i - b, b = mean_group(R) (``mean``) or tau log(mean_group(exp(R / tau))) (``log_avg_exp``).
+
+    The loss ``opmd`` wants ``mean``. ``log_avg_exp`` is tau log Z of appendix A.1: what ``opmd_kimi`` wants.
+    """
+    groups, scores = Groups(group_ids), row_sums(token_rewards)
+    if baseline == "mean":
+        expected = groups.means(scores)
+    elif baseline == "log_avg_exp":
+        if not tau > 0:
+            raise ConfigError("log_avg_exp needs tau > 0", code="algorithm.input", found=str(tau))
+        expected = tau * groups.log_mean_exp(scores / tau)
+    else:
+        raise ConfigError(
+            "opmd has no such baseline", code="algorithm.input", expected="mean or log_avg_exp", found=baseline
+        )
+    advantages = spread((scores - expected).masked_fill(groups.alone, 0.0), response_mask, token_rewards)
     return advantages, advantages

@@ -17,11 +17,11 @@ from jackfield.algorithms.tensors import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = []
 
-Pair = tuple["torch.Tensor", "torch.Tensor"]
+Pair = tuple["Tensor", "Tensor"]
 
 
 @register(
@@ -34,9 +34,9 @@ Pair = tuple["torch.Tensor", "torch.Tensor"]
     batch_options={"whiten": True},
 )
 def _gae(
-    token_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    values: torch.Tensor,
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor,
     *,
     gamma: Share = 1.0,
     lam: Share = 1.0,
@@ -61,13 +61,13 @@ def _gae(
     return advantages.to(token_rewards.dtype), returns.to(token_rewards.dtype)
 
 
-def _whitened(values: torch.Tensor, keep: torch.Tensor, eps: float) -> torch.Tensor:
+def _whitened(values: Tensor, keep: Tensor, eps: float) -> Tensor:
     mean, deviation = masked_mean_std(values, keep)
     return ((values - mean.to(values.dtype)) / (deviation + eps).to(values.dtype)).masked_fill(~keep, 0.0)
 
 
 @register("advantages", "reinforce", "sequence", paper="Williams, 1992")
-def _reinforce(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: Share = 1.0) -> Pair:
+def _reinforce(token_rewards: Tensor, response_mask: Tensor, *, gamma: Share = 1.0) -> Pair:
     """A_t = sum_{s >= t} gamma^{s - t} r_s: reward to go, no baseline."""
     returns = credited_returns(token_rewards, response_mask, gamma)
     return returns, returns
@@ -81,7 +81,7 @@ def _reinforce(token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamm
     differs="std + eps in the place of sqrt(variance + eps): equal rewards give exactly 0.",
 )
 def _reinforce_plus_plus(
-    token_rewards: torch.Tensor, response_mask: torch.Tensor, *, gamma: Share = 1.0, eps: Epsilon = 1e-8
+    token_rewards: Tensor, response_mask: Tensor, *, gamma: Share = 1.0, eps: Epsilon = 1e-8
 ) -> Pair:
     """A = (G - mean_batch(G)) / (std_batch(G) + eps), G_t the reward to go; statistics over all model tokens.
 
@@ -99,7 +99,7 @@ def _reinforce_plus_plus(
     differs="A group of one gets 0 and is left out of the statistics; verl keeps its raw score.",
 )
 def _reinforce_plus_plus_baseline(
-    token_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids: torch.Tensor, *, eps: Epsilon = 1e-8
+    token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, eps: Epsilon = 1e-8
 ) -> Pair:
     """A = (D - mean_batch(D)) / (std_batch(D) + eps), D_i = R_i - mean_group(R); statistics over all model tokens."""
     groups = Groups(group_ids)
@@ -111,7 +111,7 @@ def _reinforce_plus_plus_baseline(
 
 
 @register("advantages", "remax", "sequence", paper="ReMax, arXiv:2310.10505")
-def _remax(token_rewards: torch.Tensor, response_mask: torch.Tensor, baseline_rewards: torch.Tensor) -> Pair:
+def _remax(token_rewards: Tensor, response_mask: Tensor, baseline_rewards: Tensor) -> Pair:
     """A_t = sum_{s >= t} r_s - R(greedy response): ``baseline_rewards`` float ``[B]``."""
     returns = credited_returns(token_rewards, response_mask)
     return returns - spread(baseline_rewards, response_mask, returns), returns

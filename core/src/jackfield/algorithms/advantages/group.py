@@ -14,16 +14,16 @@ from jackfield.algorithms.tensors import Groups, masked_mean_std, row_sums, spre
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = []
 
-Pair = tuple["torch.Tensor", "torch.Tensor"]
+Pair = tuple["Tensor", "Tensor"]
 
 _SINGLETONS = "verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with."
 
 
-def _same(rows: torch.Tensor, mask: torch.Tensor, token_rewards: torch.Tensor) -> Pair:
+def _same(rows: Tensor, mask: Tensor, token_rewards: Tensor) -> Pair:
     advantages = spread(rows, mask, token_rewards)
     return advantages, advantages
 
@@ -40,10 +40,10 @@ def _same(rows: torch.Tensor, mask: torch.Tensor, token_rewards: torch.Tensor) -
     batch_options={"std": "batch"},
 )
 def _grpo(
-    token_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    group_ids: torch.Tensor,
-    old_log_probs: torch.Tensor | None = None,
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    old_log_probs: Tensor | None = None,
     *,
     normalize_by_std: bool = True,
     std: Literal["group", "batch"] = "group",
@@ -72,7 +72,7 @@ def _grpo(
     return _same(centred.masked_fill(groups.alone, 0.0), response_mask, token_rewards)
 
 
-def _ranks(keys: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _ranks(keys: Tensor, groups: Groups) -> Tensor:
     """Rank of each row in its group by ascending key, from 0; equal keys share their mean rank."""
     by_key = keys.argsort(stable=True)
     order = by_key[groups.index[by_key].argsort(stable=True)]
@@ -87,7 +87,7 @@ def _ranks(keys: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 @register("advantages", "dr_grpo", "group", paper="Dr. GRPO, arXiv:2503.20783", differs=_SINGLETONS)
-def _dr_grpo(token_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids: torch.Tensor) -> Pair:
+def _dr_grpo(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> Pair:
     """A_i = R_i - mean_group(R)."""
     groups, scores = Groups(group_ids), row_sums(token_rewards)
     centred = (scores - groups.means(scores)).masked_fill(groups.alone, 0.0)
@@ -103,9 +103,9 @@ def _dr_grpo(token_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids
     "the maximum stays.",
 )
 def _grpo_passk(
-    token_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    group_ids: torch.Tensor,
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
     *,
     normalize_by_std: bool = True,
     eps: Epsilon = 1e-6,
@@ -123,13 +123,9 @@ def _grpo_passk(
 
 
 @register(
-    "advantages",
-    "rloo",
-    "group",
-    paper="Ahmadian et al., arXiv:2402.14740; Kool et al., 2019",
-    differs=_SINGLETONS,
+    "advantages", "rloo", "group", paper="Ahmadian et al., arXiv:2402.14740; Kool et al., 2019", differs=_SINGLETONS
 )
-def _rloo(token_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids: torch.Tensor) -> Pair:
+def _rloo(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> Pair:
     """A_i = R_i - mean_{j != i}(R_j)."""
     groups, scores = Groups(group_ids), row_sums(token_rewards)
     centred = scores - groups.means(scores)  # n / (n - 1) times this is the difference to the mean of the others
@@ -138,7 +134,7 @@ def _rloo(token_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids: t
 
 
 @register("advantages", "opo", "group", paper="OPO, arXiv:2505.23585", differs=_SINGLETONS)
-def _opo(token_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids: torch.Tensor) -> Pair:
+def _opo(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> Pair:
     """A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), l the number of model tokens of a response.
 
     A group of empty responses has no tokens to give an advantage to.
@@ -157,13 +153,7 @@ def _opo(token_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids: to
     differs=_SINGLETONS
     + " verl counts rows with a score other than 0 in the place of rows whose group is not uniform.",
 )
-def _gpg(
-    token_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    f_norm: Positive = 1.0,
-) -> Pair:
+def _gpg(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, f_norm: Positive = 1.0) -> Pair:
     """A_i = alpha (R_i - mean_group(R)) / f_norm, alpha = B / (rows of groups whose rewards are not all equal).
 
     alpha makes up for the groups without a gradient; it is 1 where there are only such groups.
@@ -185,10 +175,10 @@ def _gpg(
     "over responses.",
 )
 def _gdpo(
-    token_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    group_ids: torch.Tensor,
-    reward_dimensions: torch.Tensor,
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    reward_dimensions: Tensor,
     *,
     weights: tuple[float, ...] | None = None,
     normalize_over_batch: bool = True,

@@ -10,17 +10,17 @@ from jackfield.algorithms.tensors import Groups, row_sums, spread
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = []
 
-Pair = tuple["torch.Tensor", "torch.Tensor"]
+Pair = tuple["Tensor", "Tensor"]
 
 
 class _Runs:
     """Rows as steps of runs. Run ids may repeat in another task."""
 
-    def __init__(self, group_ids: torch.Tensor, run_ids: torch.Tensor, step_ids: torch.Tensor | None) -> None:
+    def __init__(self, group_ids: Tensor, run_ids: Tensor, step_ids: Tensor | None) -> None:
         task = group_ids.unique(return_inverse=True)[1]
         run = run_ids.unique(return_inverse=True)[1]
         self.rows = Groups(task * (run.max() + 1) + run)  #: rows by run
@@ -29,7 +29,7 @@ class _Runs:
         self.tasks = Groups(task_of_run)  #: runs by task
         self.position = self._positions(step_ids)  #: int64 ``[B]``: each row's place in its run, from 0
 
-    def _positions(self, step_ids: torch.Tensor | None) -> torch.Tensor:
+    def _positions(self, step_ids: Tensor | None) -> Tensor:
         index = self.rows.index
         order = index.argsort(stable=True)
         if step_ids is not None:
@@ -40,15 +40,15 @@ class _Runs:
         position[order] = starts.new_ones(len(index)).cumsum(0) - 1 - starts[index[order]]
         return position
 
-    def per_run(self, rows: torch.Tensor) -> torch.Tensor:
+    def per_run(self, rows: Tensor) -> Tensor:
         """``[runs]``: the sum of each run's rows."""
         return self.rows.totals(rows)
 
-    def last(self, rows: torch.Tensor) -> torch.Tensor:
+    def last(self, rows: Tensor) -> Tensor:
         """``[runs]``: the value of each run's last step."""
         return self.per_run(rows.masked_fill(self.position + 1 != self.rows.sizes, 0.0))
 
-    def to_go(self, rows: torch.Tensor, gamma: float) -> torch.Tensor:
+    def to_go(self, rows: Tensor, gamma: float) -> Tensor:
         """``[B]``: for each step the discounted sum over it and the later steps of its run."""
         steps = int(self.rows.counts.max())
         table = rows.new_zeros((steps, len(self.rows.counts)))
@@ -60,7 +60,7 @@ class _Runs:
         return table[self.position, self.rows.index]
 
 
-def _relative(scores: torch.Tensor, groups: Groups, normalize_by_std: bool, eps: float) -> torch.Tensor:
+def _relative(scores: Tensor, groups: Groups, normalize_by_std: bool, eps: float) -> Tensor:
     centred = scores - groups.means(scores)
     if normalize_by_std:
         centred = centred / (groups.stds(scores) + eps)
@@ -75,11 +75,11 @@ def _relative(scores: torch.Tensor, groups: Groups, normalize_by_std: bool, eps:
     differs="Runs, not steps, are compared: a long run does not count more often. A task with one run gets 0.",
 )
 def _step_wise_grpo(
-    token_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    group_ids: torch.Tensor,
-    run_ids: torch.Tensor,
-    step_ids: torch.Tensor | None = None,
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    run_ids: Tensor,
+    step_ids: Tensor | None = None,
     *,
     run_reward: Literal["last", "sum"] = "last",
     normalize_by_std: bool = True,
@@ -113,12 +113,12 @@ def _step_wise_grpo(
     differs="std over n - 1 and a group of one gets 0, for runs and for anchor states alike.",
 )
 def _gigpo(
-    token_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    group_ids: torch.Tensor,
-    run_ids: torch.Tensor,
-    step_ids: torch.Tensor | None = None,
-    anchor_ids: torch.Tensor | None = None,
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    run_ids: Tensor,
+    step_ids: Tensor | None = None,
+    anchor_ids: Tensor | None = None,
     *,
     gamma: Share = 0.95,
     step_weight: NotNegative = 1.0,

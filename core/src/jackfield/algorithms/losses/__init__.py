@@ -5,40 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from jackfield.algorithms.aggregation import aggregate, aggregate_rows
 from jackfield.algorithms.correction import importance_weights
 from jackfield.algorithms.losses import (
     clipped,
     covariance,
     distillation,
+    mirror_descent,
     off_policy,
-    opmd,
     sequence,
     supervised,
-    values,
 )
 from jackfield.algorithms.losses.distillation import distillation_loss
 from jackfield.algorithms.losses.terms import Term
-from jackfield.algorithms.losses.values import entropy_loss, value_loss
+from jackfield.algorithms.losses.values import value_loss
 from jackfield.algorithms.registry import Part, call, check_options, part, signature
 from jackfield.algorithms.tensors import require_finite, require_shapes
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
-__all__ = [
-    "COUNTS",
-    "ROW_INPUTS",
-    "TOKEN_INPUTS",
-    "distillation_loss",
-    "entropy_loss",
-    "policy_loss",
-    "prepare",
-    "value_loss",
-]
+__all__ = ["COUNTS", "ROW_INPUTS", "TOKEN_INPUTS", "distillation_loss", "policy_loss", "prepare", "value_loss"]
 
-_PARTS = (clipped, covariance, distillation, off_policy, opmd, sequence, supervised, values)  # for their registrations
+_PARTS = (clipped, covariance, distillation, mirror_descent, off_policy, sequence, supervised)  # for registration
 
 #: What a loss may use beside ``log_probs`` and ``response_mask``: per token ``[B, T]`` …
 TOKEN_INPUTS = (
@@ -63,32 +55,27 @@ ROW_INPUTS = (
     "opmd_group_sizes",
 )
 #: … and counts over the whole batch.
-COUNTS = (
-    "global_usual_tokens",
-    "global_expert_tokens",
-    "global_usual_sequences",
-    "global_expert_sequences",
-)
+COUNTS = ("global_usual_tokens", "global_expert_tokens", "global_usual_sequences", "global_expert_sequences")
 
 
 def policy_loss(
     name: str,
     *,
-    log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    response_mask: Tensor,
     global_tokens: int,
     global_sequences: int,
-    old_log_probs: torch.Tensor | None = None,
-    advantages: torch.Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    advantages: Tensor | None = None,
     aggregation: str = "token-mean",
-    ref_log_probs: torch.Tensor | None = None,
-    rollout_log_probs: torch.Tensor | None = None,
-    expert_mask: torch.Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    expert_mask: Tensor | None = None,
     length_norm: float | None = None,
-    rollout_weights: torch.Tensor | None = None,
+    rollout_weights: Tensor | None = None,
     correction: Mapping[str, Any] | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The share of these rows in the batch's policy loss.
 
     Args:
@@ -145,9 +132,7 @@ def policy_loss(
     return loss, metrics
 
 
-def prepare(
-    name: str, *, log_probs: torch.Tensor, response_mask: torch.Tensor, **inputs: Any
-) -> dict[str, torch.Tensor]:
+def prepare(name: str, *, log_probs: Tensor, response_mask: Tensor, **inputs: Any) -> dict[str, Tensor]:
     """What the loss ``name`` has to know of the whole batch, as columns of its rows.
 
     A loss that compares rows or tokens of the whole batch (:attr:`Part.whole_batch`) cannot be split into
@@ -164,18 +149,19 @@ def prepare(
     """
     chosen = part("loss", name)
     check_options(chosen, inputs, (*TOKEN_INPUTS, *ROW_INPUTS, *COUNTS))
-    try:
-        preparation = part("prepare", name)
-    except ConfigError:
+    if chosen.prepare is None:
         return {}
+    preparation = attrs.evolve(chosen, kind="prepare", function=chosen.prepare)
     tensors = {"log_probs": log_probs.detach()} | {
         key: inputs.pop(key) for key in (*TOKEN_INPUTS, *ROW_INPUTS, *COUNTS) if key in inputs
     }
-    columns: dict[str, torch.Tensor] = call(preparation, _clean(preparation, tensors, response_mask), inputs)
+    columns: dict[str, Tensor] = call(
+        preparation, _clean(preparation, tensors, response_mask) | {**chosen.options, **inputs}, {}
+    )
     return columns
 
 
-def _clean(chosen: Part, inputs: Mapping[str, Any], mask: torch.Tensor) -> dict[str, Any]:
+def _clean(chosen: Part, inputs: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
     """The inputs that the part takes: shapes and values checked, and 0 where the mask is 0."""
     known = signature(chosen.function)
     used = {key: value for key, value in inputs.items() if value is not None and (known.open or key in known.inputs)}
@@ -197,11 +183,8 @@ def _clean(chosen: Part, inputs: Mapping[str, Any], mask: torch.Tensor) -> dict[
 
 
 def _weights(
-    old_log_probs: torch.Tensor | None,
-    rollout_log_probs: torch.Tensor | None,
-    mask: torch.Tensor,
-    correction: Mapping[str, Any],
-) -> torch.Tensor:
+    old_log_probs: Tensor | None, rollout_log_probs: Tensor | None, mask: Tensor, correction: Mapping[str, Any]
+) -> Tensor:
     if old_log_probs is None or rollout_log_probs is None:
         raise ConfigError("a correction needs old_log_probs and rollout_log_probs", code="algorithm.input")
     if correction.get("batch_normalize"):
@@ -216,12 +199,12 @@ def _weights(
 
 def _share(
     term: Term,
-    response_mask: torch.Tensor,
+    response_mask: Tensor,
     mode: str,
     counts: Mapping[str, int],
     length_norm: float | None,
-    rollout_weights: torch.Tensor | None,
-) -> torch.Tensor:
+    rollout_weights: Tensor | None,
+) -> Tensor:
     sequences = counts["global_sequences"] if term.sequences is None else term.sequences
     if term.values.dim() == 1:
         if rollout_weights is not None:
@@ -244,7 +227,7 @@ def _share(
     )
 
 
-def _mean(value: torch.Tensor, mask: torch.Tensor, counts: Mapping[str, int]) -> torch.Tensor:
+def _mean(value: Tensor, mask: Tensor, counts: Mapping[str, int]) -> Tensor:
     if value.dim() == 1:
         return value.sum() / max(counts["global_sequences"], 1)
     return aggregate(value, mask, "token-mean", **counts)

@@ -10,19 +10,19 @@ from jackfield.algorithms.registry import register
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = ["clipped_surrogate"]
 
 
 def clipped_surrogate(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
     clip_low: float,
     clip_high: float,
     clip_dual: float | None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's loss per token and its metrics.
 
     -min(r A, clip(r) A) is -A r with r bounded from above where A > 0 and from below where A < 0, and the dual clip
@@ -46,9 +46,9 @@ def clipped_surrogate(
     "loss", "ppo", "token", paper="PPO, arXiv:1707.06347; dual clip: arXiv:1912.09729; asymmetric: arXiv:2503.14476"
 )
 def _ppo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
     *,
     clip_low: Share = 0.2,
     clip_high: NotNegative = 0.2,
@@ -69,10 +69,10 @@ def _ppo(
     differs="The weight has no cap unless one is set: that is the paper's objective.",
 )
 def _decoupled_ppo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
     *,
     clip_low: Share = 0.2,
     clip_high: NotNegative = 0.2,
@@ -101,9 +101,9 @@ def _decoupled_ppo(
     "clip_high=0.28 is DAPO's.",
 )
 def _cispo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
     *,
     clip_low: Share = 1.0,
     clip_high: NotNegative = 0.28,
@@ -123,12 +123,7 @@ def _cispo(
     differs="verl aggregates it by seq-mean-token-mean whatever is configured; here the configuration holds.",
 )
 def _sapo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    tau_pos: Positive = 1.0,
-    tau_neg: Positive = 1.05,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 ) -> LossResult:
     """-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere.
 
@@ -145,17 +140,13 @@ def _sapo(
 
 
 def _trusted(
-    ratio: torch.Tensor, advantages: torch.Tensor, divergence: torch.Tensor, delta_low: float, delta_high: float
-) -> tuple[torch.Tensor, Metrics]:
+    ratio: Tensor, advantages: Tensor, divergence: Tensor, delta_low: float, delta_high: float
+) -> tuple[Tensor, Metrics]:
     """-M r A: no gradient for tokens that are far from pi_old and that the update moves farther away."""
     outward_up = (advantages > 0) & (ratio > 1.0) & (divergence > delta_high)
     outward_down = (advantages < 0) & (ratio < 1.0) & (divergence > delta_low)
     left_out = outward_up | outward_down
-    metrics = {
-        "policy/clip_fraction": left_out.to(ratio.dtype),
-        "policy/divergence": divergence,
-        "policy/ratio": ratio,
-    }
+    metrics = {"policy/clip_fraction": left_out.to(ratio.dtype), "policy/divergence": divergence, "policy/ratio": ratio}
     return -(ratio * advantages).masked_fill(left_out, 0.0), metrics
 
 
@@ -167,9 +158,9 @@ _DPPO = (
 
 @register("loss", "dppo_tv", "token", paper="DPPO, arXiv:2602.04879 (binary total variation)", differs=_DPPO)
 def _dppo_tv(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
     *,
     delta_low: NotNegative = 0.2,
     delta_high: NotNegative = 0.2,
@@ -182,9 +173,9 @@ def _dppo_tv(
 
 @register("loss", "dppo_kl", "token", paper="DPPO, arXiv:2602.04879 (binary KL)", differs=_DPPO)
 def _dppo_kl(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
     *,
     delta_low: NotNegative = 0.05,
     delta_high: NotNegative = 0.05,
@@ -203,14 +194,10 @@ def _dppo_kl(
     return _trusted(ratio, advantages, divergence, delta_low, delta_high)
 
 
-def _m2po_mask(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    m2_threshold: float,
-) -> torch.Tensor:
-    """1 on the tokens that are kept, ``[B, T]``."""
+def _m2po_columns(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, m2_threshold: float
+) -> dict[str, Tensor]:
+    """Mark the tokens that are kept by 1, ``[B, T]``."""
     logs = (log_probs - old_log_probs).detach()
     outward = ((advantages > 0) & (logs > 0)) | ((advantages < 0) & (logs < 0))
     candidates = outward & (response_mask != 0)
@@ -221,7 +208,7 @@ def _m2po_mask(
     kept = within.new_zeros(len(ordered)).scatter(0, order, within)
     mask = (response_mask != 0).clone()
     mask[candidates] = kept
-    return mask
+    return {"m2po_mask": mask}
 
 
 @register(
@@ -231,13 +218,14 @@ def _m2po_mask(
     paper="M2PO, arXiv:2510.01161, algorithm 1",
     differs="One mask for the whole batch, however it is split.",
     whole_batch=("m2po_mask",),
+    prepare=_m2po_columns,
 )
 def _m2po(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    m2po_mask: torch.Tensor | None = None,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    m2po_mask: Tensor | None = None,
     *,
     m2_threshold: NotNegative = 0.04,
 ) -> LossResult:
@@ -247,21 +235,8 @@ def _m2po(
     batch: :func:`jackfield.algorithms.prepare` makes ``m2po_mask``; without it this call is the whole batch.
     """
     if m2po_mask is None:
-        m2po_mask = _m2po_mask(log_probs, old_log_probs, advantages, response_mask, m2_threshold)
+        m2po_mask = _m2po_columns(log_probs, old_log_probs, advantages, response_mask, m2_threshold)["m2po_mask"]
     ratio = log_ratio(log_probs, old_log_probs).exp()
     left_out = m2po_mask == 0
     metrics = {"policy/clip_fraction": left_out.to(ratio.dtype), "policy/ratio": ratio}
     return -(ratio * advantages).masked_fill(left_out, 0.0), metrics
-
-
-@register("prepare", "m2po", "batch")
-def _prepare_m2po(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    m2_threshold: NotNegative = 0.04,
-) -> dict[str, torch.Tensor]:
-    """m2po_mask: 1 on the tokens that are kept."""
-    return {"m2po_mask": _m2po_mask(log_probs, old_log_probs, advantages, response_mask, m2_threshold)}

@@ -11,7 +11,7 @@ from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import masked_mean_std
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = []
 
@@ -19,43 +19,55 @@ _PAPER = "Cui et al., arXiv:2505.22617"
 _WHOLE = "verl takes means and selection per micro-batch; here they are those of the whole batch."
 
 
-def _covariance(log_probs: torch.Tensor, advantages: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+def _covariance(log_probs: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
     """(log pi - mean) (A - mean) per token, means over the batch's model tokens."""
     logs, gains = log_probs.detach().double(), advantages.double()
     return (logs - masked_mean_std(logs, keep)[0]) * (gains - masked_mean_std(gains, keep)[0])
 
 
-def _clip_cov_mask(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    options: tuple[float, float, float, float, float, int],
-) -> torch.Tensor:
-    """1 on the tokens whose gradient is cut, ``[B, T]``."""
+def _clip_cov_columns(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    clip_cov_ratio: float,
+    clip_cov_lower: float,
+    clip_cov_upper: float,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Mark the tokens whose gradient is cut by 1, ``[B, T]``."""
     import torch
 
-    clip_low, clip_high, ratio, lower, upper, seed = options
     keep = response_mask != 0
     covariance = _covariance(log_probs, advantages, keep)
     r = log_ratio(log_probs.detach(), old_log_probs).exp()
     clipped = r.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages < r * advantages
-    candidates = (keep & ~clipped & (covariance > lower) & (covariance < upper)).nonzero()
-    wanted = max(int(ratio * int(keep.sum())), 1)
+    candidates = (keep & ~clipped & (covariance > clip_cov_lower) & (covariance < clip_cov_upper)).nonzero()
+    wanted = max(int(clip_cov_ratio * int(keep.sum())), 1)
     generator = torch.Generator().manual_seed(seed)
     chosen = candidates[torch.randperm(len(candidates), generator=generator)[:wanted].to(candidates.device)]
     mask = torch.zeros_like(keep)
     mask[chosen[:, 0], chosen[:, 1]] = True
-    return mask
+    return {"clip_cov_mask": mask}
 
 
-@register("loss", "clip_cov", "batch", paper=_PAPER + ", Clip-Cov", differs=_WHOLE, whole_batch=("clip_cov_mask",))
+@register(
+    "loss",
+    "clip_cov",
+    "batch",
+    paper=_PAPER + ", Clip-Cov",
+    differs=_WHOLE,
+    whole_batch=("clip_cov_mask",),
+    prepare=_clip_cov_columns,
+)
 def _clip_cov(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    clip_cov_mask: torch.Tensor | None = None,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_cov_mask: Tensor | None = None,
     *,
     clip_low: Share = 0.2,
     clip_high: NotNegative = 0.2,
@@ -73,43 +85,26 @@ def _clip_cov(
     """
     if clip_cov_mask is None:
         options = (clip_low, clip_high, clip_cov_ratio, clip_cov_lower, clip_cov_upper, seed)
-        clip_cov_mask = _clip_cov_mask(log_probs, old_log_probs, advantages, response_mask, options)
+        clip_cov_mask = _clip_cov_columns(log_probs, old_log_probs, advantages, response_mask, *options)[
+            "clip_cov_mask"
+        ]
     losses, metrics = clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, None)
     cut = clip_cov_mask != 0
     metrics["policy/cov_fraction"] = cut.to(losses.dtype)
     return losses.masked_fill(cut, 0.0), metrics
 
 
-@register("prepare", "clip_cov", "batch")
-def _prepare_clip_cov(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    clip_low: Share = 0.2,
-    clip_high: NotNegative = 0.2,
-    clip_cov_ratio: Share = 0.0002,
-    clip_cov_lower: float = 1.0,
-    clip_cov_upper: Annotated[float, above("clip_cov_lower")] = 5.0,
-    seed: int = 0,
-) -> dict[str, torch.Tensor]:
-    """clip_cov_mask: 1 on the tokens whose gradient is cut."""
-    options = (clip_low, clip_high, clip_cov_ratio, clip_cov_lower, clip_cov_upper, seed)
-    return {"clip_cov_mask": _clip_cov_mask(log_probs, old_log_probs, advantages, response_mask, options)}
-
-
-def _kl_cov_mask(
-    log_probs: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor, ratio: float
-) -> torch.Tensor:
-    """1 on the tokens of the largest covariance, ``[B, T]``."""
+def _kl_cov_columns(
+    log_probs: Tensor, advantages: Tensor, response_mask: Tensor, kl_cov_ratio: float
+) -> dict[str, Tensor]:
+    """Mark the tokens of the largest covariance by 1, ``[B, T]``."""
     keep = response_mask != 0
     covariance = _covariance(log_probs, advantages, keep).masked_fill(~keep, float("-inf")).flatten()
     tokens = int(keep.sum())
-    wanted = min(max(int(ratio * tokens), 1), tokens)
+    wanted = min(max(int(kl_cov_ratio * tokens), 1), tokens)
     mask = keep.new_zeros(keep.numel())
     mask[covariance.topk(wanted).indices] = True
-    return mask.reshape(keep.shape)
+    return {"kl_cov_mask": mask.reshape(keep.shape)}
 
 
 @register(
@@ -119,13 +114,14 @@ def _kl_cov_mask(
     paper=_PAPER + ", KL-Cov",
     differs=_WHOLE + " The penalty |log r| is that of the authors' code.",
     whole_batch=("kl_cov_mask",),
+    prepare=_kl_cov_columns,
 )
 def _kl_cov(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    kl_cov_mask: torch.Tensor | None = None,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    kl_cov_mask: Tensor | None = None,
     *,
     kl_cov_ratio: Share = 0.0002,
     kl_coefficient: NotNegative = 1.0,
@@ -136,21 +132,8 @@ def _kl_cov(
     :func:`jackfield.algorithms.prepare` makes ``kl_cov_mask`` for a batch that is split.
     """
     if kl_cov_mask is None:
-        kl_cov_mask = _kl_cov_mask(log_probs, advantages, response_mask, kl_cov_ratio)
+        kl_cov_mask = _kl_cov_columns(log_probs, advantages, response_mask, kl_cov_ratio)["kl_cov_mask"]
     logs = log_ratio(log_probs, old_log_probs)
     penalised = kl_cov_mask != 0
     losses = -logs.exp() * advantages + kl_coefficient * logs.abs().masked_fill(~penalised, 0.0)
     return losses, {"policy/cov_fraction": penalised.to(losses.dtype), "policy/ratio": logs.exp()}
-
-
-@register("prepare", "kl_cov", "batch")
-def _prepare_kl_cov(
-    log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    *,
-    kl_cov_ratio: Share = 0.0002,
-    kl_coefficient: NotNegative = 1.0,
-) -> dict[str, torch.Tensor]:
-    """kl_cov_mask: 1 on the tokens that are penalised."""
-    return {"kl_cov_mask": _kl_cov_mask(log_probs, advantages, response_mask, kl_cov_ratio)}

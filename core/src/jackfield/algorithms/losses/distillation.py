@@ -12,7 +12,7 @@ from jackfield.algorithms.registry import call, check_options, part, register
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = ["distillation_loss"]
 
@@ -22,15 +22,15 @@ _GKD = "GKD, arXiv:2306.13649, section 2"
 def distillation_loss(
     name: str,
     *,
-    log_probs: torch.Tensor,
-    teacher_log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    response_mask: Tensor,
     global_tokens: int,
     global_sequences: int,
     aggregation: str = "token-mean",
     length_norm: float | None = None,
     **options: float,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The share of these rows in the batch's distillation loss.
 
     Args:
@@ -64,7 +64,7 @@ def distillation_loss(
         "log_probs": log_probs.masked_fill(outside, -math.log(log_probs.shape[-1])),
         "teacher_log_probs": teacher_log_probs.masked_fill(outside, -math.log(log_probs.shape[-1])),
     }
-    divergence: torch.Tensor = call(chosen, offered, options)
+    divergence: Tensor = call(chosen, offered, options)
     bad = ~divergence.detach().isfinite()
     if bool(bad.any()):
         row, token = (int(index) for index in bad.nonzero()[0])
@@ -80,7 +80,7 @@ def distillation_loss(
     return loss, metrics
 
 
-def _divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p, q) over the last dimension; 0 log 0 = 0."""
     nothing = log_p == float("-inf")
     terms = log_p.exp() * (log_p.masked_fill(nothing, 0.0) - log_q.masked_fill(nothing, 0.0))
@@ -88,13 +88,13 @@ def _divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 @register("distillation", "forward_kl", "token", paper=_GKD)
-def _forward_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
+def _forward_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     """KL(teacher, student) = sum_v p_T log(p_T / p_S): covers the teacher's modes."""
     return _divergence(teacher_log_probs, log_probs)
 
 
 @register("distillation", "reverse_kl", "token", paper=_GKD + "; MiniLLM, arXiv:2306.08543")
-def _reverse_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
+def _reverse_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     """KL(student, teacher) = sum_v p_S log(p_S / p_T): stays within the teacher's modes."""
     return _divergence(log_probs, teacher_log_probs)
 
@@ -107,9 +107,7 @@ def _reverse_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> tor
     differs="beta=0 and beta=1 are refused: they are 0; forward_kl and reverse_kl are the limits of jsd over beta and "
     "1 - beta.",
 )
-def _jsd(
-    log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, *, beta: Annotated[float, gt(0.0), lt(1.0)] = 0.5
-) -> torch.Tensor:
+def _jsd(log_probs: Tensor, teacher_log_probs: Tensor, *, beta: Annotated[float, gt(0.0), lt(1.0)] = 0.5) -> Tensor:
     """beta KL(teacher, m) + (1 - beta) KL(student, m), m = beta p_T + (1 - beta) p_S."""
     if not 0.0 < beta < 1.0:
         raise ConfigError("jsd needs 0 < beta < 1", code="algorithm.input", found=str(beta))

@@ -11,27 +11,25 @@ from jackfield.algorithms.registry import register
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = []
 
 
 @register("loss", "reinforce", "token", paper="Williams, 1992")
-def _reinforce(log_probs: torch.Tensor, advantages: torch.Tensor) -> LossResult:
+def _reinforce(log_probs: Tensor, advantages: Tensor) -> LossResult:
     """-A log pi."""
     return -advantages * log_probs, {}
 
 
 @register("loss", "gpg", "token", paper="GPG, arXiv:2504.02546")
-def _gpg(log_probs: torch.Tensor, advantages: torch.Tensor) -> LossResult:
+def _gpg(log_probs: Tensor, advantages: Tensor) -> LossResult:
     """-A log pi: what is special in GPG is its advantages."""
     return -advantages * log_probs, {}
 
 
 @register("loss", "sppo", "token", paper="Vaswani et al., arXiv:2108.05828 (softmax PPO)")
-def _sppo(
-    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, epsilon: Positive = 0.3
-) -> LossResult:
+def _sppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, epsilon: Positive = 0.3) -> LossResult:
     """-A log(clip(r, 1 / (1 + epsilon), 1 + epsilon))."""
     bound = math.log1p(epsilon)
     logs = log_probs - old_log_probs
@@ -52,9 +50,9 @@ _REGULARIZERS = ("none", "k2", "forward_kl")
     differs="Rows that RED-Drop leaves out are the estimator's business, not the loss's.",
 )
 def _rec(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
     *,
     clip: Literal["none", "one-side", "two-side", "ring"] = "one-side",
     weight: Literal["none", "importance", "advantage"] = "none",

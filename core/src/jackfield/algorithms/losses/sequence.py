@@ -11,7 +11,7 @@ from jackfield.algorithms.tensors import row_means
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = []
 
@@ -25,10 +25,10 @@ __all__ = []
     "(the bundle asks for seq-mean-token-mean, as the paper does).",
 )
 def _gspo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     *,
     clip_low: Share = 3e-4,
     clip_high: NotNegative = 4e-4,
@@ -52,10 +52,10 @@ def _gspo(
     per_sequence=True,
 )
 def _gmpo(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     *,
     clip_low: NotNegative = 0.4,
     clip_high: NotNegative = 0.4,
@@ -83,10 +83,10 @@ def _gmpo(
     differs="A sequence is positive or negative by the sign of its mean advantage.",
 )
 def _topr(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     *,
     threshold: float = 0.0,
     upper: Positive = 1.0,
@@ -109,10 +109,10 @@ def _topr(
     per_sequence=True,
 )
 def _dro(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     *,
     beta: Positive = 1.0,
     level: Literal["sequence", "token"] = "sequence",

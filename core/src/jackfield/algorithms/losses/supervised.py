@@ -15,18 +15,18 @@ from jackfield.algorithms.tensors import Groups
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = ["chord_mu"]
 
 
 @register("loss", "sft", "token")
-def _sft(log_probs: torch.Tensor) -> LossResult:
+def _sft(log_probs: Tensor) -> LossResult:
     """-log pi: maximum likelihood of the response."""
     return -log_probs, {}
 
 
-def _pairs(pair_ids: torch.Tensor, rewards: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _pairs(pair_ids: Tensor, rewards: Tensor | None) -> tuple[Tensor, Tensor]:
     """The other row of each row's pair, int64 ``[B]``, and +1 for the chosen, -1 for the rejected row."""
     groups = Groups(pair_ids)
     lonely = groups.sizes != 2
@@ -58,6 +58,16 @@ def _pairs(pair_ids: torch.Tensor, rewards: torch.Tensor | None) -> tuple[torch.
     return partner, margin.sign()
 
 
+def _dpo_columns(
+    log_probs: Tensor, ref_log_probs: Tensor, pair_ids: Tensor, beta: float, rewards: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Compute z of each row's pair, and +1 for the chosen row, -1 for the rejected, ``[B]``."""
+    partner, signs = _pairs(pair_ids, rewards)
+    implicit = row_log_ratio(log_probs, ref_log_probs)
+    signs = signs.to(implicit.dtype)
+    return {"dpo_margins": beta * signs * (implicit - implicit[partner]), "dpo_signs": signs}
+
+
 @register(
     "loss",
     "dpo",
@@ -66,16 +76,17 @@ def _pairs(pair_ids: torch.Tensor, rewards: torch.Tensor | None) -> tuple[torch.
     differs="One loss per pair, averaged over the global count of pairs (global_sequences / 2). "
     "Summing log-probabilities over a micro-batch first would make it one pair.",
     whole_batch=("dpo_margins", "dpo_signs"),
+    prepare=_dpo_columns,
     per_sequence=True,
 )
 def _dpo(
-    log_probs: torch.Tensor,
-    ref_log_probs: torch.Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
     global_sequences: int,
-    pair_ids: torch.Tensor | None = None,
-    rewards: torch.Tensor | None = None,
-    dpo_margins: torch.Tensor | None = None,
-    dpo_signs: torch.Tensor | None = None,
+    pair_ids: Tensor | None = None,
+    rewards: Tensor | None = None,
+    dpo_margins: Tensor | None = None,
+    dpo_signs: Tensor | None = None,
     *,
     beta: Positive = 0.1,
     label_smoothing: Annotated[float, ge(0.0), lt(0.5)] = 0.0,
@@ -98,77 +109,53 @@ def _dpo(
     else:
         if pair_ids is None:
             raise ConfigError("dpo needs pair_ids, or what prepare makes of them", code="algorithm.input")
-        partner, signs = _pairs(pair_ids, rewards)
-        signs = signs.to(implicit.dtype)
-        margin = beta * signs * (implicit - implicit[partner])
+        margin = _dpo_columns(log_probs, ref_log_probs, pair_ids, beta, rewards)["dpo_margins"]
         halves = 0.5 * _dpo_value(margin, label_smoothing)
-    metrics = {
-        "policy/preference_accuracy": (margin > 0).to(implicit.dtype),
-        "policy/preference_margin": margin,
-    }
+    metrics = {"policy/preference_accuracy": (margin > 0).to(implicit.dtype), "policy/preference_margin": margin}
     return (Term(values=halves, sequences=global_sequences / 2),), metrics
 
 
-def _dpo_value(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+def _dpo_value(margin: Tensor, label_smoothing: float) -> Tensor:
     """-(1 - e) log sigmoid(z) - e log sigmoid(-z), with log sigmoid(z) = -log(e^0 + e^-z) for any z."""
     zero = margin.new_zeros(())
     return (1.0 - label_smoothing) * zero.logaddexp(-margin) + label_smoothing * zero.logaddexp(margin)
 
 
-@register("prepare", "dpo", "group")
-def _prepare_dpo(
-    log_probs: torch.Tensor,
-    ref_log_probs: torch.Tensor,
-    pair_ids: torch.Tensor,
-    rewards: torch.Tensor | None = None,
-    *,
-    beta: Positive = 0.1,
-    label_smoothing: Annotated[float, ge(0.0), lt(0.5)] = 0.0,
-) -> dict[str, torch.Tensor]:
-    """dpo_margins: z of each row's pair; dpo_signs: +1 for the chosen row, -1 for the rejected."""
-    partner, signs = _pairs(pair_ids, rewards)
-    implicit = row_log_ratio(log_probs, ref_log_probs)
-    signs = signs.to(implicit.dtype)
-    return {"dpo_margins": beta * signs * (implicit - implicit[partner]), "dpo_signs": signs}
-
-
-_MIX_COUNTS = (
-    "global_usual_tokens",
-    "global_expert_tokens",
-)
+_MIX_COUNTS = ("global_usual_tokens", "global_expert_tokens")
 
 
 def _mixture(
-    usual: torch.Tensor,
-    expert: torch.Tensor,
-    response_mask: torch.Tensor,
-    expert_mask: torch.Tensor,
+    imitation: Tensor,
+    surrogate: tuple[Tensor, dict[str, Tensor]],
+    response_mask: Tensor,
+    expert_mask: Tensor,
+    tokens: tuple[int | None, int | None],
+    sequences: tuple[int | None, int | None],
     mu: float,
-    counts: dict[str, int | None],
-) -> tuple[Term, Term]:
-    """(1 - mu) usual + mu expert, each normalised by its own counts."""
+) -> LossResult:
+    """(1 - mu) surrogate of usual rows + mu imitation of expert rows, each normalised by its own counts."""
     if not 0.0 <= mu <= 1.0:
         raise ConfigError("mu must be in [0, 1]", code="algorithm.input", found=str(mu))
-    if (counts["global_usual_tokens"] is None) != (counts["global_expert_tokens"] is None):
+    if (tokens[0] is None) != (tokens[1] is None):
         raise ConfigError(
             "give both global_usual_tokens and global_expert_tokens, or none: then this call is the whole batch",
             code="algorithm.input",
         )
-    keep, is_expert = response_mask != 0, (expert_mask != 0).unsqueeze(-1)
-    masks = {"usual": keep & ~is_expert, "expert": keep & is_expert}
-    whole = counts["global_usual_tokens"] is None
+    expert = expert_mask != 0
 
-    def term(kind: str, values: torch.Tensor, weight: float, rows: torch.Tensor) -> Term:
-        tokens, sequences = counts[f"global_{kind}_tokens"], counts[f"global_{kind}_sequences"]
-        if whole:
-            tokens = int(masks[kind].sum())
-            sequences = int(rows.sum()) if sequences is None else sequences
-        return Term(values=values, weight=weight, mask=masks[kind], tokens=tokens, sequences=sequences)
+    def term(values: Tensor, weight: float, rows: Tensor, tokens: int | None, sequences: int | None) -> Term:
+        mask = (response_mask != 0) & rows.unsqueeze(-1)
+        if tokens is None:
+            tokens, sequences = int(mask.sum()), int(rows.sum()) if sequences is None else sequences
+        return Term(values=values, weight=weight, mask=mask, tokens=tokens, sequences=sequences)
 
-    return (
-        term("usual", usual, 1.0 - mu, ~(expert_mask != 0)),
-        term("expert", expert, mu, expert_mask != 0),
+    usual, metrics = surrogate
+    own = {key: value.masked_fill(expert.unsqueeze(-1), 0.0) for key, value in metrics.items()}
+    terms = (
+        term(usual, 1.0 - mu, ~expert, tokens[0], sequences[0]),
+        term(imitation, mu, expert, tokens[1], sequences[1]),
     )
+    return terms, own
 
 
 @register(
@@ -181,11 +168,11 @@ def _mixture(
     whole_batch=_MIX_COUNTS,
 )
 def _mix(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    expert_mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    expert_mask: Tensor,
     global_usual_tokens: int | None = None,
     global_expert_tokens: int | None = None,
     global_usual_sequences: int | None = None,
@@ -202,16 +189,10 @@ def _mix(
     this call is the whole batch. Means over sequences use ``global_usual_sequences`` and ``global_expert_sequences``
     or, where only the tokens are counted, all sequences of the batch.
     """
-    usual, metrics = clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, clip_dual)
-    counts = {
-        "global_usual_tokens": global_usual_tokens,
-        "global_expert_tokens": global_expert_tokens,
-        "global_usual_sequences": global_usual_sequences,
-        "global_expert_sequences": global_expert_sequences,
-    }
-    terms = _mixture(usual, -log_probs, response_mask, expert_mask, mu, counts)
-    own = {key: value.masked_fill((expert_mask != 0).unsqueeze(-1), 0.0) for key, value in metrics.items()}
-    return terms, own
+    surrogate = clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, clip_dual)
+    tokens = (global_usual_tokens, global_expert_tokens)
+    sequences = (global_usual_sequences, global_expert_sequences)
+    return _mixture(-log_probs, surrogate, response_mask, expert_mask, tokens, sequences, mu)
 
 
 @register(
@@ -223,11 +204,11 @@ def _mix(
     whole_batch=_MIX_COUNTS,
 )
 def _mix_chord(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    expert_mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    expert_mask: Tensor,
     global_usual_tokens: int | None = None,
     global_expert_tokens: int | None = None,
     global_usual_sequences: int | None = None,
@@ -243,20 +224,14 @@ def _mix_chord(
 
     Counts are those of ``mix``.
     """
-    usual, metrics = clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, clip_dual)
     expert = -log_probs
     if phi:
         probability = log_probs.detach().exp()
         expert = probability * (1.0 - probability) * expert
-    counts = {
-        "global_usual_tokens": global_usual_tokens,
-        "global_expert_tokens": global_expert_tokens,
-        "global_usual_sequences": global_usual_sequences,
-        "global_expert_sequences": global_expert_sequences,
-    }
-    terms = _mixture(usual, expert, response_mask, expert_mask, mu, counts)
-    own = {key: value.masked_fill((expert_mask != 0).unsqueeze(-1), 0.0) for key, value in metrics.items()}
-    return terms, own
+    surrogate = clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, clip_dual)
+    tokens = (global_usual_tokens, global_expert_tokens)
+    sequences = (global_usual_sequences, global_expert_sequences)
+    return _mixture(expert, surrogate, response_mask, expert_mask, tokens, sequences, mu)
 
 
 def chord_mu(step: int, *, warmup_steps: int, decay_steps: int, peak: float = 0.9, valley: float = 0.05) -> float:

@@ -8,37 +8,37 @@ from typing import TYPE_CHECKING, TypeAlias
 import attrs
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = ["LossResult", "Metrics", "Term", "log_ratio", "row_log_ratio"]
 
 #: Name to a value (or bool) per token ``[B, T]``, averaged over tokens, or per row ``[B]``, averaged over sequences.
-Metrics: TypeAlias = Mapping[str, "torch.Tensor"]
+Metrics: TypeAlias = Mapping[str, "Tensor"]
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Term:
     """A summand of a loss: ``values`` per token ``[B, T]``, or one per sequence ``[B]``."""
 
-    values: torch.Tensor
+    values: Tensor
     weight: float = 1.0
-    mask: torch.Tensor | None = None  #: None: the response mask
+    mask: Tensor | None = None  #: None: the response mask
     tokens: int | None = None  #: the whole batch's count of tokens like these; None: ``global_tokens``
     sequences: float | None = None  #: the same of sequences; None: ``global_sequences``
 
 
 #: Values per token ``[B, T]``, one per sequence ``[B]``, or several terms; and metrics.
-LossResult: TypeAlias = "tuple[torch.Tensor | tuple[Term, ...], Metrics]"
+LossResult: TypeAlias = "tuple[Tensor | tuple[Term, ...], Metrics]"
 
 #: Bound of a log-ratio before it is exponentiated: e^20 is far outside of any trust region, and finite in float32.
 CLAMP = 20.0
 
 
-def log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """log(pi / pi_old) per token, within ±20."""
     return (log_probs - old_log_probs).clamp(-CLAMP, CLAMP)
 
 
-def row_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
+def row_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """log(pi(y) / pi_old(y)) per row, ``[B]``; both are 0 where the mask is 0."""
     return (log_probs - old_log_probs).sum(-1)

@@ -1,4 +1,4 @@
-"""The critic's loss and the entropy bonus."""
+"""The loss of a critic."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from jackfield.algorithms.tensors import require_finite, require_shapes
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
-__all__ = ["entropy_loss", "value_loss"]
+__all__ = ["value_loss"]
 
 
 def value_loss(
     *,
-    values: torch.Tensor,
-    returns: torch.Tensor,
-    response_mask: torch.Tensor,
+    values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
     global_tokens: int,
     global_sequences: int,
-    old_values: torch.Tensor | None = None,
+    old_values: Tensor | None = None,
     clip: float | None = 0.2,
     aggregation: str = "token-mean",
     length_norm: float | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, or (V - R)^2 / 2 without clipping.
 
     PPO's value loss as in OpenAI baselines (the paper has no clip). Everything is float ``[B, T]``.
@@ -68,38 +68,3 @@ def value_loss(
         "value/squared_error": errors.detach(),
     }
     return loss, {key: aggregate(value, response_mask, "token-mean", **counts) for key, value in metrics.items()}
-
-
-def entropy_loss(
-    *,
-    entropy: torch.Tensor,
-    response_mask: torch.Tensor,
-    global_tokens: int,
-    global_sequences: int,
-    coefficient: float = 1.0,
-    aggregation: str = "token-mean",
-    length_norm: float | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-coefficient * mean entropy: what to *add* to a loss so that entropy is rewarded.
-
-    Args:
-        entropy: of the policy at each token, float ``[B, T]``, with gradients.
-        response_mask: bool or float ``[B, T]``.
-        global_tokens: masked tokens in the whole batch.
-        global_sequences: sequences in the whole batch.
-        coefficient: weight of the bonus.
-        aggregation: see :func:`jackfield.algorithms.aggregate`.
-        length_norm: see there.
-
-    Returns:
-        ``(loss, metrics)``: the share of these rows; ``policy/entropy`` is the token mean.
-
-    Raises:
-        ConfigError: ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
-    """
-    require_shapes({"entropy": entropy}, response_mask)
-    require_finite({"entropy": entropy}, response_mask)
-    counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
-    bonus = aggregate(entropy, response_mask, aggregation, length_norm=length_norm, **counts)
-    metrics = {"policy/entropy": aggregate(entropy.detach(), response_mask, "token-mean", **counts)}
-    return -coefficient * bonus, metrics

@@ -15,7 +15,7 @@ from jackfield.algorithms.tensors import Groups, row_means
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 __all__ = []
 
@@ -23,14 +23,14 @@ _REPORT = "Trinity-RFT report, arXiv:2505.17826, appendix "
 
 
 @register("loss", "opmd", "token", paper=_REPORT + "A.3")
-def _opmd(log_probs: torch.Tensor, advantages: torch.Tensor, *, tau: NotNegative = 1.0) -> LossResult:
+def _opmd(log_probs: Tensor, advantages: Tensor, *, tau: NotNegative = 1.0) -> LossResult:
     """-A log pi / (1 + tau), A = R - mean_group(R)."""
     if tau < 0:
         raise ConfigError("opmd needs tau >= 0", code="algorithm.input", found=str(tau))
     return -advantages * log_probs / (1.0 + tau), {}
 
 
-def _reference(old_log_probs: torch.Tensor | None, ref_log_probs: torch.Tensor | None, reference: str) -> torch.Tensor:
+def _reference(old_log_probs: Tensor | None, ref_log_probs: Tensor | None, reference: str) -> Tensor:
     chosen = {
         "auto": ref_log_probs if ref_log_probs is not None else old_log_probs,
         "old": old_log_probs,
@@ -46,12 +46,12 @@ def _reference(old_log_probs: torch.Tensor | None, ref_log_probs: torch.Tensor |
     return log_probs
 
 
-def _log_partition(rewards: torch.Tensor, group_ids: torch.Tensor, tau: float) -> torch.Tensor:
-    """log Z of each row's group, ``[B]``."""
-    return Groups(group_ids).log_mean_exp(rewards.double() / tau)
+def _log_partitions(rewards: Tensor, group_ids: Tensor, tau: float) -> dict[str, Tensor]:
+    """Compute log Z of each row's group, ``[B]``."""
+    return {"opmd_log_partition": Groups(group_ids).log_mean_exp(rewards.double() / tau)}
 
 
-def _kept(rows: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+def _kept(rows: Tensor, response_mask: Tensor) -> Tensor:
     """Rows without a model token are no responses."""
     return rows.masked_fill((response_mask == 0).all(-1), 0.0)
 
@@ -63,17 +63,18 @@ def _kept(rows: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     paper=_REPORT + "A.1; Kimi k1.5, arXiv:2501.12599, section 2.3.2",
     differs="Divided by the global count of sequences; the report writes a plain sum.",
     whole_batch=("opmd_log_partition",),
+    prepare=_log_partitions,
     per_sequence=True,
 )
 def _opmd_kimi(
-    log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
-    old_log_probs: torch.Tensor | None = None,
-    ref_log_probs: torch.Tensor | None = None,
-    rewards: torch.Tensor | None = None,
-    group_ids: torch.Tensor | None = None,
-    advantages: torch.Tensor | None = None,
-    opmd_log_partition: torch.Tensor | None = None,
+    log_probs: Tensor,
+    response_mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    rewards: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    advantages: Tensor | None = None,
+    opmd_log_partition: Tensor | None = None,
     *,
     tau: Positive = 1.0,
     reference: Literal["auto", "old", "ref"] = "auto",
@@ -94,32 +95,20 @@ def _opmd_kimi(
         if opmd_log_partition is None:
             if group_ids is None:
                 raise ConfigError("opmd_kimi needs group_ids or opmd_log_partition", code="algorithm.input")
-            opmd_log_partition = _log_partition(rewards, group_ids, tau)
+            opmd_log_partition = _log_partitions(rewards, group_ids, tau)["opmd_log_partition"]
         target = (rewards - tau * opmd_log_partition).to(log_probs.dtype)
     logs = row_log_ratio(log_probs, _reference(old_log_probs, ref_log_probs, reference))
     return _kept((target - tau * logs).square(), response_mask), {"policy/log_ratio": logs}
 
 
-@register("prepare", "opmd_kimi", "group")
-def _prepare_opmd_kimi(
-    rewards: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    tau: Positive = 1.0,
-    reference: Literal["auto", "old", "ref"] = "auto",
-) -> dict[str, torch.Tensor]:
-    """opmd_log_partition: log Z of each row's group."""
-    return {"opmd_log_partition": _log_partition(rewards, group_ids, tau)}
-
-
 def _regularised(
-    log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
-    reference: torch.Tensor,
-    rewards: torch.Tensor | None,
-    advantages: torch.Tensor | None,
+    log_probs: Tensor,
+    response_mask: Tensor,
+    reference: Tensor,
+    rewards: Tensor | None,
+    advantages: Tensor | None,
     tau: float,
-) -> torch.Tensor:
+) -> Tensor:
     """a = R - tau (log pi(y) - log pi_ref(y)), ``[B]``, up to a constant of the group."""
     if rewards is None:
         if advantages is None:
@@ -128,12 +117,29 @@ def _regularised(
     return rewards.to(log_probs.dtype) - tau * row_log_ratio(log_probs, reference)
 
 
-def _group_means(a: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def _group_means(a: Tensor, group_ids: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """Mean and size of each row's group, over rows that have a model token."""
     groups, real = Groups(group_ids), (response_mask != 0).any(-1)
     sizes = groups.sums(real.double())
     means = groups.sums(a.detach().double().masked_fill(~real, 0.0)) / sizes.clamp(min=1.0)
     return {"opmd_group_means": means.to(a.dtype), "opmd_group_sizes": sizes.to(a.dtype)}
+
+
+def _group_columns(
+    log_probs: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    tau: float,
+    reference: str,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Compute the mean of a and the number of responses of each row's group, ``[B]``."""
+    anchor = _reference(old_log_probs, ref_log_probs, reference)
+    a = _regularised(log_probs, response_mask, anchor, rewards, advantages, tau)
+    return _group_means(a, group_ids, response_mask)
 
 
 @register(
@@ -144,18 +150,19 @@ def _group_means(a: torch.Tensor, group_ids: torch.Tensor, response_mask: torch.
     differs="Trinity-RFT needs a group's rows in one micro-batch; here a split group gives the same loss and gradient. "
     "Divided by the global count of sequences.",
     whole_batch=("opmd_group_means", "opmd_group_sizes"),
+    prepare=_group_columns,
     per_sequence=True,
 )
 def _opmd_pairwise(
-    log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
-    old_log_probs: torch.Tensor | None = None,
-    ref_log_probs: torch.Tensor | None = None,
-    rewards: torch.Tensor | None = None,
-    advantages: torch.Tensor | None = None,
-    group_ids: torch.Tensor | None = None,
-    opmd_group_means: torch.Tensor | None = None,
-    opmd_group_sizes: torch.Tensor | None = None,
+    log_probs: Tensor,
+    response_mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    opmd_group_means: Tensor | None = None,
+    opmd_group_sizes: Tensor | None = None,
     *,
     tau: Positive = 1.0,
     reference: Literal["auto", "old", "ref"] = "auto",
@@ -175,22 +182,3 @@ def _opmd_pairwise(
         columns = _group_means(a, group_ids, response_mask)
         opmd_group_means, opmd_group_sizes = columns["opmd_group_means"], columns["opmd_group_sizes"]
     return _kept(opmd_group_sizes * (a - opmd_group_means).square(), response_mask), {}
-
-
-@register("prepare", "opmd_pairwise", "group")
-def _prepare_opmd_pairwise(
-    log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
-    group_ids: torch.Tensor,
-    old_log_probs: torch.Tensor | None = None,
-    ref_log_probs: torch.Tensor | None = None,
-    rewards: torch.Tensor | None = None,
-    advantages: torch.Tensor | None = None,
-    *,
-    tau: Positive = 1.0,
-    reference: Literal["auto", "old", "ref"] = "auto",
-) -> dict[str, torch.Tensor]:
-    """opmd_group_means and opmd_group_sizes: mean of a and number of responses in each row's group."""
-    anchor = _reference(old_log_probs, ref_log_probs, reference)
-    a = _regularised(log_probs, response_mask, anchor, rewards, advantages, tau)
-    return _group_means(a, group_ids, response_mask)
