@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 
+from jackfield.config import RunConfig
 from jackfield.plugins import discover
 
 TOOL = Path(__file__).parents[2] / "tools" / "config_reference.py"
@@ -29,3 +33,35 @@ def test_every_setting_of_an_installed_plugin_says_what_it_is_for() -> None:
         if not field.metadata.get("help")
     ]
     assert [] == silent
+
+
+def test_every_setting_is_read_by_something() -> None:
+    """Each field of the configuration, and of a plugin's own, is read somewhere in the packages."""
+    registry, root = discover(), Path(__file__).parents[2]
+    classes: list[type] = [RunConfig]
+    classes += [registry.config_class(record.kind, record.name) for record in registry.records()]
+    settings = {name for cls in classes for name in _settings(cls)}
+    sources = [*root.glob("core/src/**/*.py"), *root.glob("plugins/*/*/src/**/*.py")]
+    read = {name for source in sources for name in _read(ast.parse(source.read_text(encoding="utf-8")))}
+    assert len(settings) > 100
+    assert set() == settings - read
+
+
+def _read(module: ast.Module) -> Iterator[str]:
+    """Names that are read as attributes, and parameters that are read in their function: options come by name."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield node.attr
+        elif isinstance(node, ast.FunctionDef):
+            parameters = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+            loads = (each for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load))
+            yield from (each.id for each in loads if each.id in parameters)
+
+
+def _settings(cls: type) -> Iterator[str]:
+    """Names of all fields of a class of settings, and of the classes of settings in it."""
+    for field in attrs.fields(attrs.resolve_types(cls)):
+        yield field.name
+        for inner in (field.type, *typing.get_args(field.type)):
+            if isinstance(inner, type) and attrs.has(inner):
+                yield from _settings(inner)

@@ -82,8 +82,7 @@ def _configured(settings: QueueConfig) -> Iterator[tuple[str, str, ReplayConfig 
 
 
 def _mixed(settings: QueueConfig) -> Iterator[tuple[str, str, MixConfig]]:
-    for name in ("expert", "human"):
-        mixed: MixConfig | None = getattr(settings, name)
+    for name, mixed in (("expert", settings.expert), ("human", settings.human)):
         if mixed is not None:
             yield name, name, mixed
 
