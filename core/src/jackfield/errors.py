@@ -30,6 +30,7 @@ __all__ = [
     "QueueFull",
     "RewardError",
     "RolloutError",
+    "RpcError",
     "RunError",
     "ScheduleError",
     "WeightsError",
@@ -113,6 +114,13 @@ CODES: dict[str, str] = {
     "wire.version": "A message from another process is of another version of the wire format.",
     "wire.size": "A message between processes is above the limits.",
     "wire.authentication": "A message came from somebody who does not know the secret.",
+    "rpc.malformed": "A message from another process is not one of the protocol, or is too long.",
+    "rpc.value": "A value cannot travel to another process, or is of another type than the method declares.",
+    "rpc.method": "Another process has called a method that is not served.",
+    "rpc.cancelled": "A call to another process was cancelled.",
+    "rpc.lost": "The connection to another process has ended.",
+    "rpc.address": "A server's address cannot be listened at, written or read.",
+    "rpc.version": "Two processes have different versions of a contract.",
     "weights.digest": "A replica loaded other bytes than the engine sent.",
     "weights.names": "A model's weights cannot be turned back into the names and shapes of its checkpoint.",
     "weights.missing": "A tensor that was sent did not arrive, or arrived twice.",
@@ -285,6 +293,10 @@ class QueueFull(QueueError, code="queue.full"):
 
 class WireError(JackfieldError, code="wire.malformed"):
     """A message between processes was refused."""
+
+
+class RpcError(JackfieldError, code="rpc.malformed"):
+    """A call to another process failed on its way."""
 
 
 class WeightsError(JackfieldError, code="weights.transfer"):

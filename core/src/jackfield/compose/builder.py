@@ -254,7 +254,7 @@ class RunBuilder:
             metrics = ReplicaMetrics(replicas, port)
             self.stack.push_async_callback(metrics.close)
             addresses["metrics"] = await metrics.open()
-        control = ControlServer(Path(self.config.folder), replicas, self.clock)
+        control = ControlServer(Path(self.config.folder), replicas, self.clock, self.config.deadlines.silence)
         self.stack.push_async_callback(control.close)
         await control.open(**addresses)
 

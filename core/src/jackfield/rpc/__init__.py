@@ -1,0 +1,10 @@
+"""The RPC between processes: calls, iterations, cancellation, errors, deadlines, heartbeats, authentication."""
+
+from __future__ import annotations
+
+from jackfield.rpc.connection import Connection, Service, caller, stub
+from jackfield.rpc.contract import Codec, Contract
+from jackfield.rpc.heartbeat import Process
+from jackfield.rpc.sockets import Address, Server, connect
+
+__all__ = ["Address", "Codec", "Connection", "Contract", "Process", "Server", "Service", "caller", "connect", "stub"]

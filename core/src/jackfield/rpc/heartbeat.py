@@ -1,0 +1,101 @@
+"""Detection of dead processes: one that cannot run for ``deadlines.heartbeat`` seconds is killed.
+
+Of a process on this machine the kernel says whether any of its threads can run: work, however long, is no silence. From
+a process of another machine heartbeats come over its connections. A process that is dead is killed where that is
+possible, so that it does no harm when it wakes up, and its death is then noticed as every other death is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import attrs
+
+from jackfield.clock import Clock
+
+__all__ = ["LOOKS", "Process", "until_silent"]
+
+LOOKS = 4  #: looks at a process, and heartbeats that it sends, in the deadline
+_CAN_RUN = "RSI"  #: states of a thread that is neither stopped, frozen nor waiting for a device
+
+
+@attrs.frozen
+class Process:
+    """One process, told apart from later ones with its number."""
+
+    pid: int
+    host: str = attrs.field(factory=socket.gethostname)
+    place: str = ""  #: processes with the same place see each other: boot and process namespace
+    began: int = 0  #: ticks between the boot and its start
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """Return the process of this machine with a number."""
+        return cls(pid, place=_place(), began=_stat(f"/proc/{pid}/stat")[1])
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the kernel can be asked about it."""
+        return bool(self.place) and self.place == _place()
+
+    def lives(self) -> bool:
+        """Whether the process exists, stopped or not. Only for near processes."""
+        state, began = _stat(f"/proc/{self.pid}/stat")
+        return began == self.began and state not in "ZX"
+
+    def can_run(self) -> bool:
+        """Whether any of its threads can run. Only for near processes."""
+        return any(_stat(f"{thread}/stat")[0] in _CAN_RUN for thread in Path(f"/proc/{self.pid}/task").glob("*"))
+
+    def kill(self) -> bool:
+        """Kill the process if it is near and still the same. Returns whether it was killed."""
+        if not (self.is_near and self.lives()):
+            return False
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signal.SIGKILL)
+            return True
+        return False
+
+
+def _place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # not Linux
+        return ""
+
+
+def _stat(file: str) -> tuple[str, int]:
+    """The state of a process or thread, and when it began. Nothing and 0 where there is none."""
+    try:
+        fields = Path(file).read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0], int(fields[19])
+
+
+async def until_silent(process: Process | None, heard: Callable[[], bool], clock: Clock, seconds: float) -> None:
+    """Wait until a process has been silent for ``seconds``.
+
+    Several looks are needed, so that a process that was stopped itself does not take others for dead.
+
+    Args:
+        process: that is watched; None: it is not known.
+        heard: whether something came from it since the last call.
+        clock: through which the looks are timed.
+        seconds: the deadline.
+    """
+    silent = 0
+    while silent <= LOOKS:
+        await clock.sleep(seconds / LOOKS)
+        came = heard()
+        lives = process.can_run() if process is not None and process.is_near else came
+        silent = 0 if lives else silent + 1
