@@ -30,7 +30,14 @@ from jackfield.abc.rollout import (
     SleepRequest,
     UpdateWeightsRequest,
 )
-from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError, RunError, WeightsError
+from jackfield.errors import (
+    DeadlineExceeded,
+    JackfieldError,
+    PluginError,
+    RolloutError,
+    RunError,
+    WeightsError,
+)
 from jackfield.plugins import PluginRecord, discover
 from jackfield.runtime.process import RolloutProcess
 
@@ -256,7 +263,7 @@ def test_what_is_cancelled_here_ends_there(elsewhere: Elsewhere) -> None:
 def test_a_call_has_a_deadline_that_names_the_replica(elsewhere: Elsewhere) -> None:
     async def use(server: RolloutProcess) -> None:
         server._seconds = 0.05
-        with pytest.raises(DeadlineExceeded, match="rollout replica 3 to generate 'some'"):
+        with pytest.raises(DeadlineExceeded, match="rollout replica 3 to generate some"):
             await server.generate(request(4))
         server._seconds = 20.0
         assert 1 == (await server.health()).running, "what nobody waits for is cancelled there"

@@ -61,6 +61,7 @@ class Connection(Frames):
         *,
         codec: Codec | None = None,
         limit: int = LIMIT,
+        lost_error: Callable[[str], JackfieldError] | None = None,
     ) -> None:
         """
         Args:
@@ -69,6 +70,7 @@ class Connection(Frames):
             clock: through which every wait goes.
             codec: of both ends.
             limit: bytes of a message that comes.
+            lost_error: makes the error of calls after the end from its reason; None: ``rpc.lost``.
         """
         super().__init__()
         self.name, self.services, self.clock, self.limit = name, services, clock, limit
@@ -76,7 +78,7 @@ class Connection(Frames):
         self.process: Process | None = None  #: of the other end
         self.heard = True  #: whether something came since the last look
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  #: how it ended
-        self._codec = codec or Codec()
+        self._codec, self._lost_error = codec or Codec(), lost_error
         self._numbers = itertools.count(secrets.randbits(40) + 1)  # a forged reply does not know them
         self._asked: dict[int, _Asked] = {}
         self._served: dict[object, asyncio.Task[None]] = {}
@@ -129,14 +131,20 @@ class Connection(Frames):
     async def close(self, reason: str = "", *, early: bool = False) -> None:
         """Say goodbye, and wait until the calls of the other end have ended here. Idempotent."""
         self.send(Goodbye(reason, early))
-        self.end(reason or "the connection was closed")
+        await self.leave(reason or "the connection was closed")
+
+    async def leave(self, reason: str) -> None:
+        """Close this end without a goodbye, and wait until the calls of the other end have ended here."""
+        self.end(reason)
         await asyncio.gather(*self._served.values(), return_exceptions=True)
         for iteration in self._iterations.values():
             await iteration.aclose()
         self._iterations.clear()
 
-    def error(self) -> RpcError:
+    def error(self) -> JackfieldError:
         """Make the error of calls after the end."""
+        if self._lost_error is not None:
+            return self._lost_error(self.lost.result())
         where = f"{self.name}, {self.process}" if self.process else self.name
         return RpcError(f"{self.name} is lost", code="rpc.lost", where=where, found=f"it {self.lost.result()}")
 
@@ -193,7 +201,10 @@ class Connection(Frames):
             encoded = self._codec.encode(value)
         except asyncio.CancelledError:
             error = error_fields(RpcError(f"{call.method} was cancelled", code="rpc.cancelled"))
+        except JackfieldError as raised:
+            error = error_fields(raised)
         except BaseException as raised:  # whatever it is goes to the caller, and other calls go on
+            logging.getLogger("jackfield").error("%s raised", call.method, exc_info=raised)
             error = error_fields(raised)
         if call.id:
             content = encoded if error is None else self._codec.encode(None)
@@ -282,7 +293,8 @@ class Connection(Frames):
             while items := await self.call("next", [number], seconds, list[kind], what):
                 yield items[0]
         finally:
-            self._call(0, "leave", [number], None)
+            with suppress(JackfieldError):
+                await self.call("leave", [number], _LEAVE_SECONDS, None, what)
 
 
 async def _nothing() -> None:

@@ -1,45 +1,47 @@
-"""A rollout server whose process, and interpreter, are its own: the same contract, spoken over a socket."""
+"""A rollout server whose process, and interpreter, are its own: the same contract, over a connection."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from jackfield.abc.rollout import (
-    AbortRequest,
-    AbortResult,
     BaseRolloutServer,
     GenerateChunk,
     GenerateRequest,
     GenerateResult,
     HealthReport,
-    PauseRequest,
-    PauseResult,
-    ResumeRequest,
-    ResumeResult,
     RolloutContext,
     ServerInfo,
-    SleepRequest,
-    SleepResult,
-    UpdateWeightsRequest,
-    WakeUpRequest,
-    WakeUpResult,
-    WeightReceipt,
 )
-from jackfield.errors import JackfieldError, RolloutError
+from jackfield.errors import JackfieldError, PluginError, RolloutError, RpcError
 from jackfield.plugins.discovery import PluginRecord
-from jackfield.pulse import SILENCE_SECONDS
+from jackfield.plugins.introduction import check_introduction
+from jackfield.rpc import stub
 from jackfield.runtime.process.connection import HostProcess
-from jackfield.runtime.process.wire import decode, types_of
+from jackfield.runtime.process.host import HOST, ROLLOUT, Host
 
 __all__ = ["RolloutProcess"]
 
 _STOP_SECONDS = 30.0
+_OWN = ("start", "stop", "health", "generate", "generate_stream")  #: methods that do more than to forward
 
 
-class RolloutProcess(BaseRolloutServer):
+def _forwarded(name: str) -> Callable[..., Any]:
+    def call(self: RolloutProcess, *arguments: Any) -> Any:
+        return getattr(self.remote, name)(*arguments)
+
+    return call
+
+
+_Forwarding: Any = type(
+    "_Forwarding", (BaseRolloutServer,), {each.name: _forwarded(each.name) for each in ROLLOUT if each.name not in _OWN}
+)
+
+
+class RolloutProcess(_Forwarding):
     """Stands for a replica that is made, started and stopped in another process, which ends with it.
 
     Raises (all methods): what the replica raises there, with the same class and code; ``rollout.stopped`` when its
@@ -56,7 +58,7 @@ class RolloutProcess(BaseRolloutServer):
         seconds: float = 3600.0,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        silence_seconds: float = SILENCE_SECONDS,
+        silence_seconds: float = 30.0,
     ) -> None:
         """
         Args:
@@ -67,26 +69,35 @@ class RolloutProcess(BaseRolloutServer):
             seconds: the longest that any call may take.
             log: file that the process's output is added to.
             environment: variables that the process gets beside this process's.
-            silence_seconds: without a sign of life of the process, after which it is killed.
+            silence_seconds: time in which the process cannot run, after which it is killed.
         """
         super().__init__(config, context)
         self._record = record
         self._seconds = seconds
         self._name = f"rollout replica {context.replica}"
         self._process = HostProcess(
-            python,
-            self._name,
-            context.clock,
-            log=log,
-            environment=environment or {},
-            silence_seconds=silence_seconds,
+            python, self._name, context.clock, log=log, environment=environment or {}, silence_seconds=silence_seconds
         )
         self._used = self._stopped = False
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    @property
+    def remote(self) -> BaseRolloutServer:
+        """The server in the process.
+
+        Raises:
+            RolloutError: ``rollout.stopped``: it is not running.
+        """
+        if not self._used or self._stopped:
+            raise RolloutError(
+                "the server is not running", code="rollout.stopped", where=self._name, fix="start it, or make a new one"
+            )
+        return self._stub(self._seconds)
+
+    def _stub(self, seconds: float) -> BaseRolloutServer:
+        return stub(self._process.connection, "worker", ROLLOUT, BaseRolloutServer, seconds)  # type: ignore[type-abstract]
 
     async def start(self) -> ServerInfo:
-        """Start the process, shake hands, make the plugin's server there, and start it.
+        """Start the process, compare installations, make the plugin's server there, and start it.
 
         Raises:
             PluginError: the interpreter, or the plugin there, is not what this process expects.
@@ -96,14 +107,60 @@ class RolloutProcess(BaseRolloutServer):
             raise RolloutError("the server cannot be started twice", code="rollout.stopped", fix="make a new server")
         self._used = True
         try:
-            await self._process.open(self._record, self._seconds)
-            plugin = {"kind": self._record.kind, "name": self._record.name}
-            message = {"make": {**plugin, "settings": dict(self.config), "context": self.context}}
-            await self._process.call("load its plugin", message, self._seconds)
-            return cast(ServerInfo, await self._call("start"))
+            host = stub(await self._process.open(), "host", HOST, Host, self._seconds)
+            await self._introduce(host)
+            await host.make(self._record.name, dict(self.config), self.context)
+            return await self.remote.start()
         except BaseException:
             await self.stop()
             raise
+
+    async def _introduce(self, host: Host) -> None:
+        python = self._process.python
+        try:
+            found = await host.introduce(self._record.kind, self._record.name)
+        except RolloutError as error:
+            raise PluginError(
+                f"the interpreter {python} cannot hold {self._name}",
+                code="plugin.interpreter",
+                where=python,
+                expected="an installation of jackfield like this one",
+                found=error.found,
+                fix="`jackfield plugins doctor --python PATH` looks at it",
+            ) from error
+        except BaseException:
+            self._process.kill()  # it does not read that it may leave
+            raise
+        check_introduction(self._record, found, python)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate one sample. Cancelling the call aborts the request."""
+        with self._refusing(request):
+            return await self.remote.generate(request)
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Generate one sample and yield its tokens as they come. Closing the iterator aborts the request."""
+        with self._refusing(request):
+            async with aclosing(self.remote.generate_stream(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
+
+    @contextmanager
+    def _refusing(self, request: GenerateRequest) -> Iterator[None]:
+        """Name the request in refusals that come from decoding it; values that cannot travel make it a wrong one."""
+        try:
+            yield
+        except RolloutError as error:
+            if error.code == "rollout.request" and request.request_id not in str(error):
+                error.where = f"{request.request_id}, {error.where}"
+            raise
+        except RpcError as error:
+            if error.code != "rpc.value":
+                raise
+            expected = "plain values, and integers of 64 bits"
+            raise RolloutError(
+                error.message, code="rollout.request", where=request.request_id, expected=expected, found=error.found
+            ) from error
 
     async def stop(self) -> None:
         """Stop the server, and end its process and what that has started."""
@@ -111,9 +168,8 @@ class RolloutProcess(BaseRolloutServer):
         if not (first and self._used):
             return
         try:
-            if self._process.death is None:
-                with suppress(JackfieldError):
-                    await self._process.call("stop", {"call": "stop", "arguments": None}, _STOP_SECONDS)
+            with suppress(JackfieldError):
+                await self._stub(_STOP_SECONDS).stop()
         finally:
             await self._end()
 
@@ -121,68 +177,10 @@ class RolloutProcess(BaseRolloutServer):
         await self._process.close()
 
     async def health(self) -> HealthReport:
-        """Whether the replica can serve, and its load; of a process that has ended, how."""
+        """Report whether the replica can serve, and its load; of a process that has ended, how it ended."""
         try:
-            return cast(HealthReport, await self._call("health"))
+            return await self.remote.health()
         except RolloutError as error:
             if error.code != "rollout.stopped":
                 raise
             return HealthReport(healthy=False, detail=f"{error.message}: {error.found or ''}")
-
-    # -- requests --------------------------------------------------------------------------------------------------
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate one sample. Cancelling the call aborts the request."""
-        return cast(GenerateResult, await self._call("generate", request, f"generate {request.request_id!r}"))
-
-    def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Generate one sample and yield its tokens as they come. Closing the iterator aborts the request."""
-        return self._stream(request)
-
-    async def _stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        self._require()
-        message = {"call": "generate_stream", "arguments": request}
-        stream = self._process.stream(f"generate {request.request_id!r}", message, self._seconds)
-        try:
-            async for chunk in stream:
-                yield decode(GenerateChunk, chunk)
-        finally:
-            await stream.aclose()
-
-    async def abort(self, request: AbortRequest) -> AbortResult:
-        """End requests; when it returns they generate no more."""
-        return cast(AbortResult, await self._call("abort", request))
-
-    async def pause(self, request: PauseRequest) -> PauseResult:
-        """Stop decoding; when it returns no forward pass runs."""
-        return cast(PauseResult, await self._call("pause", request))
-
-    async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Go on decoding."""
-        return cast(ResumeResult, await self._call("resume", request))
-
-    async def sleep(self, request: SleepRequest) -> SleepResult:
-        """Give memory back; only while paused or idle."""
-        return cast(SleepResult, await self._call("sleep", request))
-
-    async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
-        """Take memory again."""
-        return cast(WakeUpResult, await self._call("wake_up", request))
-
-    async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
-        """Receive a new version of the weights there, by a checkpoint engine that reaches other processes."""
-        what = f"load weights of version {request.version}"
-        return cast(WeightReceipt, await self._call("update_weights", request, what))
-
-    async def _call(self, member: str, request: Any = None, what: str | None = None) -> Any:
-        self._require()
-        message = {"call": member, "arguments": request}
-        value = await self._process.call(what or member, message, self._seconds)
-        _, result = types_of(BaseRolloutServer, member)
-        return decode(result, value)
-
-    def _require(self) -> None:
-        if not self._used or self._stopped:
-            raise RolloutError(
-                "the server is not running", code="rollout.stopped", where=self._name, fix="start it, or make a new one"
-            )
