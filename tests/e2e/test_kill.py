@@ -17,7 +17,7 @@ import pytest
 from jackfield.queue import effective_acks, read_ledger
 
 from .conftest import QUICKSTART, metrics
-from .test_modes import GRADED, TIMES
+from .test_modes import GRADED, INVARIANT, TIMES
 
 STEPS, PROMPTS, RUNS = 4, 2, 4
 DONE = {"code": 0, "error": ""}
@@ -60,6 +60,7 @@ def start(made: Path) -> Iterator[Start]:
                 "observe.progress=false",
                 "observe.curve=false",
                 "observe.tensorboard=false",
+                INVARIANT,
                 *GRADED,
             ]
             command = {"config": str(QUICKSTART / file), "overrides": [*small, *overrides], "kill": kill, "room": room}
