@@ -119,7 +119,7 @@ def test_a_folder_where_no_run_goes_on(tmp_path: Path) -> None:
             folder.mkdir()
         if text:
             (folder / "control.json").write_text(text)
-        with pytest.raises(RunError, match="no run with replicas goes on") as caught:
+        with pytest.raises(RunError) as caught:
             list_replicas(folder)
         assert "run.not-running" == caught.value.code
         assert found in str(caught.value.found)
@@ -163,8 +163,9 @@ def test_a_run_that_ends_meanwhile_is_told_from_an_answer(tmp_path: Path) -> Non
         asking = asyncio.create_task(asyncio.to_thread(scale_replicas, tmp_path, 2))
         await asked.wait()
         await server.close()
-        with pytest.raises(RunError, match="no run") as caught:
+        with pytest.raises(RunError) as caught:
             await asking
+        assert "run.not-running" == caught.value.code
         assert "it ended before it answered" == caught.value.found
 
     asked = asyncio.Event()
