@@ -18,6 +18,8 @@ import pytest
 
 from jackfield import errors
 
+pytestmark = pytest.mark.timeout(300)  # it reads every file
+
 ROOT = Path(__file__).resolve().parents[2]
 EXCEPTIONS = Path(__file__).with_name("english_exceptions.json")
 

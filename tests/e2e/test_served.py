@@ -137,27 +137,30 @@ def test_a_backend_of_one_process_is_refused(made: Path, tmp_path: Path) -> None
         QUICKSTART / "grpo.yaml",
         [f"folder={tmp_path}", f"model.path={made / 'model'}", "transfer_queue.name=memory"],
     )
-    with pytest.raises(PluginError, match="does not have the capability 'joins'") as caught:
+    with pytest.raises(PluginError) as caught:
         asyncio.run(serve_queue(config, asyncio.Event(), ready=lambda *_: None))
     assert "plugin.capability" == caught.value.code
     apart = attrs.evolve(config.queue.controller, address=str(tmp_path / "address.json"))
-    with pytest.raises(PluginError, match="joins"):
+    with pytest.raises(PluginError) as caught:
         run(attrs.evolve(config, queue=attrs.evolve(config.queue, controller=apart)))
+    assert "plugin.capability" == caught.value.code
 
 
 def test_a_run_without_its_controller_says_what_to_start(small_run: Run, tmp_path: Path) -> None:
-    with pytest.raises(QueueError, match="no controller of a queue is to be found") as caught:
+    with pytest.raises(QueueError) as caught:
         small_run("run", f"queue.controller.address={tmp_path / 'address.json'}", SQL, *SMALL)
+    assert "queue.unreachable" == caught.value.code
     assert "jackfield queue serve" in str(caught.value.fix)
 
 
 def test_who_rewards_is_said_once_for_all(small_run: Run) -> None:
     config = load_config(QUICKSTART / "grpo.yaml", [])
-    with pytest.raises(ConfigError, match="the role train scores") as caught:
+    with pytest.raises(ConfigError) as caught:
         reward(config)
     assert ("queue.controller.rewards", "apart") == (caught.value.where, caught.value.expected)
-    with pytest.raises(ConfigError, match="nobody scores"):
+    with pytest.raises(ConfigError) as caught:
         small_run("alone", "queue.controller.rewards=apart")
+    assert ("config.invalid-value", "queue.controller.rewards") == (caught.value.code, caught.value.where)
 
 
 def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, made: Path, tmp_path: Path) -> None:
