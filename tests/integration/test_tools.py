@@ -130,6 +130,7 @@ def test_a_link_that_leaves_the_repository_is_refused(tmp_path: Path, target: st
     assert (int(refused), refused) == (done.returncode, f"a link to {target}" in done.stdout)
 
 
+@pytest.mark.timeout(300)
 def test_one_session_counts_the_tests_of_several_interpreters(tmp_path: Path) -> None:
     """Also a test that fails, a process that says nothing, and what is left to the night; costs are kept."""
     (tmp_path / "test_good.py").write_text(

@@ -54,10 +54,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Write reports in a unit's process; start units in the session."""
-    if REPORTS in os.environ:
-        config.pluginmanager.register(Reporter(config, Path(os.environ[REPORTS])), "jackfield-reporter")
-    elif config.option.units is not None:
+    if config.option.units is not None:
         config.pluginmanager.register(Session(config), "jackfield-session")
+    elif REPORTS in os.environ:
+        config.pluginmanager.register(Reporter(config, Path(os.environ[REPORTS])), "jackfield-reporter")
 
 
 class Reporter:
