@@ -1,5 +1,5 @@
 # The two commands of the README, and a few for those who work on Jackfield.
-.PHONY: quickstart test wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue interpreters clean
+.PHONY: quickstart test nightly wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue interpreters clean
 
 PYTHON = .venv/bin/python
 
@@ -10,6 +10,9 @@ quickstart: ## install the first plugins and watch a language model get better a
 test: ## everything that CI runs
 	@bash .ci/run
 
+nightly: ## everything that CI runs, and the full matrices that it leaves out
+	@bash .ci/run --nightly
+
 wheels: ## build all wheels into dist/ and install them
 	@python3 tools/ci.py environment wheels
 
@@ -17,7 +20,7 @@ develop: ## install the tools and every package, editable
 	@python3 tools/environment.py develop
 
 check: develop ## what needs no test run: lint, types, imports, contracts, docs
-	@python3 tools/ci.py lint format imports types abi references docs
+	@python3 tools/ci.py size lint format imports types abi references docs
 
 format: develop ## lay out the code
 	.venv/bin/ruff check --fix .

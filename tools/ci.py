@@ -4,15 +4,18 @@
     python3 tools/ci.py lint types      # these stages, in the environment as it is
     python3 tools/ci.py --list          # the stages
 
+    python3 tools/ci.py --nightly       # everything, with the tests that CI leaves to the night
+
 Standard library only: the first stage makes the environment in which the others run. Each test runs once: a package's
-own tests in an environment of its own (stage `tox`), what concerns several packages in one pytest session over all of
-them, whose summary ends the output.
+own tests in an environment of its own, what concerns several packages in that of all wheels. One pool starts the test
+files of all environments, the longest first, and pytest's summary of all of them ends the output.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -22,7 +25,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import costs
 import environment
 from packages import ROOT, Package, discover, sources
 
@@ -32,7 +38,11 @@ PYTHON = str(environment.PYTHON)
 SCRIPTS = environment.PYTHON.parent
 DIST = ROOT / "dist"
 WORKERS = 2  #: on two cores
-DISK_GIB = 12  #: that a clean checkout fills: environments, above all vLLM's
+DISK_GIB = 6  #: that a clean checkout fills
+INTERPRETERS_GIB = 6  #: that the environments of vLLM and SGLang fill beside it
+LEFT_OUT = "JACKFIELD_LEFT_OUT"  #: names the tools whose tests this machine leaves out
+UNITS = ROOT / "build" / "tests" / "units.json"
+UNIT_SECONDS = 60.0  #: test files that are expected to take less share a process
 TESTERS = 3  #: tests wait a quarter of their time, for processes that start, end or miss their deadline
 
 #: Tests use small tensors: threads of their own only get into each other's way, and nothing may look for a model hub.
@@ -50,7 +60,8 @@ class Stage:
 
     name: str
     describes: str
-    action: Callable[[], bool]
+    #: Returns whether it passed, or what it has left out.
+    action: Callable[[], bool | str]
     #: Stages of the same group have no effect on each other and run side by side; their output is captured.
     group: str = ""
 
@@ -62,6 +73,7 @@ class Result:
     stage: Stage
     passed: bool
     seconds: float
+    left_out: str = ""
 
 
 def main() -> None:
@@ -69,8 +81,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="STAGE", help="stages to run; default: all")
     parser.add_argument("--list", action="store_true", help="list the stages")
+    parser.add_argument("--nightly", action="store_true", help="run the tests marked `nightly`, too")
+    parser.add_argument(
+        "--without-interpreters", action="store_true", help="leave out vLLM and SGLang, whose environments take 4 GB"
+    )
     arguments = parser.parse_args()
-    known = {stage.name: stage for stage in stages(discover())}
+    known = {stage.name: stage for stage in stages(discover(), arguments.nightly)}
+    if arguments.without_interpreters:
+        os.environ[LEFT_OUT] = "vllm sglang"
     if arguments.list:
         print("\n".join(f"{stage.name:12} {stage.describes}" for stage in known.values()))
         return
@@ -83,36 +101,17 @@ def main() -> None:
     sys.exit(0 if all(result.passed for result in results) else 1)
 
 
-def stages(packages: dict[str, Package]) -> list[Stage]:
+def stages(packages: dict[str, Package], nightly: bool = False) -> list[Stage]:
     """All stages in their order."""
     ruff = [str(SCRIPTS / "ruff")]
     snapshot = [PYTHON, "-m", "jackfield_conformance.abi_snapshot", "check"]
-    sphinx = [
-        PYTHON,
-        "-m",
-        "sphinx",
-        "-W",
-        "--keep-going",
-        "--quiet",
-        "--no-color",
-        "--fresh-env",
-        "docs",
-        "build/docs",
-    ]
-    tox = [str(SCRIPTS / "tox"), "run-parallel", "--parallel", str(TESTERS), "--parallel-no-spinner"]
-    tested = [name for name, package in packages.items() if package.tests.is_dir()]
-    tested.sort(key=lambda name: _bytes(packages[name]), reverse=True)  # the long ones first
-    tox += ["-e", ",".join(tested)]
-    pytest = [PYTHON, "-m", "pytest", "--continue-on-collection-errors"]
-    pytest += ["--numprocesses", str(TESTERS), "--dist", "loadfile"]  # a file's fixtures are made once
-    pytest += ["--no-loadscope-reorder", "--durations", "30"]  # whole runs come first, and end beside the rest
-    pytest += _left_to_the_session(packages)
-    interpreters = Stage(
-        "interpreters",
-        "environments of vLLM and SGLang for tests",
-        _command([sys.executable, "tools/environment.py", "interpreters"], 1200),
-    )
+    sphinx = [PYTHON, "-m", "sphinx", "-W", "--keep-going", "--quiet", "--no-color", "--fresh-env"]
+    tox = [str(SCRIPTS / "tox"), "run-parallel", "--parallel", str(TESTERS), "--parallel-no-spinner", "--quiet"]
+    pins = [PYTHON, "tools/constraints.py", "--check"]
     checks = [
+        Stage("environments", "each package's own, with its wheel", _command(tox, 900, {"JACKFIELD_MAKE_ONLY": "1"})),
+        Stage("interpreters", "environments of vLLM and SGLang for tests", _interpreters),
+        Stage("size", "lines, classes and names against their ceilings", _command([PYTHON, "tools/size.py"], 60)),
         Stage("lint", "ruff: rules", _command([*ruff, "check", "."], 120)),
         Stage("format", "ruff: layout", _command([*ruff, "format", "--check", "."], 120)),
         Stage("links", "no link leaves the repository", _command([PYTHON, "tools/check_links.py"], 60)),
@@ -120,38 +119,76 @@ def stages(packages: dict[str, Package]) -> list[Stage]:
         Stage("types", "mypy, strict", lambda: _types(packages)),
         Stage("abi", "contracts against their snapshots", _command(snapshot, 120)),
         Stage("references", "the generated pages are up to date", _references),
-        Stage(
-            "constraints", "installed versions are pinned", _command([PYTHON, "tools/constraints.py", "--check"], 60)
-        ),
+        Stage("constraints", "installed versions are pinned", _command(pins, 60)),
         Stage("benchmarks", "each answers --help", _benchmarks),
-        Stage("docs", "Sphinx, warnings are errors", _command(sphinx, 300)),
+        Stage("docs", "Sphinx, warnings are errors", _command([*sphinx, "docs", "build/docs"], 300)),
     ]
     return [
         Stage("environment", "servers for tests; tools and requirements in .venv", lambda: _environment(packages)),
         Stage("wheels", "all wheels into dist/ and .venv", lambda: _wheels(list(packages.values()))),
-        *(dataclasses.replace(check, group="checks") for check in [interpreters, *checks]),
-        Stage("tox", "each package's tests against its wheel, alone", _command(tox, 2100)),
-        Stage("session", "what concerns all packages together, against all wheels", _command(pytest, 3300)),
+        *(dataclasses.replace(check, group="checks") for check in checks),
+        Stage("tests", "all tests, each in its environment", lambda: _tests(packages, nightly)),
     ]
 
 
-def _left_to_the_session(packages: dict[str, Package]) -> list[str]:
-    """The tests that no package's own environment runs."""
-    tests = [package.tests for package in packages.values() if package.tests.is_dir()]
-    within = [f"--ignore={folder}" for folder in tests if folder.is_relative_to(ROOT / "tests")]
-    shared = [
-        str(file)
-        for folder in tests
-        for file in sorted(folder.rglob("test_*.py"))
-        if "pytest.mark.shared_interpreter" in file.read_text(encoding="utf-8")
+def _tests(packages: dict[str, Package], nightly: bool) -> bool:
+    """Run the test files of all environments in one pool."""
+    UNITS.parent.mkdir(parents=True, exist_ok=True)
+    for file in [*UNITS.parent.glob("*.log"), *UNITS.parent.glob("*.jsonl")]:
+        file.unlink()
+    units = sorted(_units(packages, nightly), key=lambda unit: -unit["expected"])
+    for number, unit in enumerate(units):
+        unit["name"] = f"{number:03d}-{unit['name']}"
+        del unit["expected"]
+    UNITS.write_text(json.dumps(units, indent=1), encoding="utf-8")
+    pytest = [PYTHON, "-m", "pytest", "-p", "jackfield_units", f"--units={UNITS}", "--places", str(TESTERS)]
+    pytest += ["--override-ini", "console_output_style=classic", "--durations", "20"]
+    return _run(pytest, 10_800 if nightly else 5400)
+
+
+def _units(packages: dict[str, Package], nightly: bool) -> list[dict[str, Any]]:
+    """The files of each environment: a package's own, and for all others that of all wheels."""
+    tested = {name: package for name, package in packages.items() if package.tests.is_dir()}
+    own = [file for package in tested.values() for file in _test_files(package.tests)]
+    shared = [file for file in own if "pytest.mark.shared_interpreter" in file.read_text(encoding="utf-8")]
+    rest = [file for file in _test_files(ROOT / "tests") if file not in own]
+    marks = [] if nightly else ["not nightly"]
+    units = _chunks("together", PYTHON, rest, marks)
+    units += _chunks("interpreters", PYTHON, shared, [*marks, "shared_interpreter"])
+    for name, package in tested.items():
+        python = str(ROOT / ".tox" / name / "bin" / "python")
+        units += _chunks(name, python, _test_files(package.tests), [*marks, "not shared_interpreter"])
+    return units
+
+
+def _chunks(name: str, python: str, files: list[Path], marks: list[str]) -> list[dict[str, Any]]:
+    """Units of one environment: a long file alone, short neighbours together."""
+    seconds = costs.expected_seconds(files)
+    chunks: list[list[Path]] = [[file] for file in files if seconds[file] >= UNIT_SECONDS]
+    short: list[Path] = []
+    for file in files:
+        if seconds[file] >= UNIT_SECONDS:
+            continue
+        if sum(seconds[each] for each in short) + seconds[file] > UNIT_SECONDS:
+            chunks.append(short)
+            short = []
+        short.append(file)
+    chunks += [short] if short else []
+    return [
+        {
+            "name": f"{name}-{chunk[0].stem}",
+            "python": python,
+            "files": [str(file.relative_to(ROOT)) for file in chunk],
+            "marks": " and ".join(marks),
+            "deadline": 2400.0,
+            "expected": sum(seconds[file] for file in chunk),
+        }
+        for chunk in chunks
     ]
-    return ["tests", *within, *shared]
 
 
-def _bytes(package: Package) -> int:
-    """How much there is of a package's tests, and of what they work with."""
-    files = [file for file in package.folder.rglob("*.py") if package.source not in file.parents]
-    return sum(file.stat().st_size for file in files)
+def _test_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("test_*.py"))
 
 
 def run(chosen: Sequence[Stage]) -> list[Result]:
@@ -177,11 +214,12 @@ def run(chosen: Sequence[Stage]) -> list[Result]:
 def _timed(stage: Stage) -> Result:
     started = time.monotonic()
     try:
-        passed = stage.action()
+        outcome = stage.action()
     except SystemExit as error:
         print(error, flush=True)
-        passed = False
-    return Result(stage, passed, time.monotonic() - started)
+        outcome = False
+    left_out = outcome if isinstance(outcome, str) else ""
+    return Result(stage, bool(outcome), time.monotonic() - started, left_out)
 
 
 def _side_by_side(group: Sequence[Stage]) -> list[Result]:
@@ -212,32 +250,48 @@ def _heading(stage: Stage) -> None:
 
 def _outcome(result: Result) -> None:
     # After the last stage nothing may follow pytest's own summary.
-    if result.stage.name != "session":
+    if result.stage.name != "tests":
         print(f"--- {result.stage.name} {_word(result)} in {result.seconds:.1f} s", flush=True)
 
 
 def _table(results: Sequence[Result], total: float) -> None:
     width = max(len(result.stage.name) for result in results)
-    print(f"\n{'stage':{width}}  outcome  seconds")
+    print(f"\n{'stage':{width}}  outcome   seconds")
     for result in results:
-        print(f"{result.stage.name:{width}}  {_word(result):7}  {result.seconds:7.1f}")
-    print(f"{'so far':{width}}  {'':7}  {total:7.1f}", flush=True)
+        print(f"{result.stage.name:{width}}  {_word(result):8}  {result.seconds:7.1f}  {result.left_out}".rstrip())
+    print(f"{'so far':{width}}  {'':8}  {total:7.1f}", flush=True)
 
 
 def _word(result: Result) -> str:
+    if result.left_out:
+        return "left out"
     return "passed" if result.passed else "FAILED"
 
 
 def _environment(packages: dict[str, Package]) -> bool:
-    free = shutil.disk_usage(ROOT).free / 2**30
-    if free < DISK_GIB and not (ROOT / ".tox").exists():
-        print(f"a clean checkout needs {DISK_GIB} GiB of disk in {ROOT}, and {free:.1f} GiB are free: make room, or")
-        print("`make clean` in other checkouts; tests would fail for want of it, one by one, and say something else")
+    if _free_gib() < DISK_GIB and not (ROOT / ".tox").exists():
+        print(f"a clean checkout needs {DISK_GIB} GiB of disk in {ROOT}, and {_free_gib():.1f} GiB are free: make")
+        print("room, or `make clean` in other checkouts; tests would fail for want of it, one by one")
         return False
     environment.install_servers()
     environment.make()
     environment.install_requirements(environment.everything(packages), "everything")
     return True
+
+
+def _interpreters() -> bool | str:
+    """Make what the tests of vLLM and SGLang need, or leave them out where there is no room for it."""
+    missing = not (ROOT / "environments" / "vllm").exists()
+    if LEFT_OUT not in os.environ and missing and _free_gib() < INTERPRETERS_GIB:
+        os.environ[LEFT_OUT] = "vllm sglang"
+        return f"vllm, sglang: {INTERPRETERS_GIB} GiB are needed, {_free_gib():.1f} GiB are free"
+    if LEFT_OUT in os.environ:
+        return f"{os.environ[LEFT_OUT].replace(' ', ', ')}: as asked for"
+    return _run([sys.executable, "tools/environment.py", "interpreters"], 1200)
+
+
+def _free_gib() -> float:
+    return shutil.disk_usage(ROOT).free / 2**30
 
 
 def _wheels(packages: Sequence[Package]) -> bool:
@@ -285,8 +339,10 @@ def _references() -> bool:
     return all(passed)
 
 
-def _command(command: Sequence[str], deadline: float) -> Callable[[], bool]:
-    return lambda: _run(command, deadline)
+def _command(
+    command: Sequence[str], deadline: float, variables: dict[str, str] | None = None
+) -> Callable[[], bool | str]:
+    return lambda: _run(command, deadline, variables)
 
 
 def _run(command: Sequence[str], deadline: float, variables: dict[str, str] | None = None, quiet: bool = False) -> bool:

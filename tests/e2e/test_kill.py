@@ -17,7 +17,7 @@ import pytest
 from jackfield.queue import effective_acks, read_ledger
 
 from .conftest import QUICKSTART, metrics
-from .test_modes import GRADED, TIMES
+from .test_modes import GRADED, INVARIANT, TIMES
 
 STEPS, PROMPTS, RUNS = 4, 2, 4
 DONE = {"code": 0, "error": ""}
@@ -60,6 +60,7 @@ def start(made: Path) -> Iterator[Start]:
                 "observe.progress=false",
                 "observe.curve=false",
                 "observe.tensorboard=false",
+                INVARIANT,
                 *GRADED,
             ]
             command = {"config": str(QUICKSTART / file), "overrides": [*small, *overrides], "kill": kill, "room": room}
@@ -116,21 +117,31 @@ def without_times(lines: list[dict[str, Any]], besides: tuple[str, ...]) -> list
     return [{key: value for key, value in line.items() if not key.startswith(times)} for line in lines]
 
 
+#: How often a run is killed; every third time while it writes a checkpoint.
+KILLS = pytest.mark.parametrize("kills", [6, pytest.param(10, marks=pytest.mark.nightly)])
+
+
+@KILLS
 @pytest.mark.timeout(300)
-def test_killed_ten_times_a_synchronous_run_is_bitwise_the_uninterrupted_one(start: Start, tmp_path: Path) -> None:
+def test_killed_again_and_again_a_synchronous_run_is_bitwise_the_uninterrupted_one(
+    start: Start, tmp_path: Path, kills: int
+) -> None:
     """``test_ray.py`` does the same in a cluster."""
     whole = tmp_path / "whole"
     assert DONE == start(whole)
-    for folder in kill_again_and_again(start, tmp_path / "killed", (), seed=4, kills=10):
+    for folder in kill_again_and_again(start, tmp_path / "killed", (), seed=4, kills=kills):
         check_equal(whole, folder)
         check_ledger(folder)
         assert not list(folder.rglob("*.partial"))
 
 
+@KILLS
 @pytest.mark.timeout(300)
-def test_killed_ten_times_a_run_ahead_of_its_weights_uses_every_sample_once(start: Start, tmp_path: Path) -> None:
+def test_killed_again_and_again_a_run_ahead_of_its_weights_uses_every_sample_once(
+    start: Start, tmp_path: Path, kills: int
+) -> None:
     settings = ("schedule.sync_offset=1",)
-    for folder in kill_again_and_again(start, tmp_path, settings, seed=5, kills=10):
+    for folder in kill_again_and_again(start, tmp_path, settings, seed=5, kills=kills):
         check_ledger(folder)
         lines = [line["step"] for line in metrics(folder) if line["kind"] == "step"]
         assert list(range(1, STEPS + 1)) == lines

@@ -20,7 +20,7 @@ from jackfield.queue import Ready, Sampler
 from jackfield.queue.samplers import SAMPLERS
 
 from .conftest import Run
-from .test_modes import GRADED, steps
+from .test_modes import GRADED, INVARIANT, steps
 
 SMALL = ("data.prompts_per_step=2", "data.runs_per_prompt=2", "sampling.max_new_tokens=3", *GRADED)
 REPLAY = "queue.replay={ratio: 0.5, max_uses: 2, cooldown: 1, max_staleness: 3, sampler: {name: priority}}"
@@ -42,7 +42,7 @@ def tickets(keys: Sequence[str]) -> list[int]:
 
 def test_replay_trains_on_earlier_groups_again_and_resumes_bit_for_bit(small_run: Run) -> None:
     """Half a group for each new one; a group once more at most, two steps later at the earliest."""
-    whole, lines = small_run("whole", "schedule.steps=6", "checkpoint.every=3", *SMALL, REPLAY)
+    whole, lines = small_run("whole", "schedule.steps=6", "checkpoint.every=3", INVARIANT, *SMALL, REPLAY)
     replayed = [line.get("samples/replayed", 0.0) for line in steps(lines)]
     assert [0, 0, 2, 2, 2, 2] == replayed
     assert [4, 4, 6, 6, 6, 6] == [line["samples"] for line in steps(lines)]
@@ -51,8 +51,8 @@ def test_replay_trains_on_earlier_groups_again_and_resumes_bit_for_bit(small_run
     again = [(step, tickets(keys)) for _, step, keys in acked(whole.folder) if tickets(keys) != [step]]
     assert [2, 3, 4, 5] == [step for step, _ in again]
     assert all(step - ticket == 2 for step, (ticket,) in again), "the newest that has rested"
-    small_run("parts", "schedule.steps=3", "checkpoint.every=3", *SMALL, REPLAY)
-    parts, _ = small_run("parts", "schedule.steps=6", "checkpoint.every=3", *SMALL, REPLAY)
+    small_run("parts", "schedule.steps=3", "checkpoint.every=3", INVARIANT, *SMALL, REPLAY)
+    parts, _ = small_run("parts", "schedule.steps=6", "checkpoint.every=3", INVARIANT, *SMALL, REPLAY)
     assert acked(whole.folder) == acked(parts.folder)
     weights = [load_file(result.model / "model.safetensors") for result in (whole, parts)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -23,8 +23,8 @@ from .test_modes import steps
 
 pytestmark = pytest.mark.timeout(240)  # imports of torch in several processes, on a busy machine
 
-#: Log-probs of the replica do not go into the loss: what it computes beside other work may differ in the last bits.
-SAME = ("algorithm.old_log_probs=engine",)
+#: Neither tokens nor losses depend on what a replica computes beside other requests.
+SAME = ("algorithm.old_log_probs=engine", "rollout.batch_invariant=true")
 OURS = ("policy/loss", "grad_norm", "reward/mean", "response_tokens/mean")
 
 

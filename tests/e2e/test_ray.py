@@ -34,8 +34,8 @@ pytestmark = pytest.mark.timeout(600)
 GUIDE = QUICKSTART.parent / "guides" / "ray_runtime.yaml"  #: what the guide shows
 RAY = Path(sys.executable).with_name("ray")
 SCRIPT = Path(__file__).with_name("ray_run.py")
-#: What a replica computes depends in its last bits on what else it computes; losses do not, with these settings.
-SAME = ("algorithm.old_log_probs=engine",)
+#: Neither tokens nor losses depend on what a replica computes beside other requests.
+SAME = ("algorithm.old_log_probs=engine", "rollout.batch_invariant=true")
 OURS = ("policy/loss", "policy/ratio", "grad_norm", "lr", "reward/mean", "response_tokens/mean")
 
 #: How often a run is killed as a whole; ten times take too long for CI.

@@ -17,7 +17,7 @@ from jackfield.errors import RunError
 from jackfield.plugins import hookimpl
 
 from .conftest import Run
-from .test_modes import GRADED, steps, without_times
+from .test_modes import GRADED, INVARIANT, steps, without_times
 
 
 def traced(folder: Path) -> set[tuple[str, int]]:
@@ -39,7 +39,7 @@ def test_a_longer_schedule_goes_on_as_if_it_had_been_one_run(small_run: Run, alg
 
     The second one has a critic, and a KL controller with a state.
     """
-    settings = (*GRADED, "evaluation.every=2", "evaluation.tasks=4", *algorithm)
+    settings = (INVARIANT, *GRADED, "evaluation.every=2", "evaluation.tasks=4", *algorithm)
     whole, whole_lines = small_run("whole", *settings, "schedule.steps=4")
     small_run("parts", *settings, "schedule.steps=2")
     parts, lines = small_run("parts", *settings, "schedule.steps=4")

@@ -14,6 +14,7 @@ import pytest
 
 import ci
 import environment
+import size
 from packages import ROOT, closure, discover, third_party
 
 
@@ -133,3 +134,79 @@ def test_a_link_that_leaves_the_repository_is_refused(tmp_path: Path, target: st
     check = [sys.executable, str(ROOT / "tools" / "check_links.py"), str(tmp_path)]
     done = subprocess.run(check, capture_output=True, text=True, check=False)
     assert (int(refused), refused) == (done.returncode, f"a link to {target}" in done.stdout)
+
+
+@pytest.mark.timeout(300)
+def test_one_session_counts_the_tests_of_several_interpreters(tmp_path: Path) -> None:
+    """Also a test that fails, a process that says nothing, and what is left to the night; costs are kept."""
+    (tmp_path / "test_good.py").write_text(
+        "import pytest\ndef test_good(): pass\n@pytest.mark.nightly\ndef test_matrix(): pass\n"
+    )
+    (tmp_path / "test_bad.py").write_text("def test_bad(): assert 1 == 2\n")
+    files = {sys.executable: ["test_good.py", "test_bad.py"], "/bin/false": ["test_silent.py"]}
+    units = [
+        {
+            "name": f"{number}",
+            "python": python,
+            "files": [str(tmp_path / name) for name in names],
+            "marks": "not nightly",
+            "deadline": 60.0,
+        }
+        for number, (python, names) in enumerate(files.items())
+    ]
+    (tmp_path / "units.json").write_text(json.dumps(units))
+    command = [sys.executable, "-m", "pytest", "-p", "jackfield_units", f"--units={tmp_path / 'units.json'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    last = done.stdout.splitlines()[-1]
+    assert 1 == done.returncode
+    assert re.search("2 failed, 1 passed, 1 deselected in", last), done.stdout + done.stderr
+    assert "assert 1 == 2" in done.stdout
+    assert "1 ended with 1" in done.stdout
+    costs = json.loads((tmp_path / "costs.json").read_text())
+    assert {"test_good", "test_bad"} <= {name.partition("::")[2] for name in costs}
+    assert all({"seconds", "processor_seconds"} == set(cost) for cost in costs.values())
+
+
+def test_a_machine_without_room_says_what_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stage of the other interpreters passes, and names them."""
+    monkeypatch.setattr(ci, "ROOT", tmp_path)
+    monkeypatch.setattr(ci, "INTERPRETERS_GIB", 2**40)
+    monkeypatch.setenv(ci.LEFT_OUT, "")
+    monkeypatch.delenv(ci.LEFT_OUT)
+    (result,) = ci.run([ci.Stage("interpreters", "", ci._interpreters)])
+    assert result.passed
+    assert result.left_out.startswith("vllm, sglang: ")
+    assert "vllm sglang" == os.environ[ci.LEFT_OUT]
+    assert "interpreters left out" in capsys.readouterr().out
+
+
+def size_of(folder: Path, **texts: str) -> list[size.Room]:
+    """The rooms of a core of these modules, and of nothing else."""
+    (folder / "src" / "jackfield").mkdir(parents=True)
+    for name, text in texts.items():
+        (folder / "src" / "jackfield" / f"{name}.py").write_text(text)
+    files = tuple(size._read(path) for path in sorted(folder.rglob("*.py")))
+    return [size.Room("jackfield", files), size.Room("plugins/*", ()), size.Room("conformance/", ())]
+
+
+def test_sizes_are_held_to_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many lines, a file that is too long, and a circle each have a line; so has an exception that is idle."""
+    monkeypatch.setattr(size, "ROOT", tmp_path)
+    one = "from jackfield.two import b\n__all__ = ['a']\ndef a() -> None: ...\n"
+    found = size_of(tmp_path, one=one, two="def b() -> None:\n    import jackfield.one\n" + "#\n" * 400)
+    ceilings = {"core": 405, "core+plugins+conformance": 405}
+    limits = {"ceiling": ceilings, "long": {}, "circles": []}
+    assert [
+        "src/jackfield/two.py: 402 lines, at most 400",
+        "these files import each other: jackfield.one jackfield.two",
+    ] == [*size.problems(found, limits)]
+    limits = {
+        "ceiling": {**ceilings, "core": 404},
+        "long": {"gone.py": 500, "src/jackfield/two.py": 402},
+        "circles": [],
+    }
+    assert "core: 405 lines, at most 404" in size.problems(found, limits)
+    assert "gone.py: no longer too long; python3 tools/size.py --ratchet" in size.problems(found, limits)
+    assert (405, 0, 1) == (found[0].lines, found[0].classes, found[0].names)

@@ -62,7 +62,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_the_same_command_goes_on(
     jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """TERM, then INT, at steps of their own; in the end weights and metrics are those of a run without a break."""
-    overrides = ("schedule.steps=8", "checkpoint.every=0")
+    overrides = ("schedule.steps=8", "checkpoint.every=0", "rollout.batch_invariant=true")
     assert 0 == jackfield("run", *quickstart_settings("whole", *overrides)).code
     settings, folder = quickstart_settings("broken", *overrides, "name=whole"), tmp_path / "broken"
     done = 0
@@ -98,7 +98,7 @@ def test_generation_under_way_is_not_awaited(
         "reward.method=compute_score",
         f"reward.path={tmp_path / 'slow.py'}:compute_score",
     )
-    overrides = ("schedule.steps=5", "checkpoint.every=0", *reward)
+    overrides = ("schedule.steps=5", "checkpoint.every=0", "rollout.batch_invariant=true", *reward)
     assert 0 == jackfield("run", *quickstart_settings("whole", *overrides)).code
     settings, folder = quickstart_settings("held", *overrides, "name=whole"), tmp_path / "held_run"
     settings = [*settings, f"folder={folder}"]

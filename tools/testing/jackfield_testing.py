@@ -1,6 +1,6 @@
 """What the tests of all packages share: where the data is, and when a test may be skipped.
 
-A pytest plugin; the root ``pyproject.toml`` puts this folder on the path and loads it in every run, in the tox
+A pytest plugin; the root ``pyproject.toml`` puts this folder on the path and loads it in every run, in the
 environments of single packages, too.
 
 ``@pytest.mark.needs("postgres")`` skips a test where the tool is missing. Under ``CI=true`` a missing tool that CI
@@ -30,6 +30,7 @@ from jackfield_servers import PostgresServer, RedisServer, postgres_programs, re
 __all__ = ["DATA_VARIABLE", "HARDWARE", "TOOLS", "in_loop", "sglang_python", "vllm_python"]
 
 DATA_VARIABLE = "JACKFIELD_DATA"
+LEFT_OUT_VARIABLE = "JACKFIELD_LEFT_OUT"  #: tools that tools/ci.py has no room for, separated by spaces
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -99,6 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "needs(*tools): skip where a tool is missing; under CI=true fail instead")
     config.addinivalue_line("markers", "shared_interpreter: uses an interpreter that all tests of the session share")
+    config.addinivalue_line("markers", "nightly: part of a full matrix; `make nightly` runs it, CI does not")
     config.addinivalue_line("markers", "needs_data(folder): skip where that folder of the shared data is missing")
 
 
@@ -179,6 +181,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _require(item: pytest.Item, tool: str) -> None:
+    if tool in os.environ.get(LEFT_OUT_VARIABLE, "").split():
+        _skip(item, f"left out on this machine: {tool}")
     if tool in HARDWARE:
         if not HARDWARE[tool]():
             _skip(item, f"needs {tool}")

@@ -122,8 +122,10 @@ def test_one_hanging_sample_costs_only_itself(file: Path) -> None:
 def test_a_wrong_path_shows_at_the_start_of_a_run(file: Path) -> None:
     async def main() -> None:
         agent = FunctionReward(FunctionRewardConfig(path=f"{file}:nothing"), RewardContext())
-        with pytest.raises(RunError, match="nothing"):
+        with pytest.raises(RunError) as caught:
             await agent.start()
+        assert "worker.start" == caught.value.code
+        assert "nothing" in str(caught.value.where)
         await agent.close()
 
     asyncio.run(main())
@@ -142,5 +144,7 @@ def test_settings_are_structured_and_checked() -> None:
     assert settings == structure(FunctionRewardConfig, unstructure(settings))
     with pytest.raises(ConfigError, match="did you mean 'workers'"):
         structure(FunctionRewardConfig, {"path": "a.py:f", "worker": 1})
-    with pytest.raises(ConfigError, match="workers"):
+    with pytest.raises(ConfigError) as caught:
         structure(FunctionRewardConfig, {"path": "a.py:f", "workers": 0})
+    assert "config.invalid-value" == caught.value.code
+    assert "workers" in str(caught.value.where)

@@ -100,16 +100,18 @@ def test_unknown_sampling_parameters_are_refused_with_a_suggestion() -> None:
 def test_prompts_beyond_the_limit_are_refused_with_the_task() -> None:
     server = Server(7)
     assert answer(make(server, max_prompt_tokens=3)).sequences
-    with pytest.raises(DataError, match=r"task train:7") as caught:
+    with pytest.raises(DataError) as caught:
         answer(make(server, max_prompt_tokens=2), task_id="train:7")
+    assert "task train:7" in str(caught.value.where)
     assert "data.prompt-too-long" == caught.value.code
     assert "at most 2 tokens" == caught.value.expected
     assert 1 == len(server.requests)
 
 
 def test_a_task_without_messages_is_refused() -> None:
-    with pytest.raises(AgentError, match="task t:1") as caught:
+    with pytest.raises(AgentError) as caught:
         asyncio.run(make(Server(7)).run({}, task_id="t:1", question="?"))
+    assert "task t:1" in str(caught.value.where)
     assert "agent.failed" == caught.value.code
 
 

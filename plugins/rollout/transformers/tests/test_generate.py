@@ -305,3 +305,20 @@ def test_abort_of_nothing(serve: Any) -> None:
             return await server.abort(AbortRequest(request_ids=("nobody",)))
 
     assert asyncio.run(main()).request_ids == ()
+
+
+def test_batch_invariant_results_are_the_same_to_the_last_bit(serve: Any, make_request: Any) -> None:
+    """Tokens and log-probabilities do not depend on which other requests the server has, and when they came."""
+
+    async def alone() -> list[GenerateResult]:
+        async with serve(batch_invariant=True) as server:
+            return [await server.generate(make_request(n, p, seed=n, max_new_tokens=12)) for n, p in enumerate(PROMPTS)]
+
+    async def together() -> list[GenerateResult]:
+        async with serve(batch_invariant=True) as server:
+            numbered = reversed(list(enumerate(PROMPTS)))
+            requests = [make_request(n, p, seed=n, max_new_tokens=12) for n, p in numbered]
+            return list(reversed(await asyncio.gather(*(server.generate(request) for request in requests))))
+
+    for one, other in zip(asyncio.run(alone()), asyncio.run(together()), strict=True):
+        assert (one.token_ids, one.log_probs) == (other.token_ids, other.log_probs)

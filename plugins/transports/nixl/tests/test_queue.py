@@ -78,7 +78,7 @@ async def test_full_memory_is_waited_for_and_named() -> None:
     async with opened(max_bytes=1 << 21, region_bytes=1 << 20, seconds=0.5) as backend:
         await put(backend, {"a": 1, "b": 2})
         await put(backend, {"c": 3, "d": 4})
-        with pytest.raises(QueueError, match="stayed full") as caught:
+        with pytest.raises(QueueError) as caught:
             await put(backend, {"e": 5, "f": 6})
         assert "queue.full" == caught.value.code
     async with opened(max_bytes=1 << 21, region_bytes=1 << 20) as backend:
@@ -131,7 +131,7 @@ async def test_kill_9_of_who_puts_and_of_who_keeps(tmp_path: Path) -> None:
                 async with opened(join=str(tmp_path / "theirs" / FILE)) as other:
                     assert [2, 3] == await values(other, "c", "d")
                     process.kill()
-                    with pytest.raises(QueueError, match="the process that keeps the samples") as caught:
+                    with pytest.raises(QueueError) as caught:
                         await until_it_fails(other)
                     assert "queue.unreachable" == caught.value.code
             finally:

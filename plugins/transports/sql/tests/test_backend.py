@@ -175,7 +175,7 @@ async def test_a_put_that_fails_leaves_nothing(url: str, opened: Any, monkeypatc
     async with opened(url=url) as backend:
         await put(backend, "a", x=dense_column(torch.ones(1)))
         monkeypatch.setattr(rows_module, "_CELL_BYTES", 100)
-        with pytest.raises(QueueError, match="too large") as caught:
+        with pytest.raises(QueueError) as caught:
             await put(backend, "ab", x=dense_column(torch.zeros(2)), y=dense_column(torch.zeros(2, 64)))
         assert "queue.invalid" == caught.value.code
         assert (1, 4) == ((stats := await backend.stats()).rows, stats.bytes)

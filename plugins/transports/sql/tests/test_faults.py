@@ -89,7 +89,7 @@ def _set_format(engine: Any, version: int) -> None:
 async def test_a_file_that_is_no_database_is_refused(opened: Any, tmp_path: Path) -> None:
     file = tmp_path / "letter.txt"
     file.write_text("Dear reader, " * 1000)
-    with pytest.raises(QueueError, match="not a database") as caught:
+    with pytest.raises(QueueError) as caught:
         async with opened(url=f"sqlite:///{file}"):
             pass
     assert "queue.store" == caught.value.code
@@ -102,8 +102,9 @@ async def test_a_file_that_another_program_has_locked_is_named_within_the_deadli
         await put(backend, "a")
         with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            with pytest.raises(QueueError, match=r"samples\.sqlite") as caught:
+            with pytest.raises(QueueError) as caught:
                 await put(backend, "b")
+            assert "samples.sqlite" in str(caught.value.where)
             assert "queue.unreachable" == caught.value.code
             assert [1.0] == await values(backend, ["a"])
             other.execute("ROLLBACK")

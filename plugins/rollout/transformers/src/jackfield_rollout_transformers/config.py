@@ -17,7 +17,12 @@ __all__ = ["Config"]
 class Config:
     """Settings of the ``transformers`` rollout server."""
 
-    max_batch_size: int = option(256, help="requests decoded together", validator=ge(1))
+    max_batch_size: int = option(256, help="requests decoded together, at most", validator=ge(1))
+    batch_invariant: bool = option(
+        False,
+        help="compute one sequence at a time: its tokens and log-probs are then the same, to the last bit, whatever"
+        " other requests the server has; slower, and max_batch_size has no effect",
+    )
     max_prefill_tokens: int | None = option(
         None,
         help="padded prompt tokens of one prefill pass, at most (one prompt may exceed it); null: 2048 on a CPU, where"
@@ -41,3 +46,8 @@ class Config:
     openai: EndpointConfig | None = option(
         None, help="listen at an OpenAI-compatible address (needs jackfield[serve]); null: no address"
     )
+
+    @property
+    def rows(self) -> int:
+        """The number of sequences that share a forward pass, at most."""
+        return 1 if self.batch_invariant else self.max_batch_size

@@ -38,8 +38,8 @@ class Decoder:
         self._model = model
         self._config = config
         self._device = model.device
-        self._cache = BatchCache(model.layers, config.max_batch_size, config.max_cache_tokens)
-        self._table = RowTable.zeros(config.max_batch_size, self._device)
+        self._cache = BatchCache(model.layers, config.rows, config.max_cache_tokens)
+        self._table = RowTable.zeros(config.rows, self._device)
         self._rows: list[Sequence | None] = []
         self._holes: list[int] = []
         self._modes = Modes()
@@ -61,9 +61,9 @@ class Decoder:
         While more wait than fit, room is collected until a sixteenth of the batch is free: a prefill pass for one
         sequence costs almost as much as one for many.
         """
-        free = self._config.max_batch_size - self.running
+        free = self._config.rows - self.running
         candidates = [sequence for _, sequence in zip(range(free), waiting, strict=False)]
-        if len(candidates) == free and self.running and free < self._config.max_batch_size // 16:
+        if len(candidates) == free and self.running and free < self._config.rows // 16:
             return 0
         bound = self._config.max_cache_tokens
         if bound is None:

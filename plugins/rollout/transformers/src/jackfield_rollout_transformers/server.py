@@ -103,7 +103,7 @@ class TransformersServer(BaseRolloutServer):
             self._model = await self._in_thread(load_model, self.config, self.context)
             self._decoder = Decoder(self._model, self.config)
             self._weights = ModelWeights(self._model)
-            checks = check_requests(self._model, self.config.max_batch_size)
+            checks = check_requests(self._model, self.config.rows)
             rows = [self._make_sequence(request, None) for request in checks]
             await self._in_thread(check_decoding, self._model, self._decoder, rows)
             if self._stopped:
