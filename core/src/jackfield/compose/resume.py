@@ -20,7 +20,7 @@ from jackfield.config import RunConfig, as_plain
 from jackfield.errors import RunError
 from jackfield.queue.ledger import LedgerEnd, check_ledger
 from jackfield.queue.local import read_state
-from jackfield.queue.namespace import NAME_FILE
+from jackfield.sdk.archive import NAME_FILE
 from jackfield.sealed import seal, unseal
 from jackfield.trainer import Checkpoint, CheckpointStore
 

@@ -181,7 +181,9 @@ async def decoding_does_not_sleep(subject: Subject) -> None:
         with refused(RolloutError):
             await server.sleep(SleepRequest(level=2))
         result = await reader.result()
-        assert LONG == len(result.token_ids), f"a refused sleep has cut a request: {len(result.token_ids)} of {LONG} tokens"
+        assert LONG == len(result.token_ids), (
+            f"a refused sleep has cut a request: {len(result.token_ids)} of {LONG} tokens"
+        )
         assert_greedy(reader.sent, result)
 
 

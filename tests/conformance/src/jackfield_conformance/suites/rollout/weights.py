@@ -127,7 +127,10 @@ async def receipts_prove(subject: Subject) -> None:
 async def running_requests_change_weights(subject: Subject) -> None:
     """A request that runs through an update goes on with the new weights; each token has the version that made it."""
     async with serving(subject) as server:
-        readers = [Reader(server, greedy("greedy", LONG)), Reader(server, request("seeded", max_new_tokens=LONG, seed=2))]
+        readers = [
+            Reader(server, greedy("greedy", LONG)),
+            Reader(server, request("seeded", max_new_tokens=LONG, seed=2)),
+        ]
         for reader in readers:
             await reader.at_least(4)
         await push(subject, server, 5)
