@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.abc.transfer_queue import TransferQueueContext
+from jackfield.abc.transfer_queue import DeleteResult, TransferQueueContext
 from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue import LocalQueue, dense_column
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
