@@ -29,7 +29,8 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
-    LostResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -200,8 +201,8 @@ class Elsewhere(TransferQueueBackend):
     async def put_tags(self, request: TagsRequest) -> None:
         self._do(self._backend.put_tags(request))
 
-    async def lost(self, request: GetRequest) -> LostResult:
-        return self._do(self._backend.lost(request))  # type: ignore[no-any-return]
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        return self._do(self._backend.keys(request))  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         return

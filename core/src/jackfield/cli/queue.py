@@ -17,8 +17,8 @@ from jackfield.errors import QueueError, RunError
 
 if TYPE_CHECKING:
     from jackfield.queue.browse import Ancestor
-    from jackfield.queue.row_files import StoredRow
     from jackfield.queue.serving import QueueServer
+    from jackfield.sdk.arrow import SavedSample
 
 __all__ = ["queue"]
 
@@ -68,6 +68,8 @@ def ls(folder: Path, partition: str | None, as_json: bool) -> None:
 def show(folder: Path, key: str, as_json: bool) -> None:
     """Show the row KEY with its tags and values; long tensors are cut, with --json they are whole."""
     from jackfield.queue.browse import plain_values
+    from jackfield.queue.sample_files import shape_of
+    from jackfield.sdk.cells import ColumnType
 
     for row in _rows(folder, None):
         if row.key == key:
@@ -82,9 +84,10 @@ def show(folder: Path, key: str, as_json: bool) -> None:
         click.echo(f"  tag {name}: {value}")
     for name, cell in sorted(row.cells.items()):
         values = plain_values(cell)
-        cut = isinstance(values, list) and len(values) > _SHOWN and cell.kind != "json"
+        kind = ColumnType.parse(cell[0])
+        cut = isinstance(values, list) and len(values) > _SHOWN and kind.kind != "json"
         shown = f"{json.dumps(values[:_SHOWN])[:-1]}, …]" if cut else json.dumps(values, ensure_ascii=False)
-        click.echo(f"  {name} ({cell.kind}, {cell.dtype}, {list(cell.shape)}): {shown}")
+        click.echo(f"  {name} ({kind.kind}, {kind.dtype}, {shape_of(cell)}): {shown}")
 
 
 @queue.command()
@@ -101,10 +104,10 @@ def stats(folder: Path, as_json: bool) -> None:
         partition["bytes"] += row.bytes
         for name in row.acked_by:
             partition["acked"][name] += 1
-        for name, cell in row.cells.items():
+        for name, (_, content) in row.cells.items():
             column = partition["columns"].setdefault(name, {"rows": 0, "bytes": 0})
             column["rows"] += 1
-            column["bytes"] += len(cell.content)
+            column["bytes"] += len(content)
     if as_json:
         click.echo(json.dumps(counts, indent=2, ensure_ascii=False))
         return
@@ -145,9 +148,9 @@ def trace(folder: Path, key: str, as_json: bool) -> None:
 @_PARTITION
 def export(folder: Path, out: Path, partition: str | None) -> None:
     """Write the rows to OUT, a .jsonl or .parquet file, from which `import` makes the same rows."""
-    from jackfield.queue.row_files import write_rows
+    from jackfield.queue.sample_files import write_samples
 
-    count = write_rows(out, lambda: _rows(folder, partition))
+    count = write_samples(out, lambda: _rows(folder, partition))
     click.echo(f"{count} rows in {out}")
 
 
@@ -217,7 +220,7 @@ def _branches(row: Ancestor, first: str = "", others: str = "") -> Iterator[str]
         yield from _branches(parent, others + ("└─ " if last else "├─ "), others + ("   " if last else "│  "))
 
 
-def _plain(row: StoredRow) -> dict[str, Any]:
+def _plain(row: SavedSample) -> dict[str, Any]:
     from jackfield.queue.browse import plain_values
 
     return {
@@ -228,8 +231,8 @@ def _plain(row: StoredRow) -> dict[str, Any]:
     }
 
 
-def _rows(folder: Path, partition: str | None) -> Iterator[StoredRow]:
+def _rows(folder: Path, partition: str | None) -> Iterator[SavedSample]:
     from jackfield.compose.export import find_queue
-    from jackfield.queue.browse import saved_rows
+    from jackfield.queue.browse import saved_samples
 
-    return (row for row in saved_rows(find_queue(folder)) if partition in (None, row.partition))
+    return (row for row in saved_samples(find_queue(folder)) if partition in (None, row.partition))

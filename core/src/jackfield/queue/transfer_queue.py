@@ -94,11 +94,10 @@ class TransferQueue(Producing, Consuming):
         """Forget everything, the ledger included; of a durable backend also what it kept of an earlier run.
 
         Args:
-            folder: for an empty checkpoint, which the backend reads; whoever holds the backend reaches it. It is
-                removed afterwards.
+            folder: is not used.
 
         Raises:
-            QueueError: ``queue.not-empty`` when the backend cannot read the checkpoint: it has a format of its own.
+            QueueError: ``queue.not-empty`` when the backend still has rows after they were deleted.
         """
 
     @abstractmethod

@@ -1,0 +1,217 @@
+"""Samples in files that people and other programs read and write: JSON lines and Parquet.
+
+A line of JSONL, like a record of Parquet, has a sample's key, group, task, tags and columns. What the queue wrote
+carries each column's type and comes back bit for bit. What another program wrote may leave out everything but the
+columns: their types then follow from the values.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from jackfield.errors import QueueError
+from jackfield.sdk.archive import batches
+from jackfield.sdk.arrow import SavedSample, column_types, from_arrow, import_pyarrow, to_arrow
+from jackfield.sdk.cells import Cell, ColumnType, join, split
+from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
+
+__all__ = ["cell_of", "from_plain", "read_samples", "shape_of", "to_plain", "write_samples"]
+
+#: Dtypes whose finite values are the same numbers in JSON.
+_EXACT = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
+
+#: Dtypes of well-known columns, where a file does not say them.
+_KNOWN = {"prompt_ids": "int64", "response_ids": "int64", "response_mask": "bool", "task": "json"}
+_FLOATS = ("rollout_log_probs", "reward", "reward_dimensions", "old_log_probs", "ref_log_probs", "values", "advantages")
+_KNOWN |= dict.fromkeys((*_FLOATS, "returns"), "float32")
+
+_WRONG = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, QueueError)  #: what foreign records raise
+
+
+def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
+    """Write a JSONL file, or a Parquet file where its name ends so; return the number of samples.
+
+    Args:
+        file: is replaced when it is whole.
+        samples: yields them; it is called twice for Parquet, whose schema comes first.
+
+    Raises:
+        QueueError: ``queue.extra`` where pyarrow is missing.
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        count = (_write_parquet if file.suffix == ".parquet" else _write_lines)(partial, samples)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+def read_samples(file: Path) -> Iterator[SavedSample]:
+    """Yield the samples of a JSONL or Parquet file.
+
+    Raises:
+        QueueError: ``queue.invalid`` where the file, or a line of it, is not what it should be; ``queue.extra`` where
+            pyarrow is missing.
+    """
+    if not file.is_file():
+        raise QueueError("there is no such file of rows", where=str(file), expected="a .jsonl or .parquet file")
+    return _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
+
+
+def shape_of(cell: Cell) -> list[int]:
+    """Return the shape of a sample; that of a jagged one begins with its length."""
+    kind = ColumnType.parse(cell[0])
+    return [*([] if kind.kind == "dense" else [kind.length(cell[1])]), *kind.shape]
+
+
+def to_plain(cell: Cell) -> Any:
+    """Return a cell as JSON that is exactly its value: a JSON column's value, nested lists, a number, or base64."""
+    kind = ColumnType.parse(cell[0])
+    if kind.kind == "json":
+        value = json.loads(bytes(cell[1]))
+        if cell_of("task", value)[1] == cell[1] and not _is_base64(value):
+            return value
+    elif kind.dtype in _EXACT:
+        values = rows_of(join("", [cell]))[0]
+        if not values.is_floating_point() or bool(values.isfinite().all()):
+            return (values.double() if values.is_floating_point() else values).tolist()
+    return {"base64": base64.b64encode(cell[1]).decode()}
+
+
+def from_plain(text: str, value: Any) -> Cell:
+    """Return the cell that :func:`to_plain` wrote.
+
+    Raises:
+        QueueError: ``queue.store`` where type and value do not fit together; whatever torch raises.
+    """
+    import torch
+
+    kind = ColumnType.parse(text)
+    if _is_base64(value):
+        content = base64.b64decode(value["base64"])
+        kind.length(content)
+        return text, content
+    if kind.kind == "json":
+        return cell_of("task", value)
+    values = torch.tensor(value, dtype=getattr(torch, kind.dtype))
+    if kind.kind == "dense":
+        return _cell(dense_column(values.reshape(1, *kind.shape)))
+    return _cell(column_from_rows([values.reshape(len(values), *kind.shape)]))
+
+
+def cell_of(name: str, value: Any) -> Cell:
+    """Return a cell of a column whose type is not known: lists of numbers are jagged, numbers are dense.
+
+    Integers are int64, others float32, but for well-known columns; anything else is JSON.
+    """
+    import torch
+
+    wanted = _KNOWN.get(name)
+    if wanted == "json" or not _is_numeric(value):
+        return _cell(json_column([value]))
+    made = torch.tensor(value)
+    if wanted is not None or made.is_floating_point():
+        made = made.to(getattr(torch, wanted or "float32"))
+    return _cell(dense_column(made.unsqueeze(0)) if made.dim() == 0 else column_from_rows([made]))
+
+
+def _cell(column: Any) -> Cell:
+    text, (content,) = split(column)
+    return text, content
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_numeric(each) for each in value)
+    return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_base64(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"base64"}
+
+
+# -- JSON lines --------------------------------------------------------------------------------------------------------
+
+
+def _write_lines(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
+    count = 0
+    with file.open("w", encoding="utf-8") as lines:
+        for sample in samples():
+            count += 1
+            record = attrs.asdict(sample, recurse=False, filter=lambda field, _: field.name != "cells")
+            record["columns"] = {name: to_plain(cell) for name, cell in sample.cells.items()}
+            record["types"] = {name: text for name, (text, _) in sample.cells.items()}
+            lines.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+    return count
+
+
+def _read_lines(file: Path) -> Iterator[SavedSample]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _from_json(line, f"{file}, line {number}")
+
+
+def _from_json(line: str, where: str) -> SavedSample:
+    try:
+        record = json.loads(line)
+        columns, types = record["columns"], record.get("types", {})
+        cells = {
+            name: from_plain(types[name], value) if name in types else cell_of(name, value)
+            for name, value in columns.items()
+        }
+        names = {field.name for field in attrs.fields(SavedSample)} - {"cells", "acked_by"}
+        given = {name: record[name] for name in names & record.keys() if record[name] is not None}
+        return SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
+    except _WRONG as error:
+        raise QueueError(
+            "a line is no row of a queue",
+            where=where,
+            expected='{"columns": {"prompt_ids": [1, 2], …}, "tags": {…}, "group": …, "task": …}',
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+# -- Parquet -----------------------------------------------------------------------------------------------------------
+
+
+def _write_parquet(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
+    import_pyarrow()
+    from pyarrow import parquet
+
+    types, count = column_types(samples()), 0
+    with parquet.ParquetWriter(file, to_arrow([], types).schema, use_dictionary=False) as writer:
+        for batch in batches(samples(), lambda sample: sample.bytes):
+            writer.write_batch(to_arrow(batch, types))
+            count += len(batch)
+    return count
+
+
+def _read_parquet(file: Path) -> Iterator[SavedSample]:
+    pyarrow = import_pyarrow()
+    from pyarrow import parquet
+
+    try:
+        opened = parquet.ParquetFile(file)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise QueueError("the file is no Parquet file", where=str(file), found=error) from error
+    with opened:
+        names = opened.schema_arrow.names
+        if not any(name.startswith("columns.") for name in names):
+            found = ", ".join(names)
+            raise QueueError("the file has no columns of rows", where=str(file), expected="columns.NAME", found=found)
+        for batch in opened.iter_batches(batch_size=500):
+            try:
+                samples = from_arrow(batch, cell_of)
+            except _WRONG as error:
+                found = f"{type(error).__name__}: {error}"
+                raise QueueError("a record is no row of a queue", where=str(file), found=found) from error
+            yield from samples
