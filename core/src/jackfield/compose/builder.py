@@ -6,29 +6,17 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 
-import attrs
-
-from jackfield.clock import Clock
-from jackfield.compose.controller import local_queue, remote_queue
-from jackfield.compose.crew import Crew, MakeCrew, Needs
 from jackfield.compose.export import export_model
-from jackfield.compose.inputs import Tasks
 from jackfield.compose.joining import following
 from jackfield.compose.mixing import mixed_rows
-from jackfield.compose.recipe import Recipe
 from jackfield.compose.resume import StartingPoint, mark_finished
-from jackfield.compose.stopping import Stop
+from jackfield.compose.role import RoleParts
 from jackfield.compose.training import TrainerBuilder
-from jackfield.config import RunConfig
 from jackfield.data.tasks import SeededOrder, Task, TaskSet
-from jackfield.plugins import HookManager
-from jackfield.queue import GroupSlot, TransferQueue
-from jackfield.runtime.control import ControlServer
+from jackfield.queue import GroupSlot
 from jackfield.runtime.engine_group import EngineGroup
-from jackfield.runtime.replica_metrics import ReplicaMetrics
-from jackfield.runtime.replicas import Replicas
 from jackfield.settings import unstructure
 from jackfield.trainer import (
     Experts,
@@ -36,74 +24,18 @@ from jackfield.trainer import (
     FollowedVersion,
     OfflineProducer,
     PlacementLease,
-    Progress,
     RewardPipeline,
-    Schedule,
-    Stages,
     post_finished,
     trainer_begun,
     trainer_finished,
 )
 from jackfield.weights import WeightFollower
 
-__all__ = ["Prepared", "Role", "RunBuilder"]
-
-#: What of a run this process does.
-Role: TypeAlias = Literal["all", "train", "explore", "reward"]
-
-#: What a role is called at the queue's controller, before the run's name.
-_CLIENTS = {"all": "the run", "train": "the trainer of", "explore": "the explorer", "reward": "the role"}
+__all__ = ["RunBuilder"]
 
 
-@attrs.frozen(kw_only=True)
-class Prepared:
-    """What a run has before it begins: everything that can be refused has been checked."""
-
-    config: RunConfig
-    role: Role
-    hooks: HookManager
-    recipe: Recipe
-    tasks: Tasks
-    clock: Clock
-    stop: Stop
-
-
-class RunBuilder:
+class RunBuilder(RoleParts):
     """Builds the objects of one role from the configuration, and runs its loops."""
-
-    stack: AsyncExitStack  #: closes what was started, in reverse order
-    crew: Crew
-    queue: TransferQueue
-    rollout_placement: PlacementLease
-
-    def __init__(self, prepared: Prepared, make_crew: MakeCrew) -> None:
-        """
-        Args:
-            prepared: the run, checked.
-            make_crew: starts workers.
-        """
-        self.config = config = prepared.config
-        self.role, self.recipe, self.tasks = prepared.role, prepared.recipe, prepared.tasks
-        self.clock, self.stop = prepared.clock, prepared.stop
-        self.make_crew = make_crew
-        self.explores = config.mode == "both"
-        self.trains = self.role in ("all", "train")
-        self.scores = self.role == "reward" or (self.trains and config.queue.controller.rewards == "train")
-        self.stages = Stages(self.clock, prepared.hooks.hook)
-        self.version, self.done = Progress(self.clock), Progress(self.clock)
-        self.schedule = Schedule(
-            steps=config.schedule.steps,
-            sync_interval=config.schedule.sync_interval,
-            sync_offset=config.schedule.sync_offset,
-            explores=self.explores,
-        )
-        self._tasks: asyncio.TaskGroup
-        self._background: list[asyncio.Task[None]] = []
-
-    @property
-    def progress(self) -> Progress:
-        """What the role counts: completed steps, an explorer's weight versions, or groups that were scored."""
-        return self.version if self.role == "explore" else self.done
 
     async def execute(self, start: StartingPoint) -> int:
         """Run the role to its end, and close everything in reverse order, whatever happens.
@@ -120,10 +52,6 @@ class RunBuilder:
                 task.cancel()
         return count
 
-    def background(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a loop until the role has ended; its error ends the role."""
-        self._background.append(self._tasks.create_task(loop()))
-
     # -- roles
 
     async def train(self, start: StartingPoint) -> int:
@@ -132,7 +60,7 @@ class RunBuilder:
         Raises:
             JackfieldError: the first part that does not work.
         """
-        await self._begin()
+        await self.begin()
         built = TrainerBuilder(self)
         trainer = await built.build(start.store)
         if self.crew.watch is not None:
@@ -147,7 +75,7 @@ class RunBuilder:
             restored = await trainer.checkpoints.load(start.checkpoint)
         await trainer.begin(start.step, restored)
         if built.replicas is not None:
-            await self._open_control(built.replicas)
+            await self.open_control(built.replicas)
         for loop in (*await self._producers(), *(rows.keep for rows in mixed)):
             self.background(loop)
         with self.stop.boundary("with a checkpoint after this step"):
@@ -159,7 +87,7 @@ class RunBuilder:
     async def explore(self) -> int:
         """Explore for a trainer in another process until it has all batches. Returns its newest weight version."""
         config, seconds = self.config, self.config.deadlines.batch
-        await self._begin()
+        await self.begin()
         replicas = await self.start_replicas()
         assert replicas is not None
         self.rollout_placement = PlacementLease(self.clock, seconds)
@@ -178,7 +106,7 @@ class RunBuilder:
         self.background(replicas.keep)
         self.background(weights.run)
         await weights.first(seconds)
-        await self._open_control(replicas)
+        await self.open_control(replicas)
         await self._explorer(config.name).run()
         self.queue.done = True
         return self.version.value
@@ -186,7 +114,7 @@ class RunBuilder:
     async def reward(self) -> int:
         """Score samples for a trainer in another process until its last step. Returns the number of groups."""
         seconds = self.config.deadlines.batch + self.config.deadlines.engine
-        await self._begin()
+        await self.begin()
         await trainer_begun(self.queue, self.config.deadlines.batch)
         pipeline = await self._rewards()
         self.stop.begun()
@@ -204,59 +132,6 @@ class RunBuilder:
             await post_finished(self.queue, steps)
         mark_finished(folder, steps)
         self.queue.done = True
-
-    # -- what every role has
-
-    async def _begin(self) -> None:
-        """Start the workers of this role and its queue."""
-        config, recipe = self.config, self.recipe
-        evaluates = bool(config.evaluation.every) and self.trains
-        needs = Needs(
-            engines=self.trains,
-            replicas=(self.explores and self.role in ("all", "explore")) or evaluates,
-            rewards=(self.scores and self.explores) or evaluates,
-            reference=recipe.reference and config.model.lora is None and self.trains,
-            critic=recipe.critic and self.trains,
-            loss_columns=recipe.loss_columns,
-            renamed=recipe.renamed,
-            plan=recipe.plan,
-        )
-        self.crew = await self.make_crew(needs, self.stack)
-        if config.queue.controller.address is None:
-            self.queue = local_queue(config, self.crew.backend, self.clock)
-        else:
-            name = f"{_CLIENTS[self.role]} {config.name}"
-            self.queue = remote_queue(config, self.crew.backend, self.clock, name)
-        self.stack.push_async_callback(self.queue.close)
-        await self.queue.start()
-        self.queue.done = False
-
-    async def start_replicas(self) -> Replicas | None:
-        """Start the rollout servers; None where this role has none."""
-        if not self.crew.servers:
-            return None
-        deadlines = self.config.deadlines
-        replicas = Replicas(
-            self.crew.fleet,
-            self.clock,
-            name=self.config.rollout.name,
-            start_seconds=deadlines.start,
-            drain_seconds=deadlines.drain,
-        )
-        self.stack.push_async_callback(replicas.close)
-        await replicas.start(self.crew.servers)
-        return replicas
-
-    async def _open_control(self, replicas: Replicas) -> None:
-        """Let other processes list and change the replicas."""
-        addresses, port = {}, self.config.runtime.metrics_port
-        if port is not None:
-            metrics = ReplicaMetrics(replicas, port)
-            self.stack.push_async_callback(metrics.close)
-            addresses["metrics"] = await metrics.open()
-        control = ControlServer(Path(self.config.folder), replicas, self.clock, self.config.deadlines.silence)
-        self.stack.push_async_callback(control.close)
-        await control.open(**addresses)
 
     # -- producers
 

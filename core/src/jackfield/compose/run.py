@@ -16,7 +16,7 @@ from pathlib import Path
 import attrs
 
 from jackfield.clock import Clock
-from jackfield.compose.builder import Prepared, Role, RunBuilder
+from jackfield.compose.builder import RunBuilder
 from jackfield.compose.checking import check_parts
 from jackfield.compose.controller import apart
 from jackfield.compose.crew import MakeCrew, crew_maker
@@ -30,6 +30,7 @@ from jackfield.compose.resume import (
     storage_error,
     storage_errors,
 )
+from jackfield.compose.role import Prepared, Role
 from jackfield.compose.selection import check_plugins, import_plugins, manifests
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory

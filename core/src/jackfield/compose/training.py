@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from jackfield.compose.joining import joining
 from jackfield.compose.mixing import make_sources
+from jackfield.compose.role import RoleParts
 from jackfield.compose.rollout_policy import log_prob_check_options
 from jackfield.config import as_plain
 from jackfield.data.tasks import Task
@@ -33,9 +34,6 @@ from jackfield.trainer import (
 )
 from jackfield.weights import Canary, Replica, WeightSynchronizer
 
-if TYPE_CHECKING:
-    from jackfield.compose.builder import RunBuilder
-
 __all__ = ["TrainerBuilder"]
 
 _CANARY_PROMPT = 32  #: tokens of the first task's prompt
@@ -44,7 +42,7 @@ _CANARY_PROMPT = 32  #: tokens of the first task's prompt
 class TrainerBuilder:
     """Builds a trainer and everything that is its own."""
 
-    def __init__(self, run: RunBuilder) -> None:
+    def __init__(self, run: RoleParts) -> None:
         """
         Args:
             run: has the configuration, the workers, the queue and the clock.
