@@ -181,7 +181,7 @@ def test_a_run_in_a_cluster_is_the_inline_run(small_run: Run, joined: Path) -> N
 
 def test_every_step_trains_on_a_full_batch_though_storage_units_are_killed(ray_run: RayRun, cluster: str) -> None:
     """They are processes of the storage worker, which lives: only their rows are lost, by name, and made anew."""
-    kill = {"wait 0": ["storage unit 0"], "advantages 1": ["storage unit 1"], "reward 2": ["storage unit 2"]}
+    kill = {"next_batch 0": ["storage unit 0"], "advantages 1": ["storage unit 1"], "reward 2": ["storage unit 2"]}
     places = ("runtime.rollout_replicas=1", "runtime.ray.engine_ranks=1", "transfer_queue={name: zmq, units: 4}")
     small = ("schedule.steps=3", "data.prompts_per_step=3", "data.runs_per_prompt=2", "checkpoint.every=1")
     ended = ray_run("units", "--address", cluster, *places, *small, kill=kill)
