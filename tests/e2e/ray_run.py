@@ -4,8 +4,8 @@ test_ray.py.
     python ray_run.py '{"workers": {"step 1": ["agent worker 0"]}, "scale": [], "all": null}' ARGUMENT ...
 
 After step 1 the agent worker is killed; ``"checkpoint 1"`` is the moment at which the checkpoint after step 1 has been
-saved, ``"next_batch 0"`` the end of that stage of the first step; ``"storage unit 2"`` is one of the queue's, of the backend
-zmq. ``"scale": [[1, 2, 3]]``: after step 1 two replicas are asked for, and the run waits for them after step 3.
+saved, ``"next_batch 0"`` the end of that stage of the first step; ``"storage unit 2"`` is one of the queue's, of the
+backend zmq. ``"scale": [[1, 2, 3]]``: after step 1 two replicas are asked for, and the run waits for them after step 3.
 ``"all": ["anywhere", 40]`` ends the controller at this moment (see ``killed_runs.py``), and with an even number
 all of its workers just before it.
 """

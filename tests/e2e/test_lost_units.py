@@ -70,9 +70,12 @@ def check_refilled(folder: Path, lines: list[dict[str, Any]], *, prompts: int, r
     ("moments", "settings"),
     [
         # leased by the trainer; in the middle of its step; scored and not yet leased
-        ([("wait", 0), ("advantages", 1), ("reward", 2)], ("algorithm.mini_batches=2", "algorithm.epochs=2")),
+        ([("next_batch", 0), ("advantages", 1), ("reward", 2)], ("algorithm.mini_batches=2", "algorithm.epochs=2")),
         # while further batches are explored, and before a checkpoint that has rows of theirs
-        ([("generate", 1), ("update", 0), ("sync", 1)], ("schedule.sync_offset=1", "queue.replay={ratio: 0.5}")),
+        (
+            [("generate", 1), ("update_actor", 0), ("publish_weights", 1)],
+            ("schedule.sync_offset=1", "queue.replay={ratio: 0.5}"),
+        ),
     ],
 )
 @pytest.mark.timeout(120)

@@ -171,7 +171,7 @@ class HostProcess:
             ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
             silent = "deadlines.silence" in reason
             if silent:
-                logging.getLogger("jackfield").warning("%s %s", self._name, reason)
+                logging.getLogger("jackfield").warning("%s (%s) %s", self._name, Process.of(process.pid), reason)
             self._death = f"{reason if silent else ended}{self._output()}"
         return self._gone()
 
