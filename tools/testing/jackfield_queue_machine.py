@@ -29,8 +29,7 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
-    KeysRequest,
-    KeysResult,
+    LostResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -201,8 +200,8 @@ class Elsewhere(TransferQueueBackend):
     async def put_tags(self, request: TagsRequest) -> None:
         self._do(self._backend.put_tags(request))
 
-    async def keys(self, request: KeysRequest) -> KeysResult:
-        return self._do(self._backend.keys(request))  # type: ignore[no-any-return]
+    async def lost(self, request: GetRequest) -> LostResult:
+        return self._do(self._backend.lost(request))  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         return

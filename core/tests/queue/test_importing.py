@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -12,12 +12,10 @@ from weakref import WeakSet
 import pytest
 
 from jackfield.queue import appending, importing
-from jackfield.queue.browse import saved_samples
+from jackfield.queue.archive import ArchivedRow, ArchiveWriter
+from jackfield.queue.browse import saved_rows
 from jackfield.queue.importing import ImportedRows
-from jackfield.queue.sample_files import cell_of, read_samples, write_samples
-from jackfield.sdk.archive import BATCH_ROWS, ArchiveWriter
-from jackfield.sdk.arrow import SavedSample
-from jackfield.sdk.cells import join
+from jackfield.queue.row_files import StoredRow, cell_of, read_rows, write_rows
 
 torch = pytest.importorskip("torch")
 
@@ -30,11 +28,11 @@ class Rows:
     def __init__(self) -> None:
         self.read = 0
 
-    def __call__(self) -> Iterator[SavedSample]:
+    def __call__(self) -> Iterator[StoredRow]:
         self.read += 1
         for number, group in enumerate(("a", "b", "a", None, "b", "a")):
             cells = {"ids": cell_of("ids", [number, number])}
-            yield SavedSample(key=f"k{number}", group=group, task=f"task {group}", cells=cells)
+            yield StoredRow(key=f"k{number}", group=group, task=f"task {group}", cells=cells)
 
 
 async def contents(bench: Any) -> list[list[int]]:
@@ -82,41 +80,41 @@ def test_what_was_lost_is_read_again(run: Run) -> None:
 def test_an_import_holds_no_more_rows_than_are_read_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, together: int
 ) -> None:
-    """Each is in the folder, and gone from memory, before the next batch is read; those that were there stay."""
+    """Each is in the folder, and gone from memory, before the next ones are read; those that were there stay."""
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
     file, folder = tmp_path / f"rows.{suffix}", tmp_path / "made"
     count = 1100
-    write_samples(file, lambda: (SavedSample(group=f"g{n % 7}", cells={"n": cell_of("n", [n])}) for n in range(count)))
-    alive: WeakSet[SavedSample] = WeakSet()
+    write_rows(file, lambda: (StoredRow(group=f"g{n % 7}", cells={"n": cell_of("n", [n])}) for n in range(count)))
+    alive: WeakSet[StoredRow] = WeakSet()
     written: list[int] = []
     most = 0
 
     class Writer(ArchiveWriter):
-        def add(self, samples: Iterable[SavedSample]) -> None:
-            added = list(samples)
-            super().add(added)
-            written.extend(int(join("n", [sample.cells["n"]]).values) for sample in added)
+        def add(self, row: ArchivedRow) -> None:
+            super().add(row)
+            written.append(int(row.cells["n"].tensor()))
 
-    def read(path: Path) -> Iterator[SavedSample]:
+    def read(path: Path) -> Iterator[StoredRow]:
         nonlocal most
         before = len(written)
-        for number, row in enumerate(read_samples(path)):
-            done = (len(written) - before) % count
-            assert done == 0 or number - done <= BATCH_ROWS, "no more is held back than a batch"
+        for number, row in enumerate(read_rows(path)):
+            assert (len(written) - before) % count in (0, number), "none is held back"
             alive.add(row)
             most = max(most, len(alive))
-            if number == count - 1 and len(written) < count:  # of the first import
+            if number == count - 1 and len(written) == number:  # of the first import
                 assert living_tensors() - tensors < 10
             yield row
 
     monkeypatch.setattr(appending, "ArchiveWriter", Writer)
-    monkeypatch.setattr(importing, "read_samples", read)
+    monkeypatch.setattr(importing, "read_rows", read)
     tensors = living_tensors()
     for times in (1, 2):
         written.clear()
         assert count == asyncio.run(importing.import_file(file, folder, "human"))
         assert times * list(range(count)) == written
     assert most <= 2 * together + 2
-    assert 2 * count == len(list(saved_samples(folder)))
+    assert 2 * count == len(list(saved_rows(folder)))
 
 
 def living_tensors() -> int:

@@ -17,8 +17,8 @@ from jackfield.errors import QueueError, RunError
 
 if TYPE_CHECKING:
     from jackfield.queue.browse import Ancestor
+    from jackfield.queue.row_files import StoredRow
     from jackfield.queue.serving import QueueServer
-    from jackfield.sdk.arrow import SavedSample
 
 __all__ = ["queue"]
 
@@ -68,8 +68,6 @@ def ls(folder: Path, partition: str | None, as_json: bool) -> None:
 def show(folder: Path, key: str, as_json: bool) -> None:
     """Show the row KEY with its tags and values; long tensors are cut, with --json they are whole."""
     from jackfield.queue.browse import plain_values
-    from jackfield.queue.sample_files import shape_of
-    from jackfield.sdk.cells import ColumnType
 
     for row in _rows(folder, None):
         if row.key == key:
@@ -84,10 +82,9 @@ def show(folder: Path, key: str, as_json: bool) -> None:
         click.echo(f"  tag {name}: {value}")
     for name, cell in sorted(row.cells.items()):
         values = plain_values(cell)
-        kind = ColumnType.parse(cell[0])
-        cut = isinstance(values, list) and len(values) > _SHOWN and kind.kind != "json"
+        cut = isinstance(values, list) and len(values) > _SHOWN and cell.kind != "json"
         shown = f"{json.dumps(values[:_SHOWN])[:-1]}, …]" if cut else json.dumps(values, ensure_ascii=False)
-        click.echo(f"  {name} ({kind.kind}, {kind.dtype}, {shape_of(cell)}): {shown}")
+        click.echo(f"  {name} ({cell.kind}, {cell.dtype}, {list(cell.shape)}): {shown}")
 
 
 @queue.command()
@@ -104,10 +101,10 @@ def stats(folder: Path, as_json: bool) -> None:
         partition["bytes"] += row.bytes
         for name in row.acked_by:
             partition["acked"][name] += 1
-        for name, (_, content) in row.cells.items():
+        for name, cell in row.cells.items():
             column = partition["columns"].setdefault(name, {"rows": 0, "bytes": 0})
             column["rows"] += 1
-            column["bytes"] += len(content)
+            column["bytes"] += len(cell.content)
     if as_json:
         click.echo(json.dumps(counts, indent=2, ensure_ascii=False))
         return
@@ -148,9 +145,9 @@ def trace(folder: Path, key: str, as_json: bool) -> None:
 @_PARTITION
 def export(folder: Path, out: Path, partition: str | None) -> None:
     """Write the rows to OUT, a .jsonl or .parquet file, from which `import` makes the same rows."""
-    from jackfield.queue.sample_files import write_samples
+    from jackfield.queue.row_files import write_rows
 
-    count = write_samples(out, lambda: _rows(folder, partition))
+    count = write_rows(out, lambda: _rows(folder, partition))
     click.echo(f"{count} rows in {out}")
 
 
@@ -220,7 +217,7 @@ def _branches(row: Ancestor, first: str = "", others: str = "") -> Iterator[str]
         yield from _branches(parent, others + ("└─ " if last else "├─ "), others + ("   " if last else "│  "))
 
 
-def _plain(row: SavedSample) -> dict[str, Any]:
+def _plain(row: StoredRow) -> dict[str, Any]:
     from jackfield.queue.browse import plain_values
 
     return {
@@ -231,8 +228,8 @@ def _plain(row: SavedSample) -> dict[str, Any]:
     }
 
 
-def _rows(folder: Path, partition: str | None) -> Iterator[SavedSample]:
+def _rows(folder: Path, partition: str | None) -> Iterator[StoredRow]:
     from jackfield.compose.export import find_queue
-    from jackfield.queue.browse import saved_samples
+    from jackfield.queue.browse import saved_rows
 
-    return (row for row in saved_samples(find_queue(folder)) if partition in (None, row.partition))
+    return (row for row in saved_rows(find_queue(folder)) if partition in (None, row.partition))

@@ -14,9 +14,8 @@ from jackfield.compose.export import find_queue
 from jackfield.config import MixConfig, QueueConfig, ReplayConfig
 from jackfield.errors import ConfigError
 from jackfield.queue import Reuse, TransferQueue, make_sampler
-from jackfield.queue.sample_files import cell_of, read_samples, shape_of
+from jackfield.queue.row_files import StoredRow, cell_of, read_rows
 from jackfield.runtime.samples import TRAIN
-from jackfield.sdk.arrow import SavedSample
 from jackfield.trainer import Source
 
 if TYPE_CHECKING:
@@ -94,30 +93,30 @@ def _source(name: str, partition: str, settings: ReplayConfig | MixConfig) -> So
     return Source(partition=partition, ratio=settings.ratio, sampler=sampler, reuse=Reuse(**limits))
 
 
-def _read(mixed: MixConfig) -> Iterator[SavedSample]:
+def _read(mixed: MixConfig) -> Iterator[StoredRow]:
     path = Path(mixed.rows)
     if path.is_dir():
-        from jackfield.queue.browse import saved_samples
+        from jackfield.queue.browse import saved_rows
 
-        return (row for row in saved_samples(find_queue(path)) if row.ticket is not None)
-    return read_samples(path)
+        return (row for row in saved_rows(find_queue(path)) if row.ticket is not None)
+    return read_rows(path)
 
 
-def _completed(row: SavedSample, *, expert: bool) -> SavedSample:
+def _completed(row: StoredRow, *, expert: bool) -> StoredRow:
     """Tags that a run counts by, and of an expert's row the columns that an expert does not write.
 
     Versions of other runs' weights say nothing here.
     """
-    length = shape_of(row.cells["response_ids"])[0]
+    length = row.cells["response_ids"].shape[0]
     cells = dict(row.cells)
     cells.setdefault("response_mask", cell_of("response_mask", [True] * length))
     if expert:
         cells.setdefault("rollout_log_probs", cell_of("rollout_log_probs", [0.0] * length))
         cells.setdefault("reward", cell_of("reward", 0.0))
     counts = {
-        "prompt_tokens": shape_of(row.cells["prompt_ids"])[0],
+        "prompt_tokens": row.cells["prompt_ids"].shape[0],
         "response_tokens": length,
-        "model_tokens": sum(bytes(cells["response_mask"][1])),
+        "model_tokens": sum(bytes(cells["response_mask"].content)),
     }
     kept = {name: value for name, value in row.tags.items() if not name.startswith("weight_version_")}
     return attrs.evolve(row, cells=cells, tags={**kept, **counts, **({"expert": True} if expert else {})})

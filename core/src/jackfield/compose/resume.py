@@ -20,7 +20,7 @@ from jackfield.errors import RunError
 from jackfield.files import replace_file, seal, unseal
 from jackfield.queue.ledger import LedgerEnd, check_ledger
 from jackfield.queue.local import read_state
-from jackfield.sdk.archive import NAME_FILE
+from jackfield.queue.namespace import NAME_FILE
 from jackfield.settings import flatten
 from jackfield.trainer import Checkpoint, CheckpointStore
 

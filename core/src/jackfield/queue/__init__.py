@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from jackfield.queue.columns import (
+    byte_size,
+    column_from_rows,
+    concatenate,
+    dense_column,
+    from_nested,
+    json_column,
+    row_bytes,
+    rows_of,
+    take,
+    to_nested,
+)
 from jackfield.queue.ledger import Ledger, effective_acks, read_ledger
 from jackfield.queue.lineage import Lineage
 from jackfield.queue.local import LocalQueue
@@ -19,18 +31,6 @@ from jackfield.queue.samplers import (
     register_sampler,
 )
 from jackfield.queue.transfer_queue import TransferQueue
-from jackfield.sdk.columns import (
-    byte_size,
-    column_from_rows,
-    concatenate,
-    dense_column,
-    from_nested,
-    json_column,
-    row_bytes,
-    rows_of,
-    take,
-    to_nested,
-)
 
 __all__ = [
     "SAMPLERS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,34 +10,42 @@ from typing import Any
 import attrs
 
 from jackfield.errors import QueueError
+from jackfield.queue.archive import read_archive
+from jackfield.queue.cells import Cell
 from jackfield.queue.ledger import read_ledger
 from jackfield.queue.lineage import Lineage
 from jackfield.queue.local import VALUES_FOLDER, read_state
-from jackfield.sdk.archive import read_archive
-from jackfield.sdk.arrow import SavedSample
-from jackfield.sdk.cells import Cell, join
-from jackfield.sdk.columns import rows_of
+from jackfield.queue.row_files import StoredRow
 
-__all__ = ["Ancestor", "plain_values", "saved_samples", "trace"]
+__all__ = ["Ancestor", "plain_values", "saved_rows", "trace"]
 
 
-def saved_samples(folder: Path) -> Iterator[SavedSample]:
-    """Yield the samples that :meth:`~jackfield.queue.TransferQueue.checkpoint` wrote to ``folder``.
+def saved_rows(folder: Path) -> Iterator[StoredRow]:
+    """The rows that :meth:`~jackfield.queue.TransferQueue.checkpoint` wrote to ``folder``.
 
     Raises:
         QueueError: ``queue.invalid`` where there is no whole checkpoint, or one of another format.
     """
     known = _known(folder)
-    for sample in read_archive(folder / VALUES_FOLDER):
-        found = known.get((sample.partition, sample.key), {})
-        yield attrs.evolve(sample, **{"tags": {}, **found})
+    for row in read_archive(folder / VALUES_FOLDER):
+        found = known.get((row.partition, row.key), {})
+        yield StoredRow(
+            partition=row.partition,
+            key=row.key,
+            ticket=found.get("ticket"),
+            group=found.get("group"),
+            task=found.get("task"),
+            tags=found.get("tags", {}),
+            acked_by=tuple(sorted(found.get("acks", ()))),
+            cells=row.cells,
+        )
 
 
 def plain_values(cell: Cell) -> Any:
-    """Return a cell as JSON values: what a JSON column holds, or lists of numbers; complex numbers as texts."""
-    values = rows_of(join("", [cell]))[0]
-    if not hasattr(values, "is_complex"):
-        return values
+    """A cell as JSON values: what a JSON column holds, or lists of numbers; complex numbers as texts."""
+    if cell.kind == "json":
+        return json.loads(bytes(cell.content))
+    values = cell.tensor()
     if values.is_complex():
         return [str(number) for number in values.reshape(-1).tolist()]
     return (values.double() if values.is_floating_point() else values).tolist()
@@ -103,6 +112,6 @@ def _known(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
                         "group": group["id"],
                         "task": group["task_id"],
                         "tags": {**group["tags"], **row["tags"]},
-                        "acked_by": tuple(sorted(row["acks"])),
+                        "acks": list(row["acks"]),
                     }
     return found

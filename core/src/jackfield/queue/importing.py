@@ -8,16 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
+from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.appending import AppendingBackend
+from jackfield.queue.cells import column_of
 from jackfield.queue.lineage import Lineage
 from jackfield.queue.local import STATE_FILE, VALUES_FOLDER, LocalQueue
 from jackfield.queue.meta import GroupSlot, Ticket
-from jackfield.queue.sample_files import read_samples
+from jackfield.queue.row_files import StoredRow, read_rows
 from jackfield.queue.transfer_queue import TransferQueue
-from jackfield.sdk.arrow import SavedSample
-from jackfield.sdk.cells import join
 
 __all__ = ["ImportedRows", "import_file"]
 
@@ -37,9 +37,9 @@ class ImportedRows:
         self,
         queue: TransferQueue,
         partition: str,
-        read: Callable[[], Iterable[SavedSample]],
+        read: Callable[[], Iterable[StoredRow]],
         origin: str,
-        complete: Callable[[SavedSample], SavedSample] = lambda row: row,
+        complete: Callable[[StoredRow], StoredRow] = lambda row: row,
     ) -> None:
         """
         Args:
@@ -116,18 +116,21 @@ class ImportedRows:
             await self._put_row(groups[place], runs[place], self._complete(row))
             runs[place] += 1
 
-    async def _put_row(self, group: str, run: int, row: SavedSample) -> None:
-        parent = self._origin if not row.key else f"{self._origin}:{row.key}"
+    async def _put_row(self, group: str, run: int, row: StoredRow) -> None:
+        parent = self._origin if row.key is None else f"{self._origin}:{row.key}"
         lineage = [Lineage(_WHO, (parent,))]
-        columns = {name: join(name, [cell]) for name, cell in row.cells.items()}
-        await self._queue.put_run(group, run, columns, [row.tags], lineage=lineage, deadline_seconds=_SECONDS)
+        await self._queue.put_run(group, run, _columns(row), [row.tags], lineage=lineage, deadline_seconds=_SECONDS)
         if "operation" in row.tags and "parents" in row.tags:
             made = Lineage(row.tags["operation"], tuple(row.tags["parents"]))
             await self._queue.remember_lineage(parent, made)
 
 
-def _group_of(row: SavedSample, number: int) -> object:
+def _group_of(row: StoredRow, number: int) -> object:
     return number if row.group is None else (row.partition, row.group)
+
+
+def _columns(row: StoredRow) -> Mapping[str, Column]:
+    return {name: column_of(name, [cell]) for name, cell in row.cells.items()}
 
 
 async def import_file(file: Path, folder: Path, partition: str) -> int:
@@ -145,7 +148,7 @@ async def import_file(file: Path, folder: Path, partition: str) -> int:
             await queue.restore(folder)
         elif folder.is_dir() and any(folder.iterdir()):
             raise QueueError("the folder holds something else than a queue", where=str(folder), expected=STATE_FILE)
-        count = await ImportedRows(queue, partition, lambda: read_samples(file), str(file)).put()
+        count = await ImportedRows(queue, partition, lambda: read_rows(file), str(file)).put()
         await queue.checkpoint(folder)
     finally:
         await queue.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 
 import attrs
 
-from jackfield.abc.transfer_queue import DeleteRequest, KeysRequest, SnapshotRequest
+from jackfield.abc.transfer_queue import SnapshotRequest
 from jackfield.errors import QueueError
 from jackfield.files import replace_file, seal, unseal
+from jackfield.queue.archive import write_archive
 from jackfield.queue.journal import read_journal, saved_rows
 from jackfield.queue.ledger import LedgerEnd
 from jackfield.queue.local_consuming import LocalConsuming
@@ -140,21 +142,22 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
             self._ledger.clear()
         async with self._deleting:
             self._state.discarded.clear()
-            listed: dict[str, list[str]] = {}
-            for partition, key in (await self.backend.keys(KeysRequest())).samples:
-                listed.setdefault(partition, []).append(key)
-            for name, keys in listed.items():
-                await self.backend.delete(DeleteRequest(partition=name, keys=tuple(keys)))
             if (found := await self.backend.stats()).rows:
-                raise QueueError(
-                    "the queue's backend holds rows of an earlier run, and cannot forget them",
-                    code="queue.not-empty",
-                    expected="no rows where a run begins anew",
-                    found=f"{found.rows} rows, {found.bytes} bytes",
-                    fix="remove them with the store's own tools, or give this run another folder",
-                )
-            if listed or any(partition.next_ticket for partition in self._state.partitions.values()):
-                self._state.record("clear", rows=sum(map(len, listed.values())))
+                write_archive(Path(folder), ())
+                try:
+                    await self.backend.restore(SnapshotRequest(folder=str(folder)))
+                except QueueError as error:
+                    raise QueueError(
+                        "the queue's backend holds rows of an earlier run, and cannot forget them",
+                        code="queue.not-empty",
+                        expected="no rows where a run begins anew",
+                        found=f"{found.rows} rows, {found.bytes} bytes",
+                        fix="remove them with the store's own tools, or give this run another folder",
+                    ) from error
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+            if found.rows or any(partition.next_ticket for partition in self._state.partitions.values()):
+                self._state.record("clear", rows=found.rows)
             consumers = self.state_dict()["consumers"]
             empty = {"consumers": consumers, "partitions": {}, "discarded": {}, "lineage": {}, "committed": None}
             self.load_state_dict({**empty, "format": FORMAT})

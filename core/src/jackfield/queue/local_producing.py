@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from jackfield.abc.transfer_queue import KeysRequest, TagsRequest
+from jackfield.abc.transfer_queue import GetRequest, TagsRequest, TransferQueueBackend
 from jackfield.errors import QueueError
 from jackfield.queue.changes import journaled
 from jackfield.queue.lifetime import Lifetime
@@ -202,14 +202,18 @@ class LocalProducing(Lifetime, Producing):
         return tuple(key for key in dict.fromkeys(lost) if key not in self._state.rows)
 
     async def _lost(self) -> set[str]:
-        """Return the rows that the backend does not have any more, or not with all their columns."""
-        known = {
-            (row.group.partition.name, row.key): self._state.partition(row.group.partition.name).names(row.columns)
-            for row in self._state.rows.values()
-        }
-        listed = (await self.backend.keys(KeysRequest())).samples if known else {}
-        lost = {key for (partition, key), names in known.items() if not {*names} <= {*listed.get((partition, key), ())}}
-        return lost & self._state.rows.keys()
+        """The rows that the backend does not have any more."""
+        if type(self.backend).lost is TransferQueueBackend.lost:
+            return set()
+        places: dict[tuple[str, int], list[str]] = {}
+        for row in self._state.rows.values():
+            places.setdefault((row.group.partition.name, row.columns), []).append(row.key)
+        lost: set[str] = set()
+        for (partition, columns), keys in places.items():
+            names = self._state.partition(partition).names(columns)
+            request = GetRequest(partition=partition, keys=tuple(keys), columns=names)
+            lost |= set((await self.backend.lost(request)).keys)
+        return lost
 
     @journaled
     async def fail_rows(self, keys: Sequence[str], reason: str) -> None:

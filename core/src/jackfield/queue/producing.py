@@ -8,10 +8,10 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
 from jackfield.abc.transfer_queue import Column, PutRequest, TransferQueueBackend
+from jackfield.queue.columns import take
 from jackfield.queue.lineage import Lineage
 from jackfield.queue.meta import BatchMeta, GroupSlot, GroupView, Ticket, partition_of
 from jackfield.queue.rows import Written, check_columns
-from jackfield.sdk.columns import take
 
 __all__ = ["Producing"]
 

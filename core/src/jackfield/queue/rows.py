@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from jackfield.abc.transfer_queue import Column, GetRequest, PutRequest, TransferQueueBackend
+from jackfield.queue.columns import check_column, concatenate, take
 from jackfield.queue.meta import BatchMeta
-from jackfield.sdk.columns import check_column, concatenate, take
 
 __all__ = ["Rows", "Written", "check_columns", "in_order"]
 

@@ -94,10 +94,11 @@ class TransferQueue(Producing, Consuming):
         """Forget everything, the ledger included; of a durable backend also what it kept of an earlier run.
 
         Args:
-            folder: is not used.
+            folder: for an empty checkpoint, which the backend reads; whoever holds the backend reaches it. It is
+                removed afterwards.
 
         Raises:
-            QueueError: ``queue.not-empty`` when the backend still has rows after they were deleted.
+            QueueError: ``queue.not-empty`` when the backend cannot read the checkpoint: it has a format of its own.
         """
 
     @abstractmethod

@@ -12,6 +12,7 @@ import attrs
 
 from jackfield.algorithms import Shaping, advantages, importance_weights, kl_in_reward, part, prepare
 from jackfield.clock import Clock
+from jackfield.data.jagged import from_padded, lengths, to_padded
 from jackfield.queue import (
     BatchMeta,
     Rows,
@@ -24,7 +25,6 @@ from jackfield.queue import (
     to_nested,
 )
 from jackfield.runtime.samples import is_baseline, is_expert, naming_samples, trained
-from jackfield.sdk.jagged import from_padded, lengths, to_padded
 
 if TYPE_CHECKING:
     import torch

@@ -18,6 +18,8 @@ ALLOWED = (
     "jackfield.files",
     "jackfield.sdk",
     "jackfield.algorithms",
+    "jackfield.data.jagged",
+    "jackfield.data.rotary",
     "jackfield.plugins",
     "jackfield.pulse",
     "jackfield.queue",

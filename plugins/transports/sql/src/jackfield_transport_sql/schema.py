@@ -14,7 +14,7 @@ from jackfield_transport_sql.config import TAG_COLUMNS
 
 __all__ = ["CELLS", "FORMAT", "HISTORY", "SAMPLES", "VIEW", "prepare"]
 
-FORMAT = 3
+FORMAT = 2
 VIEW = "jackfield_experiences"
 _LOCK = 0x6A61636B  #: PostgreSQL's advisory lock under which one process makes the tables
 
@@ -54,7 +54,9 @@ CELLS = sql.Table(
     _METADATA,
     *_row_key(),
     sql.Column("name", sql.Text, primary_key=True),
-    sql.Column("type", sql.Text, nullable=False),
+    sql.Column("kind", sql.Text, nullable=False),
+    sql.Column("dtype", sql.Text, nullable=False),
+    sql.Column("shape", sql.Text, nullable=False),
     sql.Column("bytes", sql.BigInteger, nullable=False),
     sql.Column("digest", sql.Text, nullable=False),  # of the value and its place: what is altered is not read
     sql.Column("text", sql.Text),
