@@ -13,7 +13,13 @@ from click.testing import CliRunner
 from jackfield.cli import main
 from jackfield.plugins import environments
 
-PARTS = {"engine": "some_engine", "agent": "some_agent", "reward": "good", "rollout": "far"}
+PARTS = {
+    "engine": "some_engine",
+    "agent": "some_agent",
+    "reward": "good",
+    "checkpoint_engine": "some_transport",
+    "rollout": "far",
+}
 
 
 @pytest.fixture
