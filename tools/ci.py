@@ -109,7 +109,7 @@ def stages(packages: dict[str, Package], nightly: bool = False) -> list[Stage]:
     tox = [str(SCRIPTS / "tox"), "run-parallel", "--parallel", str(TESTERS), "--parallel-no-spinner", "--quiet"]
     pins = [PYTHON, "tools/constraints.py", "--check"]
     checks = [
-        Stage("environments", "each package's own, with its wheel", _command(tox, 900, {"JACKFIELD_MAKE_ONLY": "1"})),
+        Stage("environments", "each package's own, with its wheel", _command(tox, 1800, {"JACKFIELD_MAKE_ONLY": "1"})),
         Stage("interpreters", "environments of vLLM and SGLang for tests", _interpreters),
         Stage("size", "lines, classes and names against their ceilings", _command([PYTHON, "tools/size.py"], 60)),
         Stage("lint", "ruff: rules", _command([*ruff, "check", "."], 120)),
