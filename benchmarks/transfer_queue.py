@@ -251,16 +251,16 @@ def backends(reasons: dict[str, str]) -> Iterator[dict[str, tuple[Any, Any]]]:
                     continue
                 redis = stack.enter_context(contextlib.closing(RedisServer()))
                 redis.start()
-                there["redis"] = loaded.cls, loaded.config_class(url=redis.url)
+                there["redis"] = loaded.cls, loaded.settings_class(url=redis.url)
                 continue
-            there[record.name] = loaded.cls, loaded.config_class()
+            there[record.name] = loaded.cls, loaded.settings_class()
             if record.name == "sql":
                 if postgres_programs() is None:
                     reasons["sql, PostgreSQL"] = "PostgreSQL is not installed"
                     continue
                 postgres = stack.enter_context(contextlib.closing(PostgresServer()))
                 postgres.start()
-                there["sql, PostgreSQL"] = loaded.cls, loaded.config_class(url=postgres.url)
+                there["sql, PostgreSQL"] = loaded.cls, loaded.settings_class(url=postgres.url)
         yield there
 
 

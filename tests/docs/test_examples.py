@@ -72,6 +72,7 @@ def test_each_plugin_passes_the_manifest_and_the_structure_gate(documented: Regi
 @pytest.mark.needs("module:jackfield_conformance")
 @pytest.mark.usefixtures("documented")
 @pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.timeout(240)
 def test_each_plugin_keeps_its_contract(kind: str) -> None:
     """What the documentation shows passes every conformance check that applies to it."""
     from jackfield_conformance import certify
