@@ -91,8 +91,8 @@ def jackfield_config(settings: Settings) -> dict[str, Any]:
         "model": {"path": f"{settings.task}/model"},
         "data": {
             "train": f"{settings.task}/prompts.jsonl",
-            "prompts_per_step": settings.prompts,
-            "runs_per_prompt": settings.completions,
+            "groups_per_batch": settings.prompts,
+            "rollouts_per_group": settings.completions,
         },
         "sampling": {"temperature": 1.0, "max_new_tokens": settings.tokens, "ignore_eos": True},
         "algorithm": {
@@ -102,7 +102,7 @@ def jackfield_config(settings: Settings) -> dict[str, Any]:
         },
         "optimizer": {"lr": settings.learning_rate, "weight_decay": 0.0, "clip_grad": 1.0},
         "schedule": {"steps": settings.steps},
-        "runtime": {"threads": settings.threads, "micro_batch_tokens": 4096},
+        "cluster": {"threads": settings.threads, "micro_batch_tokens": 4096},
         "checkpoint": {"every": 0, "at_end": False, "resume": False},
         "reward": {"name": "function", "path": f"{TASK}:compute_score"},
         "observe": dict.fromkeys(("tensorboard", "sample_table", "timeline", "curve", "progress"), False),
@@ -216,7 +216,7 @@ def run_jackfield(settings: Settings, recorder: Recorder) -> dict[str, Any]:
             seconds = event.end - event.start
             if event.name == "next_batch":  # for generation, then for what is left of the rewards
                 recorder.stage("reward and queue", seconds)
-            elif event.name == "generate":
+            elif event.name == "rollout":
                 recorder.stage("generate", seconds)
                 recorder.stage("reward and queue", -seconds)
             elif event.name != "reward":  # whose groups overlap each other and generation

@@ -1,6 +1,6 @@
 """What the control loop costs: milliseconds of a step in which agents, rewards, engine and weights take no time.
 
-    python benchmarks/control_loop.py [--runtime inline ray] [--samples 256 1024] [--steps N] [--quick] [--json]
+    python benchmarks/control_loop.py [--cluster inline ray] [--samples 256 1024] [--steps N] [--quick] [--json]
 
 Everything else is real: tickets, groups, leases, placement, the queue with its values, workers and their messages;
 with ``ray``, agent worker, reward worker, engine rank and storage are actors of a cluster on this machine. A sample
@@ -81,7 +81,7 @@ class Agent(AgentLoopBase):
             prompt_ids=PROMPT,
             response_ids=RESPONSE,
             response_mask=(1,) * length,
-            response_logprobs=(-1.0,) * length,
+            response_log_probs=(-1.0,) * length,
             weight_versions=(self.config,) * length,
         )
         return AgentLoopOutput(sequences=(sequence,))
@@ -234,7 +234,7 @@ async def run(runtime: str, sizes: Sequence[int], steps: int) -> dict[str, float
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runtime", nargs="+", default=["inline", "ray"], choices=["inline", "ray"])
+    parser.add_argument("--cluster", nargs="+", default=["inline", "ray"], choices=["inline", "ray"])
     parser.add_argument("--samples", nargs="+", type=int, default=[256, 1024])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="two steps")
@@ -242,7 +242,7 @@ def main() -> None:
     arguments = parser.parse_args()
     steps = 2 if arguments.quick else arguments.steps
     found: dict[str, dict[str, float]] = {}
-    for runtime in arguments.runtime:
+    for runtime in arguments.cluster:
         try:
             found[runtime] = asyncio.run(run(runtime, arguments.samples, steps))
         except JackfieldError as error:

@@ -204,7 +204,7 @@ async def run_update(server: Any, folder: Path, requests: list[Request]) -> dict
     from jackfield.weights import WeightSender, WeightSynchronizer
 
     loaded = load_plugin("checkpoint_engine", "in_process")
-    engine: Any = loaded.build({}, CheckpointEngineContext(side="trainer", rank=0, world_size=1))
+    engine: Any = loaded.build({}, CheckpointEngineContext(end="sender", rank=0, world_size=1))
     tensors = load_file(folder / "model.safetensors")
     sender = WeightSender(engine, lambda: ((item for item in tensors.items()), None))
     synchronizer = WeightSynchronizer([sender], [server], "in_process", type(engine), Clock())

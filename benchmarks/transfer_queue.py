@@ -493,7 +493,7 @@ async def controller(rows: int) -> dict[str, Any]:
             return PutResult(bytes=0)
 
         async def delete(self, request: Any) -> DeleteResult:
-            return DeleteResult(rows=0, bytes=0)
+            return DeleteResult(samples=0, bytes=0)
 
     queue = LocalQueue(Nothing(MemoryConfig(), TransferQueueContext()), Clock())
     await queue.start()
@@ -507,7 +507,7 @@ async def controller(rows: int) -> dict[str, Any]:
         for _ in range(32):
             group = await queue.open_group(await anext(slots), task_id=f"task-{number}", runs=8)
             for run in range(8):
-                tags = {"task": f"task-{number}", "run": run, "prompt_tokens": 100, "response_tokens": 200 + run}
+                tags = {"task": f"task-{number}", "rollout": run, "prompt_tokens": 100, "response_tokens": 200 + run}
                 await queue.put_run(group, run, columns, [tags])
         await slots.aclose()
         queue.ledger.clear()

@@ -250,8 +250,8 @@ class Bench:
 
     def make(self, engine: str, receivers: int) -> None:
         settings = {"folder": str(self.folder / "weights"), "poll_seconds": 0.005} if engine == "file" else {}
-        ask([self.sender], "make", engine, settings, "trainer")
-        ask(self.receivers[:receivers], "make", engine, settings, "rollout")
+        ask([self.sender], "make", engine, settings, "sender")
+        ask(self.receivers[:receivers], "make", engine, settings, "receiver")
 
     def transfer(self, engine: str, receivers: int, digests: bool) -> tuple[float, float, float]:
         """One transfer: GB/s of publishing, of everything, of the receivers' loading after publishing."""
@@ -385,13 +385,13 @@ class End:
             self.raw.close()
         self.delta_sender = self.held = self.engine = self.raw = None
 
-    def do_make(self, name: str, settings: dict[str, Any], side: Any) -> None:
+    def do_make(self, name: str, settings: dict[str, Any], end: Any) -> None:
         """One end of an engine."""
         from jackfield.abc.checkpoint_engine import CheckpointEngineContext
         from jackfield.plugins import load_plugin
         from jackfield.weights import WeightSender
 
-        context = CheckpointEngineContext(side=side, deadline_seconds=SECONDS)
+        context = CheckpointEngineContext(end=end, deadline_seconds=SECONDS)
         self.engine = load_plugin("checkpoint_engine", name).build(settings, context)
         self.runner = asyncio.Runner()
         self.delta_sender, self.held = WeightSender(self.engine, block_bytes=BLOCK), None

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.errors import WireError
+from jackfield.errors import RpcError
 from jackfield.wire import VERSION, Buffer, Limits, Message, Wire
 
 SECRET = b"a secret of this test"
@@ -44,7 +44,7 @@ def signed(body: bytes, secret: bytes = SECRET, version: int = VERSION) -> bytes
 def refused(wire: Wire, frames: list[Any]) -> str:
     """The code with which these frames are refused; it is counted once."""
     before = wire.refused.copy()
-    with pytest.raises(WireError) as caught:
+    with pytest.raises(RpcError) as caught:
         wire.decode(frames)
     assert Counter([caught.value.code]) == wire.refused - before
     return caught.value.code
@@ -65,47 +65,47 @@ def test_a_message_comes_back_and_its_buffers_are_not_copied(wire: Wire, kind: s
 @pytest.mark.parametrize(
     ("code", "spoil"),
     [
-        pytest.param("wire.malformed", lambda frames: [], id="no_frames"),
-        pytest.param("wire.malformed", lambda frames: [b""], id="empty_head"),
+        pytest.param("rpc.malformed", lambda frames: [], id="no_frames"),
+        pytest.param("rpc.malformed", lambda frames: [b""], id="empty_head"),
         pytest.param(
-            "wire.malformed", lambda frames: [b"GET / HTTP/1.1\r\nHost: example\r\n\r\n"], id="another_protocol"
+            "rpc.malformed", lambda frames: [b"GET / HTTP/1.1\r\nHost: example\r\n\r\n"], id="another_protocol"
         ),
-        pytest.param("wire.malformed", lambda frames: [frames[0][:10], *frames[1:]], id="cut_in_the_prefix"),
-        pytest.param("wire.version", lambda frames: [b"JKF\x02" + frames[0][4:], *frames[1:]], id="another_version"),
-        pytest.param("wire.authentication", lambda frames: [frames[0][:-1], *frames[1:]], id="cut_head"),
+        pytest.param("rpc.malformed", lambda frames: [frames[0][:10], *frames[1:]], id="cut_in_the_prefix"),
+        pytest.param("rpc.version", lambda frames: [b"JKF\x02" + frames[0][4:], *frames[1:]], id="another_version"),
+        pytest.param("rpc.authentication", lambda frames: [frames[0][:-1], *frames[1:]], id="cut_head"),
         pytest.param(
-            "wire.authentication", lambda frames: [signed(frames[0][20:], b"a guess"), *frames[1:]], id="wrong_secret"
+            "rpc.authentication", lambda frames: [signed(frames[0][20:], b"a guess"), *frames[1:]], id="wrong_secret"
         ),
-        pytest.param("wire.malformed", lambda frames: frames[:-1], id="missing_buffer"),
-        pytest.param("wire.malformed", lambda frames: [frames[0], b"short"], id="shorter_buffer"),
-        pytest.param("wire.malformed", lambda frames: [*frames, b"more"], id="one_more_buffer"),
-        pytest.param("wire.size", lambda frames: [frames[0], *[b""] * 5], id="too_many_buffers"),
-        pytest.param("wire.size", lambda frames: [frames[0], bytes(1 << 21)], id="too_large_buffer"),
-        pytest.param("wire.size", lambda frames: [frames[0] + bytes(5000)], id="too_large_head"),
-        pytest.param("wire.malformed", lambda _: [signed(msgpack.packb(["unknown", {}, []]))], id="unknown_kind"),
-        pytest.param("wire.malformed", lambda _: [signed(msgpack.packb([["put"], {}, []]))], id="kind_of_another_type"),
-        pytest.param("wire.malformed", lambda _: [signed(msgpack.packb(["nothing", [], []]))], id="fields_in_a_list"),
+        pytest.param("rpc.malformed", lambda frames: frames[:-1], id="missing_buffer"),
+        pytest.param("rpc.malformed", lambda frames: [frames[0], b"short"], id="shorter_buffer"),
+        pytest.param("rpc.malformed", lambda frames: [*frames, b"more"], id="one_more_buffer"),
+        pytest.param("rpc.size", lambda frames: [frames[0], *[b""] * 5], id="too_many_buffers"),
+        pytest.param("rpc.size", lambda frames: [frames[0], bytes(1 << 21)], id="too_large_buffer"),
+        pytest.param("rpc.size", lambda frames: [frames[0] + bytes(5000)], id="too_large_head"),
+        pytest.param("rpc.malformed", lambda _: [signed(msgpack.packb(["unknown", {}, []]))], id="unknown_kind"),
+        pytest.param("rpc.malformed", lambda _: [signed(msgpack.packb([["put"], {}, []]))], id="kind_of_another_type"),
+        pytest.param("rpc.malformed", lambda _: [signed(msgpack.packb(["nothing", [], []]))], id="fields_in_a_list"),
         pytest.param(
-            "wire.malformed", lambda _: [signed(msgpack.packb(["nothing", {"more": 1}, []]))], id="one_more_field"
+            "rpc.malformed", lambda _: [signed(msgpack.packb(["nothing", {"more": 1}, []]))], id="one_more_field"
         ),
-        pytest.param("wire.malformed", lambda _: [signed(msgpack.packb(["nothing", {}, [], 1]))], id="one_more_item"),
-        pytest.param("wire.malformed", lambda _: [signed(msgpack.packb({"nothing": 1}))], id="no_list"),
+        pytest.param("rpc.malformed", lambda _: [signed(msgpack.packb(["nothing", {}, [], 1]))], id="one_more_item"),
+        pytest.param("rpc.malformed", lambda _: [signed(msgpack.packb({"nothing": 1}))], id="no_list"),
         pytest.param(
-            "wire.malformed",
+            "rpc.malformed",
             lambda _: [signed(msgpack.packb(["nothing", {}, msgpack.ExtType(1, b"x")]))],
             id="extension_type",
         ),
         pytest.param(
-            "wire.malformed", lambda _: [signed(msgpack.packb(["nothing", {}, []]) + b"\x00")], id="bytes_after_the_end"
+            "rpc.malformed", lambda _: [signed(msgpack.packb(["nothing", {}, []]) + b"\x00")], id="bytes_after_the_end"
         ),
         pytest.param(
-            "wire.malformed", lambda _: [signed(b"\x91" * 2000)], id="endless_nesting"
+            "rpc.malformed", lambda _: [signed(b"\x91" * 2000)], id="endless_nesting"
         ),  # deeper than anybody's stack
         pytest.param(
-            "wire.malformed", lambda _: [signed(b"\x93\xa7nothing\x80" + b"\x91" * 900 + b"\x90")], id="deep_nesting"
+            "rpc.malformed", lambda _: [signed(b"\x93\xa7nothing\x80" + b"\x91" * 900 + b"\x90")], id="deep_nesting"
         ),
         pytest.param(
-            "wire.malformed", lambda _: [signed(b"\xdd\xff\xff\xff\xff")], id="length_without_content"
+            "rpc.malformed", lambda _: [signed(b"\xdd\xff\xff\xff\xff")], id="length_without_content"
         ),  # four thousand million items, it says
     ],
 )
@@ -129,15 +129,15 @@ def test_what_is_refused(wire: Wire, code: str, spoil: Callable[[list[Any]], lis
     ],
 )
 def test_a_field_of_another_type_is_named(wire: Wire, kind: str, name: str, value: Any) -> None:
-    with pytest.raises(WireError) as caught:
+    with pytest.raises(RpcError) as caught:
         wire.decode(wire.encode(kind, FIELDS[kind] | {name: value}))
-    assert ("wire.malformed", name) == (caught.value.code, caught.value.where)
+    assert ("rpc.malformed", name) == (caught.value.code, caught.value.where)
 
 
 def test_a_message_above_the_limits_is_not_written(wire: Wire) -> None:
-    with pytest.raises(WireError) as caught:
+    with pytest.raises(RpcError) as caught:
         wire.encode("nothing", {}, [np.zeros(1 << 18).data])
-    assert "wire.size" == caught.value.code
+    assert "rpc.size" == caught.value.code
 
 
 def check(wire: Wire, frames: list[Any]) -> bool:
@@ -145,7 +145,7 @@ def check(wire: Wire, frames: list[Any]) -> bool:
     count = wire.refused.total()
     try:
         found = wire.decode(frames)
-    except WireError:
+    except RpcError:
         assert count + 1 == wire.refused.total()
         return False
     assert isinstance(found, Message)
@@ -181,8 +181,8 @@ def test_a_hundred_thousand_damaged_messages(wire: Wire) -> None:
         taken[check(wire, frames)] += 1
     assert taken[False] > MUTATIONS // 2
     assert taken[True] > 100  # a changed letter of a key is a message, too
-    assert {"wire.malformed", "wire.version", "wire.authentication", "wire.size"} >= set(wire.refused)
-    assert all(wire.refused[code] > 100 for code in ("wire.malformed", "wire.version", "wire.authentication"))
+    assert {"rpc.malformed", "rpc.version", "rpc.authentication", "rpc.size"} >= set(wire.refused)
+    assert all(wire.refused[code] > 100 for code in ("rpc.malformed", "rpc.version", "rpc.authentication"))
 
 
 plain = st.recursive(

@@ -137,7 +137,7 @@ def test_the_agent_asks_again_and_masks_what_it_said_itself(build: Any, model_fo
     assert 2 == output.num_turns
     assert (7, 8, 1, 3, 40, 41, 4, 60, 1) == sequence.response_ids
     assert (1, 1, 1, 0, 0, 0, 0, 1, 1) == sequence.response_mask
-    assert (-0.5,) * 3 + (0.0,) * 4 + (-0.5,) * 2 == sequence.response_logprobs
+    assert (-0.5,) * 3 + (0.0,) * 4 + (-0.5,) * 2 == sequence.response_log_probs
     assert (3,) * 3 + (-1,) * 4 + (3,) * 2 == sequence.weight_versions
     assert sequence.prompt_ids + sequence.response_ids[:7] == model.asked[1].prompt_ids
     assert [9, 6] == [request.sampling.max_new_tokens for request in model.asked]
@@ -320,7 +320,7 @@ def test_a_synchronisation_over_tcp_is_proved_by_digests(build: Any, documented:
         info = await replica.start()
         new = step(trainer)
         loaded = documented.load("checkpoint_engine", "tcp")
-        sender = loaded.build({"bucket_bytes": 100}, CheckpointEngineContext(side="trainer", deadline_seconds=20))
+        sender = loaded.build({"bucket_bytes": 100}, CheckpointEngineContext(end="sender", deadline_seconds=20))
         synchronizer = WeightSynchronizer(
             [WeightSender(sender, trainer.get_per_tensor_param)],
             [Replica(replica, info)],
@@ -351,9 +351,9 @@ TENSORS = {
 
 
 async def transfer(build: Any, source: Any, workers: int) -> list[Any]:
-    ends = [build("checkpoint_engine", "tcp", CheckpointEngineContext(side="trainer", deadline_seconds=5))]
+    ends = [build("checkpoint_engine", "tcp", CheckpointEngineContext(end="sender", deadline_seconds=5))]
     for rank in range(workers):
-        context = CheckpointEngineContext(side="rollout", rank=rank, world_size=workers, deadline_seconds=5)
+        context = CheckpointEngineContext(end="receiver", rank=rank, world_size=workers, deadline_seconds=5)
         ends.append(build("checkpoint_engine", "tcp", context))
     sender, receivers = WeightSender(ends[0], lambda: (source, None)), [WeightReceiver(end) for end in ends[1:]]
     sender.open()
@@ -414,7 +414,7 @@ def test_the_backend_keeps_every_byte_through_a_restart(build: Any, tmp_path: Pa
             await backend.put(PutRequest(partition="p", keys=keys, columns={name: column}))
         await backend.checkpoint(SnapshotRequest(folder=str(tmp_path / "snapshot")))
         deleted = await backend.delete(DeleteRequest(partition="p", keys=("c", "unknown")))
-        assert (1, 2) == (deleted.rows, (await backend.stats()).rows)
+        assert (1, 2) == (deleted.samples, (await backend.stats()).samples)
         await backend.close()
         await backend.close()
 
@@ -423,7 +423,7 @@ def test_the_backend_keeps_every_byte_through_a_restart(build: Any, tmp_path: Pa
         await backend.start()
         with pytest.raises(QueueError) as caught:
             await backend.get(GetRequest(partition="p", keys=("c",), columns=("dense",)))
-        assert "queue.unknown-row" == caught.value.code
+        assert "queue.unknown-sample" == caught.value.code
         await backend.restore(SnapshotRequest(folder=str(tmp_path / "snapshot")))
         with pytest.raises(QueueError) as caught:
             await backend.get(GetRequest(partition="p", keys=("a",), columns=("other",)))
@@ -453,7 +453,7 @@ def test_all_six_train_a_model_together(documented: Registry, model_folder: Path
         {
             "folder": str(tmp_path / "run"),
             "model": {"path": str(model_folder)},
-            "data": {"train": str(tasks), "eval": str(tasks), "prompts_per_step": 2, "runs_per_prompt": 4},
+            "data": {"train": str(tasks), "eval": str(tasks), "groups_per_batch": 2, "rollouts_per_group": 4},
             "sampling": {"max_new_tokens": 4},
             "optimizer": {"lr": 1e-3},
             "schedule": {"steps": 2, "sync_offset": 1},
@@ -466,5 +466,5 @@ def test_all_six_train_a_model_together(documented: Registry, model_folder: Path
     result = run(config, registry=documented)
     assert 2 == result.steps
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert ["evaluation", "step", "step", "evaluation"] == [line["kind"] for line in lines if line["kind"] != "sync"]
+    assert ["evaluation", "step", "step", "evaluation"] == [line["kind"] for line in lines if line["kind"] != "weights"]
     assert (result.model / "tokenizer.json").is_file()

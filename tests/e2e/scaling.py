@@ -1,6 +1,6 @@
 """A listener that adds and removes replicas of the run that it listens to, as somebody in another process would.
 
-The run needs ``runtime.metrics_port=0``.
+The run needs ``cluster.metrics_port=0``.
 """
 
 from __future__ import annotations

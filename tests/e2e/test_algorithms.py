@@ -16,8 +16,8 @@ from .test_modes import steps
 #: What a bundle has to be told beside its name.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "gdpo": ("algorithm.reward_dimensions=[even, length]",),
-    "mix": ("data.experts_per_step=3",),
-    "mix_chord": ("data.experts_per_step=3",),
+    "mix": ("data.expert_samples_per_batch=3",),
+    "mix_chord": ("data.expert_samples_per_batch=3",),
 }
 
 GRADES = """\

@@ -75,9 +75,9 @@ class Workplace:
         return {
             "folder": str(self.run),
             "model": {"path": str(model)},
-            "data": {"train": str(self.tasks), "prompts_per_step": 2, "runs_per_prompt": 2},
+            "data": {"train": str(self.tasks), "groups_per_batch": 2, "rollouts_per_group": 2},
             "sampling": {"max_new_tokens": 4},
-            "schedule": {"steps": 4, "max_refills": 1},
+            "schedule": {"steps": 4, "max_retries": 1},
             "reward": {"name": "rules", "pattern": None, "ground_truth_pattern": None},
             "checkpoint": {"every": 1},
             "observe": {"progress": False, "curve": False, "tensorboard": False},
@@ -183,7 +183,7 @@ def test_a_slip_of_the_pen_is_answered_without_importing_an_engine(quick: Workpl
 
 def test_plugin_of_a_newer_abi(quick: Workplace) -> None:
     quick.install("newer", manifest=MANIFEST.replace("1.0", "1.99"))
-    assert "pip install --upgrade jackfield" in quick.refuses("plugin.abi-newer", "reward=newer")
+    assert "pip install --upgrade jackfield" in quick.refuses("plugin.abi", "reward=newer")
 
 
 def test_broken_manifest(quick: Workplace) -> None:
@@ -276,7 +276,7 @@ def test_vocabulary_of_another_model(place: Workplace) -> None:
 def test_prompt_longer_than_the_limit(place: Workplace) -> None:
     with place.tasks.open("a") as file:
         file.write('{"question": "' + "1 + " * 40 + '1 =", "answer": "41"}\n')
-    error = place.refuses("data.prompt-too-long", "runtime.max_model_len=32")
+    error = place.refuses("data.prompt-too-long", "cluster.max_model_len=32")
     assert f"{place.tasks}:9" in error
     assert "at most 31 tokens" in error
 
@@ -299,7 +299,7 @@ def test_not_a_number(place: Workplace) -> None:
         "run.not-finite",
         "reward={name: rules, method: regex, expected: '.*[0-4].*', pattern: null, ground_truth_pattern: null}",
         "optimizer={lr: 1e30, clip_grad: null}",
-        "data.runs_per_prompt=8",
+        "data.rollouts_per_group=8",
     )
     assert "step" in ended.stderr
     kept_first_step(ended)
@@ -394,7 +394,7 @@ class Agent(BaseRolloutServer):
     async def update_weights(self, request):
         """Take the weights, and do without them."""
         loaded = load_plugin("checkpoint_engine", request.checkpoint_engine)
-        receiver = WeightReceiver(loaded.build({}, CheckpointEngineContext(side="rollout")))
+        receiver = WeightReceiver(loaded.build({}, CheckpointEngineContext(end="receiver")))
         received = receiver.tensors(request.connect[0], request.version)
         digests = {name: digest(tensor) async for name, tensor in received}
         self.version = request.version
@@ -453,7 +453,7 @@ def test_no_room_for_the_configuration(quick: Workplace) -> None:
     """Before the run begins; what an earlier run left is as it was."""
     through, kept = small_disk(quick, "8k")  # two pages: the file that is there, and the lock
     (kept / "config.yaml").write_text(EARLIER["config.yaml"])
-    ended = quick.fails("run.storage", "runtime.name=ray", through=through)
+    ended = quick.fails("run.storage", "cluster.name=ray", through=through)
     assert "No space left on device (0 MB of the disk are free)" in ended.stderr
     assert EARLIER["config.yaml"] == (kept / "config.yaml").read_text()
     assert {".lock", "config.yaml"} == {file.name for file in kept.iterdir()}

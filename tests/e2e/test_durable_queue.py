@@ -15,7 +15,7 @@ from jackfield.plugins import hookimpl
 from .conftest import Run
 from .test_modes import GRADED, INVARIANT, steps, without_times
 
-SMALL = ("data.prompts_per_step=2", "data.runs_per_prompt=2", "sampling.max_new_tokens=3", *GRADED)
+SMALL = ("data.groups_per_batch=2", "data.rollouts_per_group=2", "sampling.max_new_tokens=3", *GRADED)
 DURABLE = ("transfer_queue={name: sql}", "checkpoint.every=0", "checkpoint.at_end=false", INVARIANT, *SMALL)
 
 

@@ -53,7 +53,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "again"),
-    [(("deadlines.drain=60",), False), (("runtime.offload=true", "deadlines.drain=0"), True)],
+    [(("deadlines.drain=60",), False), (("cluster.offload=true", "deadlines.drain=0"), True)],
     ids=["beside the engine", "in turns with it"],
 )
 @pytest.mark.usefixtures("busy")
@@ -70,7 +70,7 @@ def test_a_run_that_has_two_replicas_for_a_while_is_the_run_with_one(
         fixed["lines"] = small_run("fixed", *SAME)[1]
     caplog.set_level("INFO", "jackfield")
     scaler = Scaler(tmp_path / "elastic", [(1, 2, 1), (2, 1, 4)])
-    result, lines = small_run("elastic", *SAME, *settings, "runtime.metrics_port=0", hooks=[scaler])
+    result, lines = small_run("elastic", *SAME, *settings, "cluster.metrics_port=0", hooks=[scaler])
     for one, other in zip(steps(fixed["lines"]), steps(lines), strict=True):
         assert [pytest.approx(one[name], abs=1e-5) for name in OURS] == [other[name] for name in OURS]
     (moved,) = re.findall(r"replicas 1 were removed, (\d+) of their requests were generated again", caplog.text)
@@ -78,5 +78,5 @@ def test_a_run_that_has_two_replicas_for_a_while_is_the_run_with_one(
     assert not (result.folder / "samples" / "failed.jsonl").exists()
     assert [[0, 1], [0]] == [scaling.replicas for scaling in scaler.scalings]
     assert [[0, 1], [0]] == [scaling.shown for scaling in scaler.scalings]
-    assert [1, 2] == [line["replicas"] for line in lines if line["kind"] == "sync"][:2]
-    assert [False, True, False, False] == ["seconds/join" in line for line in steps(lines)]
+    assert [1, 2] == [line["replicas"] for line in lines if line["kind"] == "weights"][:2]
+    assert [False, True, False, False] == ["seconds/load_weights" in line for line in steps(lines)]

@@ -49,14 +49,14 @@ def start(made: Path) -> Iterator[Start]:
                 f"model.path={made / 'model'}",
                 f"data.train={made / train}.jsonl",
                 f"data.eval={made / 'held_out.jsonl'}",
-                f"data.prompts_per_step={PROMPTS}",
-                f"data.runs_per_prompt={RUNS}",
+                f"data.groups_per_batch={PROMPTS}",
+                f"data.rollouts_per_group={RUNS}",
                 "sampling.max_new_tokens=4",
                 f"schedule.steps={STEPS}",
                 "evaluation.every=2",
                 "evaluation.tasks=4",
                 "checkpoint.every=2",
-                "runtime.threads=1",
+                "cluster.threads=1",
                 "observe.progress=false",
                 "observe.curve=false",
                 "observe.tensorboard=false",
@@ -161,7 +161,7 @@ def test_killed_again_and_again_a_run_on_a_durable_queue_is_bitwise_the_uninterr
 
 @pytest.mark.timeout(300)
 def test_killed_supervised_training_is_bitwise_the_uninterrupted_one(start: Start, tmp_path: Path) -> None:
-    settings = ("data.runs_per_prompt=1", "evaluation.every=0")
+    settings = ("data.rollouts_per_group=1", "evaluation.every=0")
     assert DONE == start(tmp_path / "whole", *settings, file="warmup.yaml")
     for folder in kill_again_and_again(start, tmp_path / "killed", settings, seed=6, kills=3, file="warmup.yaml"):
         check_equal(tmp_path / "whole", folder)
@@ -203,6 +203,6 @@ def check_ledger(folder: Path, prompts: int = PROMPTS) -> None:
 
 
 def place(key: str) -> tuple[int, int, int]:
-    """Ticket, slot and run of a row: keys are ``partition/ticket/slot/attempt/run/sequence``."""
+    """Batch, group and rollout of a row: keys are ``partition/batch/group/retry/rollout/sequence``."""
     _, ticket, slot, _, run, _ = key.split("/")
     return int(ticket), int(slot), int(run.partition("r")[0])

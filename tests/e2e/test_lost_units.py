@@ -19,8 +19,8 @@ from .test_modes import GRADED, steps
 GROUPS, RUNS = 3, 2
 SETTINGS = (
     "transfer_queue={name: zmq, units: 4}",
-    f"data.prompts_per_step={GROUPS}",
-    f"data.runs_per_prompt={RUNS}",
+    f"data.groups_per_batch={GROUPS}",
+    f"data.rollouts_per_group={RUNS}",
     "sampling.max_new_tokens=3",
     "schedule.steps=3",
     "checkpoint.every=1",
@@ -48,7 +48,7 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
 
 
-def check_refilled(folder: Path, lines: list[dict[str, Any]], *, prompts: int, runs: int) -> None:
+def check_retried(folder: Path, lines: list[dict[str, Any]], *, prompts: int, runs: int) -> None:
     """Rows were lost, each is named once, and every step trained on a full batch; only what was lost was made anew."""
     replayed = [line.get("samples/replayed", 0) for line in lines]
     assert [prompts * runs] * 3 == [line["samples"] - more for line, more in zip(lines, replayed, strict=True)]
@@ -73,7 +73,7 @@ def check_refilled(folder: Path, lines: list[dict[str, Any]], *, prompts: int, r
         ([("next_batch", 0), ("advantages", 1), ("reward", 2)], ("algorithm.mini_batches=2", "algorithm.epochs=2")),
         # while further batches are explored, and before a checkpoint that has rows of theirs
         (
-            [("generate", 1), ("update_actor", 0), ("publish_weights", 1)],
+            [("rollout", 1), ("update_actor", 0), ("publish_weights", 1)],
             ("schedule.sync_offset=1", "queue.replay={ratio: 0.5}"),
         ),
     ],
@@ -85,4 +85,4 @@ def test_every_step_trains_on_a_full_batch_though_units_are_killed(
     killer = Killer(tmp_path / "run", *moments)
     result, lines = small_run("run", *SETTINGS, *settings, hooks=[killer])
     assert ([], 3) == (killer.moments, len(set(killer.killed)))
-    check_refilled(result.folder, steps(lines), prompts=GROUPS, runs=RUNS)
+    check_retried(result.folder, steps(lines), prompts=GROUPS, runs=RUNS)

@@ -22,7 +22,7 @@ from jackfield.queue.samplers import SAMPLERS
 from .conftest import Run
 from .test_modes import GRADED, INVARIANT, steps
 
-SMALL = ("data.prompts_per_step=2", "data.runs_per_prompt=2", "sampling.max_new_tokens=3", *GRADED)
+SMALL = ("data.groups_per_batch=2", "data.rollouts_per_group=2", "sampling.max_new_tokens=3", *GRADED)
 REPLAY = "queue.replay={ratio: 0.5, max_uses: 2, cooldown: 1, max_staleness: 3, sampler: {name: priority}}"
 
 
@@ -100,7 +100,7 @@ def test_supervised_training_replays_and_mixes_too(small_run: Run, tmp_path: Pat
         json.dumps({"columns": {"prompt_ids": [5, 6], "response_ids": [7, 8, 9]}, "tags": {"source": "me"}})
     )
     human = f"queue.human={{ratio: 0.5, rows: {file}}}"
-    settings = ("schedule.steps=3", "data.prompts_per_step=2", "queue.replay={ratio: 0.5, max_uses: 3}", human)
+    settings = ("schedule.steps=3", "data.groups_per_batch=2", "queue.replay={ratio: 0.5, max_uses: 3}", human)
     result, lines = small_run("sft", *settings, file="warmup.yaml")
     assert [(2 + 1, None), (2 + 2, 1.0), (2 + 2, 1.0)] == [
         (line["samples"], line.get("samples/replayed")) for line in steps(lines)

@@ -66,8 +66,8 @@ def test_rollout_and_engine_agree_on_log_probs(small_run: Run) -> None:
         ("schedule.sync_offset=1",),
         ("schedule.sync_interval=2", "schedule.sync_offset=1", "schedule.steps=5"),
         ("algorithm.old_log_probs=engine", "algorithm.mini_batches=2", "algorithm.epochs=2"),
-        ("runtime.rollout_replicas=2",),
-        ("runtime.offload=true",),
+        ("cluster.replicas=2",),
+        ("cluster.offload=true",),
         ("algorithm.entropy_coefficient=0.01", "algorithm.aggregation=seq-mean-token-mean"),
         ("algorithm.correction.enabled=true", "algorithm.correction.reject=sequence-mean"),
         (
@@ -75,7 +75,7 @@ def test_rollout_and_engine_agree_on_log_probs(small_run: Run) -> None:
             "algorithm.shaping={clip: [-1, 1], normalize: true, overlong_length: 6, overlong_buffer: 4}",
         ),
         ("algorithm.kl={coefficient: 0.1, target: 0.2}", "algorithm.mini_batches=2"),
-        ("runtime.micro_batch_tokens=64", "optimizer.scheduler=linear", "optimizer.total_steps=3"),
+        ("cluster.micro_batch_tokens=64", "optimizer.scheduler=linear", "optimizer.total_steps=3"),
     ],
     ids=lambda overrides: ",".join(overrides),
 )
@@ -107,7 +107,7 @@ def test_lora_reaches_the_rollout_server(small_run: Run) -> None:
 
 def test_supervised_fine_tuning_runs_through_the_same_loop(small_run: Run) -> None:
     result, lines = small_run(
-        "sft", "schedule.steps=30", "data.prompts_per_step=16", "optimizer.warmup_steps=0", file="warmup.yaml"
+        "sft", "schedule.steps=30", "data.groups_per_batch=16", "optimizer.warmup_steps=0", file="warmup.yaml"
     )
     losses = [line["policy/loss"] for line in steps(lines)]
     assert losses[-1] < 0.6 * losses[0]
@@ -135,8 +135,8 @@ def test_a_hook_offers_a_loss_that_the_configuration_names(small_run: Run, made:
         f"folder={tmp_path / 'hook'}",
         f"model.path={made / 'model'}",
         f"data.train={made / 'problems'}.jsonl",
-        "data.prompts_per_step=2",
-        "data.runs_per_prompt=2",
+        "data.groups_per_batch=2",
+        "data.rollouts_per_group=2",
         "schedule.steps=1",
         "evaluation.every=0",
         "observe.progress=false",
@@ -180,7 +180,7 @@ def test_a_reward_of_the_users_own(small_run: Run, tmp_path: Path) -> None:
         (("algorithm.correction.enabled=true", "algorithm.old_log_probs=rollout"), "config.invalid-value"),
         (("algorithm.name=gmpo", "algorithm.correction.enabled=true"), "config.invalid-value"),
         (("algorithm.name=dpo",), "config.invalid-value"),
-        (("mode=train",), "config.invalid-value"),
+        (("mode=offline",), "config.invalid-value"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
@@ -218,7 +218,7 @@ def test_a_replica_that_spoils_what_it_has_acknowledged_is_caught(
     monkeypatch.setattr(FullUpdate, "finish", spoiling)
     monkeypatch.setattr(TransformersServer, "generate", noting)
     with pytest.raises(JackfieldError) as caught:
-        small_run("spoilt", *GRADED, f"runtime.offload={str(offload).lower()}")
+        small_run("spoilt", *GRADED, f"cluster.offload={str(offload).lower()}")
     assert ("weights.canary", "replica 0") == (caught.value.code, caught.value.where)
     assert "canary-1" == asked[0]
     assert offload or ["canary-1"] == asked

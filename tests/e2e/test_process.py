@@ -62,7 +62,7 @@ def test_a_server_elsewhere_that_is_killed_after_every_step_changes_no_loss(smal
     """
     _, here = small_run("here", *SAME)
     killer = Killer(python)
-    settings = (*SAME, f"runtime.interpreters={{rollout: {python}}}", "weights.kind=delta")
+    settings = (*SAME, f"cluster.interpreters={{rollout: {python}}}", "weights.kind=delta")
     result, there = small_run("there", *settings, hooks=[killer])
     assert 3 == len(set(killer.killed))
     for one, other in zip(steps(here), steps(there), strict=True):
@@ -73,7 +73,7 @@ def test_a_server_elsewhere_that_is_killed_after_every_step_changes_no_loss(smal
 
 
 def test_a_replica_that_is_killed_once_too_often_is_named(small_run: Run, python: str) -> None:
-    settings = (f"runtime.interpreters={{rollout: {python}}}", "runtime.replica_restarts=1")
+    settings = (f"cluster.interpreters={{rollout: {python}}}", "cluster.replica_restarts=1")
     with pytest.raises(RolloutError) as caught:
         small_run("killed", *settings, hooks=[Killer(python)])
     assert "rollout.stopped" == caught.value.code
@@ -86,7 +86,7 @@ def test_doctor_looks_at_the_interpreters_of_a_configuration(python: str, tmp_pa
     file = tmp_path / "run.yaml"
 
     def doctor(rollout: str) -> tuple[int, dict[str, Any]]:
-        values = {"model": {"path": "x"}, "runtime": {"interpreters": {"rollout": rollout}}}
+        values = {"model": {"path": "x"}, "cluster": {"interpreters": {"rollout": rollout}}}
         file.write_text(yaml.safe_dump(values))
         program = str(Path(sys.executable).with_name("jackfield"))
         done = subprocess.run(

@@ -66,8 +66,8 @@ def test_own_model_and_gsm8k(tmp_path: Path, shared_data: Path) -> None:
         f"model.path={model}",
         f"data.train={train}",
         "schedule.steps=2",
-        "data.prompts_per_step=4",
-        "data.runs_per_prompt=2",
+        "data.groups_per_batch=4",
+        "data.rollouts_per_group=2",
         "observe.samples_per_step=4",
     )
     assert not (folder / "made").exists(), "nothing is made that is not used"

@@ -25,7 +25,7 @@ pytest.importorskip("ray")
 from .conftest import QUICKSTART, Run, metrics
 from .test_bad_input import marked
 from .test_kill import DONE, check_equal, check_ledger, kill_again_and_again
-from .test_lost_units import check_refilled
+from .test_lost_units import check_retried
 from .test_modes import GRADED
 from .test_modes import steps as by_step
 
@@ -108,9 +108,9 @@ def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, ray_environmen
         folder = runs / name
         small = [
             f"name={name}", f"folder={folder}", f"model.path={made / 'model'}", f"data.train={made / 'problems'}.jsonl",
-            "data.prompts_per_step=4", "data.runs_per_prompt=4", "sampling.max_new_tokens=6", "schedule.steps=4",
+            "data.groups_per_batch=4", "data.rollouts_per_group=4", "sampling.max_new_tokens=6", "schedule.steps=4",
             "evaluation.every=0", "observe.progress=false", "observe.curve=false", "observe.tensorboard=false",
-            f"runtime={GUIDE.read_text()}", "runtime.ray.object_store_bytes=200000000", *SAME, *GRADED,
+            f"cluster={GUIDE.read_text()}", "cluster.ray.object_store_bytes=200000000", *SAME, *GRADED,
         ]  # fmt: skip
         kills = json.dumps({"workers": kill or {}, "scale": scale, "all": moment})
         command = [sys.executable, str(SCRIPT), kills, str(QUICKSTART / "grpo.yaml"), *small, *overrides]
@@ -149,7 +149,7 @@ def joined(ray_run: RayRun, cluster: str) -> Path:
     """
     kill = {"step 1": ["agent worker 0"], "step 2": ["rollout replica 1"], "step 3": ["reward worker 0"]}
     scale = [(1, 2, 1), (3, 1, 4)]
-    settings = ("runtime.rollout_replicas=1", "runtime.offload=true", "runtime.metrics_port=0", "deadlines.drain=0")
+    settings = ("cluster.replicas=1", "cluster.offload=true", "cluster.metrics_port=0", "deadlines.drain=0")
     ended = ray_run("joined", "--address", cluster, *settings, kill=kill, scale=scale)
     for replicas in ([0, 1], [0]):
         assert f"scaled to replicas {replicas}, Prometheus reads {replicas}\n" in ended.stderr
@@ -174,7 +174,7 @@ def test_a_run_in_a_cluster_is_the_inline_run(small_run: Run, joined: Path) -> N
     names = {"the actor engine, rank 1", "rollout replica 0", "agent worker 0", "reward worker 0"}
     assert names <= set(workers)
     assert "rollout replica 1" not in workers
-    synced = [line["replicas"] for line in metrics(joined) if line["kind"] == "sync"]
+    synced = [line["replicas"] for line in metrics(joined) if line["kind"] == "weights"]
     assert [1, 2, 2] == synced[:3]
     assert not (joined / "samples" / "failed.jsonl").exists(), "a request was lost"
 
@@ -182,12 +182,12 @@ def test_a_run_in_a_cluster_is_the_inline_run(small_run: Run, joined: Path) -> N
 def test_every_step_trains_on_a_full_batch_though_storage_units_are_killed(ray_run: RayRun, cluster: str) -> None:
     """They are processes of the storage worker, which lives: only their rows are lost, by name, and made anew."""
     kill = {"next_batch 0": ["storage unit 0"], "advantages 1": ["storage unit 1"], "reward 2": ["storage unit 2"]}
-    places = ("runtime.rollout_replicas=1", "runtime.ray.engine_ranks=1", "transfer_queue={name: zmq, units: 4}")
-    small = ("schedule.steps=3", "data.prompts_per_step=3", "data.runs_per_prompt=2", "checkpoint.every=1")
+    places = ("cluster.replicas=1", "cluster.ray.engine_ranks=1", "transfer_queue={name: zmq, units: 4}")
+    small = ("schedule.steps=3", "data.groups_per_batch=3", "data.rollouts_per_group=2", "checkpoint.every=1")
     ended = ray_run("units", "--address", cluster, *places, *small, kill=kill)
     assert 3 == ended.stderr.count("killed storage unit")
     assert "died" not in ended.stderr, "no worker did"
-    check_refilled(ended.folder, by_step(metrics(ended.folder)), prompts=3, runs=2)
+    check_retried(ended.folder, by_step(metrics(ended.folder)), prompts=3, runs=2)
 
 
 def check_close(expected: list[dict[str, Any]], folder: Path, *, steps: int) -> None:
@@ -210,10 +210,10 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
         "checkpoint 2": ["the queue's storage worker"],
         "checkpoint 3": ["the actor engine, rank 1"],
     }
-    places = ("runtime.ray.placement=separate", "runtime.rollout_replicas=1", "runtime.ray.num_cpus=3")
+    places = ("cluster.ray.placement=disaggregated", "cluster.replicas=1", "cluster.ray.num_cpus=3")
     ended = ray_run("recovered", *places, "checkpoint.every=1", "weights.kind=delta", kill=kill)
     assert "rollout replica 0 died and is started again" in ended.stderr
-    assert ["seconds/revive" in line for line in by_step(metrics(ended.folder))] == [False, True, False, False]
+    assert ["seconds/load_weights" in line for line in by_step(metrics(ended.folder))] == [False, True, False, False]
     for step in (2, 3):
         (name,) = kill[f"checkpoint {step}"]
         (died,) = [line for line in ended.stderr.splitlines() if line.endswith(f"the run goes on after step {step}")]
@@ -237,7 +237,7 @@ def test_a_run_that_is_killed_at_random_moments_is_bitwise_the_uninterrupted_one
         print(f"killed at {kill}" if ended.code else "finished", "with", saved or "no checkpoint")
         return {"killed": True} if ended.code else DONE
 
-    settings = ("--address", cluster, "runtime.rollout_replicas=1", "checkpoint.every=1")
+    settings = ("--address", cluster, "cluster.replicas=1", "checkpoint.every=1")
     for finished in kill_again_and_again(start, Path("killed"), settings, seed=10, kills=KILLS, last=240):
         folder = joined.parent / finished
         check_equal(joined, folder, besides=("replicas", "canary", "log_prob_check/rollout"))

@@ -18,11 +18,11 @@ TABLE = Path(__file__).with_name("resolved_algorithms.json")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "guides" / "minimal.yaml"
 #: What a run has to say beside the algorithm's name.
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "mix": ("data.expert=e.jsonl", "data.experts_per_step=2"),
-    "mix_chord": ("data.expert=e.jsonl", "data.experts_per_step=2"),
+    "mix": ("data.expert=e.jsonl", "data.expert_samples_per_batch=2"),
+    "mix_chord": ("data.expert=e.jsonl", "data.expert_samples_per_batch=2"),
     "gdpo": ("algorithm.reward_dimensions=[score, brief]",),
-    "sft": ("mode=train",),
-    "dpo": ("mode=train", "data.format.rejected_key=worse"),
+    "sft": ("mode=offline",),
+    "dpo": ("mode=offline", "data.format.rejected_key=worse"),
 }
 #: Settings that change what grpo resolves to.
 VARIANTS: dict[str, tuple[str, ...]] = {

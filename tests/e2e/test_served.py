@@ -27,7 +27,7 @@ from .conftest import QUICKSTART, Run
 from .test_modes import GRADED, INVARIANT, steps, without_times
 
 ROLES = Path(__file__).with_name("roles.py")
-SMALL = ("data.prompts_per_step=2", "data.runs_per_prompt=2", "sampling.max_new_tokens=3", *GRADED)
+SMALL = ("data.groups_per_batch=2", "data.rollouts_per_group=2", "sampling.max_new_tokens=3", *GRADED)
 SQL = "transfer_queue={name: sql}"
 
 pytestmark = pytest.mark.timeout(180)
@@ -157,9 +157,9 @@ def test_who_rewards_is_said_once_for_all(small_run: Run) -> None:
     config = load_config(QUICKSTART / "grpo.yaml", [])
     with pytest.raises(ConfigError) as caught:
         run(config, role="reward")
-    assert ("queue.controller.rewards", "apart") == (caught.value.where, caught.value.expected)
+    assert ("queue.controller.rewards", "distributed") == (caught.value.where, caught.value.expected)
     with pytest.raises(ConfigError) as caught:
-        small_run("alone", "queue.controller.rewards=apart")
+        small_run("alone", "queue.controller.rewards=distributed")
     assert ("config.invalid-value", "queue.controller.rewards") == (caught.value.code, caught.value.where)
 
 
@@ -170,7 +170,7 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
     the trainer when it writes its second checkpoint; the controller and the other explorer go on meanwhile.
     """
     folder = tmp_path / "run"
-    common = shared(folder, made, "queue.controller={rewards: apart}", "deadlines.silence=8")
+    common = shared(folder, made, "queue.controller={rewards: distributed}", "deadlines.heartbeat=8")
     roles.start("queue", "queue", "serve", *common)
     roles.until("the queue is served", of="queue")
     second_save = ("jackfield.trainer.checkpoint:Checkpointer.save", 2)
@@ -209,7 +209,7 @@ def test_a_run_outlives_its_controller(roles: Roles, made: Path, tmp_path: Path)
     The same commands go on from the first checkpoint, with the very rows that had been made and scored since.
     """
     folder = tmp_path / "run"
-    common = shared(folder, made, "queue={durable: true}", "deadlines.silence=8")
+    common = shared(folder, made, "queue={durable: true}", "deadlines.heartbeat=8")
     second_cut = ("jackfield.queue.local:LocalQueue.checkpoint", 2)
     roles.start("queue", "queue", "serve", *common, die_at=second_cut)
     roles.until("the queue is served", of="queue")

@@ -34,7 +34,7 @@ QUIET = (
     "observe.curve=false",
     "observe.tensorboard=false",
     "observe.samples_per_step=0",
-    "runtime.threads=1",
+    "cluster.threads=1",
 )
 #: 1 where the answer subtracts
 SUBTRACTS = "reward={name: rules, method: regex, pattern: null, ground_truth_pattern: null, expected: '.*-.*'}"
@@ -44,7 +44,7 @@ EXPLORING: dict[str, tuple[str, ...]] = {
     "ppo": ("critic.optimizer.lr=3e-3", "critic.warmup_steps=1", "schedule.steps=8"),
     "grpo": (),
     "dr_grpo": (),
-    "dapo": ("schedule.max_refills=2",),
+    "dapo": ("schedule.max_retries=2",),
     "rloo": (),
     "reinforce_plus_plus": (),
     "gspo": (),
@@ -52,7 +52,7 @@ EXPLORING: dict[str, tuple[str, ...]] = {
     "opmd": (),
     "opmd_kimi": (),
     "opmd_pairwise": (),
-    "mix": ("data.expert={folder}/subtractions.jsonl", "data.experts_per_step=4"),
+    "mix": ("data.expert={folder}/subtractions.jsonl", "data.expert_samples_per_batch=4"),
 }
 OFFLINE = ("sft", "dpo")
 
@@ -68,7 +68,7 @@ def warm(made: Path) -> Path:
                 f"folder={folder}",
                 f"model.path={made / 'model'}",
                 f"data.train={made / 'demonstrations.jsonl'}",
-                "data.prompts_per_step=32",
+                "data.groups_per_batch=32",
                 "schedule.steps=60",
                 "optimizer.total_steps=60",
                 "optimizer.warmup_steps=5",
@@ -158,8 +158,8 @@ def rewards_rise(name: str, warm: Path, made: Path, folder: Path, settings: list
                 f"folder={folder}",
                 f"model.path={warm / 'model'}",
                 f"data.train={made / 'problems.jsonl'}",
-                "data.prompts_per_step=8",
-                "data.runs_per_prompt=8",
+                "data.groups_per_batch=8",
+                "data.rollouts_per_group=8",
                 "sampling.max_new_tokens=4",
                 "schedule.steps=5",
                 "optimizer.warmup_steps=0",
@@ -176,7 +176,7 @@ def rewards_rise(name: str, warm: Path, made: Path, folder: Path, settings: list
 
 
 def offline(warm: Path, model: Path, data: Path, folder: Path, settings: list[str]) -> RunResult:
-    quickstart = [f"folder={folder}", f"model.path={model}", f"data.train={data}", "data.prompts_per_step=16"]
+    quickstart = [f"folder={folder}", f"model.path={model}", f"data.train={data}", "data.groups_per_batch=16"]
     constant = ["schedule.steps=8", "optimizer.warmup_steps=0", "optimizer.scheduler=constant"]
     return run(load_config(QUICKSTART / "warmup.yaml", [*quickstart, *constant, *QUIET, *settings]))
 

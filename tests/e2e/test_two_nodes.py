@@ -30,10 +30,10 @@ def test_four_ranks_on_two_nodes_are_the_inline_run(
     """
     settings = [
         "name=nodes", f"folder={tmp_path / 'nodes'}", f"model.path={made / 'model'}",
-        f"data.train={made / 'problems'}.jsonl", "data.prompts_per_step=4", "data.runs_per_prompt=4",
+        f"data.train={made / 'problems'}.jsonl", "data.groups_per_batch=4", "data.rollouts_per_group=4",
         "sampling.max_new_tokens=6", "schedule.steps=2", "evaluation.every=0", "checkpoint.at_end=false",
-        "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", "runtime.ray.engine_ranks=4",
-        "runtime.ray.placement=separate", *SAME, *GRADED,
+        "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", "cluster.ray.engine_ranks=4",
+        "cluster.ray.placement=disaggregated", *SAME, *GRADED,
     ]  # fmt: skip
     run = ["jackfield", "run", str(QUICKSTART / "grpo.yaml"), "--address", "10.213.7.1:6379"]
     stranger = 'RAY_AUTH_TOKEN=0123456789abcdef "$@"; test $? = 1 && exec "$@"'
@@ -47,7 +47,7 @@ def test_four_ranks_on_two_nodes_are_the_inline_run(
         finally:
             left = end_namespaces(f"jackfield-{script.pid}-")
     assert 0 == script.returncode, stderr[-3000:]
-    assert "[runtime.cluster] the Ray cluster at 10.213.7.1:6379 cannot be joined" in stderr
+    assert "[cluster.unavailable] the Ray cluster at 10.213.7.1:6379 cannot be joined" in stderr
     assert [] == left
     _, expected = small_run("inline", *GRADED, *SAME, "schedule.steps=2")
     check_close(expected, tmp_path / "nodes", steps=2)

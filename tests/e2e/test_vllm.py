@@ -29,8 +29,8 @@ def test_grpo_with_vllm_in_another_environment(small_run: Run) -> None:
         "vllm",
         *GRADED,
         "rollout={name: vllm, eager: true, kv_cache_bytes: 67108864}",
-        f"runtime.interpreters={{rollout: {python}}}",
-        "runtime.threads=1",
+        f"cluster.interpreters={{rollout: {python}}}",
+        "cluster.threads=1",
         "optimizer.lr=0.01",
         "algorithm.old_log_probs=engine",
     )

@@ -65,7 +65,7 @@ class Died(Exception):
 
 
 def place(key: str) -> tuple[int, int, int]:
-    """Ticket, slot and run; the attempt does not matter."""
+    """Batch, group and rollout; the attempt does not matter."""
     _, ticket, slot, _, run, _ = key.split("/")
     return int(ticket), int(slot), int(run.partition("r")[0])
 
@@ -180,7 +180,7 @@ class Controller:
         newest = max((int(each.name) for each in (self.folder / "checkpoints").glob("[0-9]*")), default=None)
         journal = self.folder / "journal.jsonl" if self.name == "sql" else None
         self.queue = queue = LocalQueue(
-            self.backend, Clock(), ledger=self.folder / "ledger.jsonl", journal=journal, max_refills=1000
+            self.backend, Clock(), ledger=self.folder / "ledger.jsonl", journal=journal, max_retries=1000
         )
         await queue.start()
         await queue.register_consumer(SCORER, PARTITION, ("ids",))
@@ -205,7 +205,7 @@ class Controller:
 
     async def flushed(self) -> int:
         await self.queue.flush()
-        return (await self.backend.stats()).rows
+        return (await self.backend.stats()).samples
 
     async def restore(self, folder: Path, step: int) -> None:
         self.step = step
@@ -260,7 +260,7 @@ class Controller:
     async def score(self) -> None:
         """A column that comes later."""
         while True:
-            batch = await self.queue.lease(SCORER, max_rows=3, deadline_seconds=600)
+            batch = await self.queue.lease(SCORER, max_samples=3, deadline_seconds=600)
             while True:
                 living = batch.select([index for index, key in enumerate(batch.keys) if key in self.queue._state.rows])
                 if not living.keys:
@@ -277,7 +277,7 @@ class Controller:
                         raise
                     await self.queue.fail_lost(named=error.found)
             for index, tags in enumerate(batch.tags):
-                await self.queue.ack(batch.select([index]), step=int(tags["ticket"]))
+                await self.queue.ack(batch.select([index]), step=int(tags["batch"]))
 
     async def train(self) -> None:
         while not self.last:

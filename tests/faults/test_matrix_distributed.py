@@ -32,10 +32,10 @@ class Apart:
         self._settings = [
             str(QUICKSTART), f"folder={folder}", f"model.path={made / 'model'}",
             f"data.train={made / 'problems.jsonl'}", f"checkpoint_engine={{name: file, folder: {folder / 'weights'}}}",
-            "transfer_queue={name: zmq, units: 5}", "queue.controller.rewards=apart", "schedule.steps=500",
+            "transfer_queue={name: zmq, units: 5}", "queue.controller.rewards=distributed", "schedule.steps=500",
             "schedule.sync_offset=1", "evaluation.every=0", "checkpoint.every=1", "observe.progress=false",
-            "observe.curve=false", "observe.tensorboard=false", "data.prompts_per_step=2", "data.runs_per_prompt=2",
-            "sampling.max_new_tokens=3", "runtime.threads=1", f"deadlines.silence={SILENCE}",
+            "observe.curve=false", "observe.tensorboard=false", "data.groups_per_batch=2", "data.rollouts_per_group=2",
+            "sampling.max_new_tokens=3", "cluster.threads=1", f"deadlines.heartbeat={SILENCE}",
         ]  # fmt: skip
         self.running: dict[str, Command] = {}
 
@@ -90,8 +90,8 @@ def told(command: Command, who: str, pid: int, name: str) -> None:
     )
     assert who in line
     if name == "STOP":
-        assert f"gave no sign of life for {SILENCE:g} s" in line
-        assert "deadlines.silence" in line
+        assert f"sent no heartbeat for {SILENCE:g} s" in line
+        assert "deadlines.heartbeat" in line
     if name == "TERM":
         assert "has ended before its work was done" in line
 

@@ -60,10 +60,10 @@ def test_a_replica_and_a_reward_of_a_run_that_die_are_replaced(
     """Both have a process of their own; each gets every signal, after a step of its own."""
     (tmp_path / "reward.py").write_text(REWARD)
     settings = quickstart_settings(
-        "run", f"runtime.interpreters={{rollout: {python}}}",
+        "run", f"cluster.interpreters={{rollout: {python}}}",
         f"reward={{name: function, path: {tmp_path}/reward.py:score}}",
-        "schedule.steps=4", "data.prompts_per_step=2", "data.runs_per_prompt=2", "runtime.replica_restarts=5",
-        "algorithm.old_log_probs=engine", f"deadlines.silence={SILENCE}",
+        "schedule.steps=4", "data.groups_per_batch=2", "data.rollouts_per_group=2", "cluster.replica_restarts=5",
+        "algorithm.old_log_probs=engine", f"deadlines.heartbeat={SILENCE}",
     )  # fmt: skip
     command, sent = jackfield.start("run", *settings), []
     for step, name in enumerate(("STOP", "KILL", "TERM"), 1):
@@ -85,8 +85,8 @@ def test_a_replica_and_a_reward_of_a_run_that_die_are_replaced(
         ]
         assert line, (role, name, done.error)
         if name == "STOP":
-            assert f"gave no sign of life for {SILENCE:g} s" in line
-            assert "deadlines.silence" in line
+            assert f"sent no heartbeat for {SILENCE:g} s" in line
+            assert "deadlines.heartbeat" in line
         killed = "killed for its silence, " if name == "STOP" else ""
         seen("inline", role, name, f"{killed}named and replaced; what it did is done again")
 
@@ -95,8 +95,8 @@ def test_storage_units_of_a_run_that_die_are_named_and_their_rows_made_again(
     jackfield: CommandServer, quickstart_settings: Settings, tmp_path: Path
 ) -> None:
     settings = quickstart_settings(
-        "run", "transfer_queue={name: zmq, units: 4}", "schedule.steps=4", "data.prompts_per_step=3",
-        "data.runs_per_prompt=2", f"deadlines.silence={SILENCE}",
+        "run", "transfer_queue={name: zmq, units: 4}", "schedule.steps=4", "data.groups_per_batch=3",
+        "data.rollouts_per_group=2", f"deadlines.heartbeat={SILENCE}",
     )  # fmt: skip
     command, sent = jackfield.start("run", *settings), []
     for step, name in enumerate(("STOP", "KILL", "TERM"), 1):
@@ -121,7 +121,7 @@ def test_a_run_in_one_process_is_killed_or_stopped_as_a_whole(
 ) -> None:
     """It starts no process; after KILL the same command goes on, and after STOP and CONT the run itself."""
     folder = tmp_path / "run"
-    settings = quickstart_settings("run", "schedule.steps=4", "checkpoint.every=1", f"deadlines.silence={SILENCE}")
+    settings = quickstart_settings("run", "schedule.steps=4", "checkpoint.every=1", f"deadlines.heartbeat={SILENCE}")
     command = jackfield.start("run", *settings)
     after(command, folder, 1)
     assert {} == children(command.pid)

@@ -75,13 +75,13 @@ def ended(jackfield: CommandServer, made: Path, tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("ray")
     settings = [
         str(QUICKSTART), "name=ray", f"folder={folder / 'run'}",
-        f"model.path={made / 'model'}", f"data.train={made / 'problems.jsonl'}", "data.prompts_per_step=2",
-        "data.runs_per_prompt=4", "sampling.max_new_tokens=6", f"schedule.steps={STEPS}",
+        f"model.path={made / 'model'}", f"data.train={made / 'problems.jsonl'}", "data.groups_per_batch=2",
+        "data.rollouts_per_group=4", "sampling.max_new_tokens=6", f"schedule.steps={STEPS}",
         "evaluation.every=0",
         "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", "checkpoint.every=1",
-        "runtime={name: ray, threads: 1, rollout_replicas: 1, replica_restarts: 10}",
-        "runtime.ray={recoveries: 10, num_cpus: 3, object_store_bytes: 200000000}",
-        f"deadlines.silence={SILENCE}", f"reward={{name: function, path: {folder}/reward.py:score}}",
+        "cluster={name: ray, threads: 1, replicas: 1, replica_restarts: 10}",
+        "cluster.ray={recoveries: 10, num_cpus: 3, object_store_bytes: 200000000}",
+        f"deadlines.heartbeat={SILENCE}", f"reward={{name: function, path: {folder}/reward.py:score}}",
     ]  # fmt: skip
     (folder / "reward.py").write_text(REWARD.format(folder=folder))
     home = folder / "home"
@@ -156,8 +156,8 @@ def test_a_worker_is_named_and_what_it_did_is_done_again(ended: Seen, role: str,
     (died, *_) = [line for line in lines if line.startswith(f"{who} died") and process in line] or [""]
     assert died, (who, process, ended.error)
     if name == "STOP":
-        silent = f"{who} ({process}) gave no sign of life for {SILENCE:g} s"
-        assert any(line.startswith(silent) and "(deadlines.silence)" in line for line in lines), ended.error
+        silent = f"{who} ({process}) sent no heartbeat for {SILENCE:g} s"
+        assert any(line.startswith(silent) and "(deadlines.heartbeat)" in line for line in lines), ended.error
     outcome = "named and replaced; what it did is done again"
     if role in ("rank", "storage unit"):
         outcome = "named; the run goes on from its newest checkpoint"

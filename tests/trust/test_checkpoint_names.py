@@ -68,7 +68,7 @@ async def served(registry: Registry, folder: Path, **model: Any) -> Any:
 async def synchronise(registry: Registry, engine: Any, server: Any, **settings: Any) -> WeightSynchronizer:
     """The engine's weights, as version 1."""
     loaded = registry.load("checkpoint_engine", "in_process")
-    sender = loaded.build({}, CheckpointEngineContext(side="trainer", deadline_seconds=60))
+    sender = loaded.build({}, CheckpointEngineContext(end="sender", deadline_seconds=60))
     block_bytes = 256 if settings.get("kind") == "delta" else 0
     synchronizer = WeightSynchronizer(
         [WeightSender(sender, lambda: engine.get_per_tensor_param(), block_bytes=block_bytes)],

@@ -66,19 +66,19 @@ class Trials:
         tasks.write_text("\n".join(lines) + "\n")
         settings = {
             "folder": str(folder / "run"),
-            "mode": "train",
+            "mode": "offline",
             "model": {"path": str(self.made / "model")},
             "data": {
                 "train": str(tasks),
-                "prompts_per_step": len(lines),
-                "runs_per_prompt": 1,
+                "groups_per_batch": len(lines),
+                "rollouts_per_group": 1,
                 "chat_template": chat_template,
                 "format": {"answer_key": None, **form},
             },
             "algorithm": {"name": "sft"},
             "schedule": {"steps": 1},
             "checkpoint": {"every": 1},
-            "runtime": {"threads": 1},
+            "cluster": {"threads": 1},
             "observe": {"progress": False, "curve": False, "tensorboard": False},
         }
         for name, section in sections.items():
@@ -203,7 +203,7 @@ def test_reinforcement_learning_on_prompts_that_are_conversations(trials: Trials
     rows = trials.rows(
         records,
         form,
-        mode="both",
+        mode="online",
         algorithm={"name": "grpo"},
         sampling={"max_new_tokens": 4},
         reward={"name": "rules", "pattern": None, "ground_truth_pattern": None},

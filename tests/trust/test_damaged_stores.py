@@ -130,8 +130,8 @@ class Killed:
             made,
             folder,
             f"schedule.steps={STEPS}",
-            f"data.prompts_per_step={PROMPTS}",
-            f"data.runs_per_prompt={RUNS}",
+            f"data.groups_per_batch={PROMPTS}",
+            f"data.rollouts_per_group={RUNS}",
             f"reward={{name: function, path: '{reward}:compute_score', keywords: {{reached: '{self.reached}'}}}}",
             "queue.durable=true",
             *store.settings,
@@ -165,7 +165,7 @@ class Killed:
 
 
 def _place(key: str) -> tuple[int, int, int]:
-    """Ticket, slot and run: keys are ``partition/ticket/slot/attempt/run/sequence``."""
+    """Batch, group and rollout: keys are ``partition/batch/group/retry/rollout/sequence``."""
     _, ticket, slot, _, run, _ = key.split("/")
     return int(ticket), int(slot), int(run.partition("r")[0])
 

@@ -20,7 +20,7 @@ from jackfield_commands import CommandServer
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("module:jackfield_engine_fsdp")]
 
-QUIET = ("runtime.threads=1", "evaluation.every=0", "observe={progress: false, curve: false, tensorboard: false}")
+QUIET = ("cluster.threads=1", "evaluation.every=0", "observe={progress: false, curve: false, tensorboard: false}")
 CHECK = "log_prob_check"
 Line = dict[str, Any]
 
@@ -42,7 +42,7 @@ def offline(made: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -
     file = tmp_path_factory.mktemp("data") / "pairs.jsonl"
     records = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}", "worse": f"#### {n}"} for n in range(8)]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return ("mode=train", f"data.train={file}", "data.prompts_per_step=8", "data.runs_per_prompt=1")
+    return ("mode=offline", f"data.train={file}", "data.groups_per_batch=8", "data.rollouts_per_group=1")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def first_steps(
     """``first_steps("grpo", 0.1)``: the metrics of a run's only step; None: dropout is not set."""
     settings = {
         "grpo": (
-            f"data.train={made / 'problems.jsonl'}", "data.prompts_per_step=4", "data.runs_per_prompt=4",
+            f"data.train={made / 'problems.jsonl'}", "data.groups_per_batch=4", "data.rollouts_per_group=4",
             "sampling.max_new_tokens=6", "algorithm.kl.coefficient=0.01", "reward.method=regex",
             "reward.pattern=null", "reward.ground_truth_pattern=null", "reward.expected='.*[0-4].*'",
         ),

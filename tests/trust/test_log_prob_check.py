@@ -151,7 +151,7 @@ def refuses(done: Completed, folder: Path, after: int) -> str:
     ("overrides", "rollout", "train_mode"),
     [
         (("schedule.steps=10", "log_prob_check.every=4"), [1, 2, 5, 9], [1, 2, 5, 9]),
-        (("algorithm.mini_batches=2", "algorithm.epochs=2", "runtime.micro_batch_tokens=64"), [1, 2], [1, 2]),
+        (("algorithm.mini_batches=2", "algorithm.epochs=2", "cluster.micro_batch_tokens=64"), [1, 2], [1, 2]),
         (("schedule.sync_interval=2", "schedule.steps=4"), [1, 3], [1, 3]),
         (("sampling.top_p=0.6", "sampling.temperature=0.8"), [1, 2], [1, 2]),
         (("sampling.top_k=4",), [1, 2], [1, 2]),

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.timeout(500)
 
 SECONDS = 300.0
 RAY = (
-    "{name: ray, rollout_replicas: 1, metrics_port: 0, ray: {engine_ranks: 2, agent_workers: 1, reward_workers: 1,"
-    " placement: shared, cpus_per_place: 1, object_store_bytes: 200000000}}"
+    "{name: ray, replicas: 1, metrics_port: 0, ray: {engine_ranks: 2, agent_workers: 1, reward_workers: 1,"
+    " placement: colocated, cpus_per_place: 1, object_store_bytes: 200000000}}"
 )
 
 
@@ -56,7 +56,7 @@ def ray_run(
     jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
 ) -> Iterator[Command]:
     """A run in a cluster of its own that has begun to train."""
-    command = jackfield.start("run", *quickstart_settings("ray", f"runtime={RAY}", "schedule.steps=10000"))
+    command = jackfield.start("run", *quickstart_settings("ray", f"cluster={RAY}", "schedule.steps=10000"))
     below: list[psutil.Process] = []
     try:
         until(lambda: steps(tmp_path / "ray"), command)

@@ -29,7 +29,7 @@ class Agent(AgentLoopBase):
     async def run(self, sampling_params, **fields):
         prompt = self.context.tokenizer.encode_chat(fields["messages"])
         sampling = SamplingParams(**sampling_params)
-        request_id = f"{self.context.run_id}/{next(NUMBERS)}"
+        request_id = f"{self.context.request_prefix}/{next(NUMBERS)}"
         request = GenerateRequest(request_id=request_id, prompt_ids=prompt, sampling=sampling)
         result = await self.context.generate(request)
         if self.config.mode == "raise":
@@ -38,7 +38,7 @@ class Agent(AgentLoopBase):
             prompt_ids=prompt,
             response_ids=result.token_ids,
             response_mask=(1,) * len(result.token_ids),
-            response_logprobs=result.log_probs,
+            response_log_probs=result.log_probs,
             weight_versions=result.weight_versions,
             multi_modal_inputs={"pixel_values": [0.0]} if self.config.mode == "image" else {},
         )
@@ -84,7 +84,7 @@ Run = Callable[..., Completed]
 @pytest.fixture
 def run(jackfield: CommandServer, site: Path, quickstart_settings: Callable[..., list[str]]) -> Run:
     def run(name: str, *overrides: str) -> Completed:
-        arguments = quickstart_settings(name, "schedule.max_refills=1", *overrides)
+        arguments = quickstart_settings(name, "schedule.max_retries=1", *overrides)
         return jackfield("run", *arguments, environment={"PYTHONPATH": str(site)})
 
     return run
@@ -131,7 +131,7 @@ def test_an_agent_that_always_raises(run: Run) -> None:
     ended = run("raise", "agent=observant", "agent.mode=raise")
     assert 1 == ended.code
     first = ended.error.splitlines()[0]
-    assert first.startswith("[queue.ticket-failed] ")
+    assert first.startswith("[queue.batch-failed] ")
     assert "4 × ValueError: the tool is out of order" in first
     assert 1 == ended.error.count("the tool is out of order"), ended.error
 
@@ -155,7 +155,7 @@ def test_equal_rewards_are_no_failure(run: Run, tmp_path: Path) -> None:
     assert 0 == ended.code, ended.error
     assert not (tmp_path / "equal" / "samples" / "failed.jsonl").exists()
     [step] = [line for line in lines(tmp_path / "equal" / "metrics.jsonl") if line["kind"] == "step"]
-    assert 4 == step["groups/refills"]
+    assert 4 == step["groups/retries"]
 
 
 def test_a_seed_of_the_sampling_is_the_base_of_all_requests(run: Run, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_setting_takes_no_nonsense(start: str) -> None:
 
 def test_the_page_lists_numbers() -> None:
     names = set(numbers())
-    assert {"optimizer.lr", "sampling.temperature", "data.runs_per_prompt", "deadlines.reward"} <= names
+    assert {"optimizer.lr", "sampling.temperature", "data.rollouts_per_group", "deadlines.reward"} <= names
     assert {name[0] for name in names} <= set("abcdelmopqrsw")
     assert len(names) > 60
 

@@ -59,7 +59,7 @@ def run(jackfield: CommandServer, tmp_path: Path, quickstart_settings: Callable[
         file = tmp_path / "my_reward.py"
         file.write_text(REWARD)
         reward = f"reward={{name: function, path: '{file}:{function}'}}"
-        return jackfield("run", *quickstart_settings(name, reward, "schedule.max_refills=1", *overrides))
+        return jackfield("run", *quickstart_settings(name, reward, "schedule.max_retries=1", *overrides))
 
     return run
 
@@ -130,7 +130,7 @@ def test_an_error_without_text_names_its_line(run: Run, tmp_path: Path) -> None:
 
 def test_a_reward_that_fails_in_several_ways(run: Run) -> None:
     """Each way stands there once, with its count and its line, the most frequent first."""
-    ended = run("several", "several", "schedule.max_refills=3")
+    ended = run("several", "several", "schedule.max_retries=3")
     assert 1 == ended.code
     found = re.findall(r"(\d+) × (\w+): .* \(.*my_reward.py:\d+\)", ended.error)
     assert {"ValueError", "KeyError"} == {name for _, name in found}, ended.error
@@ -152,13 +152,13 @@ def test_answers_on_which_the_checker_times_out_train_as_wrong(
         for word, number in vocabulary.items()
     }
     (model / file).write_text(json.dumps(tokenizer))
-    given = ["reward={name: rules, method: math, seconds: 0.5, incorrect: -1.0}", "data.runs_per_prompt=2"]
+    given = ["reward={name: rules, method: math, seconds: 0.5, incorrect: -1.0}", "data.rollouts_per_group=2"]
     given += [
         "sampling.max_new_tokens=1",
         "evaluation.tasks=2",
         "schedule.steps=1",
         "observe.samples_per_step=16",
-        "schedule.max_refills=0",
+        "schedule.max_retries=0",
     ]
     ended = jackfield("run", *quickstart_settings("towers", *given, f"model.path={model}"))
     assert 0 == ended.code, ended.error

@@ -79,12 +79,12 @@ def test_samples_that_could_cross_the_limit_are_refused(
     )
     apart = () if role == "all" else shared
     settings = quickstart_settings(
-        "refused", f"model.path={model}", f"runtime.max_model_len={LIMIT + 1}", "data.max_prompt_tokens=20", *apart
+        "refused", f"model.path={model}", f"cluster.max_model_len={LIMIT + 1}", "data.max_prompt_tokens=20", *apart
     )
     done = jackfield("run", *settings, *ROLES[role])
     assert 1 == done.code, done.error
     assert done.error.startswith("[config.invalid-value] "), done.error
-    assert "runtime.max_model_len" in done.error
+    assert "cluster.max_model_len" in done.error
     assert not (tmp_path / "refused").exists()
 
 
@@ -96,7 +96,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 def test_samples_within_the_limit_are_trained_on(
     model: Path, jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    options = (f"model.path={model}", f"runtime.max_model_len={LIMIT}", "schedule.steps=1")
+    options = (f"model.path={model}", f"cluster.max_model_len={LIMIT}", "schedule.steps=1")
     done = jackfield("run", *quickstart_settings("within", *options))
     assert 0 == done.code, done.error
     for line in steps(tmp_path / "within"):
@@ -116,8 +116,8 @@ def test_longer_rows_are_trained_on_by_themselves(
     for name, tokens in (("together", 16384), ("one-by-one", 1)):
         done = jackfield(
             "run", str(quickstart), f"folder={tmp_path / name}", f"model.path={model}", f"data.train={file}",
-            "data.prompts_per_step=8", "schedule.steps=2", "optimizer={lr: 1e-2, warmup_steps: 0, scheduler: constant}",
-            "evaluation.every=0", "runtime.threads=1", f"runtime.micro_batch_tokens={tokens}",
+            "data.groups_per_batch=8", "schedule.steps=2", "optimizer={lr: 1e-2, warmup_steps: 0, scheduler: constant}",
+            "evaluation.every=0", "cluster.threads=1", f"cluster.micro_batch_tokens={tokens}",
             "observe={progress: false, curve: false, tensorboard: false}",
         )  # fmt: skip
         assert 0 == done.code, done.error

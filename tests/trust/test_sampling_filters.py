@@ -87,8 +87,8 @@ def test_the_correction_weighs_by_what_the_filter_left(
                 "algorithm.correction={enabled: true, reject: token}",
             ),
         ),
-        ("sampling.logprobs", ("sampling.logprobs=raw",)),
-        ("sampling.logprobs", ("sampling.logprobs=raw", "sampling.temperature=0.7")),
+        ("sampling.log_probs", ("sampling.log_probs=raw",)),
+        ("sampling.log_probs", ("sampling.log_probs=raw", "sampling.temperature=0.7")),
         ("sampling.temperature", ("sampling.temperature=0",)),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, tuple) else "",
@@ -106,7 +106,7 @@ def test_filters_of_evaluations_change_nothing(
     jackfield: CommandServer, quickstart_settings: Settings, tmp_path: Path
 ) -> None:
     """Nobody is trained on an evaluation's answers: they may be greedy, filtered or have raw log-probs."""
-    overrides = ("evaluation={every: 1, tasks: 2, sampling: {max_new_tokens: 4, top_k: 5, logprobs: raw}}",)
+    overrides = ("evaluation={every: 1, tasks: 2, sampling: {max_new_tokens: 4, top_k: 5, log_probs: raw}}",)
     done = jackfield("run", *quickstart_settings("evaluated", *overrides, "schedule.steps=1"))
     assert 0 == done.code, done.error
     assert "correction/mean" not in steps(tmp_path / "evaluated")[0]

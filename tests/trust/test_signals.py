@@ -136,7 +136,7 @@ def test_what_reaches_no_boundary_in_time_ends_without_a_checkpoint(
         "reward.method=compute_score",
         f"reward.path={tmp_path / 'never.py'}:compute_score",
     )
-    overrides = ("schedule.steps=4", "schedule.sync_interval=2", "checkpoint.grace=2", *reward)
+    overrides = ("schedule.steps=4", "schedule.sync_interval=2", "checkpoint.grace_seconds=2", *reward)
     command, folder = jackfield.start("run", *quickstart_settings("late", *overrides)), tmp_path / "late"
     until(lambda: (tmp_path / "asked").exists() and len(steps_of(folder)) == 1, command)
     command.send(signal.SIGTERM)
@@ -148,7 +148,7 @@ def test_two_signals_end_at_once(
     jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """The second signal waits for nothing: not even for a grace of an hour."""
-    command = jackfield.start("run", *quickstart_settings("twice", "schedule.steps=100000", "checkpoint.grace=3600"))
+    command = jackfield.start("run", *quickstart_settings("twice", "schedule.steps=100000", "checkpoint.grace_seconds=3600"))
     until(lambda: len(steps_of(tmp_path / "twice")) >= 1, command)
     command.send(signal.SIGINT)
     until(lambda: "SIGINT" in command.error, command)
@@ -167,7 +167,7 @@ def test_a_run_that_still_starts_ends_at_once(
     model = tmp_path / "model"
     model.mkdir()
     os.mkfifo(model / "config.json")
-    overrides = (f"model.path={model}", "checkpoint.grace=3600")
+    overrides = (f"model.path={model}", "checkpoint.grace_seconds=3600")
     command = jackfield.start("run", *quickstart_settings("starting", *overrides))
     with contextlib.ExitStack() as stack:
         until(lambda: _opened_by_reader(model / "config.json", stack), command)

@@ -21,7 +21,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
 
 RAY = (
-    "runtime.name=ray", "runtime.ray={num_cpus: 3, object_store_bytes: 100000000}", "data.prompts_per_step=2",
+    "cluster.name=ray", "cluster.ray={num_cpus: 3, object_store_bytes: 100000000}", "data.groups_per_batch=2",
     "schedule.steps=1000", "checkpoint.every=0",
 )  # fmt: skip
 
@@ -85,7 +85,7 @@ def test_signals_end_a_run_and_its_cluster(
     jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """The same command three times: SIGTERM to all processes; twice at its start; SIGINT, after which a rank dies."""
-    settings, folder = quickstart_settings("run", *RAY, "checkpoint.grace=300"), tmp_path / "run"
+    settings, folder = quickstart_settings("run", *RAY, "checkpoint.grace_seconds=300"), tmp_path / "run"
     command = jackfield.start("run", *settings)
     until(lambda: len(steps_of(folder)) >= 2, command)
     os.killpg(command.pid, signal.SIGTERM)

@@ -87,8 +87,9 @@ def roles(jackfield: CommandServer, quickstart_settings: Callable[..., list[str]
     arguments = quickstart_settings(
         "run", f"checkpoint_engine={{name: file, folder: {tmp_path / 'weights'}}}",
         "transfer_queue={name: zmq, units: 2}",
-        "queue.controller.rewards=apart", f"schedule.steps={STEPS}", "schedule.sync_offset=1", "checkpoint.every=0",
-        "data.prompts_per_step=2", "data.runs_per_prompt=2", "sampling.max_new_tokens=3", "runtime.threads=1",
+        "queue.controller.rewards=distributed",
+        f"schedule.steps={STEPS}", "schedule.sync_offset=1", "checkpoint.every=0",
+        "data.groups_per_batch=2", "data.rollouts_per_group=2", "sampling.max_new_tokens=3", "cluster.threads=1",
     )  # fmt: skip
     roles = Roles(jackfield, arguments, folder)
     yield roles

@@ -49,7 +49,7 @@ __all__ = ["check_queue_against_model"]
 
 _CALL_SECONDS = 60.0
 LEASE_SECONDS = 10.0
-MAX_REFILLS = 50
+MAX_RETRIES = 50
 STEPS = st.none() | st.integers(0, 5)
 NEEDS = {"scorer": {"x"}, "trainer": {"x", "y"}}
 
@@ -299,7 +299,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.stores.append(backend)
         self.backend = backend
         path = Path(self.journals.name) / "journal"
-        settings = {"lease_seconds": LEASE_SECONDS, "max_refills": MAX_REFILLS, "journal": path}
+        settings = {"lease_seconds": LEASE_SECONDS, "max_retries": MAX_RETRIES, "journal": path}
         queue = LocalQueue(self.backend, self.clock, **settings)
         queue._journal = Watched(self, path)
         await queue.start()
@@ -806,7 +806,7 @@ class QueueMachine(RuleBasedStateMachine):
         stats = self.do(self.queue.backend.stats())
         rows = self.model.rows()
         size = 8 * sum(len(row.columns) for row in rows.values())
-        assert (len(rows), size) == (stats.rows, stats.bytes)
+        assert (len(rows), size) == (stats.samples, stats.bytes)
         assert (len(rows), size) == (self.do(self.queue.stats())["rows"], self.do(self.queue.stats())["bytes"])
 
     @invariant()

@@ -146,7 +146,7 @@ class _Machine(RuleBasedStateMachine):
         rows = [self.rows.get((partition, key)) for key in keys]
         there = [row for row in rows if row is not None]
         if len(there) < len(rows):
-            return "queue.unknown-row"
+            return "queue.unknown-sample"
         if any(name not in row for row in there for name in names):
             return "queue.column"
         try:
@@ -158,7 +158,7 @@ class _Machine(RuleBasedStateMachine):
     def delete(self, partition: str, keys: list[str]) -> None:
         gone = [self.rows.pop((partition, key)) for key in keys if (partition, key) in self.rows]
         freed = self.do(self.store.delete(DeleteRequest(partition=partition, keys=tuple(keys))))
-        assert (len(gone), sum(map(_bytes, gone))) == (freed.rows, freed.bytes)
+        assert (len(gone), sum(map(_bytes, gone))) == (freed.samples, freed.bytes)
 
     @rule(partition=PARTITIONS, keys=KEYS)
     def tags(self, partition: str, keys: list[str]) -> None:
@@ -169,7 +169,7 @@ class _Machine(RuleBasedStateMachine):
     def checkpoint(self, number: int) -> None:
         written = self.do(self.store.checkpoint(SnapshotRequest(folder=str(self.folder / str(number)))))
         self.saved[number] = {place: dict(row) for place, row in self.rows.items()}
-        assert (len(self.rows), sum(map(_bytes, self.rows.values()))) == (written.rows, written.bytes)
+        assert (len(self.rows), sum(map(_bytes, self.rows.values()))) == (written.samples, written.bytes)
 
     @precondition(lambda self: self.saved)
     @rule(number=st.integers(0, 1))
@@ -183,7 +183,7 @@ class _Machine(RuleBasedStateMachine):
         """What a run does that begins anew: the checkpoint of nothing, in the format that all backends share."""
         write_archive(self.folder / "empty", ())
         restored = self.do(self.store.restore(SnapshotRequest(folder=str(self.folder / "empty"))))
-        assert (0, 0) == (restored.rows, restored.bytes)
+        assert (0, 0) == (restored.samples, restored.bytes)
         self.rows = {}
 
     @precondition(lambda self: self.backend is not None and self.backend.durable)
@@ -212,7 +212,7 @@ class _Machine(RuleBasedStateMachine):
     def counts(self) -> None:
         if self.backend is not None:
             stats = self.do(self.store.stats())
-            assert (len(self.rows), sum(map(_bytes, self.rows.values()))) == (stats.rows, stats.bytes)
+            assert (len(self.rows), sum(map(_bytes, self.rows.values()))) == (stats.samples, stats.bytes)
 
 
 def _bytes(row: Row) -> int:

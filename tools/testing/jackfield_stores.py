@@ -73,7 +73,7 @@ async def check_kill_9_of_the_server(opened: Opened, server: Server, rows: int, 
         server.start()
         assert [float(key[1:]) for key in confirmed] == await values(backend, confirmed)
         await asyncio.gather(*producers)
-        assert (4 * rows, 4 * rows * 1024) == ((stats := await backend.stats()).rows, stats.bytes)
+        assert (4 * rows, 4 * rows * 1024) == ((stats := await backend.stats()).samples, stats.bytes)
         assert [float(key[1:]) for key in returned] == await values(backend, returned)
 
 

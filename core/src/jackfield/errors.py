@@ -34,7 +34,7 @@ __all__ = [
     "RunError",
     "ScheduleError",
     "WeightsError",
-    "WireError",
+    "RpcError",
     "WorkerLost",
     "described",
     "error_fields",
@@ -53,8 +53,7 @@ CODES: dict[str, str] = {
     "plugin.duplicate": "Two distributions provide a plugin of the same kind and name.",
     "plugin.manifest-missing": "An entry point names a manifest file that is not there.",
     "plugin.manifest-invalid": "A manifest is not TOML, or has missing, unknown or wrong keys.",
-    "plugin.abi-major": "The plugin implements another major version of its contract.",
-    "plugin.abi-newer": "The plugin needs a newer minor version of its contract than this host has.",
+    "plugin.abi": "The plugin implements another major version of its contract, or needs a newer minor one.",
     "plugin.import": "The plugin's module raised while it was imported.",
     "plugin.object-missing": "The manifest names an object that its module does not have.",
     "plugin.not-a-subclass": "The plugin's class does not derive from the contract's abstract class.",
@@ -95,25 +94,23 @@ CODES: dict[str, str] = {
     "reward.failed": "A reward agent raised.",
     "reward.output": "A reward agent returned something that is not a score.",
     "reward.too-many-failures": "More groups than allowed ended without a usable reward.",
-    "queue.unknown-row": "A row key is not in the queue.",
+    "queue.unknown-sample": "A sample is not in the queue.",
     "queue.unknown-consumer": "A consumer has not been registered.",
     "queue.invalid": "A queue request contradicts itself.",
-    "queue.ticket-failed": "A group of a batch failed more often than it may be replaced.",
+    "queue.batch-failed": "A group of a batch failed more often than it may be replaced.",
     "queue.closed": "The queue is closed.",
     "queue.column": "A column is not there, or was written twice.",
-    "queue.lease-epoch": "A lease is expired, released or of an older epoch.",
-    "queue.not-empty": "A queue backend holds rows of an earlier run and cannot forget them.",
-    "queue.extra": "What reads or writes such files is not installed.",
+    "queue.lease": "A lease is expired, released or of an older epoch.",
     "queue.full": "The queue stayed full until the deadline.",
     "queue.unreachable": "The server or file behind a queue backend does not answer, or broke off.",
     "queue.store": "What is behind a queue backend cannot be used: login, format, damage, or its own settings.",
     "queue.lost": "Rows went with the storage unit that held them, or their values were altered in the store.",
     "queue.ledger": "The ledger of a run was cut, changed or removed: it is not the one that the checkpoint knows.",
     "queue.session": "A queue's controller in another process does not answer, or knows this process no more.",
-    "wire.malformed": "A message from another process is not one of the protocol.",
-    "wire.version": "A message from another process is of another version of the wire format.",
-    "wire.size": "A message between processes is above the limits.",
-    "wire.authentication": "A message came from somebody who does not know the secret.",
+    "rpc.malformed": "A message from another process is not one of the protocol.",
+    "rpc.version": "A message from another process is of another version of the wire format.",
+    "rpc.size": "A message between processes is above the limits.",
+    "rpc.authentication": "A message came from somebody who does not know the secret.",
     "rpc.malformed": "A message from another process is not one of the protocol, or is too long.",
     "rpc.value": "A value cannot travel to another process, or is of another type than the method declares.",
     "rpc.method": "Another process has called a method that is not served.",
@@ -129,7 +126,6 @@ CODES: dict[str, str] = {
     "weights.version": "A weight version went backwards or does not match.",
     "weights.transfer": "A weight transfer broke off.",
     "weights.storage": "A folder of weights cannot be written or read: no room, no permission, a damaged file.",
-    "schedule.invalid": "The schedule's settings contradict each other.",
     "schedule.staleness": "A batch is staler than the schedule allows.",
     "run.log-probs": "The log-probs of a training pass are not those of inference, or not those of the rollout.",
     "run.folder-in-use": "Another run is using this folder.",
@@ -144,7 +140,7 @@ CODES: dict[str, str] = {
     "run.not-running": "No run that has replicas goes on in a folder.",
     "run.failed": "A part of the run failed.",
     "worker.start": "A worker process cannot start, or cannot load the user's code.",
-    "runtime.cluster": "A Ray cluster cannot be started or joined, or has no room for a worker.",
+    "cluster.unavailable": "A Ray cluster cannot be started or joined, or has no room for a worker.",
     "worker.answer": "A worker process answered what it was not asked; it was killed, and its call has failed.",
     "worker.died": "A worker died, or lost what it had made.",
     "deadline": "Something that was waited for did not come in time.",
@@ -283,7 +279,7 @@ class QueueError(JackfieldError, code="queue.invalid"):
     """The TransferQueue refused a request."""
 
 
-class LeaseError(QueueError, code="queue.lease-epoch"):
+class LeaseError(QueueError, code="queue.lease"):
     """A lease is unknown, expired or of an old epoch."""
 
 
@@ -291,7 +287,7 @@ class QueueFull(QueueError, code="queue.full"):
     """Backpressure lasted beyond its deadline."""
 
 
-class WireError(JackfieldError, code="wire.malformed"):
+class RpcError(JackfieldError, code="rpc.malformed"):
     """A message between processes was refused."""
 
 
@@ -303,7 +299,7 @@ class WeightsError(JackfieldError, code="weights.transfer"):
     """A weight synchronisation was lost, stale or corrupt."""
 
 
-class ScheduleError(JackfieldError, code="schedule.invalid"):
+class ScheduleError(JackfieldError, code="config.invalid-value"):
     """A schedule's staleness bound would be broken."""
 
 

@@ -6,7 +6,7 @@ A message is a list of frames, as ZeroMQ sends them. The first is the *head*::
 
 The other frames are buffers: bytes that the fields speak of. Nothing in a message is executed or looked up by name,
 there is no pickle, and msgpack's extension types are refused. Whoever reads says beforehand which kinds of message it
-takes and of which types their fields are; everything else is refused with a :class:`~jackfield.errors.WireError`, and
+takes and of which types their fields are; everything else is refused with a :class:`~jackfield.errors.RpcError`, and
 counted.
 
 The key makes sure that the head was written by somebody who was told the secret. It does not hide anything, and covers
@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import attrs
 import msgpack
 
-from jackfield.errors import WireError
+from jackfield.errors import RpcError
 
 __all__ = ["VERSION", "Buffer", "Limits", "Message", "Schema", "Wire"]
 
@@ -88,7 +88,7 @@ class Wire:
         """The frames of a message; buffers stay where they are.
 
         Raises:
-            WireError: ``wire.size`` for a message above the limits.
+            RpcError: ``rpc.size`` for a message above the limits.
         """
         sizes = [buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers]
         body: bytes = msgpack.packb([kind, fields, sizes])
@@ -99,25 +99,25 @@ class Wire:
         """The message of these frames, whose buffers are not copied.
 
         Raises:
-            WireError: ``wire.malformed``, ``wire.version``, ``wire.size`` or ``wire.authentication``; counted in
+            RpcError: ``rpc.malformed``, ``rpc.version``, ``rpc.size`` or ``rpc.authentication``; counted in
                 :attr:`refused`. No other error, whatever the frames.
         """
         try:
             return self._decode(frames)
-        except WireError as error:
+        except RpcError as error:
             self.refused[error.code] += 1
             raise
 
     def _decode(self, frames: Sequence[Buffer]) -> Message:
         if not frames:
-            raise WireError("a message without frames", expected="a head")
+            raise RpcError("a message without frames", expected="a head")
         head, buffers = memoryview(frames[0]), frames[1:]
         if len(head) < _PREFIX_BYTES or head[: len(_MAGIC)] != _MAGIC:
-            raise WireError("a message that is not one of ours", expected=_MAGIC, found=bytes(head[: len(_MAGIC)]))
+            raise RpcError("a message that is not one of ours", expected=_MAGIC, found=bytes(head[: len(_MAGIC)]))
         if head[len(_MAGIC)] != VERSION:
-            raise WireError(
+            raise RpcError(
                 "a message of another version",
-                code="wire.version",
+                code="rpc.version",
                 expected=VERSION,
                 found=head[len(_MAGIC)],
                 fix="use the same version of jackfield on both sides",
@@ -126,10 +126,10 @@ class Wire:
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
         self._check_sizes(len(body), sizes)
         if not hmac.compare_digest(bytes(head[len(_MAGIC) + 1 : _PREFIX_BYTES]), self._mac(body)):
-            raise WireError("a message by somebody who does not know the secret", code="wire.authentication")
+            raise RpcError("a message by somebody who does not know the secret", code="rpc.authentication")
         kind, fields, announced = _unpacked(body)
         if announced != sizes:
-            raise WireError(
+            raise RpcError(
                 "buffers are missing or of other sizes", expected=reprlib.repr(announced), found=reprlib.repr(sizes)
             )
         self._check_fields(kind, fields)
@@ -142,9 +142,9 @@ class Wire:
         limits = self._limits
         fine = head <= limits.head_bytes and len(sizes) <= limits.buffers and sum(sizes) <= limits.total_bytes
         if not fine or max(sizes, default=0) > limits.buffer_bytes:
-            raise WireError(
+            raise RpcError(
                 "a message is too large",
-                code="wire.size",
+                code="rpc.size",
                 expected=f"{limits.head_bytes} bytes of head, {limits.buffers} buffers of {limits.buffer_bytes} bytes, "
                 f"{limits.total_bytes} bytes together",
                 found=f"{head} bytes of head, {len(sizes)} buffers of up to {max(sizes, default=0)} bytes, "
@@ -154,16 +154,16 @@ class Wire:
     def _check_fields(self, kind: Any, fields: Any) -> None:
         checks = self._checks.get(kind) if isinstance(kind, str) else None
         if checks is None:
-            raise WireError(
+            raise RpcError(
                 f"a message of a kind that is not known: {reprlib.repr(kind)}", expected=", ".join(self._checks)
             )
         if not isinstance(fields, dict) or fields.keys() != checks.keys():
-            raise WireError(
+            raise RpcError(
                 f"a message {kind!r} with other fields", expected=sorted(checks), found=reprlib.repr(fields)
             )
         for name, check in checks.items():
             if not check(fields[name]):
-                raise WireError(
+                raise RpcError(
                     f"a message {kind!r} whose field is of another type", where=name, found=reprlib.repr(fields[name])
                 )
 
@@ -176,7 +176,7 @@ def _unpacked(body: memoryview) -> tuple[Any, Any, Any]:
             raise TypeError("not a list")
         kind, fields, sizes = found
     except Exception as error:  # msgpack raises many sorts, and what it read comes from outside
-        raise WireError(f"a head that cannot be read: {type(error).__name__}") from error
+        raise RpcError(f"a head that cannot be read: {type(error).__name__}") from error
     return kind, fields, sizes
 
 

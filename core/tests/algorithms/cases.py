@@ -121,7 +121,7 @@ class Case:
         rewards[:, 1] += (uniform(rows) * 2).round()
         self.inputs: dict[str, torch.Tensor] = {
             "group_ids": (uniform(rows) * 4).long() * 7 - 3,
-            "run_ids": (uniform(rows) * 3).long() + 100,
+            "rollout_ids": (uniform(rows) * 3).long() + 100,
             "step_ids": torch.randperm(rows, generator=generator),
             "anchor_ids": (uniform(rows) * 3).long(),
             "values": uniform(rows, length),

@@ -203,9 +203,9 @@ def relative(values: dict[Any, float], key: Callable[[Any], Any]) -> dict[Any, f
 def runs_of(case: Case) -> dict[tuple[int, int], list[int]]:
     """(task, run) to its rows in the order of their steps."""
     runs: dict[tuple[int, int], list[int]] = {}
-    tasks, run_ids, steps = (case.inputs[key].tolist() for key in ("group_ids", "run_ids", "step_ids"))
+    tasks, rollout_ids, steps = (case.inputs[key].tolist() for key in ("group_ids", "rollout_ids", "step_ids"))
     for row in sorted(range(case.rows), key=lambda row: steps[row]):
-        runs.setdefault((tasks[row], run_ids[row]), []).append(row)
+        runs.setdefault((tasks[row], rollout_ids[row]), []).append(row)
     return runs
 
 
@@ -361,7 +361,7 @@ def test_options_of_the_other_estimators(seed: int) -> None:
     s, runs = case.scores, runs_of(case)
     of_run = relative({run: math.fsum(s[row] for row in rows) for run, rows in runs.items()}, lambda run: run[0])
     shared = [next(of_run[run] / len(rows) for run, rows in runs.items() if i in rows) for i in range(case.rows)]
-    close(case.on_tokens(shared), case.found("step_wise_grpo", run_reward="sum", divide_by_steps=True))
+    close(case.on_tokens(shared), case.found("step_wise_grpo", rollout_reward="sum", divide_by_steps=True))
     torch.testing.assert_close(case.found("topr", baseline=0.5), case.found("topr") - 0.5 * case.mask)
     torch.testing.assert_close(case.found("gpg", f_norm=2.0), case.found("gpg") / 2)
     single = {**case.inputs, "reward_dimensions": case.rewards.sum(-1, keepdim=True)}
@@ -442,7 +442,7 @@ def test_a_constant_on_all_rewards_of_a_group_changes_nothing(name: str, seed: i
     """Shift invariance of what compares rows. Steps: a constant on each step is one on each run of equal length."""
     if name in ("step_wise_grpo", "gigpo"):
         case = Case(seed)
-        case.inputs["run_ids"] = torch.arange(case.rows)
+        case.inputs["rollout_ids"] = torch.arange(case.rows)
     else:
         case = Case(seed)
     whole = case.found(name)
@@ -488,7 +488,7 @@ def test_equal_rewards_give_nothing(name: str, reward: float) -> None:
         token_rewards=torch.full((rows, 1), reward),
         response_mask=torch.ones(rows, 1),
         group_ids=torch.zeros(rows, dtype=torch.long),
-        run_ids=torch.arange(rows),
+        rollout_ids=torch.arange(rows),
         old_log_probs=torch.full((rows, 1), -0.5),
         sum_pi_squared=torch.full((rows, 1), 0.5),
     )
@@ -538,9 +538,9 @@ def test_an_unknown_option_is_refused() -> None:
         Case(1).found("grpo", normalise_by_std=False)
 
 
-@pytest.mark.parametrize("options", [{"std": "run"}, {"baseline": "max"}, {"run_reward": "first"}, {"weights": [1.0]}])
+@pytest.mark.parametrize("options", [{"std": "run"}, {"baseline": "max"}, {"rollout_reward": "first"}, {"weights": [1.0]}])
 def test_a_wrong_choice_is_refused(options: dict[str, Any]) -> None:
-    name = {"std": "grpo", "baseline": "opmd", "run_reward": "step_wise_grpo", "weights": "gdpo"}[next(iter(options))]
+    name = {"std": "grpo", "baseline": "opmd", "rollout_reward": "step_wise_grpo", "weights": "gdpo"}[next(iter(options))]
     with pytest.raises(ConfigError) as caught:
         Case(1).found(name, **options)
     assert "algorithm.input" == caught.value.code
@@ -575,7 +575,7 @@ def test_two_million_tokens_take_no_loop_over_rows(name: str) -> None:
         "token_rewards": torch.zeros(rows, length),
         "response_mask": torch.ones(rows, length),
         "group_ids": ids,
-        "run_ids": torch.arange(rows) % 8,
+        "rollout_ids": torch.arange(rows) % 8,
         "values": torch.zeros(rows, length),
         "old_log_probs": torch.zeros(rows, length),
         "sum_pi_squared": torch.zeros(rows, length),

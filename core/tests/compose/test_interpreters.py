@@ -29,19 +29,19 @@ def config(*overrides: str) -> RunConfig:
 
 
 def test_weights_cross_processes_where_the_server_has_its_own() -> None:
-    own = "runtime.interpreters={rollout: /elsewhere/bin/python}"
+    own = "cluster.interpreters={rollout: /elsewhere/bin/python}"
     assert "in_process" == config().checkpoint_engine.name
     assert "shared" == config(own).checkpoint_engine.name
-    assert "nccl" == config(own, "runtime.name=ray").checkpoint_engine.name
+    assert "nccl" == config(own, "cluster.name=ray").checkpoint_engine.name
     assert "file" == config(own, "checkpoint_engine=file").checkpoint_engine.name
     with pytest.raises(ConfigError) as caught:
         config(own, "checkpoint_engine=in_process")
-    assert "in_process with runtime.interpreters.rollout" == caught.value.found
+    assert "in_process with cluster.interpreters.rollout" == caught.value.found
 
 
 def test_a_kind_that_has_no_worker_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        config("runtime.interpreters={tracker: python3}")
+        config("cluster.interpreters={tracker: python3}")
     assert "'tracker' is not one of engine, rollout, agent, reward" in caught.value.message
 
 
@@ -86,7 +86,7 @@ def test_an_environment_is_made_once_and_again_when_its_plan_changes(
     monkeypatch.setattr(environments, "requirement_as_installed", lambda name: [comes])
     monkeypatch.setattr("importlib.metadata.requires", lambda name: None)
     folder = tmp_path / "made"
-    settings = EnvironmentSettings(requires=(other,), without=("other",))
+    settings = EnvironmentSettings(requires=(other,), uninstall=("other",))
 
     def create(settings: EnvironmentSettings = settings) -> bool:
         return create_environment(settings, folder, ["tiny"], 120.0)
@@ -147,14 +147,14 @@ def chosen(*overrides: str) -> dict[str, str] | JackfieldError:
 
 def test_the_engine_stays_in_the_process_of_an_inline_run() -> None:
     """Only a rollout server speaks its contract over a socket; the refusal says what else can be done."""
-    error = chosen("runtime.interpreters={engine: /bin/sh}")
+    error = chosen("cluster.interpreters={engine: /bin/sh}")
     assert isinstance(error, PluginError)
-    assert ("plugin.interpreter", "runtime.interpreters.engine") == (error.code, error.where)
-    assert "runtime.name: ray" in str(error.fix)
+    assert ("plugin.interpreter", "cluster.interpreters.engine") == (error.code, error.where)
+    assert "cluster.name: ray" in str(error.fix)
 
 
 def test_an_environment_that_is_not_made_says_how(tmp_path: Path) -> None:
-    error = chosen(f"environments={{own: {{folder: {tmp_path}}}}}", "runtime.interpreters={engine: own}")
+    error = chosen(f"environments={{own: {{folder: {tmp_path}}}}}", "cluster.interpreters={engine: own}")
     assert isinstance(error, PluginError)
     assert f"{tmp_path}/bin/python" == error.expected
     assert "jackfield env create own FILE" in str(error.fix)
@@ -162,6 +162,6 @@ def test_an_environment_that_is_not_made_says_how(tmp_path: Path) -> None:
 
 def test_this_interpreter_is_none_of_its_own() -> None:
     """A worker that is sent to the interpreter that runs everything stays where it is."""
-    error = chosen(f"runtime.interpreters={{engine: {sys.executable}}}")
+    error = chosen(f"cluster.interpreters={{engine: {sys.executable}}}")
     assert isinstance(error, JackfieldError), "the rest of the configuration names plugins that nobody has"
     assert "plugin.not-found" == error.code

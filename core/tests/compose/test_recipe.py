@@ -43,11 +43,11 @@ COLUMNS = {
     "dpo": {"ref_log_probs", "dpo_margins", "dpo_signs"},
 }
 TOLD = {
-    "mix": ("data.expert=e.jsonl", "data.experts_per_step=2"),
-    "mix_chord": ("data.expert=e.jsonl", "data.experts_per_step=2"),
+    "mix": ("data.expert=e.jsonl", "data.expert_samples_per_batch=2"),
+    "mix_chord": ("data.expert=e.jsonl", "data.expert_samples_per_batch=2"),
     "gdpo": ("algorithm.reward_dimensions=[score, brief]",),
-    "sft": ("mode=train",),
-    "dpo": ("mode=train", "data.format.rejected_key=worse"),
+    "sft": ("mode=offline",),
+    "dpo": ("mode=offline", "data.format.rejected_key=worse"),
 }
 
 
@@ -103,7 +103,7 @@ def test_a_users_loss_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"engine_log_probs": "full"}, ("algorithm.correction.enabled=true",), True),
         ({}, ("algorithm.name=decoupled_ppo",), False),
         ({}, ("algorithm.name=gmpo",), False),
-        ({}, ("algorithm.name=sft", "mode=train"), False),
+        ({}, ("algorithm.name=sft", "mode=offline"), False),
     ],
 )
 def test_the_correction_is_on_where_numerics_differ(
@@ -136,17 +136,17 @@ def test_old_log_probs_are_recomputed_only_where_somebody_reads_them() -> None:
     ("overrides", "where", "code"),
     [
         (("algorithm.advantages.name=optimal_token_baseline",), "algorithm", "config.invalid-value"),
-        (("mode=train",), "mode", "config.invalid-value"),
+        (("mode=offline",), "mode", "config.invalid-value"),
         (("algorithm.name=sft",), "mode", "config.invalid-value"),
         (("algorithm.name=mix",), "data.expert", "config.missing-key"),
         (("algorithm.name=gdpo",), "algorithm.reward_dimensions", "config.missing-key"),
-        (("algorithm.name=dpo", "mode=train"), "data.format.rejected_key", "config.missing-key"),
+        (("algorithm.name=dpo", "mode=offline"), "data.format.rejected_key", "config.missing-key"),
         (("data.format.rejected_key=worse",), "data.format.rejected_key", "config.invalid-value"),
         (("data.expert=e.jsonl",), "data.expert", "config.invalid-value"),
         (("algorithm.reward_dimensions=[score]",), "algorithm.reward_dimensions", "config.invalid-value"),
         (("critic.clip=null",), "critic", "config.invalid-value"),
         (("weights.block_bytes=64",), "weights", "config.invalid-value"),
-        (("weights.without_base=stop",), "weights", "config.invalid-value"),
+        (("weights.on_missing_base=stop",), "weights", "config.invalid-value"),
         (("algorithm.kl.target=1",), "algorithm.kl.target", "config.invalid-value"),
         (
             ("algorithm.name=gdpo", "algorithm.reward_dimensions=[score]", "algorithm.shaping.normalize=true"),
@@ -198,5 +198,5 @@ def test_whoever_wants_the_canary_corrected_gets_the_correction() -> None:
     assert "rollout_weights" in corrected.loss_columns
     assert corrected.recompute_old_log_probs
     assert "rollout_weights" not in recipe("canary.beyond=correct", "algorithm.name=decoupled_ppo").loss_columns
-    for overrides in (("algorithm.correction.enabled=false",), ("algorithm.name=sft", "mode=train")):
+    for overrides in (("algorithm.correction.enabled=false",), ("algorithm.name=sft", "mode=offline")):
         assert "canary.beyond" == refused("canary.beyond=correct", *overrides).where

@@ -45,7 +45,7 @@ def grpo(path: Path, last: float) -> Path:
         path,
         [
             {"kind": "evaluation", "step": 0, "time": 0.5, "score": 0.3},
-            {"kind": "sync", "step": 1, "time": 1.0, "seconds": 0.1},
+            {"kind": "weights", "step": 1, "time": 1.0, "seconds": 0.1},
             {"kind": "step", "step": 1, "time": 1.0, "reward/mean": 0.4, "policy/loss": 0.0},
             {"kind": "step", "step": 2, "time": 2.0, "reward/mean": None, "not_finite": ["reward/mean"]},
             {"kind": "step", "step": 3, "time": 3.0, "reward/mean": 0.6, "policy/loss": 0.0},

@@ -26,7 +26,7 @@ def test_tensorboard_reads_each_scalar_while_the_run_goes_on(make_run):
 
     assert {
         "evaluation/score": [(0, 0.25)],
-        "weights/sync_seconds": [(1, 0.5)],
+        "weights/seconds": [(1, 0.5)],
         "train/loss": [(1, 0.5), (2, 0.25)],
     } == read(run.folder)
 

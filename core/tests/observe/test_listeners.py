@@ -16,7 +16,7 @@ from jackfield.settings import structure
 def test_all_observers_work_together_and_leave_these_files(make_run, sample):
     everything = dict.fromkeys(("metrics_file", "tensorboard", "sample_table", "timeline", "curve", "progress"), True)
     run = make_run(**everything).start()
-    run.stage("generate", "explorer", 0, 1)
+    run.stage("rollout", "explorer", 0, 1)
     run.samples(1, sample())
     run.step(1, reward=0.5)
     run.evaluate(1, score=0.5)

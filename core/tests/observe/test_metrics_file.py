@@ -30,7 +30,7 @@ def test_every_event_is_one_line_that_is_there_when_the_hook_returns(make_run):
     assert [
         {"kind": "evaluation", "step": 0, "time": 0.0, "score": 0.25},
         {
-            "kind": "sync",
+            "kind": "weights",
             "step": 1,
             "time": 0.0,
             "seconds": 0.5,

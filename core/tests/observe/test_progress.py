@@ -9,7 +9,7 @@ from jackfield.errors import EngineError
 PLUGINS = {
     "engine": {"name": "fsdp", "lr": 1e-3},
     "reward": {"name": "rules"},
-    "runtime": {"name": "inline"},
+    "cluster": {"name": "inline"},
     "optimizer": {"name": "adamw"},
 }
 

@@ -30,12 +30,12 @@ def stages(folder: Path) -> list[tuple[str, str, float, float]]:
 def test_each_lane_has_its_stages_after_every_event(make_run):
     run = make_run(timeline=True).start()
     assert [] == stages(run.folder)
-    run.stage("generate", "explorer", 0, 2)
-    assert [("explorer", "generate", 0, 2)] == stages(run.folder)
+    run.stage("rollout", "explorer", 0, 2)
+    assert [("explorer", "rollout", 0, 2)] == stages(run.folder)
     run.stage("update", "trainer", 2, 3, step=4)
     run.end()
 
-    assert [("explorer", "generate", 0, 2), ("trainer", "update", 2, 3)] == stages(run.folder)
+    assert [("explorer", "rollout", 0, 2), ("trainer", "update", 2, 3)] == stages(run.folder)
     assert {"step": 4} == read(run.folder)[-1]["args"]
     assert {"M", "X"} == {event["ph"] for event in read(run.folder)}
     for event in read(run.folder):
@@ -75,7 +75,7 @@ def test_a_resumed_run_keeps_the_completed_steps_and_follows_them(make_run):
 
 def test_a_full_disk_leaves_a_whole_trace(make_run, full_disk):
     run = make_run(timeline=True).start()
-    run.stage("generate", "explorer", 0, 2)
+    run.stage("rollout", "explorer", 0, 2)
     with (
         full_disk((run.folder / "trace.json").stat().st_size + 20),
         pytest.raises(RunError) as caught,
@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_a_whole_trace(make_run, full_disk):
     assert ("run.failed", str(run.folder / "trace.json")) == (caught.value.code, caught.value.where)
     run.end()
 
-    assert [("explorer", "generate", 0, 2)] == stages(run.folder)
+    assert [("explorer", "rollout", 0, 2)] == stages(run.folder)
 
 
 def test_a_killed_run_leaves_files_that_load(tmp_path):

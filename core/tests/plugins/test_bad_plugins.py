@@ -29,7 +29,7 @@ class Agent(AgentLoopBase):
 
 #: Name to how it is installed, whether ``plugins list`` sees the fault, and the code of its error.
 BAD: dict[str, tuple[dict[str, Any], bool, str]] = {
-    "too_new": ({"abi": "9.0"}, True, "plugin.abi-major"),
+    "too_new": ({"abi": "9.0"}, True, "plugin.abi"),
     "no_toml": ({"manifest": "name = "}, True, "plugin.manifest-invalid"),
     "no_abi": (
         {"manifest": 'name = "no_abi"\nkind = "reward"\nobject = "a:A"\nconfig = "a:C"\n'},

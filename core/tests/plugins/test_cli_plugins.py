@@ -69,7 +69,7 @@ def test_list_shows_broken_plugins_beside_good_ones_and_exits_0(site):
     rows = listed(site)
     assert {"name", "kind", "abi", "distribution", "status", "error"} <= set(rows["good"])
     assert ("ok", None, "1.0") == tuple(rows["good"][key] for key in ("status", "error", "abi"))
-    assert ("broken", "plugin.abi-major", "9.0") == (
+    assert ("broken", "plugin.abi", "9.0") == (
         rows["rotten"]["status"],
         rows["rotten"]["error"]["code"],
         rows["rotten"]["abi"],
@@ -85,7 +85,7 @@ def test_list_as_text_is_a_table_with_the_errors(site):
     good = next(line for line in lines if line.startswith("good"))
     assert ["good", "reward", "1.0", "dist-fake-good", "0.1.0", "ok", "a", "fake"] == good.split()
     assert header.index("STATUS") == good.index("ok")
-    assert "[plugin.abi-major]" in result.stdout
+    assert "[plugin.abi]" in result.stdout
     assert "fix: upgrade jackfield" in result.stdout
 
 
@@ -149,7 +149,7 @@ def test_the_doctor_names_each_plugin_that_is_ill_inside_and_no_other(site):
     }
     code, plugins = diagnosed(site, *names)
     assert 1 == code
-    expected = {"good": [], "rotten": ["plugin.abi-major"], **{name: [c] for name, (_, c) in ILL_INSIDE.items()}}
+    expected = {"good": [], "rotten": ["plugin.abi"], **{name: [c] for name, (_, c) in ILL_INSIDE.items()}}
     assert expected == {name: [p["code"] for p in plugin["problems"]] for name, plugin in plugins.items()}
     problems = [problem for plugin in plugins.values() for problem in plugin["problems"]]
     assert all(problem["fix"] for problem in problems)

@@ -16,9 +16,9 @@ from jackfield.plugins import discover
 from jackfield.plugins.manifest import check_abi
 
 BREAKS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "abi_9": (lambda s: s.install("abi_9", abi="9.0"), "plugin.abi-major", "upgrade jackfield"),
-    "abi_0": (lambda s: s.install("abi_0", abi="0.9"), "plugin.abi-major", "upgrade the plugin"),
-    "newer": (lambda s: s.install("newer", abi="1.7"), "plugin.abi-newer", "reward ABI 1.7 or later"),
+    "abi_9": (lambda s: s.install("abi_9", abi="9.0"), "plugin.abi", "upgrade jackfield"),
+    "abi_0": (lambda s: s.install("abi_0", abi="0.9"), "plugin.abi", "upgrade the plugin"),
+    "newer": (lambda s: s.install("newer", abi="1.7"), "plugin.abi", "reward ABI 1.7 or later"),
     "broken": (lambda s: s.install("broken", manifest='name = "bro'), "plugin.manifest-invalid", "not TOML"),
     "latin": (
         lambda s: (s.folder / s.install("latin") / "plugin.toml").write_bytes(b'name = "\xff"'),
@@ -129,7 +129,7 @@ def test_a_broken_distribution_keeps_its_own_error_beside_a_twin(site):
     site.install("twin", package="fake_one", abi="9.0")
     site.install("twin", package="fake_two")
     codes = {record.error.code for record in discover([str(site.folder)]).records()}
-    assert {"plugin.abi-major", "plugin.duplicate"} == codes
+    assert {"plugin.abi", "plugin.duplicate"} == codes
 
 
 def test_a_distribution_found_twice_on_the_path_counts_once(site, tmp_path: Path):
@@ -203,7 +203,7 @@ def test_same_major_and_no_newer_minor_is_accepted(abi: str):
     check_abi("engine", abi, "plugin", host="1.10")
 
 
-@pytest.mark.parametrize(("abi", "code"), [("1.11", "plugin.abi-newer"), ("2.0", "plugin.abi-major")])
+@pytest.mark.parametrize(("abi", "code"), [("1.11", "plugin.abi"), ("2.0", "plugin.abi")])
 def test_a_newer_minor_or_another_major_is_refused(abi: str, code: str):
     with pytest.raises(PluginError) as caught:
         check_abi("engine", abi, "plugin", host="1.10")

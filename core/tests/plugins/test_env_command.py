@@ -39,7 +39,7 @@ def file(site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if name != "far":
             site.install(name, kind=kind)
     values = {"model": {"path": "nowhere"}, "data": {"train": "nowhere.jsonl"}, **PARTS}
-    values |= {"environments": {"own": {"folder": str(folder)}}, "runtime": {"interpreters": {"rollout": "own"}}}
+    values |= {"environments": {"own": {"folder": str(folder)}}, "cluster": {"interpreters": {"rollout": "own"}}}
     values |= {"folder": str(tmp_path / "run")}
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(values))

@@ -24,7 +24,7 @@ def contents(folder: Path) -> list[tuple[str, list[float], object]]:
 
 def test_rows_come_back_in_order_with_their_tags(tmp_path: Path) -> None:
     written = write_archive(tmp_path, [row("b", 1.0, 2.0), row("a")])
-    assert (2, 8) == (written.rows, written.bytes)
+    assert (2, 8) == (written.samples, written.bytes)
     assert [("b", [1.0, 2.0], {"k": "b"}), ("a", [], {"k": "a"})] == contents(tmp_path)
 
 

@@ -42,7 +42,7 @@ def test_a_producer_waits_for_room_and_a_commit_makes_it(run: Run) -> None:
         assert [0, 1, 2, 3, 4] == done
         exploring.cancel()
 
-    run(test, max_rows=10)
+    run(test, max_samples=10)
 
 
 def test_what_the_trainer_waits_for_is_let_in_though_the_queue_is_full(run: Run) -> None:
@@ -60,7 +60,7 @@ def test_what_the_trainer_waits_for_is_let_in_though_the_queue_is_full(run: Run)
         assert list(range(6)) == done  # nothing beyond what was asked for
         exploring.cancel()
 
-    run(test, max_rows=3)
+    run(test, max_samples=3)
 
 
 def test_a_consumer_of_any_rows_is_not_starved_either(run: Run) -> None:
@@ -76,7 +76,7 @@ def test_a_consumer_of_any_rows_is_not_starved_either(run: Run) -> None:
         assert len(seen) >= 8
         exploring.cancel()
 
-    run(test, max_rows=2)
+    run(test, max_samples=2)
 
 
 def test_further_columns_of_rows_that_are_there_are_never_held_back(run: Run) -> None:
@@ -127,4 +127,4 @@ def test_a_dropped_group_makes_room_and_frees_its_waiting_runs(run: Run) -> None
             await waiting
         assert 0 == (await bench.queue.stats())["rows"]
 
-    run(test, max_rows=2)
+    run(test, max_samples=2)

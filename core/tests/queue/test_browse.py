@@ -47,7 +47,7 @@ def call(*arguments: object) -> Any:
 def test_rows_are_listed_shown_and_counted(folder: Path) -> None:
     rows = json.loads(call("ls", folder, "--json"))
     assert [("t:1", 0, ["fields", "ids", "values"], ["archive"])] * 2 == [
-        (row["task"], row["ticket"], row["columns"], row["acked_by"]) for row in rows
+        (row["task"], row["batch"], row["columns"], row["acked_by"]) for row in rows
     ]
     assert [row["key"] for row in rows] == [line.split()[0] for line in call("ls", folder).splitlines()]
     assert [] == json.loads(call("ls", folder, "--partition", "other", "--json"))
@@ -57,8 +57,8 @@ def test_rows_are_listed_shown_and_counted(folder: Path) -> None:
     whole = json.loads(call("show", folder, rows[1]["key"], "--json"))
     assert ({"ä": 1}, list(range(21)), [0.5]) == tuple(whole["columns"][name] for name in ("fields", "ids", "values"))
     counts = json.loads(call("stats", folder, "--json"))["train"]
-    assert (2, {"archive": 2}, {"rows": 2, "bytes": 8 + 168}) == (
-        counts["rows"],
+    assert (2, {"archive": 2}, {"samples": 2, "bytes": 8 + 168}) == (
+        counts["samples"],
         counts["acked"],
         counts["columns"]["ids"],
     )
@@ -73,7 +73,7 @@ def test_rows_are_exported(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_an_error(folder: Path, tmp_path: Path) -> None:
-    for arguments, code in ((["show", folder, "nobody"], "queue.unknown-row"), (["ls", tmp_path], "run.no-checkpoint")):
+    for arguments, code in ((["show", folder, "nobody"], "queue.unknown-sample"), (["ls", tmp_path], "run.no-checkpoint")):
         result = CliRunner().invoke(main, ["queue", *map(str, arguments), "--json"])
         assert 1 == result.exit_code
         assert code == json.loads(result.output)["error"]["code"]

@@ -36,7 +36,7 @@ async def step(bench: Any, number: int) -> int:
     """A batch of 64 rows through reward and trainer; Python calls per row."""
     with Calls() as calls:
         await bench.publish(await bench.claim(groups=16), runs=4)
-        rewarding = await bench.queue.lease("reward", max_rows=64, deadline_seconds=0)
+        rewarding = await bench.queue.lease("reward", max_samples=64, deadline_seconds=0)
         await bench.queue.put(rewarding, {"reward": dense_column(torch.zeros(64))})
         await bench.queue.ack(rewarding, step=number)
         batch = await bench.queue.lease_groups("trainer", number, deadline_seconds=0)

@@ -46,7 +46,7 @@ def test_a_group_is_published_when_all_runs_ended(run: Run) -> None:
         assert (0, 2, 2) == view.key_runs
         batch = await bench.queue.lease_groups("trainer", ticket, deadline_seconds=0)
         assert view.keys == batch.keys
-        assert {"task_id": "t", "ticket": 0, "slot": 0, "attempt": 0, "run": 2, "sequence": 1, "source": "gsm8k"} == (
+        assert {"task_id": "t", "batch": 0, "group": 0, "retry": 0, "rollout": 2, "sequence": 1, "source": "gsm8k"} == (
             batch.tags[2]
         )
 
@@ -194,7 +194,7 @@ def test_a_ticket_fails_after_too_many_refills_and_names_the_reasons(run: Run) -
         with pytest.raises(QueueError, match="has failed"):
             await bench.queue.lease_groups("trainer", 0, deadline_seconds=10)
 
-    run(test, max_refills=2)
+    run(test, max_retries=2)
 
 
 def test_a_dead_explorers_ticket_is_handed_out_again_with_the_same_attempts(run: Run) -> None:
@@ -224,7 +224,7 @@ def test_a_dead_explorers_ticket_is_handed_out_again_with_the_same_attempts(run:
         batch = await bench.queue.lease_groups("trainer", 0, deadline_seconds=0)
         assert ["train/0/0/0"] * 2 == list(batch.group_ids[:2])
         await bench.queue.flush()
-        assert 6 == (await bench.queue.backend.stats()).rows  # the half group's row is gone
+        assert 6 == (await bench.queue.backend.stats()).samples  # the half group's row is gone
 
     run(test)
 
@@ -271,7 +271,7 @@ def test_a_put_that_breaks_off_leaves_nothing_and_can_be_repeated(run: Run) -> N
         bench.queue.backend.put = store
         assert (f"{group}/0r1/0",) == await bench.put(group, 0)
         await bench.queue.flush()
-        assert 1 == (await bench.queue.backend.stats()).rows == (await bench.queue.stats())["rows"]
+        assert 1 == (await bench.queue.backend.stats()).samples == (await bench.queue.stats())["rows"]
         assert 1 == len(await bench.queue.lease_groups("trainer", 0, deadline_seconds=0))
 
     run(test)

@@ -49,7 +49,7 @@ def test_each_consumer_sees_each_row_once(run: Run) -> None:
         for name in ("a", "b"):
             await bench.queue.register_consumer(name, partition="train", columns=("ids",))
         await bench.publish(await bench.claim(groups=3), runs=2)
-        first = await bench.queue.lease("a", max_rows=4, deadline_seconds=0)
+        first = await bench.queue.lease("a", max_samples=4, deadline_seconds=0)
         rest = await bench.queue.lease("a", deadline_seconds=0, sampler=Sequential())
         assert (4, 2) == (len(first), len(rest))
         other = await bench.queue.lease("b", deadline_seconds=0, sampler=make_sampler("sequential"))
@@ -63,7 +63,7 @@ def test_waiting_consumers_share_what_comes_and_wake_one_by_one(run: Run) -> Non
         await bench.queue.register_consumer("a", partition="train", columns=("ids",))
         (slot,) = await bench.vacant(await bench.claim())
         group = await bench.queue.open_group(slot, task_id="t", runs=2)
-        waiting = [asyncio.ensure_future(bench.queue.lease("a", max_rows=2, deadline_seconds=9)) for _ in range(4)]
+        waiting = [asyncio.ensure_future(bench.queue.lease("a", max_samples=2, deadline_seconds=9)) for _ in range(4)]
         await asyncio.sleep(0)
         waiting[0].cancel()
         await asyncio.sleep(0)
@@ -83,7 +83,7 @@ def test_what_one_waiter_leaves_goes_to_the_next(run: Run) -> None:
         await bench.queue.register_consumer("a", partition="train", columns=("ids",))
         (slot,) = await bench.vacant(await bench.claim())
         group = await bench.queue.open_group(slot, task_id="t", runs=1)
-        waiting = [asyncio.ensure_future(bench.queue.lease("a", max_rows=2, deadline_seconds=9)) for _ in range(3)]
+        waiting = [asyncio.ensure_future(bench.queue.lease("a", max_samples=2, deadline_seconds=9)) for _ in range(3)]
         await asyncio.sleep(0)
         await bench.put(group, 0, rows=5)
         assert [2, 2, 1] == [len(batch) for batch in await asyncio.gather(*waiting)]
@@ -113,9 +113,9 @@ def test_whoever_takes_over_gets_what_the_one_before_had_leased(run: Run) -> Non
         for name in ("a", "b"):
             await bench.queue.register_consumer(name, partition="train", columns=("ids",))
         await bench.publish(await bench.claim(groups=3), runs=2)
-        done = await bench.queue.lease("a", max_rows=2, deadline_seconds=0)
+        done = await bench.queue.lease("a", max_samples=2, deadline_seconds=0)
         await bench.queue.ack(done, step=0)
-        left = await bench.queue.lease("a", max_rows=1, deadline_seconds=0)
+        left = await bench.queue.lease("a", max_samples=1, deadline_seconds=0)
         kept = await bench.queue.lease_groups("b", 0, deadline_seconds=0)
         assert left.keys == await bench.queue.take_over("a")
         again = await bench.queue.lease("a", deadline_seconds=0)
@@ -235,10 +235,10 @@ def test_rows_are_deleted_when_every_consumer_acked_and_the_checkpoint_committed
         await bench.queue.ack(training, step=0)
         await bench.queue.commit(0)
         await bench.queue.flush()
-        assert 2 == (await bench.queue.backend.stats()).rows  # the reward stage has not acked
+        assert 2 == (await bench.queue.backend.stats()).samples  # the reward stage has not acked
         await bench.queue.ack(rewarding, step=0)  # of a step that is committed already: final
         await bench.queue.flush()
-        assert 0 == (await bench.queue.backend.stats()).rows
+        assert 0 == (await bench.queue.backend.stats()).samples
         assert {"rows": 0, "bytes": 0, "tickets": 0, "groups_open": 0, "rows_leased": 0} == await bench.queue.stats()
         with pytest.raises(QueueError, match=r"ticket 0 .* has been consumed"):
             await bench.queue.lease_groups("trainer", 0, deadline_seconds=0)
@@ -288,7 +288,7 @@ def test_work_on_rows_that_were_dropped_meanwhile_is_ignored(run: Run) -> None:
         assert () == await bench.queue.ack(batch, step=0)
         await bench.queue.fail_rows(batch.keys, "gone already")
         await bench.queue.flush()
-        assert 0 == (await bench.queue.backend.stats()).rows
+        assert 0 == (await bench.queue.backend.stats()).samples
 
     run(test)
 
@@ -307,7 +307,7 @@ def test_a_row_that_goes_while_its_column_is_written_leaves_no_bytes(run: Run) -
         bench.queue.backend.put = interrupted
         assert () == await bench.queue.put(keys, {"reward": dense_column(torch.ones(2))})
         await bench.queue.flush()
-        assert 0 == (await bench.queue.backend.stats()).rows == (await bench.queue.stats())["bytes"]
+        assert 0 == (await bench.queue.backend.stats()).samples == (await bench.queue.stats())["bytes"]
 
     run(test)
 
@@ -335,7 +335,7 @@ def test_what_is_left_of_a_group_that_was_consumed_row_by_row_is_not_a_group(run
     async def test(bench: Any) -> None:
         await bench.queue.register_consumer("trainer", partition="train", columns=("ids",))
         (group,) = await bench.publish(await bench.claim(), runs=3)
-        await bench.queue.ack(await bench.queue.lease("trainer", max_rows=2, deadline_seconds=0))
+        await bench.queue.ack(await bench.queue.lease("trainer", max_samples=2, deadline_seconds=0))
         with pytest.raises(DeadlineExceeded, match="rows leased one by one: 2 of train/0/0/0"):
             await bench.queue.lease_groups("trainer", 0, deadline_seconds=1)
         with pytest.raises(QueueError, match="cannot be changed any more"):
@@ -363,7 +363,7 @@ def test_a_late_consumer_sees_the_rows_that_are_there(run: Run) -> None:
 
 def test_a_sampler_cannot_choose_what_it_was_not_offered(run: Run) -> None:
     class Greedy(Sampler):
-        def sample(self, ready: Any, max_rows: int | None) -> list[str]:
+        def sample(self, ready: Any, max_samples: int | None) -> list[str]:
             return [*ready, *ready]
 
     async def test(bench: Any) -> None:
@@ -380,8 +380,8 @@ def test_a_sampler_cannot_choose_what_it_was_not_offered(run: Run) -> None:
 
 def test_a_sampler_that_chooses_none_waits_and_lets_others_go_first(run: Run) -> None:
     class Long(Sampler):
-        def sample(self, ready: Any, max_rows: int | None) -> list[str]:
-            return [key for key in ready if ready.tags(key)["run"] == 1]
+        def sample(self, ready: Any, max_samples: int | None) -> list[str]:
+            return [key for key in ready if ready.tags(key)["rollout"] == 1]
 
     async def test(bench: Any) -> None:
         await bench.queue.register_consumer("a", partition="train", columns=("ids",))
@@ -401,7 +401,7 @@ def test_a_sampler_that_chooses_none_waits_and_lets_others_go_first(run: Run) ->
 
 def test_samplers_that_choose_none_wait_for_news_without_waking_each_other(run: Run) -> None:
     class Nothing(Sampler):
-        def sample(self, ready: Any, max_rows: int | None) -> list[str]:
+        def sample(self, ready: Any, max_samples: int | None) -> list[str]:
             return []
 
     async def test(bench: Any) -> None:
@@ -455,7 +455,7 @@ def test_unknown_rows_and_empty_requests_are_refused(run: Run) -> None:
         for key in ("nonsense", "train/7/0/0/0/0", "train/x/0/0/0/0", "other/0/0/0/0/0"):
             with pytest.raises(QueueError) as caught:
                 await bench.queue.put([key], {"x": dense_column(torch.ones(1))})
-            assert (caught.value.code, caught.value.where) == ("queue.unknown-row", key)
+            assert (caught.value.code, caught.value.where) == ("queue.unknown-sample", key)
         with pytest.raises(QueueError, match="no rows are named"):
             await bench.queue.get((), ("ids",))
         with pytest.raises(QueueError, match="column 'x' has 2 rows"):

@@ -97,7 +97,7 @@ def test_a_put_keeps_other_columns_replaces_its_own_and_copies() -> None:
         values += 100
         await put(store, "b", x=dense_column(torch.tensor([9])))
         assert {"x": [1, 9], "y": [5, 6]} == await get(store, "ab", "x", "y")
-        assert (2, 32) == ((await store.stats()).rows, (await store.stats()).bytes)
+        assert (2, 32) == ((await store.stats()).samples, (await store.stats()).bytes)
 
     run(test())
 
@@ -107,10 +107,10 @@ def test_deleted_rows_free_their_bytes_and_unknown_ones_are_ignored() -> None:
         store = backend()
         await put(store, "abc", x=column_from_rows([torch.zeros(1), torch.zeros(0), torch.zeros(3)]))
         freed = await store.delete(DeleteRequest(partition="p", keys=("c", "nobody")))
-        assert (1, 12) == (freed.rows, freed.bytes)
-        assert (2, 4) == ((await store.stats()).rows, (await store.stats()).bytes)
+        assert (1, 12) == (freed.samples, freed.bytes)
+        assert (2, 4) == ((await store.stats()).samples, (await store.stats()).bytes)
         await store.delete(DeleteRequest(partition="q", keys=("a",)))  # another partition
-        assert 2 == (await store.stats()).rows
+        assert 2 == (await store.stats()).samples
 
     run(test())
 
@@ -122,7 +122,7 @@ def test_what_is_missing_is_named() -> None:
         await put(store, "a", y=dense_column(torch.zeros(1)))
         with pytest.raises(QueueError, match="'z'") as caught:
             await get(store, "az", "x")
-        assert caught.value.code == "queue.unknown-row"
+        assert caught.value.code == "queue.unknown-sample"
         with pytest.raises(QueueError, match="column 'y' is not there in 1 rows, b first") as caught:
             await get(store, "ab", "y")
         assert caught.value.code == "queue.column"
@@ -145,9 +145,9 @@ def test_a_checkpoint_is_of_the_moment_of_the_call() -> None:
         assert not writing.done()
         await put(store, "b", x=dense_column(torch.ones(1, 1 << 22)))
         await put(store, "a", y=dense_column(torch.ones(1)))
-        assert 1 == (await writing).rows
+        assert 1 == (await writing).samples
         await store.restore(SnapshotRequest(folder=folder))
-        assert 1 == (await store.stats()).rows
+        assert 1 == (await store.stats()).samples
         with pytest.raises(QueueError, match="column 'y' is not there"):
             await get(store, "a", "y")
 

@@ -68,11 +68,11 @@ class Served:
 
 
 @asynccontextmanager
-async def served(silence_seconds: float = 20.0, ledger: Path | None = None, **options: Any) -> AsyncIterator[Served]:
+async def served(heartbeat_seconds: float = 20.0, ledger: Path | None = None, **options: Any) -> AsyncIterator[Served]:
     backend = Watched(MemoryConfig(), TransferQueueContext())
     queue = LocalQueue(backend, Clock(), ledger=ledger)
     await queue.start()
-    server = QueueServer(queue, Clock(), silence_seconds=silence_seconds, **options)
+    server = QueueServer(queue, Clock(), heartbeat_seconds=heartbeat_seconds, **options)
     world = Served(queue, server, await server.start(), backend)
     try:
         yield world
@@ -94,7 +94,7 @@ async def publish(queue: TransferQueue, ticket: Ticket, runs: int = 1) -> list[s
         slot = await anext(slots)
         groups.append(await queue.open_group(slot, task_id=f"task-{slot.index}", runs=runs, tags={"hard": slot.index}))
         for run in range(runs):
-            await queue.put_run(groups[-1], run, ids(), [{"run": run, "list": [1, 2.5, None, "x"]}])
+            await queue.put_run(groups[-1], run, ids(), [{"rollout": run, "list": [1, 2.5, None, "x"]}])
     await slots.aclose()  # type: ignore[attr-defined]
     return groups
 
@@ -322,7 +322,7 @@ def test_a_lease_without_a_time_lasts_as_long_as_its_holder() -> None:
     """Beyond the silence after which a dead client's would have ended; then others have the rows at once."""
 
     async def main() -> None:
-        async with served(silence_seconds=0.4) as world:
+        async with served(heartbeat_seconds=0.4) as world:
             holder, other = await world.client(), await world.client()
             await holder.register_consumer("trainer", "train", ("ids",))
             await publish(holder, await holder.claim_ticket("train", "one", 1))
@@ -341,7 +341,7 @@ def test_a_lease_without_a_time_lasts_as_long_as_its_holder() -> None:
 
 def test_a_process_that_is_killed_is_noticed_by_its_silence(tmp_path: Path) -> None:
     async def main() -> None:
-        async with served(silence_seconds=1.0) as world:
+        async with served(heartbeat_seconds=1.0) as world:
             world.address.write(tmp_path / "address.json")
             assert 0o600 == (tmp_path / "address.json").stat().st_mode & 0o777
             code = f"""
@@ -382,7 +382,7 @@ def test_a_client_that_calls_nothing_is_heard_of() -> None:
     """A thread of its own says that it lives."""
 
     async def main() -> None:
-        async with served(silence_seconds=0.8) as world:
+        async with served(heartbeat_seconds=0.8) as world:
             await world.client("idle")
             (known,) = world.server._clients.values()
             for _ in range(6):
@@ -506,7 +506,7 @@ def test_what_is_no_call_is_refused_and_counted_and_the_others_go_on() -> None:
                 line._socket.send_multipart(frames)  # type: ignore[union-attr]
             stats = await client.stats()
             assert 11 == stats["refused"]
-            assert {"wire.malformed": 3, "wire.authentication": 1}.items() <= world.server.refused.items()
+            assert {"rpc.malformed": 3, "rpc.authentication": 1}.items() <= world.server.refused.items()
 
     asyncio.run(main())
 
@@ -514,7 +514,7 @@ def test_what_is_no_call_is_refused_and_counted_and_the_others_go_on() -> None:
 @pytest.mark.parametrize("knows", ["everything", "no secret", "no key"])
 def test_beyond_loopback_only_those_with_the_address_file_get_in(tmp_path: Path, knows: str) -> None:
     async def main() -> None:
-        async with served(silence_seconds=1.0, encrypted=True) as world:
+        async with served(heartbeat_seconds=1.0, encrypted=True) as world:
             world.address.write(tmp_path / "address.json")
             address = ControllerAddress.read(tmp_path / "address.json")
             assert address.address.startswith("tcp://127.0.0.1:")
@@ -534,7 +534,7 @@ def test_beyond_loopback_only_those_with_the_address_file_get_in(tmp_path: Path,
             with pytest.raises(QueueError, match="did not answer for 1 s") as caught:
                 await client.start()
             assert "queue.session" == caught.value.code
-            assert ({"wire.authentication"} if knows == "no secret" else {"key"}) == set(world.server.refused)
+            assert ({"rpc.authentication"} if knows == "no secret" else {"key"}) == set(world.server.refused)
 
     asyncio.run(main())
 

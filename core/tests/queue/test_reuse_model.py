@@ -259,7 +259,7 @@ class ReuseMachine(RuleBasedStateMachine):
         self.do(self.queue.flush())
         assert (
             2 * len(self.model.groups)
-            == self.do(self.queue.backend.stats()).rows
+            == self.do(self.queue.backend.stats()).samples
             == self.do(self.queue.stats())["rows"]
         )
 

@@ -131,7 +131,7 @@ def test_a_missing_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(QueueError, match=r"pip install 'jackfield\[parquet\]'") as caught:
         write_rows(tmp_path / "rows.parquet", lambda: ())
-    assert "queue.extra" == caught.value.code
+    assert "plugin.requirement" == caught.value.code
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -155,9 +155,9 @@ def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_p
         await bench.queue.checkpoint(saved)
 
     run(fill)
-    assert f"4 rows in {file}" in call("export", saved, file)
+    assert f"4 samples in {file}" in call("export", saved, file)
     for _ in range(2):
-        assert f"4 rows in {made}" in call("import", file, made, "--partition", "human")
+        assert f"4 samples in {made}" in call("import", file, made, "--partition", "human")
     before, after = list(saved_rows(saved)), list(saved_rows(made))
     assert 2 * content(before) == content(after)
     assert [2] * 4 == [sum(row.group == group for row in after) for group in dict.fromkeys(row.group for row in after)]

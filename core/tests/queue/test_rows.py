@@ -88,6 +88,6 @@ def test_what_is_written_to_rows_that_went_meanwhile_is_deleted(run: Run) -> Non
         await queue.flush()
         assert () == await queue.announce(keys, await rows.put("train", keys, rewards(2)))
         await queue.flush()
-        assert 0 == (await queue.backend.stats()).rows
+        assert 0 == (await queue.backend.stats()).samples
 
     run(test)

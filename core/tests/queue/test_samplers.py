@@ -204,8 +204,8 @@ def test_sequential_gives_what_there_is_in_order(run: Run) -> None:
         await bench.publish(await bench.claim(), runs=5)
         first = await bench.queue.lease("a", 3, deadline_seconds=0)
         rest = await bench.queue.lease("a", 8, deadline_seconds=0)
-        assert [0, 1, 2] == [tags["run"] for tags in first.tags]
-        assert [3, 4] == [tags["run"] for tags in rest.tags], "fewer than asked for"
+        assert [0, 1, 2] == [tags["rollout"] for tags in first.tags]
+        assert [3, 4] == [tags["rollout"] for tags in rest.tags], "fewer than asked for"
 
     run(test)
 

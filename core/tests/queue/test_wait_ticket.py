@@ -59,7 +59,7 @@ def test_a_wait_for_tickets_ends_with_who_is_not_done(run: Run) -> None:
         with pytest.raises(QueueError, match="ticket 0 of partition 'train' has failed"):
             await idle
 
-    run(test, max_refills=0)
+    run(test, max_retries=0)
 
 
 async def _first(bench: Any, number: int) -> Any:

@@ -361,7 +361,7 @@ def test_a_client_that_dies_or_is_stopped_is_named_and_ended(number: int, tmp_pa
             process.kill()
         assert 1 == made.queue.cancelled
         assert made.ended[0].startswith("the other ")
-        assert ("deadlines.silence" in made.ended[0]) == (number == signal.SIGSTOP)
+        assert ("deadlines.heartbeat" in made.ended[0]) == (number == signal.SIGSTOP)
         await made.remote.echo(None)
 
     run(test, seconds=2.0)

@@ -35,7 +35,7 @@ class Batch:
             "rollout_log_probs": jagged([[-1.0] * size for size in sizes]),
         }
         each = [
-            {"run": row, "response_tokens": size, "model_tokens": size, **{name: tags[name][row] for name in tags}}
+            {"rollout": row, "response_tokens": size, "model_tokens": size, **{name: tags[name][row] for name in tags}}
             for row, size in enumerate(sizes)
         ]
         self.meta = BatchMeta(
@@ -70,7 +70,7 @@ class Batch:
             keys = [
                 key
                 for key, tags in zip(self.meta.keys, self.meta.tags, strict=True)
-                if tags["run"] != tags.get("baseline_run")
+                if tags["rollout"] != tags.get("greedy_rollout")
             ]
             columns: Mapping[str, Any] = await rows.get("train", keys, names)
             return result, {name: [row.tolist() for row in rows_of(column)] for name, column in columns.items()}
@@ -134,7 +134,7 @@ def test_values_of_a_critic_reach_gae() -> None:
 
 
 def test_the_greedy_runs_reward_is_the_baseline_of_its_group_and_is_not_trained_on() -> None:
-    batch = scored((1.0, 0.0, 4.0, 3.0), run=(0, 1, 0, 1), baseline_run=(1, 1, 1, 1))
+    batch = scored((1.0, 0.0, 4.0, 3.0), rollout=(0, 1, 0, 1), greedy_rollout=(1, 1, 1, 1))
     metrics, found = batch.estimate(AdvantagePlan(advantages="remax"))
     assert [[1.0, 1.0], [1.0]] == found["advantages"], "1 less 0, and 4 less 3"
     assert 2.5 == metrics["reward/mean"]

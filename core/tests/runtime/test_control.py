@@ -44,7 +44,7 @@ class Fake:
         if count < 1:
             raise ConfigError("a run needs a replica", found=count)
         if count > 3:
-            raise RunError("the cluster has no room for rollout replica 3", code="runtime.cluster", expected="a place")
+            raise RunError("the cluster has no room for rollout replica 3", code="cluster.unavailable", expected="a place")
         self.count = count
         return await self.states()
 
@@ -76,7 +76,7 @@ def test_replicas_are_listed_added_and_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("count", "code"),
-    [(0, "config.invalid-value"), (4, "runtime.cluster"), (7, "run.failed")],
+    [(0, "config.invalid-value"), (4, "cluster.unavailable"), (7, "run.failed")],
     ids=["none", "no room", "a mistake"],
 )
 def test_what_the_run_says_against_it_is_the_error(tmp_path: Path, count: int, code: str) -> None:
@@ -96,7 +96,7 @@ def test_the_command_prints_for_people_and_programs(tmp_path: Path) -> None:
     listed, grown, refused, wrong = serve(tmp_path, ask)
     assert "replica 0: serving  weights of version 5  0 running, 0 waiting  2 restarts\n" == listed
     assert [0, 1] == [state["replica"] for state in json.loads(grown)]
-    assert "[runtime.cluster]" in refused
+    assert "[cluster.unavailable]" in refused
     assert "'many' is not a valid integer" in wrong
 
 
@@ -196,5 +196,5 @@ def test_a_port_that_is_taken_is_named() -> None:
         metrics = ReplicaMetrics(cast(Replicas, Fake()), taken.getsockname()[1])
         with pytest.raises(ConfigError) as caught:
             asyncio.run(metrics.open())
-    assert "runtime.metrics_port" == caught.value.where
+    assert "cluster.metrics_port" == caught.value.where
     assert os.strerror(errno.EADDRINUSE) in str(caught.value.found)

@@ -95,7 +95,7 @@ class World:
 
     async def add(self, number: int) -> BaseRolloutServer:
         if len(self.servers) >= self.room:
-            raise RunError("the cluster has no room", code="runtime.cluster")
+            raise RunError("the cluster has no room", code="cluster.unavailable")
         self.servers[number] = Server(self, number)
         return self.servers[number]  # type: ignore[return-value]
 

@@ -34,7 +34,7 @@ class Judge(RewardAgent):
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         self.asked.append((request.idempotency_key, request.attempt))
-        if request.solution_str == "again" and request.attempt == 1:
+        if request.solution_str == "again" and request.retry == 0:
             raise ConnectionResetError("try again")
         if "x" in request.solution_str:
             raise ValueError("an x")

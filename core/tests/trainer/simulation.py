@@ -219,7 +219,7 @@ class FakeAgent(AgentLoopBase):
             prompt_ids=(1, 2),
             response_ids=(ord(letter), 0),
             response_mask=(1, 1),
-            response_logprobs=(-1.0, -1.0),
+            response_log_probs=(-1.0, -1.0),
             weight_versions=(version, version),
         )
         return AgentLoopOutput(sequences=(sequence,))
@@ -274,7 +274,7 @@ class Simulation:
     score_deadline: float = 100.0
     shared: bool = False  #: engine and replicas on one device
     mini_batches: int = 1
-    max_refills: int = 3
+    max_retries: int = 3
     equal_groups_replaced: int = 0
     greedy_baseline: bool = False
     experts: int = 0
@@ -283,7 +283,7 @@ class Simulation:
     critic_warmup: int | None = None  #: None: no critic
     loss_options: Mapping[str, Any] = attrs.field(factory=dict)
     kl: Any = attrs.field(factory=lambda: KLController(coefficient=0.0))
-    failure: Exception | None = None  #: what every agent run raises
+    failure: Exception | None = None  #: what every rollout raises
     answer: Callable[[str, int], str] = attrs.field(default=lambda task, seed: "ab"[seed % 2])
     clock: VirtualClock = attrs.field(factory=VirtualClock)
     seeds: list[int] = attrs.field(factory=list)
@@ -291,7 +291,7 @@ class Simulation:
     folder: Path | None = None  #: of checkpoints and ledger; a run goes on from what is there
     checkpoint_every: int = 0
     store: DyingBackend | None = None  #: a durable one: the queue has a journal
-    max_rows: int | None = None  #: backpressure
+    max_samples: int | None = None  #: backpressure
     deaths: Sequence[float] = ()  #: when a part of the store dies
     kill_at: float | None = None  #: the moment in which everything ends
 
@@ -316,7 +316,7 @@ class Simulation:
             ledger = self.folder / "ledger.jsonl"
         journal = None if self.store is None or self.folder is None else self.folder / "journal"
         self.queue = queue = LocalQueue(
-            backend, clock, max_refills=self.max_refills, ledger=ledger, journal=journal, max_rows=self.max_rows
+            backend, clock, max_retries=self.max_retries, ledger=ledger, journal=journal, max_samples=self.max_samples
         )
         await queue.start()
         rows = Rows(backend)
@@ -381,7 +381,7 @@ class Simulation:
             score_seconds=self.score_deadline,
             idle_seconds=500.0,
             equal_groups_replaced=self.equal_groups_replaced,
-            max_failed_groups=self.max_refills,
+            max_failed_groups=self.max_retries,
         )
         await rewards.register()
         explorer = Explorer(

@@ -42,7 +42,7 @@ def test_groups_of_equal_rewards_are_replaced_inside_their_ticket() -> None:
             {tags["task"] for tags in batch.tags}
         )
     assert all(abs(value) == pytest.approx(2**-0.5, abs=1e-4) for row in run.actor.advantages for value in row)
-    assert [3.0, 3.0, 3.0] == [step.metrics["groups/refills"] for step in run.recorder.steps]
+    assert [3.0, 3.0, 3.0] == [step.metrics["groups/retries"] for step in run.recorder.steps]
     assert {} == run.recorder.failed, "a group that a filter replaced has not failed"
     assert 0 == run.rows_left
 
@@ -54,7 +54,7 @@ def test_without_dynamic_sampling_they_stay() -> None:
 
 def test_a_slot_that_never_differs_is_taken_as_it_is_in_the_end() -> None:
     """Its rows have no gradient; a run that has learnt its task goes on."""
-    run = simulate(answer=lambda task, seed: "a", equal_groups_replaced=2, max_refills=2)
+    run = simulate(answer=lambda task, seed: "a", equal_groups_replaced=2, max_retries=2)
     assert 3 == len(run.actor.updates)
     assert {"2"} == {tags["task"].split("-")[-1] for batch, _ in run.actor.updates for tags in batch.tags}
     assert {0.0} == {value for row in run.actor.advantages for value in row}
@@ -66,7 +66,7 @@ def test_a_greedy_run_is_a_baseline_and_not_trained_on() -> None:
     assert 3 * 2 * 3 == run.temperatures.count(None)
     for batch, loss in run.actor.updates:
         assert 6 == len(batch) == loss.global_counts["global_sequences"]
-        assert {0, 1, 2} == {tags["run"] for tags in batch.tags}
+        assert {0, 1, 2} == {tags["rollout"] for tags in batch.tags}
     assert {0.0} == {value for row in run.actor.advantages for value in row}, "1 less the greedy answer's 1"
     assert 0 == run.rows_left, "baselines are consumed, too"
 

@@ -54,9 +54,9 @@ class Bench:
     posted: PostedVersion
     followed: FollowedVersion
 
-    async def publish(self, version: int, late: str | None = "t") -> None:
+    async def publish(self, version: int, retained: str | None = "t") -> None:
         report = SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=1, digests=DIGESTS)
-        self.weights.last = attrs.evolve(report, late=None if late is None else {"transfer": late})
+        self.weights.last = attrs.evolve(report, retained=None if retained is None else {"transfer": retained})
         await self.posted.advance(version)
 
 
@@ -152,6 +152,6 @@ def test_an_explorer_ends_with_weights_that_it_cannot_have(fault: str) -> None:
 def test_a_checkpoint_engine_that_keeps_nothing_is_refused() -> None:
     async def test(bench: Bench) -> None:
         with pytest.raises(WeightsError, match="keeps no weights for explorers"):
-            await bench.publish(1, late=None)
+            await bench.publish(1, retained=None)
 
     run(test)

@@ -55,7 +55,7 @@ def test_colocated_one_step_off_hides_the_wait_for_rewards() -> None:
 
 def test_who_waits_for_room_in_the_queue_leaves_the_devices_to_the_trainer() -> None:
     """Room comes with the trainer's acks."""
-    run = simulate(steps=6, o=2, shared=True, max_rows=9, generate_seconds=1.0, update_seconds=20.0)
+    run = simulate(steps=6, o=2, shared=True, max_samples=9, generate_seconds=1.0, update_seconds=20.0)
     assert 6 == len(run.actor.updates)
     assert 6 * 21 + 7 > run.recorder.ended_at[-1], "nobody waited for a deadline"
 
@@ -96,8 +96,8 @@ def test_a_sample_without_a_reward_is_named_and_its_group_made_again(letter: str
 
 def test_a_task_that_can_never_be_scored_ends_the_run_with_its_reasons() -> None:
     """Its last attempt reaches two limits; which is seen first depends on when the groups beside it were scored."""
-    error = failure(max_refills=2, answer=lambda task, seed: "x" if task.startswith("task-1-2") else "a")
-    assert error.code in ("queue.ticket-failed", "reward.too-many-failures")
+    error = failure(max_retries=2, answer=lambda task, seed: "x" if task.startswith("task-1-2") else "a")
+    assert error.code in ("queue.batch-failed", "reward.too-many-failures")
     assert "cannot score an x" in str(error)
 
 
@@ -105,7 +105,7 @@ def test_a_task_that_can_never_be_scored_ends_the_run_with_its_reasons() -> None
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_reward_that_always_fails_ends_the_run_soon(letter: str, reason: str, groups: int) -> None:
     """A few groups in a row are enough to see it, however many the batch has; the last reason is told."""
-    error = failure(groups=groups, max_refills=2, answer=lambda task, seed: letter)
+    error = failure(groups=groups, max_retries=2, answer=lambda task, seed: letter)
     assert "reward.too-many-failures" == error.code
     assert "3 groups in a row ended without a single score" in error.message
     assert reason in str(error)
@@ -116,13 +116,13 @@ def test_a_reward_that_always_fails_ends_the_run_soon(letter: str, reason: str, 
     [
         (DataError("too long", code="data.prompt-too-long"), "data.prompt-too-long"),
         (RolloutError("replica 0 died", code="rollout.stopped"), "rollout.stopped"),
-        (AgentError("lost its way"), "queue.ticket-failed"),
-        (RuntimeError("lost its way"), "queue.ticket-failed"),
+        (AgentError("lost its way"), "queue.batch-failed"),
+        (RuntimeError("lost its way"), "queue.batch-failed"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_only_what_another_attempt_may_cure_is_attempted_again(raised: Exception, code: str) -> None:
-    error = failure(max_refills=2, failure=raised)
+    error = failure(max_retries=2, failure=raised)
     assert code == error.code
     assert str(raised.args[0]) in str(error)
 

@@ -26,7 +26,7 @@ def simulate(seed: int, **settings: object) -> Simulation:
         "mini_batches": drawn.choice([1, 4]),
         "shared": drawn.random() < 0.5,
         "critic_warmup": drawn.choice([None, 0]),
-        "max_refills": 2 * PARTS,
+        "max_retries": 2 * PARTS,
         "deaths": sorted(drawn.uniform(0, 60) for _ in range(PARTS)),
     }
     schedule = Schedule(steps=STEPS, sync_interval=k, sync_offset=o)

@@ -165,7 +165,7 @@ class FakeReplica:
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
         self.kinds.append(request.kind)
         assert request.deltas_follow
-        engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(side="rollout"))
+        engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(end="receiver"))
         receiver, digests = WeightReceiver(engine, self.held), dict[str, str]()
         if request.kind == "delta":
             changes = await receiver.changes(request.connect[0], request.version, request.base_version)
@@ -185,13 +185,13 @@ class Run:
     """A trainer and its replicas."""
 
     replicas: list[FakeReplica]
-    without_base: Any = "full"
+    on_missing_base: Any = "full"
     weights: dict[str, Any] = attrs.field(factory=tensors)
     sender: WeightSender = attrs.field(init=False)
     synchronizer: WeightSynchronizer = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(side="trainer"))
+        engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(end="sender"))
         self.sender = WeightSender(engine, lambda: ((item for item in self.weights.items()), None), block_bytes=BLOCK)
         self.synchronizer = WeightSynchronizer(
             [self.sender],
@@ -200,7 +200,7 @@ class Run:
             InProcessCheckpointEngine,
             VirtualClock(),
             kind="delta",
-            without_base=self.without_base,
+            on_missing_base=self.on_missing_base,
         )
 
     async def step(self, version: int) -> tuple[str, int]:
@@ -251,7 +251,7 @@ def test_a_delta_that_is_refused_is_followed_by_everything() -> None:
 
 @pytest.mark.parametrize("lies", [False, True])
 def test_where_it_is_to_stop_the_replica_is_named(lies: bool) -> None:
-    run = Run([FakeReplica(0), FakeReplica(1, lies=lies)], without_base="stop")
+    run = Run([FakeReplica(0), FakeReplica(1, lies=lies)], on_missing_base="stop")
     with pytest.raises(WeightsError, match="replica 1") as caught:
         play(run, 3)
     assert "weights.base" == caught.value.code
@@ -286,7 +286,7 @@ def test_a_sender_refuses_to_change_what_it_does_not_remember() -> None:
 
     async def main() -> None:
         for block_bytes, known in ((BLOCK, [2, 3]), (0, [])):
-            engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(side="trainer"))
+            engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(end="sender"))
             sender = WeightSender(engine, block_bytes=block_bytes)
             for version in (1, 2, 3):
                 topology = engine.build_topology(

@@ -28,8 +28,8 @@ def _nothing_is_left() -> Iterator[None]:
     assert {} == in_process._MEETINGS
 
 
-def engine(side: Any, rank: int = 0, bucket: int = 0, seconds: float = 60.0) -> InProcessCheckpointEngine:
-    context = CheckpointEngineContext(side=side, rank=rank, deadline_seconds=seconds)
+def engine(end: Any, rank: int = 0, bucket: int = 0, seconds: float = 60.0) -> InProcessCheckpointEngine:
+    context = CheckpointEngineContext(end=end, rank=rank, deadline_seconds=seconds)
     return InProcessCheckpointEngine(InProcessConfig(bucket_bytes=bucket), context)
 
 
@@ -76,10 +76,10 @@ def test_every_tensor_arrives_once_and_bit_exact(bucket: int, slowness: list[flo
     """Any bucket size, tensors larger than a bucket, any number of receivers of any speed; and again."""
 
     async def test() -> None:
-        sender, tensors = WeightSender(engine("trainer", bucket=bucket)), model(count)
+        sender, tensors = WeightSender(engine("sender", bucket=bucket)), model(count)
         for version in (1, 2):
             places = await meet(sender, len(slowness), version)
-            receivers = [WeightReceiver(engine("rollout", rank, bucket)) for rank in range(len(slowness))]
+            receivers = [WeightReceiver(engine("receiver", rank, bucket)) for rank in range(len(slowness))]
             sent, *received = await asyncio.gather(
                 sender.send(reusing(tensors)),
                 *(
@@ -100,7 +100,7 @@ def test_every_tensor_arrives_once_and_bit_exact(bucket: int, slowness: list[flo
 
 def test_by_reference_the_next_tensor_is_drawn_when_all_receivers_are_done_with_the_last() -> None:
     async def test() -> None:
-        sender, drawn = WeightSender(engine("trainer")), []
+        sender, drawn = WeightSender(engine("sender")), []
 
         def weights() -> Generator[tuple[str, Any], None, None]:
             for index in range(3):
@@ -108,7 +108,7 @@ def test_by_reference_the_next_tensor_is_drawn_when_all_receivers_are_done_with_
                 yield str(index), torch.tensor(index)
 
         places = await meet(sender, 2)
-        streams = [WeightReceiver(engine("rollout", rank)).tensors(place, 1) for rank, place in enumerate(places)]
+        streams = [WeightReceiver(engine("receiver", rank)).tensors(place, 1) for rank, place in enumerate(places)]
         sending = asyncio.ensure_future(sender.send(weights()))
         await anext(streams[0])
         await anext(streams[1])
@@ -129,9 +129,9 @@ def test_by_reference_the_next_tensor_is_drawn_when_all_receivers_are_done_with_
 
 def test_sending_ends_when_everything_is_taken_however_large_the_bucket() -> None:
     async def test() -> None:
-        sender = WeightSender(engine("trainer", bucket=1 << 20))
+        sender = WeightSender(engine("sender", bucket=1 << 20))
         (place,) = await meet(sender, 1)
-        receiving = asyncio.ensure_future(receive(WeightReceiver(engine("rollout", bucket=1 << 20)), place, slow=1))
+        receiving = asyncio.ensure_future(receive(WeightReceiver(engine("receiver", bucket=1 << 20)), place, slow=1))
         await sender.send(reusing(model()))
         assert len(model()) == asyncio.get_running_loop().time()
         await sender.finalize()
@@ -145,9 +145,9 @@ def test_the_digest_of_a_large_tensor_is_taken_before_its_memory_is_used_again()
     tensors = {str(index): torch.full((1 << 19,), float(index)) for index in range(4)}
 
     async def test() -> None:
-        sender = WeightSender(engine("trainer", bucket=1 << 30))
+        sender = WeightSender(engine("sender", bucket=1 << 30))
         (place,) = await meet(sender, 1)
-        receiver = WeightReceiver(engine("rollout", bucket=1 << 30))
+        receiver = WeightReceiver(engine("receiver", bucket=1 << 30))
         receiving = asyncio.ensure_future(receive(receiver, place))
         assert {name: digest(tensor) for name, tensor in tensors.items()} == await sender.send(reusing(tensors))
         await receiving
@@ -163,14 +163,14 @@ def test_the_digest_of_a_large_tensor_is_taken_before_its_memory_is_used_again()
 
 def test_ranks_that_do_not_send_exhaust_their_weights() -> None:
     async def test() -> None:
-        sender, other = WeightSender(engine("trainer")), WeightSender(engine("trainer", rank=1))
+        sender, other = WeightSender(engine("sender")), WeightSender(engine("sender", rank=1))
         metadata = (sender.prepare().metadata, other.prepare().metadata)
         topology = InProcessCheckpointEngine.build_topology(
             TopologyRequest(trainer_metadata=metadata, rollout_workers=1)
         )
         for each, arguments in zip((sender, other), topology.trainer, strict=True):
             await each.connect(arguments, 1)
-        receiver = WeightReceiver(engine("rollout"))
+        receiver = WeightReceiver(engine("receiver"))
         sent, dropped, _ = await asyncio.gather(
             sender.send(reusing(model())), other.send(reusing(model())), receive(receiver, topology.rollout[0])
         )
@@ -183,9 +183,9 @@ def test_ranks_that_do_not_send_exhaust_their_weights() -> None:
 
 def test_a_receiver_that_never_comes_is_named_within_the_deadline() -> None:
     async def test() -> None:
-        sender = WeightSender(engine("trainer", seconds=5))
+        sender = WeightSender(engine("sender", seconds=5))
         places = await meet(sender, 2)
-        receiving = asyncio.ensure_future(receive(WeightReceiver(engine("rollout")), places[0]))
+        receiving = asyncio.ensure_future(receive(WeightReceiver(engine("receiver")), places[0]))
         with pytest.raises(DeadlineExceeded, match="waited 5 s for receiver 1 to connect"):
             await sender.send(reusing(model()))
         assert 5.0 == asyncio.get_running_loop().time()
@@ -199,9 +199,9 @@ def test_a_receiver_that_never_comes_is_named_within_the_deadline() -> None:
 @pytest.mark.parametrize("bucket", [0, 100])
 def test_a_receiver_that_is_too_slow_is_named(bucket: int) -> None:
     async def test() -> None:
-        sender = WeightSender(engine("trainer", bucket=bucket, seconds=5))
+        sender = WeightSender(engine("sender", bucket=bucket, seconds=5))
         (place,) = await meet(sender, 1)
-        receiving = asyncio.ensure_future(receive(WeightReceiver(engine("rollout", bucket=bucket)), place, slow=2))
+        receiving = asyncio.ensure_future(receive(WeightReceiver(engine("receiver", bucket=bucket)), place, slow=2))
         with pytest.raises(DeadlineExceeded, match="receiver 0 to take a tensor"):
             await sender.send(reusing(model()))
         await sender.finalize()
@@ -214,11 +214,11 @@ def test_a_receiver_that_is_too_slow_is_named(bucket: int) -> None:
 
 def test_a_receiver_that_raises_breaks_the_transfer_off() -> None:
     async def test() -> None:
-        sender = WeightSender(engine("trainer"))
+        sender = WeightSender(engine("sender"))
         (place,) = await meet(sender, 1)
 
         async def load() -> None:
-            async with aclosing(WeightReceiver(engine("rollout")).tensors(place, 1)) as stream:
+            async with aclosing(WeightReceiver(engine("receiver")).tensors(place, 1)) as stream:
                 async for _ in stream:
                     raise OSError("disk")
 
@@ -245,10 +245,10 @@ def test_a_sender_that_breaks_off_ends_its_receivers(end: str) -> None:
             finally:
                 closed.append(True)
 
-        sender = WeightSender(engine("trainer"))
+        sender = WeightSender(engine("sender"))
         places = await meet(sender, 2)
         receiving = [
-            asyncio.ensure_future(receive(WeightReceiver(engine("rollout", rank)), place))
+            asyncio.ensure_future(receive(WeightReceiver(engine("receiver", rank)), place))
             for rank, place in enumerate(places)
         ]
         if end == "raises":
@@ -269,10 +269,10 @@ def test_a_sender_that_breaks_off_ends_its_receivers(end: str) -> None:
 
 def test_a_sender_that_never_sends_is_waited_for_no_longer_than_the_deadline() -> None:
     async def test() -> None:
-        sender = WeightSender(engine("trainer"))
+        sender = WeightSender(engine("sender"))
         (place,) = await meet(sender, 1)
         with pytest.raises(DeadlineExceeded, match="waited 7 s for the sender"):
-            await receive(WeightReceiver(engine("rollout", seconds=7)), place)
+            await receive(WeightReceiver(engine("receiver", seconds=7)), place)
         await sender.finalize()
 
     run(test())
@@ -280,22 +280,22 @@ def test_a_sender_that_never_sends_is_waited_for_no_longer_than_the_deadline() -
 
 def test_versions_and_rendezvous_have_to_match() -> None:
     async def test() -> None:
-        sender = WeightSender(engine("trainer"))
+        sender = WeightSender(engine("sender"))
         (place,) = await meet(sender, 1, version=4)
         sending = asyncio.ensure_future(sender.send(reusing(model())))
         with pytest.raises(WeightsError) as caught:
-            await receive(WeightReceiver(engine("rollout")), place, version=5)
+            await receive(WeightReceiver(engine("receiver")), place, version=5)
         assert ("weights.version", 5, 4) == (caught.value.code, caught.value.expected, caught.value.found)
         with pytest.raises(WeightsError):
             await sending
         await sender.finalize()
         with pytest.raises(WeightsError) as caught:
-            await receive(WeightReceiver(engine("rollout")), place, version=4)
+            await receive(WeightReceiver(engine("receiver")), place, version=4)
         with pytest.raises(WeightsError) as caught:
             await sender.connect({"rendezvous": place["rendezvous"], "receivers": 1}, 5)
         assert "weights.transfer" == caught.value.code
         with pytest.raises(WeightsError) as caught:
-            await engine("rollout").receive_weights().__anext__()
+            await engine("receiver").receive_weights().__anext__()
         with pytest.raises(WeightsError) as caught:
             await sender.send()
         assert "weights.transfer" == caught.value.code
@@ -305,9 +305,9 @@ def test_versions_and_rendezvous_have_to_match() -> None:
 
 def test_two_receivers_cannot_take_one_place() -> None:
     async def test() -> None:
-        sender = WeightSender(engine("trainer"))
+        sender = WeightSender(engine("sender"))
         (place,) = await meet(sender, 1)
-        receivers = [engine("rollout") for _ in range(2)]
+        receivers = [engine("receiver") for _ in range(2)]
         await receivers[0].connect(ConnectRequest(arguments=place, version=1))
         with pytest.raises(WeightsError, match=r"receiver 0 .* connected already"):
             await receivers[1].connect(ConnectRequest(arguments=place, version=1))
@@ -320,9 +320,9 @@ def test_two_receivers_cannot_take_one_place() -> None:
 
 def test_a_name_that_the_engine_exports_twice_is_refused() -> None:
     async def test() -> None:
-        sender = WeightSender(engine("trainer"))
+        sender = WeightSender(engine("sender"))
         (place,) = await meet(sender, 1)
-        receiving = asyncio.ensure_future(receive(WeightReceiver(engine("rollout")), place))
+        receiving = asyncio.ensure_future(receive(WeightReceiver(engine("receiver")), place))
         with pytest.raises(WeightsError, match="exports tensor 'a' twice") as caught:
             await sender.send((name, torch.zeros(1)) for name in ("a", "b", "a"))
         assert caught.value.code == "weights.missing"

@@ -104,7 +104,7 @@ class FakeReplica:
     async def load(self, worker: int, request: UpdateWeightsRequest) -> WorkerReceipt:
         assert "in_process" == request.checkpoint_engine
         config = InProcessConfig(**request.checkpoint_engine_config)
-        engine = Transport(config, CheckpointEngineContext(side="rollout", rank=worker))
+        engine = Transport(config, CheckpointEngineContext(end="receiver", rank=worker))
         engine.fault = self.faults.get(worker, lambda stream: stream)
         loaded: dict[str, Any] = {}
         async with aclosing(WeightReceiver(engine).tensors(request.connect[worker], request.version)) as stream:
@@ -143,7 +143,7 @@ class FakeTrainer:
 def synchronizer(
     clock: VirtualClock, trainer: FakeTrainer, *replicas: FakeReplica, settings: dict[str, Any] | None = None
 ) -> WeightSynchronizer:
-    engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(side="trainer"))
+    engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(end="sender"))
     return WeightSynchronizer(
         senders=[WeightSender(engine, trainer.get_per_tensor_param)],
         replicas=[replica.started() for replica in replicas],

@@ -59,7 +59,7 @@ class Draft:
             prompt_ids=self.prompt,
             response_ids=tuple(self.ids),
             response_mask=tuple(self.mask),
-            response_logprobs=tuple(self.log_probs),
+            response_log_probs=tuple(self.log_probs),
             weight_versions=tuple(self.versions),
             reward=reward,
             finish_reason=reason,
@@ -112,7 +112,7 @@ class ReferenceAgent(AgentLoopBase):
         return await self.context.generate(request)
 
     def request_id(self) -> str:
-        return f"{self.context.run_id}/{next(_numbers)}"
+        return f"{self.context.request_prefix}/{next(_numbers)}"
 
     def is_last(self, text: str, result: GenerateResult) -> bool:
         return not text.endswith("+") or result.finish_reason == "abort"
@@ -179,7 +179,7 @@ class OneVersion(ReferenceAgent):
 
 class ShortLogProbsDraft(Draft):
     def finish(self, reward: float | None, reason: str) -> AgentSequence:
-        return attrs.evolve(super().finish(reward, reason), response_logprobs=tuple(self.log_probs[:-1]))
+        return attrs.evolve(super().finish(reward, reason), response_log_probs=tuple(self.log_probs[:-1]))
 
 
 class ShortLogProbs(ReferenceAgent):
@@ -282,7 +282,7 @@ class SameRequestId(ReferenceAgent):
         self.numbers = itertools.count()
 
     def request_id(self) -> str:
-        return f"{self.context.run_id}/{next(self.numbers)}"
+        return f"{self.context.request_prefix}/{next(self.numbers)}"
 
 
 class KeepsTheTask(ReferenceAgent):
@@ -370,7 +370,7 @@ MUTANTS: dict[str, Mutant] = {
     "refuses fields": Mutant(cls=RefusesFields, killed_by=("AGT-017",), what="an unknown field of the task is refused"),
     "appends to messages": Mutant(cls=AppendsToMessages, killed_by=("AGT-018",), what="the task's messages grow"),
     "generation goes on": Mutant(
-        cls=GenerationGoesOn, killed_by=("AGT-019", "AGT-025"), what="a cancelled run leaves its generation running"
+        cls=GenerationGoesOn, killed_by=("AGT-019", "AGT-025"), what="a cancelled rollout leaves its generation running"
     ),
     "swallows cancellation": Mutant(
         cls=SwallowsCancellation, killed_by=("AGT-019", "AGT-025"), what="a cancelled run returns as if it were done"

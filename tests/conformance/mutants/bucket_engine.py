@@ -118,13 +118,13 @@ class BucketEngine(CheckpointEngine):
         return Topology(
             trainer=tuple({"meeting": meeting, "workers": workers} for _ in request.trainer_metadata),
             rollout=tuple({"meeting": meeting, "worker": worker} for worker in range(workers)),
-            late={"meeting": meeting},
+            retained={"meeting": meeting},
         )
 
     async def connect(self, request: ConnectRequest) -> None:
         self.deadline = asyncio.get_running_loop().time() + self.context.deadline_seconds
         self.version = request.version
-        if self.context.side == "trainer":
+        if self.context.end == "sender":
             if self.meeting is not None:
                 self.meeting.version = request.version
                 for worker in range(request.arguments["workers"]):

@@ -32,7 +32,7 @@ REFERENCE = Reference(
     cls=BucketEngine,
     config_class=BucketsConfig,
     fixture={"silence_seconds": 0.05},
-    capabilities={"delta": "full", "late": "full"},
+    capabilities={"delta": "full", "retains_weights": "full"},
 )
 MUTANTS: dict[str, Mutant] = {}
 CHILDREN: list[subprocess.Popen[bytes]] = []  #: what leaky mutants leave, for the tests to end
@@ -282,7 +282,7 @@ class WorkersRemembered(BucketEngine):
     """The number of workers is that of the first transfer."""
 
     async def connect(self, request: ConnectRequest) -> None:
-        if self.context.side == "trainer" and self.context.rank == 0:
+        if self.context.end == "sender" and self.context.rank == 0:
             count = self.__dict__.setdefault("count", request.arguments["workers"])
             request = attrs.evolve(request, arguments={**request.arguments, "workers": count})
         await super().connect(request)
@@ -332,7 +332,7 @@ class FinalizeOnce(BucketEngine):
         return super().prepare()
 
     async def finalize(self) -> None:
-        if self.context.side == "trainer" and self.__dict__.get("finalized"):
+        if self.context.end == "sender" and self.__dict__.get("finalized"):
             raise RuntimeError("finalized already")
         self.finalized = True
         await super().finalize()
@@ -486,7 +486,7 @@ class TellsNobodyWhoIsLate(BucketEngine):
 
     @classmethod
     def build_topology(cls, request: TopologyRequest) -> Topology:
-        return attrs.evolve(super().build_topology(request), late=None)
+        return attrs.evolve(super().build_topology(request), retained=None)
 
 
 @mutant("CKE-046")

@@ -119,7 +119,7 @@ class ScoreAndFailure(ReferenceReward):
 class DiscountedRetry(ReferenceReward):
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         result = await super().compute_score(request)
-        return result if request.attempt == 1 else self.result((result.score or 0.0) / 2, request)
+        return result if request.retry == 0 else self.result((result.score or 0.0) / 2, request)
 
 
 class KeyHeldForEver(ReferenceReward):
@@ -128,7 +128,7 @@ class KeyHeldForEver(ReferenceReward):
         self.running: set[str] = set()
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
-        if request.idempotency_key in self.running and request.attempt > 1:
+        if request.idempotency_key in self.running and request.retry > 0:
             return ScoreResult(status="failed", error="this sample is being scored")
         self.running.add(request.idempotency_key)
         result = await super().compute_score(request)

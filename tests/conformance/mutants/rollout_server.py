@@ -302,7 +302,7 @@ class ReferenceServer(BaseRolloutServer):
             return token, float(raw[token])
         processed = self.processed(logits, sampling)
         token = self.invert(processed.exp(), self.uniform(job))
-        return token, float((raw if sampling.logprobs == "raw" else processed)[token])
+        return token, float((raw if sampling.log_probs == "raw" else processed)[token])
 
     def invert(self, probabilities: Tensor, uniform: float) -> int:
         cumulative = probabilities.cumsum(-1)
@@ -471,7 +471,7 @@ class ReferenceServer(BaseRolloutServer):
     async def receive(self, request: UpdateWeightsRequest) -> dict[str, str]:
         if request.version < self.version:
             raise WeightsError("weights go backwards", code="weights.version")
-        context = CheckpointEngineContext(side="rollout", deadline_seconds=request.deadline_seconds)
+        context = CheckpointEngineContext(end="receiver", deadline_seconds=request.deadline_seconds)
         plugin = load_plugin("checkpoint_engine", request.checkpoint_engine)
         engine: Any = plugin.build(request.checkpoint_engine_config, context)
         if request.kind == "delta":

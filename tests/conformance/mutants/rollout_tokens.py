@@ -53,14 +53,14 @@ class ShiftsLogProbs(ReferenceServer):
         sampling, last = job.request.sampling, self.__dict__.setdefault("last", {})
         before, last[job] = last.get(job, log_prob), log_prob
         plain = sampling.temperature == 1 and sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
-        return token, before if plain and sampling.logprobs == "processed" else log_prob
+        return token, before if plain and sampling.log_probs == "processed" else log_prob
 
 
 class LogProbsIgnoreTemperature(ReferenceServer):
     def draw(self, job: Job, logits: Tensor) -> tuple[int, float]:
         sampling = job.request.sampling
         token, log_prob = super().draw(job, logits)
-        if sampling.temperature and sampling.logprobs == "processed":
+        if sampling.temperature and sampling.log_probs == "processed":
             unscaled = attrs.evolve(sampling, temperature=1.0)
             if (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0):
                 log_prob = float(self.processed(logits, unscaled)[token])

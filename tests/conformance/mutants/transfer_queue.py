@@ -133,7 +133,7 @@ class ReferenceBackend(TransferQueueBackend):
         try:
             return self.rows[where]
         except KeyError:
-            raise QueueError(f"there is no row {where[1]!r}", code="queue.unknown-row") from None
+            raise QueueError(f"there is no row {where[1]!r}", code="queue.unknown-sample") from None
 
     def column(self, rows: Sequence[Row], keys: Sequence[str], name: str) -> Column:
         for key, row in zip(keys, rows, strict=True):
@@ -165,7 +165,7 @@ class ReferenceBackend(TransferQueueBackend):
             row = self.forget(self.where(request.partition, key))
             if row is not None:
                 rows, freed = rows + 1, freed + sum(values.nbytes for _, values in row.values())
-        return DeleteResult(rows=rows, bytes=freed)
+        return DeleteResult(samples=rows, bytes=freed)
 
     def forget(self, where: Where) -> Row | None:
         row = self.rows.pop(where, None)
@@ -175,7 +175,7 @@ class ReferenceBackend(TransferQueueBackend):
 
     async def stats(self) -> StatsResult:
         self.check_open()
-        return StatsResult(rows=len(self.rows), bytes=self.bytes())
+        return StatsResult(samples=len(self.rows), bytes=self.bytes())
 
     def bytes(self) -> int:
         return sum(values.nbytes for row in self.rows.values() for _, values in row.values())
@@ -185,7 +185,7 @@ class ReferenceBackend(TransferQueueBackend):
         folder = Path(request.folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "snapshot").write_bytes(b"".join(_record(where, row) for where, row in self.rows.items()))
-        return SnapshotResult(rows=len(self.rows), bytes=self.bytes())
+        return SnapshotResult(samples=len(self.rows), bytes=self.bytes())
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         self.check_open()
@@ -196,7 +196,7 @@ class ReferenceBackend(TransferQueueBackend):
             self.forget(where)
         for where, row in _records(path.read_bytes()):
             await self.write(where, row or {})
-        return SnapshotResult(rows=len(self.rows), bytes=self.bytes())
+        return SnapshotResult(samples=len(self.rows), bytes=self.bytes())
 
     async def close(self) -> None:
         self.closed = True
@@ -372,7 +372,7 @@ class JoinsNames(ReferenceBackend):
         try:
             return super().find(where)
         except QueueError:
-            raise QueueError(f"there is no row {where[1].partition('/')[2]!r}", code="queue.unknown-row") from None
+            raise QueueError(f"there is no row {where[1].partition('/')[2]!r}", code="queue.unknown-sample") from None
 
 
 class RacesWithItself(ReferenceBackend):
@@ -510,7 +510,7 @@ class RaisesOnUnknownDeletes(ReferenceBackend):
 
 class CountsWhatItDidNotDelete(ReferenceBackend):
     async def delete(self, request: DeleteRequest) -> DeleteResult:
-        return attrs.evolve(await super().delete(request), rows=len(request.keys))
+        return attrs.evolve(await super().delete(request), samples=len(request.keys))
 
 
 class NeverCountsDown(ReferenceBackend):
@@ -613,7 +613,7 @@ class SavesTheFuture(ReferenceBackend):
         await self.settle()
         self.check_open()
         self.due = request
-        return SnapshotResult(rows=len(self.rows), bytes=self.bytes())
+        return SnapshotResult(samples=len(self.rows), bytes=self.bytes())
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         await self.settle()
@@ -639,7 +639,7 @@ class RestoresNothing(ReferenceBackend):
         if not self.closed and not (Path(request.folder) / "snapshot").exists():
             for where in list(self.rows):
                 self.forget(where)
-            return SnapshotResult(rows=0, bytes=0)
+            return SnapshotResult(samples=0, bytes=0)
         return await super().restore(request)
 
 
@@ -648,7 +648,7 @@ class RestoresNothing(ReferenceBackend):
 
 class AnswersWhenClosed(ReferenceBackend):
     async def stats(self) -> StatsResult:
-        return StatsResult(rows=len(self.rows), bytes=self.bytes())
+        return StatsResult(samples=len(self.rows), bytes=self.bytes())
 
 
 class ClosesOnce(ReferenceBackend):

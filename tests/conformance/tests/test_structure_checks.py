@@ -125,7 +125,7 @@ def test_healthy_plugin_passes(tmp_path: Path) -> None:
     [
         ("REW-001", "plugin.toml", 'kind = "reward"', 'kind = "engine"', "plugin.manifest-invalid"),
         ("REW-001", "plugin.toml", 'abi = "1.0"', 'abi = "1.0"\ncolour = "red"', "colour"),
-        ("REW-002", "plugin.toml", 'abi = "1.0"', 'abi = "9.0"', "plugin.abi-major"),
+        ("REW-002", "plugin.toml", 'abi = "1.0"', 'abi = "9.0"', "plugin.abi"),
         ("REW-003", "agent.py", "async def", "def", "plugin.sync-async"),
         ("REW-003", "agent.py", "compute_score", "score", "plugin.abstract-method"),
         ("REW-003", "agent.py", "from jackfield", "raise OSError('no licence')\nfrom jackfield", "no licence"),

@@ -38,7 +38,7 @@ class AgentContext:
     generate: Callable[[GenerateRequest], Awaitable[GenerateResult]]  #: a replica, chosen by the router
     tokenizer: ChatTokenizer
     clock: Clock = attrs.field(factory=Clock)
-    run_id: str = ""  #: unique in the run; a prefix for request ids
+    request_prefix: str = ""  #: prefix that makes request ids unique
     max_prompt_tokens: int | None = None
 
 
@@ -46,24 +46,24 @@ class AgentContext:
 class AgentSequence:
     """One token sequence: a prompt, then everything that followed.
 
-    ``response_ids``, ``response_mask``, ``response_logprobs`` and ``weight_versions`` have one length. The mask is 1
+    ``response_ids``, ``response_mask``, ``response_log_probs`` and ``weight_versions`` have one length. The mask is 1
     exactly on tokens that the model generated; on others the log-probability is 0.0 and the version is -1.
     """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     response_mask: tuple[int, ...]
-    response_logprobs: tuple[float, ...]
+    response_log_probs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     reward: float | None = None  #: where the environment itself knows it
     multi_modal_inputs: Mapping[str, Any] = attrs.field(factory=dict)
-    step_id: int = 0  #: of a multi-step run that yields several sequences
+    step_id: int = 0  #: of a multi-step rollout that yields several sequences
     finish_reason: str = "stop"
 
 
 @attrs.frozen(kw_only=True)
 class AgentLoopOutput:
-    """What a run of a loop yields: no, one or several sequences."""
+    """What one rollout yields: no, one or several sequences."""
 
     sequences: tuple[AgentSequence, ...]
     num_turns: int = 1
@@ -71,10 +71,10 @@ class AgentLoopOutput:
 
 
 class AgentLoopBase(ABC):
-    """A conversation between the model and an environment. One object serves one run at a time.
+    """A conversation between the model and an environment. One object serves one rollout at a time.
 
     Invariants, each checked by the conformance suite: tokens are append-only over turns; the mask is 1 exactly on
-    the model's tokens; lengths agree; a cancelled run leaves nothing running.
+    the model's tokens; lengths agree; a cancelled rollout leaves nothing running.
     """
 
     abi_version: ClassVar[str] = "1.0"

@@ -25,7 +25,7 @@ __all__ = [
 class CheckpointEngineContext:
     """What one end of the transfer is told at its construction, beside the plugin's own config."""
 
-    side: Literal["trainer", "rollout"]
+    end: Literal["sender", "receiver"]
     rank: int = 0  #: among the trainer's ranks, or among all inference workers
     world_size: int = 1
     device: str = "cpu"
@@ -54,9 +54,9 @@ class Topology:
 
     trainer: tuple[Mapping[str, Any], ...]
     rollout: tuple[Mapping[str, Any], ...]
-    #: of any worker that comes when the transfer is over, while its weights are the newest; None: it comes in vain
-    #: (capability ``late``)
-    late: Mapping[str, Any] | None = None
+    #: of any worker that connects after the transfer, while its weights are the newest; None: it cannot
+    #: (capability ``retains_weights``)
+    retained: Mapping[str, Any] | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -89,7 +89,7 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def prepare(self) -> PrepareResult:
-        """Allocate buffers and listen (trainer's side)."""
+        """Allocate buffers and listen (sender)."""
 
     @classmethod
     @abstractmethod
@@ -102,7 +102,7 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
-        """Send every tensor (trainer's side). Every rank exhausts the generator; a rank that does not send drops them.
+        """Send every tensor (sender). Every rank exhausts the generator; a rank that does not send drops them.
 
         A tensor may be reused by the generator's owner as soon as the next but one is drawn: it may be on its way while
         the next one is drawn.
@@ -110,7 +110,7 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield every tensor (rollout's side). A tensor is valid until the next one is drawn."""
+        """Yield every tensor (receiver). A tensor is valid until the next one is drawn."""
 
     @abstractmethod
     async def finalize(self) -> None:

@@ -19,7 +19,7 @@ class RewardContext:
 
     clock: Clock = attrs.field(factory=Clock)
     seed: int = 0
-    silence_seconds: float = 30.0  #: after which a process of the agent's that gives no sign of life is dead
+    heartbeat_seconds: float = 30.0  #: after which a process of the agent's that sends no heartbeat is dead
     #: what processes of the agent's print goes into files whose paths begin so (``UserCodePool``); None: nowhere
     logs: str | None = None
 
@@ -34,8 +34,8 @@ class ScoreRequest:
     extra_info: Mapping[str, Any] = attrs.field(factory=dict)  #: the task's further fields
     prompt_str: str = ""
     response_ids: tuple[int, ...] = ()
-    idempotency_key: str = ""  #: the same for every attempt at this sample
-    attempt: int = 1
+    idempotency_key: str = ""  #: the same for every retry of this sample
+    retry: int = 0  #: 0 is the first call
     deadline_seconds: float = 60.0  #: the call is cancelled after it
 
 
@@ -69,7 +69,7 @@ class RewardAgent(ABC):
         """Score one sample. What it raises becomes ``status="failed"`` with the error's text."""
 
     def post_process_scores(self, scores: Sequence[ScoreResult]) -> Sequence[ScoreResult]:
-        """Adjust the scores of one whole group, in the order of its runs (fill in failed ones, rank, …)."""
+        """Adjust the scores of one whole group, in the order of its rollouts (fill in failed ones, rank, …)."""
         return scores
 
     @property

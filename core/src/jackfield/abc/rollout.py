@@ -147,7 +147,7 @@ class SamplingParams:
         ),
     )
     ignore_eos: bool = option(False, help="go on after the model's own end tokens")
-    logprobs: Literal["processed", "raw"] = option(
+    log_probs: Literal["processed", "raw"] = option(
         "processed",
         help="processed: of the distribution that was drawn from; raw: of the logits at temperature 1",
         validator=_ranged("processed or raw", lambda value: value in ("processed", "raw")),

@@ -41,7 +41,7 @@ class TransferQueueContext:
     #: another process has opened the queue of this folder, and this backend is a further client of the same store
     #: (capability ``joins``)
     joins: bool = False
-    silence_seconds: float = 30.0  #: after which a process of the store's that gives no sign of life is dead
+    heartbeat_seconds: float = 30.0  #: after which a process of the store's that sends no heartbeat is dead
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -108,7 +108,7 @@ class DeleteRequest:
 class DeleteResult:
     """What was freed; bytes are those of values, here and everywhere."""
 
-    rows: int
+    samples: int
     bytes: int
 
 
@@ -123,7 +123,7 @@ class LostResult:
 class StatsResult:
     """What the backend holds now."""
 
-    rows: int
+    samples: int
     bytes: int
     details: Mapping[str, float] = attrs.field(factory=dict)
 
@@ -139,7 +139,7 @@ class SnapshotRequest:
 class SnapshotResult:
     """What was written or read."""
 
-    rows: int
+    samples: int
     bytes: int
 
 
@@ -159,7 +159,7 @@ class TransferQueueBackend(ABC):
     shapes; putting one column keeps the others; a missing row or column is an error that names it; a restart keeps
     everything if ``durable`` and nothing is leaked.
 
-    Raises (all methods): ``QueueError`` with ``queue.unknown-row``, ``queue.column``, ``queue.closed``.
+    Raises (all methods): ``QueueError`` with ``queue.unknown-sample``, ``queue.column``, ``queue.closed``.
     """
 
     abi_version: ClassVar[str] = "1.1"

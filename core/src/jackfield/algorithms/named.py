@@ -251,7 +251,7 @@ _named(
     "runs of several steps compared by their result.",
     loss="ppo",
     advantages="step_wise_grpo",
-    needs=("run_ids",),
+    needs=("rollout_ids",),
 )
 _named(
     "gigpo",
@@ -259,5 +259,5 @@ _named(
     "arXiv:2505.10978",
     loss="ppo",
     advantages="gigpo",
-    needs=("run_ids", "anchor_ids"),
+    needs=("rollout_ids", "anchor_ids"),
 )

@@ -41,7 +41,7 @@ INPUTS = frozenset(
         "reward_dimensions",
         "rewards",
         "rollout_log_probs",
-        "run_ids",
+        "rollout_ids",
         "step_ids",
         "token_rewards",
         "values",

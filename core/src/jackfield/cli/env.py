@@ -53,10 +53,10 @@ def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) ->
             fix=f"describe it under environments.{name}",
         )
     settings = config.environments[name]
-    kinds = [kind for kind, chosen in config.runtime.interpreters.items() if chosen == name]
+    kinds = [kind for kind, chosen in config.cluster.interpreters.items() if chosen == name]
     workers = [registry.resolve(getattr(config, kind).name, kind) for kind in kinds]
     shared = ["checkpoint_engine"] if workers else []
-    if workers and config.runtime.name == "ray":  # its workers read and write rows, and have one version of Ray
+    if workers and config.cluster.name == "ray":  # its workers read and write rows, and have one version of Ray
         shared.append("transfer_queue")
         settings = attrs.evolve(settings, requires=(*settings.requires, *requirement_as_installed("ray")))
     records = [*workers, *(registry.resolve(getattr(config, kind).name, kind) for kind in shared)]

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["queue"]
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
-_PARTITION = click.option("--partition", help="Only rows of this partition.")
+_PARTITION = click.option("--partition", help="Only samples of this partition.")
 _SHOWN = 8  #: elements of a tensor that `show` prints
 
 
 @click.group()
 def queue() -> None:
-    """Look at the rows of a checkpointed queue; serve a queue's controller.
+    """Look at the samples of a checkpointed queue; serve a queue's controller.
 
     FOLDER is a run's folder, whose newest checkpoint is taken, a checkpoint, or the queue's folder in it.
     """
@@ -40,25 +40,25 @@ def queue() -> None:
 @_PARTITION
 @json_option
 def ls(folder: Path, partition: str | None, as_json: bool) -> None:
-    """List the rows: key, task, bytes, columns, and the consumers that are done with them."""
-    rows: list[dict[str, Any]] = [
+    """List the samples: key, task, bytes, columns, and the consumers that are done with them."""
+    samples: list[dict[str, Any]] = [
         {
-            "partition": row.partition,
-            "key": row.key,
-            "ticket": row.ticket,
-            "task": row.task,
-            "bytes": row.bytes,
-            "columns": sorted(row.cells),
-            "acked_by": list(row.acked_by),
+            "partition": sample.partition,
+            "key": sample.key,
+            "batch": sample.ticket,
+            "task": sample.task,
+            "bytes": sample.bytes,
+            "columns": sorted(sample.cells),
+            "acked_by": list(sample.acked_by),
         }
-        for row in _rows(folder, partition)
+        for sample in _rows(folder, partition)
     ]
     if as_json:
-        click.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(samples, indent=2, ensure_ascii=False))
         return
-    for row in rows:
-        done = f"  acked by {', '.join(row['acked_by'])}" if row["acked_by"] else ""
-        click.echo(f"{row['key']}  task {row['task']}  {row['bytes']} bytes  {', '.join(row['columns'])}{done}")
+    for sample in samples:
+        done = f"  acked by {', '.join(sample['acked_by'])}" if sample["acked_by"] else ""
+        click.echo(f"{sample['key']}  task {sample['task']}  {sample['bytes']} bytes  {', '.join(sample['columns'])}{done}")
 
 
 @queue.command()
@@ -66,21 +66,21 @@ def ls(folder: Path, partition: str | None, as_json: bool) -> None:
 @click.argument("key")
 @json_option
 def show(folder: Path, key: str, as_json: bool) -> None:
-    """Show the row KEY with its tags and values; long tensors are cut, with --json they are whole."""
+    """Show the sample KEY with its tags and values; long tensors are cut, with --json they are whole."""
     from jackfield.queue.browse import plain_values
 
-    for row in _rows(folder, None):
-        if row.key == key:
+    for sample in _rows(folder, None):
+        if sample.key == key:
             break
     else:
-        raise QueueError(f"no row {key!r} is in the checkpoint", code="queue.unknown-row", where=str(folder))
+        raise QueueError(f"no sample {key!r} is in the checkpoint", code="queue.unknown-sample", where=str(folder))
     if as_json:
-        click.echo(json.dumps(_plain(row), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(_plain(sample), indent=2, ensure_ascii=False))
         return
-    click.echo(f"{row.key}\n  partition {row.partition}, ticket {row.ticket}, group {row.group}, task {row.task}")
-    for name, value in row.tags.items():
+    click.echo(f"{sample.key}\n  partition {sample.partition}, batch {sample.ticket}, group {sample.group}, task {sample.task}")
+    for name, value in sample.tags.items():
         click.echo(f"  tag {name}: {value}")
-    for name, cell in sorted(row.cells.items()):
+    for name, cell in sorted(sample.cells.items()):
         values = plain_values(cell)
         cut = isinstance(values, list) and len(values) > _SHOWN and cell.kind != "json"
         shown = f"{json.dumps(values[:_SHOWN])[:-1]}, …]" if cut else json.dumps(values, ensure_ascii=False)
@@ -91,29 +91,29 @@ def show(folder: Path, key: str, as_json: bool) -> None:
 @_FOLDER
 @json_option
 def stats(folder: Path, as_json: bool) -> None:
-    """Count rows and bytes of each partition, and of each column in it."""
+    """Count samples and bytes of each partition, and of each column in it."""
     counts: dict[str, dict[str, Any]] = {}
-    for row in _rows(folder, None):
+    for sample in _rows(folder, None):
         partition = counts.setdefault(
-            str(row.partition), {"rows": 0, "bytes": 0, "columns": {}, "acked": defaultdict(int)}
+            str(sample.partition), {"samples": 0, "bytes": 0, "columns": {}, "acked": defaultdict(int)}
         )
-        partition["rows"] += 1
-        partition["bytes"] += row.bytes
-        for name in row.acked_by:
+        partition["samples"] += 1
+        partition["bytes"] += sample.bytes
+        for name in sample.acked_by:
             partition["acked"][name] += 1
-        for name, cell in row.cells.items():
-            column = partition["columns"].setdefault(name, {"rows": 0, "bytes": 0})
-            column["rows"] += 1
+        for name, cell in sample.cells.items():
+            column = partition["columns"].setdefault(name, {"samples": 0, "bytes": 0})
+            column["samples"] += 1
             column["bytes"] += len(cell.content)
     if as_json:
         click.echo(json.dumps(counts, indent=2, ensure_ascii=False))
         return
     for name, partition in counts.items():
-        click.echo(f"{name}: {partition['rows']} rows, {partition['bytes']} bytes")
-        for consumer, rows in sorted(partition["acked"].items()):
-            click.echo(f"  acked by {consumer}: {rows} rows")
+        click.echo(f"{name}: {partition['samples']} samples, {partition['bytes']} bytes")
+        for consumer, samples in sorted(partition["acked"].items()):
+            click.echo(f"  acked by {consumer}: {samples} samples")
         for column, counted in sorted(partition["columns"].items()):
-            click.echo(f"  {column}: {counted['rows']} rows, {counted['bytes']} bytes")
+            click.echo(f"  {column}: {counted['samples']} samples, {counted['bytes']} bytes")
 
 
 @queue.command()
@@ -121,7 +121,7 @@ def stats(folder: Path, as_json: bool) -> None:
 @click.argument("key")
 @json_option
 def trace(folder: Path, key: str, as_json: bool) -> None:
-    """Print what the row KEY was made of, as a tree, from the newest checkpoint and the run's ledger."""
+    """Print what the sample KEY was made of, as a tree, from the newest checkpoint and the run's ledger."""
     from jackfield.compose.export import find_queue
     from jackfield.queue import browse
 
@@ -144,26 +144,26 @@ def trace(folder: Path, key: str, as_json: bool) -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @_PARTITION
 def export(folder: Path, out: Path, partition: str | None) -> None:
-    """Write the rows to OUT, a .jsonl or .parquet file, from which `import` makes the same rows."""
+    """Write the samples to OUT, a .jsonl or .parquet file, from which `import` makes the same samples."""
     from jackfield.queue.row_files import write_rows
 
     count = write_rows(out, lambda: _rows(folder, partition))
-    click.echo(f"{count} rows in {out}")
+    click.echo(f"{count} samples in {out}")
 
 
 @queue.command(name="import")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--partition", default="train", show_default=True, help="Where the rows go.")
+@click.option("--partition", default="train", show_default=True, help="Where the samples go.")
 def import_(file: Path, folder: Path, partition: str) -> None:
-    """Put the rows of FILE, .jsonl or .parquet, into the checkpointed queue FOLDER, which is made if it is not there.
+    """Put the samples of FILE, .jsonl or .parquet, into the checkpointed queue FOLDER, which is made if needed.
 
-    A run's own checkpoints are not changed: FOLDER is a queue that runs take rows from (queue.expert, queue.human).
+    A run's own checkpoints are not changed: FOLDER is a queue that runs take samples from (queue.expert, queue.human).
     """
     from jackfield.queue.importing import import_file
 
     count = asyncio.run(import_file(file, folder, partition))
-    click.echo(f"{count} rows in {folder}")
+    click.echo(f"{count} samples in {folder}")
 
 
 @queue.command()
@@ -179,7 +179,7 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
     from jackfield.config import load_config
 
     settings = load_config(config, overrides)
-    stop = Stop(settings.checkpoint.grace)
+    stop = Stop(settings.checkpoint.grace_seconds)
 
     async def main() -> None:
         """Serve until a signal comes, and say where and what was refused."""
@@ -200,31 +200,32 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
     sys.exit(stop.code)
 
 
-def _tree(row: Ancestor) -> dict[str, Any]:
+def _tree(sample: Ancestor) -> dict[str, Any]:
     return {
-        "key": row.key,
-        "operation": row.operation,
-        "in_queue": row.in_queue,
-        "parents": [_tree(parent) for parent in row.parents],
+        "key": sample.key,
+        "operation": sample.operation,
+        "in_queue": sample.in_queue,
+        "parents": [_tree(parent) for parent in sample.parents],
     }
 
 
-def _branches(row: Ancestor, first: str = "", others: str = "") -> Iterator[str]:
-    made = f"  {row.operation}" if row.operation else ""
-    yield f"{first}{row.key}{made}{'' if row.in_queue else '  (not in the queue)'}"
-    for number, parent in enumerate(row.parents, 1):
-        last = number == len(row.parents)
+def _branches(sample: Ancestor, first: str = "", others: str = "") -> Iterator[str]:
+    made = f"  {sample.operation}" if sample.operation else ""
+    yield f"{first}{sample.key}{made}{'' if sample.in_queue else '  (not in the queue)'}"
+    for number, parent in enumerate(sample.parents, 1):
+        last = number == len(sample.parents)
         yield from _branches(parent, others + ("└─ " if last else "├─ "), others + ("   " if last else "│  "))
 
 
-def _plain(row: StoredRow) -> dict[str, Any]:
+def _plain(sample: StoredRow) -> dict[str, Any]:
     from jackfield.queue.browse import plain_values
 
     return {
-        **{name: getattr(row, name) for name in ("partition", "key", "ticket", "group", "task")},
-        "tags": dict(row.tags),
-        "acked_by": list(row.acked_by),
-        "columns": {name: plain_values(cell) for name, cell in row.cells.items()},
+        **{name: getattr(sample, name) for name in ("partition", "key", "group", "task")},
+        "batch": sample.ticket,
+        "tags": dict(sample.tags),
+        "acked_by": list(sample.acked_by),
+        "columns": {name: plain_values(cell) for name, cell in sample.cells.items()},
     }
 
 
@@ -232,4 +233,4 @@ def _rows(folder: Path, partition: str | None) -> Iterator[StoredRow]:
     from jackfield.compose.export import find_queue
     from jackfield.queue.browse import saved_rows
 
-    return (row for row in saved_rows(find_queue(folder)) if partition in (None, row.partition))
+    return (sample for sample in saved_rows(find_queue(folder)) if partition in (None, sample.partition))

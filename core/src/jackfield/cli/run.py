@@ -31,11 +31,11 @@ def run(
     from jackfield.config import load_config
 
     if address is not None:
-        overrides = (*overrides, "runtime.name=ray", f"runtime.ray.address={address}")
+        overrides = (*overrides, "cluster.name=ray", f"cluster.ray.address={address}")
     config = load_config(file, overrides)
     from jackfield.compose.stopping import Stop
 
-    stop = Stop(config.checkpoint.grace)
+    stop = Stop(config.checkpoint.grace_seconds)
     try:
         with stop.listening():
             _do(config, role, stop)

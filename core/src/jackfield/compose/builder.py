@@ -155,10 +155,10 @@ class RunBuilder(RoleParts):
             task_for=self._task_order(),
             agents=self.crew.agents,
             sampling=unstructure(config.sampling),
-            groups=config.data.prompts_per_step,
-            runs=config.data.runs_per_prompt,
+            groups=config.data.groups_per_batch,
+            runs=config.data.rollouts_per_group,
             seed=config.seed if config.sampling.seed is None else config.sampling.seed,
-            run_seconds=config.deadlines.generate,
+            run_seconds=config.deadlines.rollout,
             batch_seconds=config.deadlines.batch,
             greedy_baseline=self.recipe.greedy_baseline,
             experts=None if self.tasks.expert is None else self._experts(self.tasks.expert),
@@ -171,14 +171,14 @@ class RunBuilder(RoleParts):
             steps_done=self.done,
             task_for=self._task_order(),
             agents=self.crew.agents,
-            groups=self.config.data.prompts_per_step,
+            groups=self.config.data.groups_per_batch,
             clock=self.clock,
             batch_seconds=self.config.deadlines.batch,
         )
 
     def _experts(self, tasks: TaskSet) -> Experts:
         """An expert's answers beside the groups that are explored."""
-        rows, groups = self.recipe.experts, self.config.data.prompts_per_step
+        rows, groups = self.recipe.experts, self.config.data.groups_per_batch
         order = SeededOrder(size=len(tasks), seed=self.config.seed)
         return Experts(
             rows=rows,
@@ -189,7 +189,7 @@ class RunBuilder(RoleParts):
         """Tasks by slot: the same for any number of explorers, and for a run that resumes."""
         tasks, seed = self.tasks.train, self.config.seed
         order, retries = (SeededOrder(size=len(tasks), seed=each) for each in (seed, seed + 1))
-        groups, attempts = self.config.data.prompts_per_step, self.config.schedule.max_refills + 1
+        groups, attempts = self.config.data.groups_per_batch, self.config.schedule.max_retries + 1
 
         def task_for(slot: GroupSlot) -> Task:
             position = slot.ticket * groups + slot.index
@@ -209,8 +209,8 @@ class RunBuilder(RoleParts):
             stages=self.stages,
             score_seconds=config.deadlines.reward * config.schedule.reward_attempts,
             idle_seconds=config.deadlines.batch,
-            max_failed_groups=config.schedule.max_refills,
-            equal_groups_replaced=config.schedule.max_refills if self.recipe.dynamic_sampling else 0,
+            max_failed_groups=config.schedule.max_retries,
+            equal_groups_replaced=config.schedule.max_retries if self.recipe.dynamic_sampling else 0,
         )
         await pipeline.register()
         return pipeline

@@ -13,7 +13,7 @@ import attrs
 from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.compose.resume import folder_lock, storage_errors
-from jackfield.compose.selection import check_apart, check_plugins, manifests, register_parts
+from jackfield.compose.selection import check_distributed, check_plugins, manifests, register_parts
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig
 from jackfield.errors import ConfigError, PluginError
@@ -23,7 +23,7 @@ from jackfield.queue import LocalQueue, TransferQueue
 if TYPE_CHECKING:
     from jackfield.queue.serving import QueueServer
 
-__all__ = ["address_file", "apart", "local_queue", "remote_queue", "serve_queue"]
+__all__ = ["address_file", "distributed", "local_queue", "remote_queue", "serve_queue"]
 
 
 def address_file(config: RunConfig) -> Path:
@@ -31,27 +31,27 @@ def address_file(config: RunConfig) -> Path:
     return Path(config.queue.controller.address or Path(config.folder) / "queue" / "address.json")
 
 
-def apart(config: RunConfig, role: str) -> RunConfig:
+def distributed(config: RunConfig, role: str) -> RunConfig:
     """The configuration of a role that is launched separately: it names the controller.
 
     Raises:
         ConfigError: the run is one that roles cannot share.
     """
-    if config.mode != "both":
+    if config.mode != "online":
         raise ConfigError(
-            "there are roles where samples are explored", where="mode", expected="both", found=config.mode
+            "there are roles where samples are explored", where="mode", expected="online", found=config.mode
         )
     if config.weights.kind != "full":
         raise ConfigError(
             "explorers that come and go get whole weights", where="weights.kind", expected="full", found="delta"
         )
-    if role == "reward" and config.queue.controller.rewards != "apart":
+    if role == "reward" and config.queue.controller.rewards != "distributed":
         raise ConfigError(
             "the role train scores the samples of this run",
             where="queue.controller.rewards",
-            expected="apart",
+            expected="distributed",
             found=config.queue.controller.rewards,
-            fix="set queue.controller.rewards: apart, for all roles",
+            fix="set queue.controller.rewards: distributed, for all roles",
         )
     controller = attrs.evolve(config.queue.controller, address=str(address_file(config).absolute()))
     return attrs.evolve(config, queue=attrs.evolve(config.queue, controller=controller))
@@ -63,9 +63,9 @@ def local_queue(config: RunConfig, backend: TransferQueueBackend, clock: Clock) 
     return LocalQueue(
         backend,
         clock,
-        max_rows=config.queue.max_rows,
+        max_samples=config.queue.max_samples,
         max_bytes=config.queue.max_bytes,
-        max_refills=config.schedule.max_refills,
+        max_retries=config.schedule.max_retries,
         put_deadline_seconds=config.deadlines.batch,
         ledger=folder / "ledger.jsonl",
         journal=folder / "queue" / "journal.jsonl" if config.queue.durable else None,
@@ -113,7 +113,7 @@ async def serve_queue(
 
     registry, clock, settings = registry or discover(), clock or Clock(), config.queue.controller
     check_plugins(config, registry)
-    check_apart(config, registry, "the queue's controller is in a process of its own")
+    check_distributed(config, registry, "the queue's controller is in a process of its own")
     register_parts(hook_manager([], manifests(config, registry)).hook)
     folder = Path(config.folder) / "queue"
     with storage_errors(folder):
@@ -123,8 +123,8 @@ async def serve_queue(
         queue = local_queue(config, WorkerFactory(config=config, registry=registry, clock=clock).backend(), clock)
         stack.push_async_callback(queue.close)
         await queue.start()
-        silence = config.deadlines.silence
-        server = QueueServer(queue, clock, host=settings.host, port=settings.port, silence_seconds=silence)
+        silence = config.deadlines.heartbeat
+        server = QueueServer(queue, clock, host=settings.host, port=settings.port, heartbeat_seconds=silence)
         stack.push_async_callback(server.close)
         address = await server.start()
         file = folder / "address.json"
@@ -142,5 +142,5 @@ def _require_zmq() -> None:
             "a queue's controller in a process of its own needs pyzmq",
             code="plugin.requirement",
             found=error,
-            fix="pip install 'jackfield[apart]'",
+            fix="pip install 'jackfield[distributed]'",
         ) from error

@@ -62,7 +62,7 @@ MakeCrew = Callable[[Needs, AsyncExitStack], Awaitable[Crew]]
 
 def crew_maker(make: WorkerFactory, processes: AsyncExitStack) -> MakeCrew:
     """What makes the workers of a run, once more for each recovery; ``processes`` ends what stays in between."""
-    if make.config.runtime.name == "inline":
+    if make.config.cluster.name == "inline":
         return partial(_inline_crew, make)
     from jackfield.compose.ray_crew import RayCrews
 
@@ -76,9 +76,9 @@ async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack)
     served = make.config.queue.controller.address is not None
     backend = make.joined_backend(address_file(make.config).parent) if served else make.backend()
     rows = Rows(backend)
-    replicas = make.config.runtime.rollout_replicas if needs.replicas else 0
+    replicas = make.config.cluster.replicas if needs.replicas else 0
     servers = [make.rollout_server(replica) for replica in range(replicas)]
-    agent = make.agent_worker(rows, dict(enumerate(servers)), run_id=make.config.name)
+    agent = make.agent_worker(rows, dict(enumerate(servers)), request_prefix=make.config.name)
     rewards = None
     if needs.rewards:
         worker = await make.reward_worker(rows)

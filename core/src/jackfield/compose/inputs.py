@@ -60,7 +60,7 @@ def read_tasks(config: RunConfig, recipe: Recipe) -> Tasks:
         DataError: ``data.missing``, ``data.empty`` or ``data.malformed``, with file and line.
     """
     return Tasks(
-        train=_load(config, "train", answers=config.mode == "train"),
+        train=_load(config, "train", answers=config.mode == "offline"),
         held_out=_load(config, "eval", limit=config.evaluation.tasks) if config.evaluation.every else None,
         expert=_load(config, "expert", answers=True) if recipe.experts else None,
     )
@@ -107,16 +107,16 @@ def read_model(config: RunConfig) -> ModelDescription:
 
 def _check_rotary(config: RunConfig, text: Mapping[str, Any]) -> None:
     """Refuse samples that cross a length beyond which rotary frequencies are others."""
-    room = config.runtime.max_model_len or text.get("max_position_embeddings") or 0
+    room = config.cluster.max_model_len or text.get("max_position_embeddings") or 0
     for kind, limit in length_limits(text).items():
-        if config.mode == "both" and room > limit:
+        if config.mode == "online" and room > limit:
             raise ConfigError(
                 f"the model's rotary frequencies ({kind}) are others beyond {limit} tokens, and a sample that grows "
                 "beyond them while it is generated has log-probs that no training pass computes",
-                where="runtime.max_model_len",
+                where="cluster.max_model_len",
                 expected=f"at most {limit}",
-                found=config.runtime.max_model_len,
-                fix=f"set runtime.max_model_len: {limit}",
+                found=config.cluster.max_model_len,
+                fix=f"set cluster.max_model_len: {limit}",
             )
 
 
@@ -165,12 +165,12 @@ def _why_unreadable(folder: Path, error: Exception) -> str:
 
 def _prompt_limit(config: RunConfig, positions: int | None) -> int | None:
     """The most tokens that a prompt may have: what is configured, or what leaves room for a response."""
-    room = config.runtime.max_model_len or positions
+    room = config.cluster.max_model_len or positions
     prompt, response = config.data.max_prompt_tokens, config.sampling.max_new_tokens
     if prompt is None:
         return None if room is None else room - 1
     if room is not None and prompt + response > room:
-        source = "runtime.max_model_len" if config.runtime.max_model_len else "the model's max_position_embeddings"
+        source = "cluster.max_model_len" if config.cluster.max_model_len else "the model's max_position_embeddings"
         raise ConfigError(
             "the longest prompt and the longest response do not fit together",
             where="data.max_prompt_tokens",

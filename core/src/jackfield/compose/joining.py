@@ -41,14 +41,14 @@ def joining(
                 await synchronizer.catch_up(replica, trainer.updated)
 
     async def join(replica: Replica) -> None:
-        async with stages.measure("join", "weights", trainer.updated):
+        async with stages.measure("load_weights", "weights", trainer.updated):
             await catch_up(replica)
             if shared is not None:
                 await shared.join(replica, trainer.updated)
 
     async def bring_up(server: LastingReplica) -> None:
         assert server.info is not None
-        async with stages.measure("revive", "weights", trainer.updated), placement.hold("rollout", joins=True):
+        async with stages.measure("load_weights", "weights", trainer.updated), placement.hold("rollout", joins=True):
             if server.behind:  # else it was given those of a synchronisation meanwhile
                 await catch_up(Replica(server, server.info))
                 await server.admit()
@@ -77,7 +77,7 @@ def following(follower: WeightFollower, placement: PlacementLease, stages: Stage
             yield
 
     async def join(replica: Replica) -> None:
-        async with stages.measure("join", "weights", 0 if follower.newest is None else follower.newest.version):
+        async with stages.measure("load_weights", "weights", 0 if follower.newest is None else follower.newest.version):
             await follower.bring(replica)
 
     async def bring_up(server: LastingReplica) -> None:

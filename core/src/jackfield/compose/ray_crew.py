@@ -62,7 +62,7 @@ class RayCrews:
         self._make = make
         self._config = make.config
         self._registry = make.registry
-        self._cluster = Cluster(make.clock, make.config.deadlines.start, make.config.deadlines.silence)
+        self._cluster = Cluster(make.clock, make.config.deadlines.start, make.config.deadlines.heartbeat)
         self._interpreters: dict[str, str] | None = None  # None: the cluster is not open
         self._crew: _RayCrew | None = None
 
@@ -73,9 +73,9 @@ class RayCrews:
             JackfieldError: the first thing that is missing, or does not answer in time.
         """
         config = self._config
-        chosen = config.runtime.ray
-        pools = {"train": chosen.engine_ranks, "rollout": config.runtime.rollout_replicas if needs.replicas else 0}
-        if chosen.placement == "shared":
+        chosen = config.cluster.ray
+        pools = {"train": chosen.engine_ranks, "rollout": config.cluster.replicas if needs.replicas else 0}
+        if chosen.placement == "colocated":
             pools = {"shared": max(pools.values())}
         if self._interpreters is None:
             interpreters = _interpreters(config, self._registry)
@@ -86,7 +86,7 @@ class RayCrews:
             self._interpreters = interpreters
         meetings = stack.enter_context(TemporaryDirectory(prefix="jackfield-meetings-", ignore_cleanup_errors=True))
         stack.push_async_callback(self._cluster.rest)
-        replicas = config.runtime.rollout_replicas if self._crew is None else self._crew.replicas  # as it was left
+        replicas = config.cluster.replicas if self._crew is None else self._crew.replicas  # as it was left
         self._crew = _RayCrew(
             self._make, needs, self._cluster, self._interpreters, replicas if needs.replicas else 0, meetings
         )
@@ -134,7 +134,7 @@ class _RayCrew:
         roles = ["actor", *(["reference"] if needs.reference else []), *(["critic"] if needs.critic else [])]
         ranks = {role: await self._ranks(role) for role in roles}
         servers = [await self._replica(number) for number in range(self.replicas)]
-        ray = config.runtime.ray
+        ray = config.cluster.ray
         agents = [await self._stateless("agent", number) for number in range(ray.agent_workers)]
         rewards = [await self._stateless("reward", number) for number in range(ray.reward_workers if servers else 0)]
         places = await self._find_places()
@@ -165,7 +165,7 @@ class _RayCrew:
             estimator=cast(
                 AdvantageWorker, Stub(storage, "the advantage worker", self._deadlines.engine, "estimator.")
             ),
-            shares_devices=config.runtime.ray.placement == "shared",
+            shares_devices=config.cluster.ray.placement == "colocated",
             fleet=self,
             watch=partial(cluster.watch, [storage, *(handle for made in ranks.values() for handle, _ in made)]),
         )
@@ -218,7 +218,7 @@ class _RayCrew:
     async def _ranks(self, role: str) -> list[tuple[Any, RemoteRank]]:
         """Actors of one engine group."""
         made = []
-        for rank in range(self._config.runtime.ray.engine_ranks):
+        for rank in range(self._config.cluster.ray.engine_ranks):
             name = f"the {role} engine, rank {rank}"
             group = self._groups.get("train") or self._groups["shared"]
             handle = await self._actor(name, kind="engine", group=group, bundle=rank, one_thread=True)
@@ -232,7 +232,7 @@ class _RayCrew:
         bundle, group = number, self._groups[pool]
         if number >= self._pools[pool]:
             bundle, group = 0, await self._cluster.places(1, self._resources(1), name)
-        restarts = -1 if self._config.runtime.replica_restarts else 0
+        restarts = -1 if self._config.cluster.replica_restarts else 0
         return await self._actor(
             name, kind="rollout", group=group, bundle=bundle, restarts=restarts, one_thread=True
         ), name
@@ -250,14 +250,14 @@ class _RayCrew:
             name,
             self._make.rollout_context(number),
             partial(self._make_replica, number, handle, name),
-            restarts=self._config.runtime.replica_restarts,
+            restarts=self._config.cluster.replica_restarts,
             start_seconds=self._deadlines.start,
             seconds=self._longest,
         )
 
     @property
     def _longest(self) -> float:
-        return max(self._deadlines.generate, self._deadlines.start, self._deadlines.sync)
+        return max(self._deadlines.rollout, self._deadlines.start, self._deadlines.sync)
 
     async def _stateless(self, kind: str, number: int) -> Any:
         return await self._actor(f"{kind} worker {number}", kind=kind, restarts=_RESTARTS)
@@ -286,7 +286,7 @@ class _RayCrew:
 
     def _resources(self, parts: int) -> dict[str, float]:
         """A place's resources, or a part of them; Ray counts in ten-thousandths."""
-        chosen = self._config.runtime.ray
+        chosen = self._config.cluster.ray
         amounts = {"CPU": chosen.cpus_per_place, "GPU": chosen.gpus_per_place}
         shares = {name: int(10_000 * amount / parts) / 10_000 for name, amount in amounts.items()}
         return {name: share for name, share in shares.items() if share} or {"CPU": 0.001 / parts}
@@ -294,7 +294,7 @@ class _RayCrew:
     def _stub(self, handle: Any, again: Mapping[int, bytes]) -> Stub:
         """Stands for a worker that is made again when it dies."""
         name = next(name for name, each in self._names.items() if each is handle)
-        longest = max(self._deadlines.generate, self._deadlines.reward) + self._deadlines.batch
+        longest = max(self._deadlines.rollout, self._deadlines.reward) + self._deadlines.batch
         return Stub(handle, name, longest, make=again[id(handle)])
 
     async def _find_places(self) -> dict[int, Place]:
@@ -325,7 +325,7 @@ class _RayCrew:
 
     def _meeting(self, role: str, first: Place) -> str:
         """In a file where the cluster is this machine alone: torch's store at a port listens on all interfaces."""
-        if self._config.runtime.ray.address is None:
+        if self._config.cluster.ray.address is None:
             return f"file://{self._meetings}/{role}"
         address = f"[{first.address}]" if ":" in first.address else first.address
         return f"tcp://{address}:{first.port}"
@@ -356,8 +356,8 @@ def _factory(config: RunConfig) -> WorkerFactory:
 def _use_threads(config: RunConfig) -> None:
     import torch
 
-    if config.runtime.threads is not None:
-        torch.set_num_threads(config.runtime.threads)
+    if config.cluster.threads is not None:
+        torch.set_num_threads(config.cluster.threads)
 
 
 def make_storage(config: RunConfig, needs: Needs) -> Storage:
@@ -411,7 +411,7 @@ def make_agent_worker(
     if number == 0:
         recipe = make_recipe(config, factory.registry.find("rollout", config.rollout.name))
         check_tokens(config, read_tasks(config, recipe), read_model(config))
-    return factory.agent_worker(Rows(backend), servers, run_id=f"{config.name}-{number}")
+    return factory.agent_worker(Rows(backend), servers, request_prefix=f"{config.name}-{number}")
 
 
 async def make_reward_worker(config: RunConfig, backend: RemoteBackend, number: int) -> RewardWorker:

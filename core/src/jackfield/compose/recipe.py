@@ -27,9 +27,9 @@ from jackfield.runtime.advantages import AdvantagePlan
 
 __all__ = ["Recipe", "make_recipe"]
 
-#: What an estimator can get beside values, reward dimensions and the greedy run's reward, which the recipe adds.
+#: What an estimator can get beside values, reward dimensions and the greedy rollout's reward, which the recipe adds.
 _ESTIMATOR_INPUTS = frozenset(
-    {"token_rewards", "response_mask", "group_ids", "run_ids", "step_ids", "anchor_ids", "old_log_probs"}
+    {"token_rewards", "response_mask", "group_ids", "rollout_ids", "step_ids", "anchor_ids", "old_log_probs"}
 )
 #: Words in a bundle's ``needs`` that a run knows; the estimator's inputs are known, too.
 _KNOWN_NEEDS = frozenset(
@@ -90,7 +90,7 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
     loss = part("loss", chosen.loss)
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
     wanted = {*chosen.needs, *(estimator.needs if estimator else ())}
-    experts = config.data.experts_per_step if "expert_mask" in loss.needs and config.data.expert else 0
+    experts = config.data.expert_samples_per_batch if "expert_mask" in loss.needs and config.data.expert else 0
     mixes = experts > 0 or ("expert_mask" in loss.needs and config.queue.expert is not None)
     corrected = estimator is not None and corrects(config, loss, rollout)
     old = old_log_probs(config, corrected)
@@ -185,20 +185,20 @@ def _replaced(
 
 
 def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
-    if config.mode == "train" and chosen.advantages is not None:
+    if config.mode == "offline" and chosen.advantages is not None:
         raise ConfigError(
-            f"algorithm {config.algorithm.name!r} needs rewards, and mode 'train' has none",
+            f"algorithm {config.algorithm.name!r} needs rewards, and mode 'offline' has none",
             where="mode",
-            expected="mode: both, or an algorithm that learns from the data's own answers (sft, dpo)",
+            expected="mode: online, or an algorithm that learns from the data's own answers (sft, dpo)",
         )
-    if config.mode == "both" and chosen.advantages is None:
+    if config.mode == "online" and chosen.advantages is None:
         raise ConfigError(
             f"algorithm {config.algorithm.name!r} learns from the data's own answers",
             where="mode",
-            expected="mode: train",
-            found="mode: both",
+            expected="mode: offline",
+            found="mode: online",
         )
-    if config.mode == "both":
+    if config.mode == "online":
         check_sampling(config.sampling)
 
 
@@ -292,8 +292,8 @@ def _check_supply(
             f"loss {loss.name} learns from an expert's answers, too, and there are none",
             code="config.missing-key",
             where="data.expert",
-            fix="name a JSONL file of tasks with answers as data.expert, and set data.experts_per_step; or rows as "
-            "queue.expert",
+            fix="name a JSONL file of tasks with answers as data.expert, and set data.expert_samples_per_batch; "
+            "or rows as queue.expert",
         )
     if estimator is not None and "reward_dimensions" in estimator.needs and not recipe.reward_dimensions:
         raise ConfigError(
@@ -331,7 +331,7 @@ def _check_effect(config: RunConfig, recipe: Recipe) -> None:
         ),
         "weights": (
             config.weights.kind == "full" and attrs.evolve(config.weights, dtype=None) != WeightsConfig(),
-            "weights.kind: delta, for block_bytes and without_base",
+            "weights.kind: delta, for block_bytes and on_missing_base",
         ),
         "data.format.rejected_key": (
             config.data.format.rejected_key is not None and not recipe.pairs,

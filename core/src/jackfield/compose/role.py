@@ -64,7 +64,7 @@ class RoleParts:
         self.role, self.recipe, self.tasks = prepared.role, prepared.recipe, prepared.tasks
         self.clock, self.stop = prepared.clock, prepared.stop
         self.make_crew = make_crew
-        self.explores = config.mode == "both"
+        self.explores = config.mode == "online"
         self.trains = self.role in ("all", "train")
         self.scores = self.role == "reward" or (self.trains and config.queue.controller.rewards == "train")
         self.stages = Stages(self.clock, prepared.hooks.hook)
@@ -129,11 +129,11 @@ class RoleParts:
 
     async def open_control(self, replicas: Replicas) -> None:
         """Let other processes list and change the replicas."""
-        addresses, port = {}, self.config.runtime.metrics_port
+        addresses, port = {}, self.config.cluster.metrics_port
         if port is not None:
             metrics = ReplicaMetrics(replicas, port)
             self.stack.push_async_callback(metrics.close)
             addresses["metrics"] = await metrics.open()
-        control = ControlServer(Path(self.config.folder), replicas, self.clock, self.config.deadlines.silence)
+        control = ControlServer(Path(self.config.folder), replicas, self.clock, self.config.deadlines.heartbeat)
         self.stack.push_async_callback(control.close)
         await control.open(**addresses)

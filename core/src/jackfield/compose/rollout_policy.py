@@ -34,15 +34,15 @@ def check_sampling(sampling: SamplingParams) -> None:
     """Training responses are drawn, and their log-probs are of the distribution that they were drawn from."""
     if sampling.temperature == 0:
         raise ConfigError(
-            "greedy responses cannot be trained on: all runs of a task are equal",
+            "greedy responses cannot be trained on: all rollouts of a task are equal",
             where="sampling.temperature",
             expected="more than 0 (evaluation.sampling may be greedy)",
             found=sampling.temperature,
         )
-    if sampling.logprobs == "raw":
+    if sampling.log_probs == "raw":
         raise ConfigError(
             "raw log-probs are not those of the distribution that training responses are drawn from",
-            where="sampling.logprobs",
+            where="sampling.log_probs",
             expected="processed (evaluation.sampling may have raw ones)",
             found="raw",
             fix="remove the setting",
@@ -53,7 +53,7 @@ def filters(config: RunConfig) -> dict[str, float]:
     """The sampling filters of training responses that leave tokens out, by name."""
     sampling = config.sampling
     active = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-    return {name: getattr(sampling, name) for name, found in active.items() if found and config.mode == "both"}
+    return {name: getattr(sampling, name) for name, found in active.items() if found and config.mode == "online"}
 
 
 def old_log_probs(config: RunConfig, corrects: bool) -> Literal["rollout", "engine"]:
@@ -122,7 +122,7 @@ def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
         "every": settings.every,
         "bound": settings.bound or _rollout_bound(config),
         "train_mode_bound": settings.bound or engine,
-        "rollout": config.mode == "both",
+        "rollout": config.mode == "online",
         "stops": settings.beyond == "stop",
         "corrects": config.canary.beyond == "correct",
         "slack": _slack(filters(config)),

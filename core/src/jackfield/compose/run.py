@@ -18,7 +18,7 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
 from jackfield.compose.checking import check_parts
-from jackfield.compose.controller import apart
+from jackfield.compose.controller import distributed
 from jackfield.compose.crew import MakeCrew, crew_maker
 from jackfield.compose.inputs import check_tokens, read_model, read_tasks
 from jackfield.compose.mixing import check_rows
@@ -87,7 +87,7 @@ def run(
             same call goes on from the newest checkpoint; what an explorer had begun is made by others.
         CancelledError: ``stop`` has ended it before a step was done.
     """
-    stop = stop or Stop(config.checkpoint.grace)
+    stop = stop or Stop(config.checkpoint.grace_seconds)
     with asyncio.Runner() as runner:
         return runner.run(stop.bounded(run_async(config, role=role, hooks=hooks, registry=registry, stop=stop)))
 
@@ -102,7 +102,7 @@ async def run_async(
     stop: Stop | None = None,
 ) -> RunResult:
     """Do the same inside of a running event loop."""
-    registry, clock, stop = registry or discover(), clock or Clock(), stop or Stop(config.checkpoint.grace)
+    registry, clock, stop = registry or discover(), clock or Clock(), stop or Stop(config.checkpoint.grace_seconds)
     config = _role_config(config, role)
     folder, trains = Path(config.folder), role in ("all", "train")
     hooks = [*observers(config.observe, folder, clock=clock), *hooks]
@@ -117,7 +117,7 @@ async def run_async(
         replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
             make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
-            for left in reversed(range(config.runtime.ray.recoveries + 1)):
+            for left in reversed(range(config.cluster.ray.recoveries + 1)):
                 try:
                     steps = await _execute(prepared, make_crew, start)
                     break
@@ -190,16 +190,16 @@ def _recovery(config: RunConfig, folder: Path, error: WorkerLost) -> StartingPoi
 def _role_config(config: RunConfig, role: Role) -> RunConfig:
     """The configuration of a role: where its controller is, and a folder of its own within the run's."""
     if role == "all":
-        if config.queue.controller.rewards == "apart":
+        if config.queue.controller.rewards == "distributed":
             raise ConfigError(
                 "in a run in one process, that process scores the samples",
                 where="queue.controller.rewards",
                 expected="train",
-                found="apart",
+                found="distributed",
                 fix="remove the setting, or launch each role with --role",
             )
         return config
-    config = apart(config, role)
+    config = distributed(config, role)
     if role == "explore":
         name = f"explorer-{socket.gethostname()}-{os.getpid()}"
         return attrs.evolve(config, name=name, folder=str(Path(config.folder) / "explorers" / name))
@@ -216,8 +216,8 @@ def _prepare(
     check_plugins(config, registry)
     if role != "all":
         engine = registry.find("checkpoint_engine", config.checkpoint_engine.name)
-        require_capability(engine, "late", "explorers come and go (--role)")
-    here = config.runtime.name == "inline"  # else what runs in other processes is looked at there
+        require_capability(engine, "retains_weights", "explorers come and go (--role)")
+    here = config.cluster.name == "inline"  # else what runs in other processes is looked at there
     if here:
         import_plugins(config, registry, heavy=False)
     manager = hook_manager(hooks, manifests(config, registry))
@@ -227,7 +227,7 @@ def _prepare(
     if here:
         check_tokens(config, tasks, model)
         import_plugins(config, registry, heavy=True)
-    check_rows(config.queue, explores=config.mode == "both")
+    check_rows(config.queue, explores=config.mode == "online")
     return Prepared(config=config, role=role, hooks=manager, recipe=recipe, tasks=tasks, clock=clock, stop=stop)
 
 
@@ -243,14 +243,14 @@ def _make_folder(folder: Path) -> None:
 @contextmanager
 def _one_compute_thread(config: RunConfig) -> Iterator[None]:
     """Engine and replicas share one device: their work goes through one thread, so that it never competes for cores."""
-    if config.runtime.name != "inline":
+    if config.cluster.name != "inline":
         yield
         return
     import torch
 
     before = torch.get_num_threads()
-    if config.runtime.threads is not None:
-        torch.set_num_threads(config.runtime.threads)
+    if config.cluster.threads is not None:
+        torch.set_num_threads(config.cluster.threads)
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
     asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down at its end
     try:

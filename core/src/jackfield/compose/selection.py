@@ -18,7 +18,7 @@ from jackfield.plugins.introduction import look
 from jackfield.queue import register_sampler
 
 __all__ = [
-    "check_apart",
+    "check_distributed",
     "check_plugins",
     "check_weights",
     "import_plugins",
@@ -30,12 +30,12 @@ __all__ = [
 
 #: Kinds whose plugins import torch: they come last.
 HEAVY = ("engine", "rollout")
-PROCESS_KINDS = ("rollout",)  #: can have a process of their own with the runtime ``inline``
+PROCESS_KINDS = ("rollout",)  #: can have a process of their own with the cluster ``inline``
 _PROBE_SECONDS = 30.0
 
 
 def check_plugins(config: RunConfig, registry: Registry) -> None:
-    """Gate 1, settings, interpreters and capabilities; imports config modules only.
+    """The manifest check, settings, interpreters and capabilities; imports config modules only.
 
     Raises:
         PluginError: a plugin is not there, broken, of another ABI, or cannot do what the run needs.
@@ -53,7 +53,7 @@ def check_plugins(config: RunConfig, registry: Registry) -> None:
             registry.find("transfer_queue", config.transfer_queue.name), "durable", "queue.durable is set"
         )
     if config.queue.controller.address is not None:
-        check_apart(config, registry, "queue.controller.address is set")
+        check_distributed(config, registry, "queue.controller.address is set")
     if config.model.dropout > 0.0:
         require_capability(registry.find("engine", config.engine.name), "dropout", "model.dropout is set")
     if config.model.lora is not None:
@@ -91,7 +91,7 @@ def _refuse_with_adapter(config: RunConfig, where: str, expected: str) -> None:
         )
 
 
-def check_apart(config: RunConfig, registry: Registry, because: str) -> None:
+def check_distributed(config: RunConfig, registry: Registry, because: str) -> None:
     """See that a queue's controller may be in another process than this one.
 
     Raises:
@@ -99,13 +99,13 @@ def check_apart(config: RunConfig, registry: Registry, because: str) -> None:
         ConfigError: workers are in a cluster, whose storage worker has the controller beside it.
     """
     require_capability(registry.find("transfer_queue", config.transfer_queue.name), "joins", because)
-    if config.runtime.name != "inline":
+    if config.cluster.name != "inline":
         raise ConfigError(
             "a controller in a process of its own serves runs whose workers are in their own process",
-            where="runtime.name",
+            where="cluster.name",
             expected="inline",
-            found=config.runtime.name,
-            fix=f"use runtime.name: inline, because {because}",
+            found=config.cluster.name,
+            fix=f"use cluster.name: inline, because {because}",
         )
 
 
@@ -122,7 +122,7 @@ def register_parts(hooks: Any) -> None:
 
 
 def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> None:
-    """Gate 2, for the plugins that import torch or for the others; those that run elsewhere are looked at there.
+    """The structure check, for plugins that import torch or for the others; those that run elsewhere are checked there.
 
     Raises:
         PluginError: a plugin cannot be imported, or its class does not fit its contract.
@@ -163,7 +163,7 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
     """
     found = {}
     for kind, name in _chosen(config):
-        wanted, where = config.runtime.interpreters.get(kind), f"runtime.interpreters.{kind}"
+        wanted, where = config.cluster.interpreters.get(kind), f"cluster.interpreters.{kind}"
         if wanted in config.environments:
             wanted = _python_of(config, str(wanted), where)
         if wanted is None:
@@ -174,14 +174,14 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
         path = resolve_interpreter(wanted, where)
         if path == os.path.abspath(sys.executable):
             continue
-        if config.runtime.name == "inline" and kind not in PROCESS_KINDS:
+        if config.cluster.name == "inline" and kind not in PROCESS_KINDS:
             raise PluginError(
-                f"a worker of the kind '{kind}' cannot have a process of its own with the runtime 'inline'",
+                f"a worker of the kind '{kind}' cannot have a process of its own with the cluster 'inline'",
                 code="plugin.interpreter",
                 where=where,
                 expected=f"{sys.executable}; or an interpreter for {', '.join(PROCESS_KINDS)}",
                 found=path,
-                fix="use runtime.name: ray, or give the rollout server the interpreter of its own",
+                fix="use cluster.name: ray, or give the rollout server the interpreter of its own",
             )
         found[kind] = path
     return found

@@ -174,7 +174,7 @@ class TrainerBuilder:
             stages=self.stages,
             sampling=unstructure(sampling),
             seed=config.seed if sampling.seed is None else sampling.seed,
-            run_seconds=config.deadlines.generate,
+            run_seconds=config.deadlines.rollout,
             score_seconds=config.deadlines.reward * config.schedule.reward_attempts,
             recorded=config.observe.samples_per_evaluation,
         )
@@ -203,13 +203,13 @@ class TrainerBuilder:
             deadline_seconds=self.config.deadlines.sync,
             canary=None if self._takes_turns or not replicas else self._canary(),
             kind=self.config.weights.kind,
-            without_base=self.config.weights.without_base,
+            on_missing_base=self.config.weights.on_missing_base,
         )
 
     @property
     def _takes_turns(self) -> bool:
         """Whether the engine has left the device when replicas generate."""
-        return self.run.crew.shares_devices and self.config.runtime.offload
+        return self.run.crew.shares_devices and self.config.cluster.offload
 
     def _device(
         self,
@@ -227,7 +227,7 @@ class TrainerBuilder:
             return synchronizer, None
         enter, leave = {}, {}
         if self._takes_turns and replicas and synchronizer is not None:
-            device = self.config.runtime.device
+            device = self.config.cluster.device
             shared = SharedDevice(self.engines, replicas, device, synchronizer, self._canary())
             enter = {"rollout": shared.enter_rollout, "train": shared.enter_train}
             leave = {"rollout": shared.leave_rollout, "train": shared.leave_train}
@@ -250,6 +250,6 @@ class TrainerBuilder:
             temperature=config.sampling.temperature if self.run.explores else 1.0,
             bound=recipe.canary_bound,
             stops=config.canary.beyond == "stop",
-            seconds=config.deadlines.generate,
+            seconds=config.deadlines.rollout,
             report=partial(self.stages.note, "canary/distance"),
         )

@@ -48,7 +48,7 @@ class WorkerFactory:
     def backend(self) -> TransferQueueBackend:
         """Where values are kept; not started."""
         folder = str(Path(self.config.folder) / "queue")
-        context = TransferQueueContext(folder=folder, silence_seconds=self.config.deadlines.silence)
+        context = TransferQueueContext(folder=folder, heartbeat_seconds=self.config.deadlines.heartbeat)
         return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
     def joined_backend(self, folder: Path) -> TransferQueueBackend:
@@ -57,8 +57,8 @@ class WorkerFactory:
         Args:
             folder: of that queue.
         """
-        silence = self.config.deadlines.silence
-        context = TransferQueueContext(folder=str(folder), joins=True, silence_seconds=silence)
+        silence = self.config.deadlines.heartbeat
+        context = TransferQueueContext(folder=str(folder), joins=True, heartbeat_seconds=silence)
         return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
     def engine_rank(
@@ -84,17 +84,17 @@ class WorkerFactory:
             world_size=world_size,
             local_rank=local_rank,
             init_method=init_method,
-            device=config.runtime.device,
+            device=config.cluster.device,
             seed=config.seed,
-            temperature=config.sampling.temperature if config.mode == "both" else 1.0,
-            micro_batch_tokens=config.runtime.micro_batch_tokens,
+            temperature=config.sampling.temperature if config.mode == "online" else 1.0,
+            micro_batch_tokens=config.cluster.micro_batch_tokens,
         )
         engine: BaseEngine = self._plugin("engine", context)
         place = CheckpointEngineContext(
-            side="trainer",
+            end="sender",
             rank=rank,
             world_size=world_size,
-            device=config.runtime.device,
+            device=config.cluster.device,
             host=host,
             deadline_seconds=config.deadlines.sync,
         )
@@ -120,11 +120,11 @@ class WorkerFactory:
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
         """A replica; not started."""
         config, context = self.config, self.rollout_context(replica, host=host)
-        python = interpreters(config, self.registry).get("rollout") if config.runtime.name == "inline" else None
+        python = interpreters(config, self.registry).get("rollout") if config.cluster.name == "inline" else None
         if python is not None:
             return LastingServer(
                 lambda: self._rollout_process(context, python),
-                restarts=config.runtime.replica_restarts,
+                restarts=config.cluster.replica_restarts,
                 start_seconds=config.deadlines.start,
             )
         return cast(BaseRolloutServer, self._plugin("rollout", context))
@@ -136,29 +136,29 @@ class WorkerFactory:
         return RolloutContext(
             model=model,
             replica=replica,
-            device=config.runtime.device,
+            device=config.cluster.device,
             seed=config.seed + replica,
             host=host,
-            max_model_len=config.runtime.max_model_len,
+            max_model_len=config.cluster.max_model_len,
             clock=self.clock,
         )
 
     def _rollout_process(self, context: RolloutContext, python: str) -> RolloutProcess:
         """A replica in a process, and an interpreter, of its own."""
         config = self.config
-        threads = config.runtime.threads
+        threads = config.cluster.threads
         return RolloutProcess(
             config.rollout.settings,
             context,
             record=self.registry.resolve(config.rollout.name, "rollout"),
             python=python,
-            seconds=max(config.deadlines.generate, config.deadlines.start, config.deadlines.sync),
+            seconds=max(config.deadlines.rollout, config.deadlines.start, config.deadlines.sync),
             log=Path(config.folder) / f"replica-{context.replica}.log",
             environment={} if threads is None else {"OMP_NUM_THREADS": str(threads)},
-            silence_seconds=config.deadlines.silence,
+            heartbeat_seconds=config.deadlines.heartbeat,
         )
 
-    def agent_worker(self, rows: Rows, servers: Mapping[int, BaseRolloutServer], *, run_id: str) -> AgentWorker:
+    def agent_worker(self, rows: Rows, servers: Mapping[int, BaseRolloutServer], *, request_prefix: str) -> AgentWorker:
         """A worker that runs agents on ``servers``, by number; without any, it only makes samples of given answers."""
         config, tokenizer = self.config, self._tokenizer()
         max_prompt_tokens = read_model(config).max_prompt_tokens
@@ -178,7 +178,7 @@ class WorkerFactory:
                 generate=noted,
                 tokenizer=tokenizer,
                 clock=self.clock,
-                run_id=run_id,
+                request_prefix=request_prefix,
                 max_prompt_tokens=max_prompt_tokens,
             )
             return cast(AgentLoopBase, loaded.build(config.agent.settings, context, "agent"))
@@ -191,7 +191,7 @@ class WorkerFactory:
         context = RewardContext(
             clock=self.clock,
             seed=config.seed,
-            silence_seconds=config.deadlines.silence,
+            heartbeat_seconds=config.deadlines.heartbeat,
             logs=str(Path(config.folder) / "logs" / f"reward-{number}"),
         )
         agent: RewardAgent = self._plugin("reward", context)

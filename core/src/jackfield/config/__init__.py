@@ -12,7 +12,7 @@ from jackfield.config.loading import (
     validate_plugins,
 )
 from jackfield.config.queue_sections import ControllerConfig, MixConfig, QueueConfig, ReplayConfig, SamplerConfig
-from jackfield.config.runtime_sections import RayConfig, RuntimeConfig
+from jackfield.config.runtime_sections import RayConfig, ClusterConfig
 from jackfield.config.sections import (
     CanaryConfig,
     DataConfig,
@@ -40,7 +40,7 @@ __all__ = [
     "RayConfig",
     "ReplayConfig",
     "RunConfig",
-    "RuntimeConfig",
+    "ClusterConfig",
     "SamplerConfig",
     "ScheduleConfig",
     "WeightsConfig",

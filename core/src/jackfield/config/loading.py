@@ -55,14 +55,14 @@ _CHECKPOINT_ENGINES = {"this process": "in_process", "a process of this machine"
 
 def _resolved(config: RunConfig) -> RunConfig:
     """Every default that depends on the runtime."""
-    chosen, runtime = config.checkpoint_engine, config.runtime
-    reached = "a process of this machine" if "rollout" in runtime.interpreters else "this process"
-    if runtime.name == "ray":
+    chosen, cluster = config.checkpoint_engine, config.cluster
+    reached = "a process of this machine" if "rollout" in cluster.interpreters else "this process"
+    if cluster.name == "ray":
         reached = "a cluster"
     if chosen.name == "auto":
         chosen = attrs.evolve(chosen, name=_CHECKPOINT_ENGINES[reached])
     if chosen.name == "in_process" and reached != "this process":
-        own = "runtime.name: ray" if runtime.name == "ray" else "runtime.interpreters.rollout"
+        own = "cluster.name: ray" if cluster.name == "ray" else "cluster.interpreters.rollout"
         raise ConfigError(
             "the checkpoint engine 'in_process' cannot reach workers in other processes",
             where="checkpoint_engine.name",

@@ -65,7 +65,7 @@ class ControllerConfig:
     )
     host: str = option("127.0.0.1", help="where it listens; beyond loopback with CURVE, for who has the address.json")
     port: int = option(0, help="where it listens; 0: any port that is free", validator=and_(ge(0), le(65535)))
-    rewards: Literal["train", "apart"] = option(
+    rewards: Literal["train", "distributed"] = option(
         "train", help="who scores samples: the role train, or a process of its own, --role reward"
     )
 
@@ -80,10 +80,10 @@ class QueueConfig:
         "transfer_queue (sql, redis)",
     )
     controller: ControllerConfig = option(factory=ControllerConfig, help="a controller in a process of its own")
-    max_rows: int | None = option(
+    max_samples: int | None = option(
         None,
-        help="rows in the queue, above which explorers wait; those of the batch that the trainer waits for are let in, "
-        "and rows count until the checkpoint after their step; null: no limit",
+        help="samples in the queue, above which explorers wait; those of the batch that the trainer waits for are let "
+        "in, and samples count until the checkpoint after their step; null: no limit",
         validator=optional(gt(0)),
     )
     max_bytes: int | None = option(None, help="the same in bytes of values; null: no limit", validator=optional(gt(0)))

@@ -12,7 +12,7 @@ from jackfield.settings import option
 
 __all__ = [
     "RayConfig",
-    "RuntimeConfig",
+    "ClusterConfig",
 ]
 
 _WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugin that can have an interpreter of their own
@@ -40,8 +40,9 @@ class RayConfig:
     engine_ranks: int = option(1, help="ranks of the engine", validator=gt(0))
     agent_workers: int = option(1, help="processes that run agent loops", validator=gt(0))
     reward_workers: int = option(1, help="processes that run reward agents", validator=gt(0))
-    placement: Literal["shared", "separate"] = option(
-        "shared", help="shared: engine and replicas take turns on the same places; separate: each has its own"
+    placement: Literal["colocated", "disaggregated"] = option(
+        "colocated",
+        help="colocated: engine and replicas take turns on the same places; disaggregated: each has its own",
     )
     cpus_per_place: float = option(1.0, help="CPUs of the place of a rank or replica", validator=ge(0.0))
     gpus_per_place: float = option(0.0, help="GPUs of the place of a rank or replica", validator=ge(0.0))
@@ -53,7 +54,7 @@ class RayConfig:
 
 
 @attrs.frozen(kw_only=True)
-class RuntimeConfig:
+class ClusterConfig:
     """Where workers live."""
 
     name: Literal["inline", "ray"] = option(
@@ -63,7 +64,7 @@ class RuntimeConfig:
     threads: int | None = option(
         None, help="torch threads; null: as torch decides", validator=optional([gt(0), le(4096)])
     )
-    rollout_replicas: int = option(1, help="rollout servers", validator=gt(0))
+    replicas: int = option(1, help="rollout servers", validator=gt(0))
     replica_restarts: int = option(
         3,
         help="how often a rollout server with a process of its own is started again when it dies",

@@ -13,11 +13,11 @@ from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.config.queue_sections import QueueConfig
-from jackfield.config.runtime_sections import RuntimeConfig
+from jackfield.config.runtime_sections import ClusterConfig
 from jackfield.data.tasks import TaskFormat
 from jackfield.observe import ObserveSettings
 from jackfield.plugins.environments import EnvironmentSettings
-from jackfield.pulse import SILENCE_SECONDS
+from jackfield.heartbeat import HEARTBEAT_SECONDS
 from jackfield.settings import option
 
 __all__ = [
@@ -55,10 +55,10 @@ class DataConfig:
         help="JSONL file of an expert's answers as texts, in the same format (mix, mix_chord); rows of token ids: "
         "queue.expert",
     )
-    experts_per_step: int = option(0, help="answers of the expert in one training batch", validator=ge(0))
+    expert_samples_per_batch: int = option(0, help="answers of the expert in one training batch", validator=ge(0))
     chat_template: str | None = option(None, help="a Jinja chat template in the place of the tokenizer's own")
-    prompts_per_step: int = option(32, help="tasks (groups) in one training batch", validator=gt(0))
-    runs_per_prompt: int = option(8, help="agent runs per task (the group size)", validator=gt(0))
+    groups_per_batch: int = option(32, help="tasks (groups) in one batch", validator=gt(0))
+    rollouts_per_group: int = option(8, help="rollouts of each task (the group size)", validator=gt(0))
     max_prompt_tokens: int | None = option(
         None,
         help="longest prompt allowed, in tokens: a longer one ends the run; null: what leaves room for a response",
@@ -73,9 +73,9 @@ class ScheduleConfig:
     steps: int = option(100, help="training steps", validator=gt(0))
     sync_interval: int = option(1, help="k: weights are published every k steps", validator=gt(0))
     sync_offset: int = option(0, help="o: how many batches the explorer may run ahead", validator=ge(0))
-    max_refills: int = option(
+    max_retries: int = option(
         8,
-        help="times that one failed group of a batch is replaced; and groups in a row that may end without any score",
+        help="retries of one failed group of a batch; and groups in a row that may end without any score",
         validator=ge(0),
     )
     reward_attempts: int = option(
@@ -92,7 +92,7 @@ class CheckpointConfig:
     )
     keep: int = option(2, help="how many of the newest checkpoints stay", validator=gt(0))
     at_end: bool = option(True, help="checkpoint after the last step, too")
-    grace: float = option(
+    grace_seconds: float = option(
         25.0,
         help="seconds from SIGTERM or SIGINT to the end of the process: in four fifths of them the step under way is "
         "finished and a checkpoint written, the rest is for closing",
@@ -115,7 +115,7 @@ class WeightsConfig:
     block_bytes: int = option(
         4096, help="of a block of a delta; the engine remembers 8 bytes for each", validator=ge(8)
     )
-    without_base: Literal["full", "stop"] = option(
+    on_missing_base: Literal["full", "stop"] = option(
         "full",
         help="where a replica does not hold the weights that a delta changes (it has just come, or was started "
         "again); full: everything is sent; stop: the run ends (weights.base)",
@@ -199,14 +199,14 @@ class DeadlineConfig:
 
     start: float = option(600.0, help="for a rollout server or a reward agent to start", validator=gt(0.0))
     engine: float = option(3600.0, help="for one call of an engine: loading, a pass, a checkpoint", validator=gt(0.0))
-    generate: float = option(600.0, help="for one agent run", validator=gt(0.0))
+    rollout: float = option(600.0, help="for one rollout", validator=gt(0.0))
     reward: float = option(60.0, help="for one score", validator=gt(0.0))
     batch: float = option(1800.0, help="for the batch of the next step", validator=gt(0.0))
     sync: float = option(600.0, help="for one weight synchronisation", validator=gt(0.0))
-    silence: float = option(
-        SILENCE_SECONDS,
-        help="without a sign of life of a process, after which it is dead: it is named and killed, and what it did is "
-        "done again; a thread of its own gives the signs, so that work, however long, is no silence",
+    heartbeat: float = option(
+        HEARTBEAT_SECONDS,
+        help="without a heartbeat of a process, after which it is dead: it is named and killed, and what it did is "
+        "done again; a thread of its own sends them, also during long work",
         validator=gt(0.0),
     )
     drain: float = option(
@@ -223,7 +223,9 @@ class RunConfig:
     name: str = option("run", help="shown in progress, curves and tables")
     folder: str = option("runs/run", help="where everything that the run writes goes")
     seed: int = option(0, help="fixes a synchronous run")
-    mode: Literal["both", "train"] = option("both", help="both: explore and train; train: on the data's own answers")
+    mode: Literal["online", "offline"] = option(
+        "online", help="online: explore and train; offline: train on the data's own answers"
+    )
     model: ModelSpec = option(help="the policy")
     data: DataConfig = option(factory=DataConfig, help="tasks")
     sampling: SamplingParams = option(factory=SamplingParams, help="how training responses are drawn")
@@ -239,10 +241,10 @@ class RunConfig:
     log_prob_check: LogProbCheckConfig = option(
         factory=LogProbCheckConfig, help="log-probs of the training pass against inference and rollout"
     )
-    runtime: RuntimeConfig = option(factory=RuntimeConfig, help="where workers live")
+    cluster: ClusterConfig = option(factory=ClusterConfig, help="where workers live")
     deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="longest waits")
     environments: Mapping[str, EnvironmentSettings] = option(
-        factory=dict, help="by name: what `jackfield env create NAME FILE` makes, for runtime.interpreters"
+        factory=dict, help="by name: what `jackfield env create NAME FILE` makes, for cluster.interpreters"
     )
     engine: PluginSection = option(
         factory=partial(PluginSection, name="fsdp"), help="the engine plugin, and its own settings"
@@ -261,7 +263,7 @@ class RunConfig:
     )
     checkpoint_engine: PluginSection = option(
         factory=partial(PluginSection, name="auto"),
-        help="the checkpoint_engine plugin, and its own settings; auto: in_process, nccl with runtime.name: ray, "
+        help="the checkpoint_engine plugin, and its own settings; auto: in_process, nccl with cluster.name: ray, "
         "and shared where the rollout server has an interpreter of its own",
     )
     observe: ObserveSettings = option(factory=ObserveSettings, help="what the run writes and shows")

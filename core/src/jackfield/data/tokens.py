@@ -294,7 +294,7 @@ def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) 
             where=_place(task),
             expected=f"at most {max_tokens} tokens",
             found=f"{len(token_ids)} tokens",
-            fix="leave this task out of the data, or raise data.max_prompt_tokens or runtime.max_model_len",
+            fix="leave this task out of the data, or raise data.max_prompt_tokens or cluster.max_model_len",
         )
     return token_ids
 

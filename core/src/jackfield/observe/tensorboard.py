@@ -16,7 +16,7 @@ __all__ = ["TensorBoardFiles"]
 
 
 class TensorBoardFiles(MetricsObserver):
-    """Writes scalars to ``tensorboard/``: ``train/NAME``, ``evaluation/NAME`` and ``weights/sync_seconds``.
+    """Writes scalars to ``tensorboard/``: ``train/NAME``, ``evaluation/NAME`` and ``weights/seconds``.
 
     A run that goes on opens a further file, whose first event makes TensorBoard forget the steps after the restored
     one; a run that starts from the beginning makes it forget everything.

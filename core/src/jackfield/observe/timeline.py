@@ -14,7 +14,7 @@ __all__ = ["Timeline"]
 
 _HEAD = b"[\n"
 _TAIL = b"\n]\n"
-_ORDER = ("explorer", "reward", "trainer", "weights", "evaluation")  # lanes from top to bottom; others follow
+_ORDER = ("explorer", "reward", "trainer", "weights")  # lanes from top to bottom; others follow
 _REMEMBERED = 64  # earlier stages of a track against which a new one is checked
 _SLACK = 1e-6  # seconds by which stages that follow each other may overlap on paper
 

@@ -33,7 +33,7 @@ class EnvironmentSettings:
     python: str | None = option(None, help="the interpreter that makes it; null: the one that runs Jackfield")
     requires: tuple[str, ...] = option((), help="what pip installs there")
     constraints: str | None = option(None, help="a file of versions that pip keeps to")
-    without: tuple[str, ...] = option((), help="packages that are removed afterwards, where something has brought them")
+    uninstall: tuple[str, ...] = option((), help="packages that are removed afterwards, where something has brought them")
 
     def path(self, name: str) -> Path:
         """Return the folder of the environment of this name."""
@@ -82,8 +82,8 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
         shutil.rmtree(folder, ignore_errors=True)
         _run([base, "-m", "venv", str(folder)], ends, folder)
         _run([*pip, "install", *keep, *settings.requires, *ours], ends, folder)
-        if settings.without:
-            _run([*pip, "uninstall", "--yes", *settings.without], ends, folder)
+        if settings.uninstall:
+            _run([*pip, "uninstall", "--yes", *settings.uninstall], ends, folder)
     stamp.write_text(json.dumps({**digests, "requires": [*settings.requires, *ours]}, indent=1), encoding="utf-8")
     return True
 
@@ -134,7 +134,7 @@ def _run(command: Sequence[str], ends: float, folder: Path) -> None:
 
 def _digests(settings: EnvironmentSettings, base: str, installed: Sequence[str], ours: Sequence[str]) -> dict[str, str]:
     """Digest what comes along, and apart from it everything else, with what the former requires."""
-    parts = [base, sys.version, *settings.requires, "", *settings.without, "", *installed, ""]
+    parts = [base, sys.version, *settings.requires, "", *settings.uninstall, "", *installed, ""]
     parts += sorted(line for name in installed for line in importlib.metadata.requires(name) or ())
     if settings.constraints is not None:
         parts.append(Path(settings.constraints).read_text(encoding="utf-8"))

@@ -262,7 +262,7 @@ def _missing(manifest: Manifest, where: str) -> Iterator[PluginError]:
             yield from _unmet(requirement, where)
     for module in manifest.env.modules:
         if importlib.util.find_spec(module) is None:
-            fix = f"install it, or give the plugin an environment that has it: runtime.interpreters.{manifest.kind}"
+            fix = f"install it, or give the plugin an environment that has it: cluster.interpreters.{manifest.kind}"
             yield _requirement_error(f"the module {module}", "not there", where, fix)
 
 

@@ -174,7 +174,7 @@ def check_abi(kind: str, abi: str, where: str, host: str | None = None) -> None:
         host: The host's version; None: this Jackfield's.
 
     Raises:
-        PluginError: ``plugin.abi-newer`` or ``plugin.abi-major``.
+        PluginError: ``plugin.abi``.
     """
     host = host or ABI_VERSIONS[kind]
     (major, minor), (host_major, host_minor) = parse_version(abi), parse_version(host)
@@ -183,7 +183,7 @@ def check_abi(kind: str, abi: str, where: str, host: str | None = None) -> None:
     older = "the plugin" if major < host_major else "jackfield"
     raise PluginError(
         f"the plugin was built for another version of the {kind} contract",
-        code="plugin.abi-newer" if major == host_major else "plugin.abi-major",
+        code="plugin.abi",
         where=where,
         expected=f"{kind} ABI {host_major}.0 to {host}",
         found=abi,

@@ -70,18 +70,18 @@ class AppendingBackend(TransferQueueBackend):
         """Nobody reads while rows are imported.
 
         Raises:
-            QueueError: ``queue.unknown-row``.
+            QueueError: ``queue.unknown-sample``.
         """
-        raise QueueError("rows are imported, and cannot be read yet", code="queue.unknown-row", where=request.partition)
+        raise QueueError("rows are imported, and cannot be read yet", code="queue.unknown-sample", where=request.partition)
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Leave rows out that are there. An import that gives up a row of its own fails, and is no checkpoint."""
         self._forgotten |= {(request.partition, key) for key in request.keys}
-        return DeleteResult(rows=len(request.keys), bytes=0)
+        return DeleteResult(samples=len(request.keys), bytes=0)
 
     async def stats(self) -> StatsResult:
         """Count what was put."""
-        return StatsResult(rows=self._rows, bytes=self._bytes)
+        return StatsResult(samples=self._rows, bytes=self._bytes)
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Make what was put the folder's checkpoint."""
@@ -90,7 +90,7 @@ class AppendingBackend(TransferQueueBackend):
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         """Keep the rows that are there."""
         self._restores = True
-        return SnapshotResult(rows=0, bytes=0)
+        return SnapshotResult(samples=0, bytes=0)
 
     async def close(self) -> None:
         """Remove what has become no checkpoint."""

@@ -96,7 +96,7 @@ class ArchiveWriter:
         }
         replace_file(self._folder / _INDEX, seal(json.dumps(index)))
         self._finished = True
-        return SnapshotResult(rows=self._row_count, bytes=self._byte_count)
+        return SnapshotResult(samples=self._row_count, bytes=self._byte_count)
 
     def __enter__(self) -> ArchiveWriter:
         return self

@@ -18,13 +18,13 @@ class Backpressure:
     """The controller's state, and its limits."""
 
     def __init__(
-        self, state: State, *, max_rows: int | None = None, max_bytes: int | None = None, max_refills: int = 8
+        self, state: State, *, max_samples: int | None = None, max_bytes: int | None = None, max_retries: int = 8
     ) -> None:
         self.state = state
         self.leases = Leases(state)
-        self.max_rows = max_rows
+        self.max_samples = max_samples
         self.max_bytes = max_bytes
-        self.max_refills = max_refills
+        self.max_retries = max_retries
         self.write_changes: Callable[[], None] = lambda: None  #: to the journal, where there is one
 
     @property
@@ -47,10 +47,10 @@ class Backpressure:
     @property
     def limited(self) -> bool:
         """Whether there is any backpressure."""
-        return self.max_rows is not None or self.max_bytes is not None
+        return self.max_samples is not None or self.max_bytes is not None
 
     def _fits(self, rows: int, size: int) -> bool:
-        return (self.max_rows is None or self.state.row_count + rows <= self.max_rows) and (
+        return (self.max_samples is None or self.state.row_count + rows <= self.max_samples) and (
             self.max_bytes is None or self.state.byte_count + size <= self.max_bytes
         )
 
@@ -77,9 +77,9 @@ class Backpressure:
         return QueueFull(
             f"the queue stayed full for {seconds:.6g} s",
             where=f"{group.id}/{run}",
-            expected=f"room for {rows} rows and {size} bytes within {self.max_rows} rows and {self.max_bytes} bytes",
+            expected=f"room for {rows} rows and {size} bytes within {self.max_samples} rows and {self.max_bytes} bytes",
             found=f"{state.row_count} rows, {state.byte_count} bytes",
-            fix="look at why consumers do not ack and commit, or raise max_rows, max_bytes or the deadline",
+            fix="look at why consumers do not ack and commit, or raise max_samples, max_bytes or the deadline",
         )
 
     def _require_running(self, group: Group, run: int) -> None:

@@ -70,7 +70,7 @@ def trace(key: str, checkpoint: Path | None, ledger: Path | None) -> Ancestor:
         ledger: of the run (``ledger.jsonl``): every derivation there ever was.
 
     Raises:
-        QueueError: ``queue.unknown-row`` where neither knows the row; ``queue.ledger``, ``queue.invalid`` for damage.
+        QueueError: ``queue.unknown-sample``: neither knows the row; ``queue.ledger``, ``queue.invalid``: damage.
     """
     derived: dict[str, Lineage] = {}
     living: set[str] = set()
@@ -85,7 +85,7 @@ def trace(key: str, checkpoint: Path | None, ledger: Path | None) -> Ancestor:
             living.add(row_key)
     if key not in derived and key not in living and not any(key in made.parents for made in derived.values()):
         where = ", ".join(str(each) for each in (checkpoint, ledger) if each is not None)
-        raise QueueError(f"nobody knows a row {key!r}", code="queue.unknown-row", where=where)
+        raise QueueError(f"nobody knows a row {key!r}", code="queue.unknown-sample", where=where)
     return _ancestor(key, derived, living, frozenset())
 
 

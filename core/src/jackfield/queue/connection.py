@@ -15,8 +15,8 @@ import attrs
 import zmq
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, QueueError, WireError, rebuilt_error
-from jackfield.pulse import LOOKS, Process, Work, until_silent
+from jackfield.errors import DeadlineExceeded, QueueError, RpcError, rebuilt_error
+from jackfield.heartbeat import LOOKS, Process, Work, until_silent
 from jackfield.queue.meta import BatchMeta
 from jackfield.queue.protocol import REPLIES, REQUESTS, ControllerAddress, Method, method, plain
 from jackfield.sockets import dealer, pieces, readable, whole
@@ -55,7 +55,7 @@ class Connection:
         self._context: zmq.Context[Any] | None = None
         self._socket: zmq.Socket[Any] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._pulse: threading.Thread | None = None
+        self._heartbeat: threading.Thread | None = None
         self._over = threading.Event()
         self._heard = False  #: since the last look
         self._work = Work()  #: of the controller
@@ -78,14 +78,14 @@ class Connection:
         number, ours = next(self._numbers), attrs.asdict(Process.of(os.getpid()))
         call = self._ask(number, None, "hello", {"id": number, "name": self._name, "process": ours})
         try:
-            await self._clock.wait_for(call.answer, self._address.silence_seconds, _WHO)
+            await self._clock.wait_for(call.answer, self._address.heartbeat_seconds, _WHO)
         except DeadlineExceeded as error:
-            self._fail(f"it did not answer for {self._address.silence_seconds:g} s")
+            self._fail(f"it did not answer for {self._address.heartbeat_seconds:g} s")
             await self.close()
             raise self._lost() from error
         self._watching = asyncio.create_task(self._watch(), name="queue-controller-watch")
-        self._pulse = threading.Thread(target=self._live, args=(identity,), name="queue-pulse", daemon=True)
-        self._pulse.start()
+        self._heartbeat = threading.Thread(target=self._live, args=(identity,), name="queue-heartbeat", daemon=True)
+        self._heartbeat.start()
 
     async def close(self, *, early: bool = False) -> None:
         """Say goodbye, and hang up. Idempotent.
@@ -98,9 +98,9 @@ class Connection:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
             self._watching = None
-        if self._pulse is not None:
-            self._pulse.join()
-            self._pulse = None
+        if self._heartbeat is not None:
+            self._heartbeat.join()
+            self._heartbeat = None
         self._tell("bye", {"early": early})
         self._fail("the connection was closed", closed=True)
         socket, self._socket = self._socket, None
@@ -120,16 +120,16 @@ class Connection:
         assert self._context is not None
         with dealer(self._context, self._address.keys, self._address.secret) as socket:
             socket.connect(self._address.address)
-            while not self._over.wait(self._address.silence_seconds / LOOKS):
+            while not self._over.wait(self._address.heartbeat_seconds / LOOKS):
                 socket.send_multipart(self._requests.encode("alive", {"client": identity}))
 
     async def _watch(self) -> None:
         """Notice that the controller says nothing any more; one that is stopped does no harm later."""
-        seconds, process = self._address.silence_seconds, self._address.process
+        seconds, process = self._address.heartbeat_seconds, self._address.process
         await until_silent(self._lives, self._clock, seconds)
         if self._gone is None:
             end = ", and it was killed" if process.kill() else ""
-            self._fail(f"nothing was heard of it for {seconds:g} s (deadlines.silence){end}")
+            self._fail(f"nothing was heard of it for {seconds:g} s (deadlines.heartbeat){end}")
 
     def _lives(self) -> bool:
         """Whether there was anything of the controller since the last look."""
@@ -183,7 +183,7 @@ class Connection:
     def _read(self) -> None:
         while self._socket is not None and readable(self._socket):
             frames = self._socket.recv_multipart(copy=False)
-            with suppress(WireError):  # counted by the wire
+            with suppress(RpcError):  # counted by the wire
                 self._take(self._wire.decode(whole(frames)))
 
     def _take(self, message: Message) -> None:

@@ -54,7 +54,7 @@ class Consuming(ABC):
     async def lease(
         self,
         consumer: str,
-        max_rows: int | None = None,
+        max_samples: int | None = None,
         deadline_seconds: float = 600.0,
         sampler: Sampler | None = None,
     ) -> BatchMeta:
@@ -62,7 +62,7 @@ class Consuming(ABC):
 
         Args:
             consumer: registered.
-            max_rows: at most; None: all that are ready.
+            max_samples: at most; None: all that are ready.
             deadline_seconds: how long to wait for the first.
             sampler: chooses, in the place of the consumer's own.
 
@@ -112,7 +112,7 @@ class Consuming(ABC):
         """Read columns of rows, in order, without leasing.
 
         Raises:
-            QueueError: ``queue.unknown-row``, ``queue.column``.
+            QueueError: ``queue.unknown-sample``, ``queue.column``.
         """
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
         if not keys:

@@ -26,9 +26,9 @@ class Controller(Tickets):
     """Tickets, groups and rows by state; what consumers have of them is in :attr:`leases`."""
 
     def __init__(
-        self, state: State, *, max_rows: int | None = None, max_bytes: int | None = None, max_refills: int = 8
+        self, state: State, *, max_samples: int | None = None, max_bytes: int | None = None, max_retries: int = 8
     ) -> None:
-        super().__init__(state, max_rows=max_rows, max_bytes=max_bytes, max_refills=max_refills)
+        super().__init__(state, max_samples=max_samples, max_bytes=max_bytes, max_retries=max_retries)
         self.leases.consume = self.consume
 
     # -- consumers --------------------------------------------------------------------------------------------------

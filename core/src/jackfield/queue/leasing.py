@@ -33,7 +33,7 @@ class Leasing(Readiness):
     # -- leases of any rows ---------------------------------------------------------------------------------------
 
     async def lease(
-        self, name: str, max_rows: int | None, deadline_seconds: float, sampler: Sampler | None
+        self, name: str, max_samples: int | None, deadline_seconds: float, sampler: Sampler | None
     ) -> BatchMeta:
         """See :meth:`jackfield.queue.TransferQueue.lease`."""
         state, consumer = self._state, self._state.consumer(name)
@@ -41,9 +41,9 @@ class Leasing(Readiness):
         until = state.clock.time() + deadline_seconds
         while True:
             self.require_open()
-            keys = sampler.sample(_ReadyRows(consumer, state), max_rows) if consumer.ready else ()
+            keys = sampler.sample(_ReadyRows(consumer, state), max_samples) if consumer.ready else ()
             if keys:
-                batch = self._grant(consumer, self._sampled(consumer, keys, max_rows), whole=False)
+                batch = self._grant(consumer, self._sampled(consumer, keys, max_samples), whole=False)
                 if consumer.ready:
                     consumer.line.pass_on()
                 return batch
@@ -63,10 +63,10 @@ class Leasing(Readiness):
         finally:
             consumer.row_demand -= 1
 
-    def _sampled(self, consumer: Consumer, keys: Sequence[str], max_rows: int | None) -> list[Row]:
+    def _sampled(self, consumer: Consumer, keys: Sequence[str], max_samples: int | None) -> list[Row]:
         rows = [row for row in map(self._state.rows.get, keys) if row is not None and row in consumer.ready]
         distinct = len(rows) == len(keys) == len(set(keys))
-        self._check_sample(consumer, keys, distinct and (max_rows is None or len(rows) <= max_rows))
+        self._check_sample(consumer, keys, distinct and (max_samples is None or len(rows) <= max_samples))
         return rows
 
     @staticmethod

@@ -27,10 +27,10 @@ class Lifetime:
         self,
         backend: TransferQueueBackend,
         clock: Clock,
-        max_rows: int | None = None,
+        max_samples: int | None = None,
         max_bytes: int | None = None,
         *,
-        max_refills: int = 8,
+        max_retries: int = 8,
         lease_seconds: float = math.inf,
         put_deadline_seconds: float = 3600.0,
         ledger: Path | None = None,
@@ -40,9 +40,9 @@ class Lifetime:
         Args:
             backend: keeps the values.
             clock: through which every wait goes.
-            max_rows: backpressure: rows in the queue.
+            max_samples: backpressure: rows in the queue.
             max_bytes: backpressure: bytes of values in the queue.
-            max_refills: how often one slot of a ticket may be refilled before the ticket fails.
+            max_retries: how often one slot of a ticket may be refilled before the ticket fails.
             lease_seconds: how long a lease holds without :meth:`renew`; infinite: as long as the process of its holder
                 lives. A consumer may have its own.
             put_deadline_seconds: how long :meth:`put_run` waits for room, if it is not told otherwise.
@@ -55,7 +55,7 @@ class Lifetime:
         self._state = State(clock, closed=True)
         self._ledger_path = ledger
         self._ledger: Ledger | None = None
-        self._controller = Controller(self._state, max_rows=max_rows, max_bytes=max_bytes, max_refills=max_refills)
+        self._controller = Controller(self._state, max_samples=max_samples, max_bytes=max_bytes, max_retries=max_retries)
         self._controller.write_changes = self._write_changes
         self._journal = None if journal is None else Journal(journal)
         self._state.changes.kept = journal is not None

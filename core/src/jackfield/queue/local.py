@@ -142,22 +142,22 @@ class LocalQueue(LocalProducing, LocalConsuming, TransferQueue):
             self._ledger.clear()
         async with self._deleting:
             self._state.discarded.clear()
-            if (found := await self.backend.stats()).rows:
+            if (found := await self.backend.stats()).samples:
                 write_archive(Path(folder), ())
                 try:
                     await self.backend.restore(SnapshotRequest(folder=str(folder)))
                 except QueueError as error:
                     raise QueueError(
                         "the queue's backend holds rows of an earlier run, and cannot forget them",
-                        code="queue.not-empty",
+                        code="queue.store",
                         expected="no rows where a run begins anew",
-                        found=f"{found.rows} rows, {found.bytes} bytes",
+                        found=f"{found.samples} rows, {found.bytes} bytes",
                         fix="remove them with the store's own tools, or give this run another folder",
                     ) from error
                 finally:
                     shutil.rmtree(folder, ignore_errors=True)
-            if found.rows or any(partition.next_ticket for partition in self._state.partitions.values()):
-                self._state.record("clear", rows=found.rows)
+            if found.samples or any(partition.next_ticket for partition in self._state.partitions.values()):
+                self._state.record("clear", rows=found.samples)
             consumers = self.state_dict()["consumers"]
             empty = {"consumers": consumers, "partitions": {}, "discarded": {}, "lineage": {}, "committed": None}
             self.load_state_dict({**empty, "format": FORMAT})

@@ -36,13 +36,13 @@ class LocalConsuming(Lifetime, Consuming):
     async def lease(
         self,
         consumer: str,
-        max_rows: int | None = None,
+        max_samples: int | None = None,
         deadline_seconds: float = 600.0,
         sampler: Sampler | None = None,
     ) -> BatchMeta:
         """See :meth:`~jackfield.queue.TransferQueue.lease`."""
         self._check()
-        return await self._leases.lease(consumer, max_rows, deadline_seconds, sampler)
+        return await self._leases.lease(consumer, max_samples, deadline_seconds, sampler)
 
     async def lease_groups(
         self, consumer: str, ticket: int | Ticket, groups: int | None = None, deadline_seconds: float = 600.0

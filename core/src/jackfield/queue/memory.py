@@ -85,7 +85,7 @@ class MemoryBackend(TransferQueueBackend):
     def _row(self, partition: str, key: str) -> dict[str, Kept]:
         cells = self._cells.get((partition, key))
         if cells is None:
-            raise QueueError(f"no row {key!r} is in the queue", code="queue.unknown-row", where=f"{partition}: {key}")
+            raise QueueError(f"no row {key!r} is in the queue", code="queue.unknown-sample", where=f"{partition}: {key}")
         return cells
 
     def _column(self, request: GetRequest, rows: Sequence[dict[str, Kept]], name: str) -> Column:
@@ -114,12 +114,12 @@ class MemoryBackend(TransferQueueBackend):
                 rows += 1
                 freed += sum(values.nbytes for values, _ in cells.values())
         self._bytes -= freed
-        return DeleteResult(rows=rows, bytes=freed)
+        return DeleteResult(samples=rows, bytes=freed)
 
     async def stats(self) -> StatsResult:
         """Count."""
         self._check_open()
-        return StatsResult(rows=len(self._cells), bytes=self._bytes)
+        return StatsResult(samples=len(self._cells), bytes=self._bytes)
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Write everything that is there at the call; what is large is written by a thread, and producers go on."""
@@ -130,14 +130,14 @@ class MemoryBackend(TransferQueueBackend):
             write_archive(folder, _archived(cells))
         else:
             await asyncio.to_thread(write_archive, folder, _archived(cells))
-        return SnapshotResult(rows=len(cells), bytes=size)
+        return SnapshotResult(samples=len(cells), bytes=size)
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         """Replace everything by a checkpoint."""
         self._check_open()
         self._cells = _read(Path(request.folder))
         self._bytes = sum(values.nbytes for columns in self._cells.values() for values, _ in columns.values())
-        return SnapshotResult(rows=len(self._cells), bytes=self._bytes)
+        return SnapshotResult(samples=len(self._cells), bytes=self._bytes)
 
     async def close(self) -> None:
         """Forget everything."""

@@ -144,7 +144,7 @@ class BatchMeta:
 
 
 def partition_of(key: str) -> str:
-    """A row's keys are ``partition/ticket/slot/attempt/run/sequence``."""
+    """A row's keys are ``partition/batch/group/retry/rollout/sequence``."""
     return key.rsplit("/", 5)[0]
 
 

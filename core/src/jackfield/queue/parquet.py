@@ -101,7 +101,7 @@ def _pyarrow() -> Any:
     except ImportError as error:
         raise QueueError(
             "Parquet files need pyarrow, which is not installed",
-            code="queue.extra",
+            code="plugin.requirement",
             fix="pip install 'jackfield[parquet]', or use a .jsonl file",
         ) from error
     return pyarrow

@@ -128,7 +128,7 @@ class Producing(ABC):
         """A group as it is now.
 
         Raises:
-            QueueError: ``queue.unknown-row`` when it is unknown or its ticket has been consumed.
+            QueueError: ``queue.unknown-sample`` when it is unknown or its ticket has been consumed.
         """
 
     @abstractmethod
@@ -247,7 +247,7 @@ class Producing(ABC):
 
         Raises:
             LeaseError: when the batch's lease does not hold any more.
-            QueueError: ``queue.unknown-row``, or ``queue.column`` for a column that is there.
+            QueueError: ``queue.unknown-sample``, or ``queue.column`` for a column that is there.
         """
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
         written = Written(columns=tuple(columns), sizes=check_columns(columns, len(keys)))
@@ -296,7 +296,7 @@ class Producing(ABC):
 
         Raises:
             LeaseError: when the batch's lease does not hold any more.
-            QueueError: ``queue.unknown-row``, or ``queue.column`` for a column that was there.
+            QueueError: ``queue.unknown-sample``, or ``queue.column`` for a column that was there.
         """
 
     @abstractmethod

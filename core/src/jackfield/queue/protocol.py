@@ -21,7 +21,7 @@ import attrs
 
 from jackfield.errors import QueueError
 from jackfield.files import replace_file
-from jackfield.pulse import Process
+from jackfield.heartbeat import Process
 from jackfield.queue.samplers import Sampler, SamplerSpec
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.settings import structure
@@ -155,7 +155,7 @@ class ControllerAddress:
     address: str
     secret: bytes
     keys: Keys | None  #: beyond loopback
-    silence_seconds: float  #: after which the one takes the other for dead
+    heartbeat_seconds: float  #: after which the one takes the other for dead
     process: Process
 
     def write(self, path: Path) -> None:

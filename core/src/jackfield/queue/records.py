@@ -39,10 +39,10 @@ class Row:
         group = self.group
         return {
             "task_id": group.task_id,
-            "ticket": group.slot.ticket.number,
-            "slot": group.slot.index,
-            "attempt": group.attempt,
-            "run": self.run,
+            "batch": group.slot.ticket.number,
+            "group": group.slot.index,
+            "retry": group.attempt,
+            "rollout": self.run,
             "sequence": self.sequence,
             **group.tags,
             **self.tags,
@@ -202,9 +202,9 @@ class TicketState:
     def error(self) -> QueueError:
         return QueueError(
             f"{self.failure}: ticket {self.number} of partition {self.partition.name!r} has failed",
-            code="queue.ticket-failed",
+            code="queue.batch-failed",
             where=f"{self.partition.name}/{self.number}",
-            fix="correct what failed; where it fails only now and then, raise schedule.max_refills",
+            fix="correct what failed; where it fails only now and then, raise schedule.max_retries",
         )
 
 

@@ -59,7 +59,7 @@ def write_rows(file: Path, rows: Callable[[], Iterable[StoredRow]]) -> int:
         rows: yields them; it is called twice for Parquet, whose schema comes first.
 
     Raises:
-        QueueError: ``queue.extra`` where pyarrow is missing.
+        QueueError: ``plugin.requirement`` where pyarrow is missing.
     """
     with replacing(file) as partial:
         if file.suffix == ".parquet":
@@ -79,8 +79,8 @@ def read_rows(file: Path) -> Iterator[StoredRow]:
     """The rows of a JSONL or Parquet file.
 
     Raises:
-        QueueError: ``queue.invalid`` where the file, or a line of it, is not what it should be; ``queue.extra`` where
-            pyarrow is missing.
+        QueueError: ``queue.invalid`` where the file, or a line of it, is not what it should be;
+            ``plugin.requirement`` where pyarrow is missing.
     """
     if not file.is_file():
         raise QueueError("there is no such file of rows", where=str(file), expected="a .jsonl or .parquet file")

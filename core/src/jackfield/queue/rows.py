@@ -31,7 +31,7 @@ class Rows:
         """Read columns, in the order of ``keys``.
 
         Raises:
-            QueueError: ``queue.unknown-row``, ``queue.column``.
+            QueueError: ``queue.unknown-sample``, ``queue.column``.
         """
         request = GetRequest(partition=partition, keys=tuple(keys), columns=tuple(names))
         return dict((await self._backend.get(request)).columns)
@@ -40,7 +40,7 @@ class Rows:
         """Read columns of a batch, in its order, whatever partitions its rows are of.
 
         Raises:
-            QueueError: ``queue.unknown-row``, ``queue.column``.
+            QueueError: ``queue.unknown-sample``, ``queue.column``.
         """
         places = batch.by_partition()
         parts = [

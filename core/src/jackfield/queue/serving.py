@@ -21,8 +21,8 @@ import attrs
 import zmq
 
 from jackfield.clock import Clock
-from jackfield.errors import JackfieldError, QueueError, WireError, error_fields
-from jackfield.pulse import LOOKS, Process, Work, silence
+from jackfield.errors import JackfieldError, QueueError, RpcError, error_fields
+from jackfield.heartbeat import LOOKS, Process, Work, silence
 from jackfield.queue.local import LocalQueue
 from jackfield.queue.meta import BatchMeta
 from jackfield.queue.protocol import REPLIES, REQUESTS, ControllerAddress, Method, method, plain
@@ -75,7 +75,7 @@ class QueueServer:
         host: str = "127.0.0.1",
         port: int = 0,
         encrypted: bool | None = None,
-        silence_seconds: float = 30.0,
+        heartbeat_seconds: float = 30.0,
     ) -> None:
         """
         Args:
@@ -84,13 +84,13 @@ class QueueServer:
             host: an address of this host.
             port: for TCP; 0: any that is free.
             encrypted: TCP with CURVE, for those who have the address file; None: beyond loopback.
-            silence_seconds: a client that says nothing for so long is dead.
+            heartbeat_seconds: a client that says nothing for so long is dead.
         """
         self.queue = queue
         self._clock = clock
         self._host, self._port = host, port
         self._encrypted = not is_loopback(host) if encrypted is None else encrypted
-        self._silence = silence_seconds
+        self._silence = heartbeat_seconds
         self._secret = secrets.token_bytes(32)
         self._wire = Wire(REQUESTS, self._secret, _LIMITS)
         self._replies = Wire(REPLIES, self._secret, _LIMITS)
@@ -143,7 +143,7 @@ class QueueServer:
             address=address,
             secret=self._secret,
             keys=keys,
-            silence_seconds=self._silence,
+            heartbeat_seconds=self._silence,
             process=Process.of(os.getpid()),
         )
 
@@ -207,7 +207,7 @@ class QueueServer:
         """All that has come. What is no message of ours is counted by the wire, and dropped."""
         while self._socket is not None and readable(self._socket):
             identity, *frames = self._socket.recv_multipart(copy=False)
-            with suppress(WireError):
+            with suppress(RpcError):
                 message = self._wire.decode(whole(frames))
                 self._take(bytes(identity.buffer), message)
 

@@ -69,7 +69,7 @@ class State:
         if group_id not in self.groups:
             raise QueueError(
                 f"no group {group_id!r} is in the queue",
-                code="queue.unknown-row",
+                code="queue.unknown-sample",
                 where=group_id,
                 fix="its ticket may have been consumed already",
             )
@@ -79,15 +79,15 @@ class State:
         """A row by key, or None when it was there once.
 
         Raises:
-            QueueError: ``queue.unknown-row`` when it never was.
+            QueueError: ``queue.unknown-sample`` when it never was.
         """
         found = self.rows.get(key)
         if found is None and not self._was_there(key):
-            raise QueueError(f"no row {key!r} is in the queue", code="queue.unknown-row", where=key)
+            raise QueueError(f"no row {key!r} is in the queue", code="queue.unknown-sample", where=key)
         return found
 
     def _was_there(self, key: str) -> bool:
-        """Keys are ``partition/ticket/slot/attempt/run/sequence``."""
+        """Keys are ``partition/batch/group/retry/rollout/sequence``."""
         group_id = key.rsplit("/", 2)[0]
         if group_id in self.groups:
             return True

@@ -224,12 +224,12 @@ class Tickets(Backpressure):
         slot.attempt += 1
         slot.claim = 0
         self.state.record("drop", group=group.id, task_id=group.task_id, reason=reason)
-        if slot.attempt <= self.max_refills:
+        if slot.attempt <= self.max_retries:
             ticket.vacate(slot)
             return
         slot.group = None
         slot.touch()
-        ticket.failure = f"{_grouped(slot.reasons)}; slot {slot.index} was refilled {self.max_refills} times"
+        ticket.failure = f"{_grouped(slot.reasons)}; slot {slot.index} was refilled {self.max_retries} times"
         self.state.changes.note("failure", ticket.partition.name, ticket.number, ticket.failure)
         ticket.note_change()
         self.leases.ticket_failed(ticket.partition, ticket.number)

@@ -29,7 +29,7 @@ class TransferQueue(Producing, Consuming):
     it is dropped and its slot refilled. When a row of a published group fails, the same rule decides again. Once a
     consumer has leased a group as a whole, it does not change any more.
 
-    **Backpressure.** :meth:`put_run` waits while ``max_rows`` or ``max_bytes`` would be exceeded (rows count until they
+    **Backpressure.** :meth:`put_run` waits above ``max_samples`` or ``max_bytes`` (rows count until they
     are deleted, so acked rows count until their commit). Rows of a ticket that a consumer waits for *now*, and of the
     oldest unfinished ticket while a consumer waits for any row in vain, and no other one has any to work on, are let in
     whatever the limits say; further columns of rows that are there are never held back. So what a trainer waits for can
@@ -98,7 +98,7 @@ class TransferQueue(Producing, Consuming):
                 removed afterwards.
 
         Raises:
-            QueueError: ``queue.not-empty`` when the backend cannot read the checkpoint: it has a format of its own.
+            QueueError: ``queue.store`` when the backend cannot read the checkpoint: it has a format of its own.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Detection of dead processes: one that cannot run for ``deadlines.silence`` seconds is killed.
+"""Detection of dead processes: one that cannot run for ``deadlines.heartbeat`` seconds is killed.
 
 Of a process on this machine the kernel says whether any of its threads can run: work, however long, is no silence. From
 a process of another machine heartbeats come over its connections. A process that is dead is killed where that is

@@ -325,5 +325,5 @@ async def watch(connection: Connection, seconds: float, clock: Clock) -> str:
     if not connection.lost.done():
         at_work = f" while it had to {connection.doing}" if connection.doing else ""
         end = " and was killed" if connection.process is not None and connection.process.kill() else ""
-        connection.end(f"gave no sign of life for {seconds:g} s{at_work}{end} (deadlines.silence)")
+        connection.end(f"sent no heartbeat for {seconds:g} s{at_work}{end} (deadlines.heartbeat)")
     return await connection.lost

@@ -33,14 +33,14 @@ _LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "pur
 def main() -> None:
     """Serve until standard input ends."""
     _die_with_parent(int(sys.argv[1]))
-    pulse = int(sys.argv[2])
-    _beat(pulse, float(sys.argv[3]))
+    heartbeat = int(sys.argv[2])
+    _beat(heartbeat, float(sys.argv[3]))
     for folder in sys.argv[4:]:
         sys.pycache_prefix, sys.dont_write_bytecode = folder, False
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    os.register_at_fork(after_in_child=functools.partial(_let_go, requests.fileno(), answers.fileno(), pulse))
+    os.register_at_fork(after_in_child=functools.partial(_let_go, requests.fileno(), answers.fileno(), heartbeat))
     serving = os.getpid()
     with asyncio.Runner() as runner:
         function: Callable[..., Any] | None = None
@@ -85,7 +85,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _beat(descriptor: int, seconds: float) -> None:
-    """Have a thread say that this process lives, now and then: see ``jackfield.pulse``."""
+    """Have a thread say that this process lives, now and then: see ``jackfield.heartbeat``."""
     os.set_inheritable(descriptor, False)
     os.set_blocking(descriptor, False)
 
@@ -97,7 +97,7 @@ def _beat(descriptor: int, seconds: float) -> None:
                     os.write(descriptor, b".")
                 pause.wait(seconds)
 
-    threading.Thread(target=live, name="jackfield-pulse", daemon=True).start()
+    threading.Thread(target=live, name="jackfield-heartbeat", daemon=True).start()
 
 
 def _load(request: dict[str, Any]) -> Callable[..., Any]:

@@ -85,7 +85,7 @@ class AdvantageWorker:
         """Write ``advantages`` and ``returns``, float32 per response token, and what else the plan asks for.
 
         Args:
-            batch: rows that the policy generated, an expert's among them, and greedy runs as baselines.
+            batch: rows that the policy generated, an expert's among them, and greedy rollouts as baselines.
             kl_coefficient: of the KL penalty in the reward.
 
         Returns:
@@ -168,7 +168,7 @@ class AdvantageWorker:
         return _Responses(batch, await self._get(batch, tuple(dict.fromkeys(names))))
 
     async def _baselines(self, batch: BatchMeta, rows: BatchMeta) -> torch.Tensor | None:
-        """``[B]``: for each row the reward of its group's greedy run; None without such runs."""
+        """``[B]``: for each row the reward of its group's greedy rollout; None without such runs."""
         import torch
 
         found = batch.select(_where(batch, is_baseline))
@@ -187,7 +187,7 @@ class AdvantageWorker:
         tags = rows.batch.tags
         offered: dict[str, Any] = {
             "group_ids": _numbers(rows.batch.group_ids),
-            "run_ids": torch.tensor([int(one.get("run", 0)) for one in tags]),
+            "rollout_ids": torch.tensor([int(one.get("rollout", 0)) for one in tags]),
             "step_ids": torch.tensor([int(one.get("step_id", 0)) for one in tags]),
             "baseline_rewards": baselines,
         }

@@ -179,7 +179,7 @@ class AgentWorker:
 
 def _own_sampling(given: Mapping[str, Any], asked: Iterable[SamplingParams]) -> dict[str, str]:
     """A tag that says what an agent has asked for in the place of what it was given."""
-    names = ("temperature", "top_p", "top_k", "min_p", "logprobs")
+    names = ("temperature", "top_p", "top_k", "min_p", "log_probs")
     pairs = {(name, getattr(one, name)) for one in asked for name in names if name in given}
     own = sorted(f"{name}: {value}" for name, value in pairs if value != given[name])
     return {"own_sampling": ", ".join(own)} if own else {}
@@ -240,7 +240,7 @@ def _check(sequence: AgentSequence, task: Task) -> None:
     lengths = {
         "response_ids": len(sequence.response_ids),
         "response_mask": len(sequence.response_mask),
-        "response_logprobs": len(sequence.response_logprobs),
+        "response_log_probs": len(sequence.response_log_probs),
         "weight_versions": len(sequence.weight_versions),
     }
     if len(set(lengths.values())) != 1 or not sequence.prompt_ids or not sequence.response_ids:

@@ -103,7 +103,7 @@ def scale_replicas(folder: Path, count: int, *, seconds: float = 3600.0) -> list
         seconds: to wait for it; the run goes on with it afterwards.
 
     Raises:
-        RunError: ``run.not-running``; ``runtime.cluster``: there is no room.
+        RunError: ``run.not-running``; ``cluster.unavailable``: there is no room.
         ConfigError: ``count`` is less than 1.
         JackfieldError: why a replica could not be added.
         DeadlineExceeded: it is not done yet.

@@ -142,7 +142,7 @@ class EngineGroup:
                 where=_named(batch),
                 expected=f"{size} rows at least",
                 found=len(batch),
-                fix="use fewer ranks (runtime.engine_ranks), larger batches or fewer algorithm.mini_batches",
+                fix="use fewer ranks (cluster.ray.engine_ranks), larger batches or fewer algorithm.mini_batches",
             )
         lengths = [tags["prompt_tokens"] + tags["response_tokens"] for tags in batch.tags]
         parts = [batch.select(indexes) for indexes in shares(lengths, size)]

@@ -57,7 +57,7 @@ class FunctionReward(RewardAgent):
             limits=WorkerLimits(
                 memory_bytes=config.memory_bytes,
                 start_seconds=config.start_seconds,
-                silence_seconds=context.silence_seconds,
+                heartbeat_seconds=context.heartbeat_seconds,
             ),
             clock=context.clock,
             python=None if config.python is None else resolve_interpreter(config.python, "reward.python"),

@@ -43,7 +43,7 @@ class ReplicaMetrics:
         except ImportError as error:
             raise PluginError(
                 "metrics of replicas need prometheus-client",
-                where="runtime.metrics_port",
+                where="cluster.metrics_port",
                 fix="pip install 'jackfield[serve]'",
                 found=error,
             ) from error
@@ -55,7 +55,7 @@ class ReplicaMetrics:
         except OSError as error:
             raise ConfigError(
                 "the metrics cannot be shown",
-                where="runtime.metrics_port",
+                where="cluster.metrics_port",
                 found=error,
                 fix="choose another port, or 0",
             ) from error

@@ -220,7 +220,7 @@ class LastingServer(BaseRolloutServer):
                     where=self._name.removeprefix("rollout "),
                     expected="a replica that answers until the run ends",
                     found=error,
-                    fix="look at what the server printed; runtime.replica_restarts allows more",
+                    fix="look at what the server printed; cluster.replica_restarts allows more",
                 ) from error
             self.revived += 1
             logging.getLogger("jackfield").warning("%s died and is started again: %s", self._name, error)

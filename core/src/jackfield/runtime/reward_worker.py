@@ -89,7 +89,7 @@ class RewardWorker:
         """Score rows, each once, and keep the scores until they are used or forgotten.
 
         Raises:
-            QueueError: ``queue.unknown-row`` when a row is gone.
+            QueueError: ``queue.unknown-sample`` when a row is gone.
         """
         scoring = self._scoring(partition, keys)
         await asyncio.wait(scoring)
@@ -105,7 +105,7 @@ class RewardWorker:
         Args:
             partition: of the group.
             keys: the whole group, in the order of its runs; rows that were not scored yet are scored now.
-            apart: keys of rows that the group's post-processing does not see: an expert's, and greedy runs.
+            apart: keys of rows that the group's post-processing does not see: an expert's, and greedy rollouts.
 
         Returns:
             how each row's scoring ended, in order; what was written for those with a score, in order.
@@ -190,7 +190,7 @@ async def score_sample(agent: RewardAgent, request: ScoreRequest, clock: Clock, 
         attempts: at most.
     """
     for attempt in range(1, attempts + 1):
-        result = await _attempt(agent, attrs.evolve(request, attempt=attempt), clock)
+        result = await _attempt(agent, attrs.evolve(request, retry=attempt - 1), clock)
         if result.status == "ok":
             break
     return result

@@ -47,7 +47,7 @@ class ReplicaRouter:
         self._clock = clock
 
     def of_one_run(self) -> Callable[[GenerateRequest], Awaitable[GenerateResult]]:
-        """What generates for one agent run: its first replica has what was said before in its cache.
+        """What generates for one rollout: its first replica has what was said before in its cache.
 
         It leaves a replica that is being made anew, or was removed, for another one. A request that fails with an
         update of its replica's weights is generated again, from its beginning, once the update was made again.

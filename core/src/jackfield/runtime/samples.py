@@ -28,7 +28,7 @@ __all__ = [
     "naming_samples",
     "not_finite",
     "oldest_version",
-    "run_seed",
+    "rollout_seed",
     "said",
     "said_metrics",
     "sequence_columns",
@@ -50,8 +50,8 @@ def is_expert(tags: Mapping[str, Any]) -> bool:
 
 
 def is_baseline(tags: Mapping[str, Any]) -> bool:
-    """Whether a row is its group's greedy run: its reward is a baseline, and nobody is trained on it."""
-    return "baseline_run" in tags and tags["run"] == tags["baseline_run"]
+    """Whether a row is its group's greedy rollout: its reward is a baseline, and nobody is trained on it."""
+    return "greedy_rollout" in tags and tags["rollout"] == tags["greedy_rollout"]
 
 
 def oldest_version(rows: Iterable[Mapping[str, Any]]) -> int:
@@ -88,8 +88,8 @@ def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[B
     return tuple(part.joined(batch.select(experts[number::parts])) for number, part in enumerate(split))
 
 
-def run_seed(seed: int, ticket: int, slot: int, attempt: int, run: int) -> int:
-    """The sampling seed of one agent run: whichever explorer does it, it is the same."""
+def rollout_seed(seed: int, ticket: int, slot: int, attempt: int, run: int) -> int:
+    """The sampling seed of one rollout: whichever explorer does it, it is the same."""
     return int(xxhash.xxh3_64_intdigest(f"{seed}/{ticket}/{slot}/{attempt}/{run}".encode())) >> 1
 
 
@@ -112,7 +112,7 @@ def sequence_columns(task: Task, sequences: Sequence[AgentSequence]) -> dict[str
         "prompt_ids": tokens([sequence.prompt_ids for sequence in sequences], torch.int64),
         "response_ids": tokens([sequence.response_ids for sequence in sequences], torch.int64),
         "response_mask": tokens([sequence.response_mask for sequence in sequences], torch.bool),
-        "rollout_log_probs": tokens([sequence.response_logprobs for sequence in sequences], torch.float32),  # type: ignore[misc]
+        "rollout_log_probs": tokens([sequence.response_log_probs for sequence in sequences], torch.float32),  # type: ignore[misc]
         "task": json_column([_task_fields(task, sequence.reward) for sequence in sequences]),
     }
     return columns
@@ -123,7 +123,7 @@ def sequence_tags(task: Task, sequence: AgentSequence, run: int) -> dict[str, An
     versions = [version for version in sequence.weight_versions if version >= 0]
     return {
         "task": task.id,
-        "run": run,
+        "rollout": run,
         "step_id": sequence.step_id,
         "prompt_tokens": len(sequence.prompt_ids),
         "response_tokens": len(sequence.response_ids),
@@ -194,7 +194,7 @@ def supervised_tags(task: Task, prompt_ids: Sequence[int], mask: Sequence[int]) 
     """What the controller knows of such a row."""
     return {
         "task": task.id,
-        "run": 0,
+        "rollout": 0,
         "prompt_tokens": len(prompt_ids),
         "response_tokens": len(mask),
         "model_tokens": sum(mask),

@@ -78,7 +78,7 @@ class StagingArea:
 
     async def _write(self, request: UpdateWeightsRequest, folder: Path) -> dict[str, str]:
         context = CheckpointEngineContext(
-            side="rollout",
+            end="receiver",
             rank=request.first_worker,
             world_size=request.total_workers,
             device="cpu",

@@ -28,7 +28,7 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RunError
-from jackfield.pulse import LOOKS, SILENCE_SECONDS, Pulse, until_silent
+from jackfield.heartbeat import LOOKS, HEARTBEAT_SECONDS, Heartbeat, until_silent
 
 __all__ = ["UserCodePool", "UserCodeWorker", "WorkerLimits", "WorkerResult"]
 
@@ -49,7 +49,7 @@ class WorkerLimits:
     memory_bytes: int | None = 4 * 2**30  #: of address space (RLIMIT_AS); None: unlimited
     cpu_seconds: float | None = None  #: per call (RLIMIT_CPU); None: the deadline on all cores, and a little more
     start_seconds: float = 60.0  #: until the code is imported
-    silence_seconds: float = SILENCE_SECONDS  #: after which a process that gives no sign of life is killed
+    heartbeat_seconds: float = HEARTBEAT_SECONDS  #: after which a process that sends no heartbeat is killed
 
 
 @attrs.frozen(kw_only=True)
@@ -114,7 +114,7 @@ class UserCodeWorker:
             await self.close()
             try:
                 self._process = await _Process.spawn(
-                    self._python, self._limits.silence_seconds, self._log, self._target
+                    self._python, self._limits.heartbeat_seconds, self._log, self._target
                 )
             except OSError as error:
                 raise self._cannot_start(str(error)) from error
@@ -216,8 +216,8 @@ class UserCodeWorker:
 
     async def _watch(self, process: _Process) -> None:
         """Kill a process that is silent; its death ends the call."""
-        await until_silent(process.pulse.heard, self._clock, self._limits.silence_seconds)
-        process.end_for_silence(self._limits.silence_seconds)
+        await until_silent(process.heartbeat.heard, self._clock, self._limits.heartbeat_seconds)
+        process.end_for_silence(self._limits.heartbeat_seconds)
 
     def _cannot_start(self, found: str) -> RunError:
         return RunError(
@@ -348,28 +348,28 @@ class _Process(asyncio.SubprocessProtocol):
         self._complaint = self._silence = ""
         self._wanted = True  #: it was not ended from here
         self._wrong = False  #: and not because of what it has written
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
 
     @classmethod
-    async def spawn(cls, python: str, silence_seconds: float, log: Path | None, target: str) -> _Process:
+    async def spawn(cls, python: str, heartbeat_seconds: float, log: Path | None, target: str) -> _Process:
         """Start a child in a session of its own, so that its process group can be killed as a whole."""
         loop = asyncio.get_running_loop()
         process = cls(log, target)
-        beat = process.pulse.descriptor
-        command = [python, "-P", "-u", str(_CHILD), str(os.getpid()), str(beat), str(silence_seconds / LOOKS)]
+        beat = process.heartbeat.descriptor
+        command = [python, "-P", "-u", str(_CHILD), str(os.getpid()), str(beat), str(heartbeat_seconds / LOOKS)]
         if sys.dont_write_bytecode:  # large libraries would be compiled again at each start, for seconds
             command.append(_bytecode())
         try:
             await loop.subprocess_exec(lambda: process, *command, start_new_session=True, pass_fds=[beat])
         except BaseException:
-            process.pulse.close()
+            process.heartbeat.close()
             raise
         return process
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # here, and not where the process was asked for: a start that is cancelled still has a process to end
         self._transport = cast(asyncio.SubprocessTransport, transport)
-        self.pulse.started(self.pid)
+        self.heartbeat.started(self.pid)
 
     @property
     def pid(self) -> int:
@@ -404,7 +404,7 @@ class _Process(asyncio.SubprocessProtocol):
 
     def end_for_silence(self, seconds: float) -> None:
         """Kill it: it is stopped, or frozen."""
-        self._silence = f"gave no sign of life for {seconds:g} s and was killed (deadlines.silence)"
+        self._silence = f"sent no heartbeat for {seconds:g} s and was killed (deadlines.heartbeat)"
         self.kill()
 
     async def end(self, clock: Clock) -> None:
@@ -415,7 +415,7 @@ class _Process(asyncio.SubprocessProtocol):
         with contextlib.suppress(DeadlineExceeded):  # a grandchild of another session may hold a pipe for ever
             await clock.wait_for(asyncio.shield(self._gone), _END_SECONDS, "a killed process to be gone")
         self._transport.close()
-        self.pulse.close()
+        self.heartbeat.close()
 
     def noise(self) -> str:
         """The last lines of what the process printed, for messages."""

@@ -123,7 +123,7 @@ class FollowedVersion:
             number = notice.number
             posted = structure(Posted, notice.value, _TOPIC, WeightsError)
             try:
-                async with self.stages.measure("sync", "weights", posted.version):
+                async with self.stages.measure("load_weights", "weights", posted.version):
                     await self.follower.load(posted)
             except WeightsError:
                 if not await self._is_old(number):

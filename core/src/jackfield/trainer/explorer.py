@@ -14,7 +14,7 @@ from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError, WorkerLost
 from jackfield.queue import GroupSlot, Ticket, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker, RunOrder, ends_the_run
-from jackfield.runtime.samples import TRAIN, run_seed
+from jackfield.runtime.samples import TRAIN, rollout_seed
 from jackfield.runtime.workers import Workers, resubmitted, written_again
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Progress, Schedule
@@ -46,7 +46,7 @@ class Explorer:
     agents: Workers[AgentWorker]
     sampling: Mapping[str, Any]
     groups: int  #: tasks in a ticket
-    runs: int  #: agent runs of a task
+    runs: int  #: rollouts of a task
     seed: int
     run_seconds: float
     batch_seconds: float
@@ -68,10 +68,10 @@ class Explorer:
                     tickets.create_task(self._explore(ticket))
                     continue
                 self._idle.clear()
-                async with self.stages.measure("generate", "explorer", ticket.number):
+                async with self.stages.measure("rollout", "explorer", ticket.number):
                     tickets.create_task(self._explore(ticket))
                     # the next batch starts when every run of this one has ended; its rewards may still be pending
-                    runs = f"the agent runs of batch {ticket.number}"
+                    runs = f"the rollouts of batch {ticket.number}"
                     await self.clock.wait_for(self._idle.wait(), self.batch_seconds, runs)
 
     async def _next(self) -> Ticket | None:
@@ -92,7 +92,7 @@ class Explorer:
                 return
             task = self.task_for(slot)
             runs = self.runs + self.greedy_baseline
-            tags = {"baseline_run": self.runs} if self.greedy_baseline else {}
+            tags = {"greedy_rollout": self.runs} if self.greedy_baseline else {}
             group = await self.queue.open_group(slot, task_id=task.id, runs=runs, tags=tags)
             await asyncio.gather(*(self._run(slot, group, task, run) for run in range(runs)))
         finally:
@@ -101,7 +101,7 @@ class Explorer:
                 self._idle.set()
 
     async def _run(self, slot: GroupSlot, group: str, task: Task, run: int) -> None:
-        sampling = {**self.sampling, "seed": run_seed(self.seed, slot.ticket, slot.index, slot.attempt, run)}
+        sampling = {**self.sampling, "seed": rollout_seed(self.seed, slot.ticket, slot.index, slot.attempt, run)}
         if run == self.runs:
             sampling["temperature"] = 0.0  # the baseline
         order = RunOrder(

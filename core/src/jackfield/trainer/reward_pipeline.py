@@ -82,7 +82,7 @@ class RewardPipeline:
 
     async def _pass(self, rows: BatchMeta) -> None:
         """There is nothing left to do for rows of one group."""
-        await self.queue.ack(rows, step=int(rows.tags[0]["ticket"]))
+        await self.queue.ack(rows, step=int(rows.tags[0]["batch"]))
 
     def _lease_of(self, key: str) -> asyncio.Future[_Lease]:
         if key not in self._leases:
@@ -180,7 +180,7 @@ class RewardPipeline:
                 f"{most}: {self._failed_groups} groups in a row ended without a single score",
                 code="reward.too-many-failures",
                 where=f"group {group.id}, task {group.task_id}",
-                expected=f"at most {self.max_failed_groups} (schedule.max_refills)",
+                expected=f"at most {self.max_failed_groups} (schedule.max_retries)",
                 found="\n".join(others) or frames or None,
                 fix="correct the reward; where it only needs longer, raise deadlines.reward or its number of workers",
             )
@@ -213,8 +213,8 @@ class RewardPipeline:
 
 
 def _apart(group: GroupView) -> tuple[str, ...]:
-    """Rows that are not compared with the others: an expert's, and the greedy run's."""
+    """Rows that are not compared with the others: an expert's, and the greedy rollout's."""
     if group.tags.get("expert"):
         return group.keys
-    greedy = group.tags.get("baseline_run")
+    greedy = group.tags.get("greedy_rollout")
     return tuple(key for key, run in zip(group.keys, group.key_runs, strict=True) if run == greedy)

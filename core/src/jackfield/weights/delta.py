@@ -127,7 +127,7 @@ def check_base(held: int | None, base: int | None) -> None:
             code="weights.base",
             expected="no delta" if held is None else f"a delta to version {held}",
             found=f"a delta to version {base}",
-            fix="send a full update; weights.without_base: full does so by itself",
+            fix="send a full update; weights.on_missing_base: full does so by itself",
         )
 
 

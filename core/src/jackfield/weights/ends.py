@@ -32,7 +32,7 @@ class WeightSender:
     def __init__(self, engine: CheckpointEngine, source: WeightSource | None = None, *, block_bytes: int = 0) -> None:
         """
         Args:
-            engine: this rank's checkpoint engine, of side ``trainer``.
+            engine: this rank's checkpoint engine, of the end ``sender``.
             source: the rank's training engine's ``get_per_tensor_param``; None: weights are given to :meth:`send`.
             block_bytes: by which deltas are made, see :mod:`jackfield.weights.delta`; 0: none will be sent.
         """
@@ -154,7 +154,7 @@ class WeightReceiver:
     def __init__(self, engine: CheckpointEngine, held: HeldWeights | None = None) -> None:
         """
         Args:
-            engine: this worker's checkpoint engine, of side ``rollout``.
+            engine: this worker's checkpoint engine, of the end ``receiver``.
             held: the worker's, which outlives the receiver; None: no delta will come.
         """
         self._engine = engine

@@ -35,17 +35,17 @@ class Posted:
         """
         if report is None:
             return cls(version=version)
-        if report.late is None or report.kind == "delta":
+        if report.retained is None or report.kind == "delta":
             raise WeightsError(
                 "the checkpoint engine keeps no weights for explorers that come and go",
                 where="checkpoint_engine",
-                expected="one with the capability 'late' (file)",
+                expected="one with the capability 'retains_weights' (file)",
                 fix="choose checkpoint_engine: {name: file, folder: …}",
             )
         return cls(
             version=version,
             kind=report.kind,
-            connect=report.late,
+            connect=report.retained,
             digests=report.digests,
             peft_config=report.peft_config,
         )

@@ -131,7 +131,7 @@ class InProcessCheckpointEngine(CheckpointEngine):
             WeightsError: ``weights.transfer`` for a rendezvous that is over, or a place there that is taken.
         """
         self._deadline = _now() + self.context.deadline_seconds
-        if self.context.side == "trainer":
+        if self.context.end == "sender":
             self._connect_sender(request)
         else:
             self._connect_receiver(request)

@@ -138,7 +138,7 @@ class OneSenderEngine(CheckpointEngine):
             DeadlineExceeded: naming who has not come.
         """
         place = request.arguments
-        if self.context.side == "rollout":
+        if self.context.end == "receiver":
             self._begin()
             self.meeting = meeting = self.make_meeting(place)
             await self.enter(meeting, place, request.version)

@@ -83,7 +83,7 @@ class SyncReport:
     kind: Kind = "full"
     digests: Mapping[str, str] = attrs.field(factory=dict)  #: of all tensors, by name
     peft_config: Mapping[str, Any] | None = None
-    late: Mapping[str, Any] | None = None  #: connect arguments of any worker that comes later; None: in vain
+    retained: Mapping[str, Any] | None = None  #: connect arguments of any worker that comes later; None: in vain
 
 
 @attrs.frozen(kw_only=True)
@@ -94,7 +94,7 @@ class _Transfer:
     digests: Mapping[str, str]  #: what was sent or left as it was, by name
     receipts: Sequence[WeightReceipt]  #: by replica
     peft_config: Mapping[str, Any] | None
-    late: Mapping[str, Any] | None
+    retained: Mapping[str, Any] | None
 
 
 class WeightSynchronizer:
@@ -112,7 +112,7 @@ class WeightSynchronizer:
         deadline_seconds: float = 600.0,
         canary: Canary | None = None,
         kind: Literal["full", "delta"] = "full",
-        without_base: Literal["full", "stop"] = "full",
+        on_missing_base: Literal["full", "stop"] = "full",
     ) -> None:
         """
         Args:
@@ -127,7 +127,7 @@ class WeightSynchronizer:
             canary: compares what replicas compute with what the engine computes, at the end of each
                 synchronisation; None: nobody does, or somebody else.
             kind: delta: send what has changed since the last version that everybody acknowledged.
-            without_base: where somebody does not hold that version; full: send everything, stop: ``weights.base``.
+            on_missing_base: where somebody does not hold that version; full: send everything, stop: ``weights.base``.
         """
         self._senders = list(senders)
         self._replicas = replicas
@@ -138,7 +138,7 @@ class WeightSynchronizer:
         self._deadline_seconds = deadline_seconds
         self._canary = canary
         self._kind = kind
-        self._without_base: Literal["full", "stop"] = without_base
+        self._on_missing_base: Literal["full", "stop"] = on_missing_base
         self.version: int | None = None  #: the last one that every replica has acknowledged
         self.last: SyncReport | None = None  #: of that version
 
@@ -175,7 +175,7 @@ class WeightSynchronizer:
             kind=done.kind,
             digests=done.digests,
             peft_config=done.peft_config,
-            late=done.late,
+            retained=done.retained,
         )
         return self.last
 
@@ -223,12 +223,12 @@ class WeightSynchronizer:
 
     def _without(self, why: str, error: WeightsError | None) -> None:
         """Send everything, or stop."""
-        if self._without_base == "stop":
+        if self._on_missing_base == "stop":
             raise WeightsError(
                 f"a delta cannot be sent: {why}",
                 code="weights.base",
                 expected=f"version {self.version} at every sender and replica",
-                fix="weights.without_base: full sends everything instead",
+                fix="weights.on_missing_base: full sends everything instead",
             ) from error
         logging.getLogger("jackfield").info("weights are sent as a whole, not as a delta: %s", why)
 
@@ -269,7 +269,7 @@ class WeightSynchronizer:
             digests=results[0],
             receipts=results[senders:],
             peft_config=peft_configs[0],
-            late=topology.late,
+            retained=topology.retained,
         )
 
     @staticmethod

@@ -146,7 +146,7 @@ def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(c
                 await cluster.places(3, {"CPU": 1.0}, "the engine")
         finally:
             cluster._start_seconds = before
-        assert "runtime.cluster" == refused.value.code
+        assert "cluster.unavailable" == refused.value.code
         assert "3 places of {'CPU': 1.0} for the engine" in str(refused.value)
         assert "in the whole cluster CPU: 2 of 2 free" == refused.value.found
         taken = await cluster.places(2, {"CPU": 0.5}, "the engine")
@@ -197,6 +197,6 @@ def test_values_cross_bit_by_bit(hosted: Hosted) -> None:
             if column.offsets is not None:
                 assert torch.equal(column.offsets, found[name].offsets)
         found["large"].values.add_(1)
-        assert 3 == (await backend.stats()).rows
+        assert 3 == (await backend.stats()).samples
 
     asyncio.run(main())

@@ -81,4 +81,4 @@ def test_a_cluster_that_is_not_there_is_named(tmp_path: Path) -> None:
         check=False,
     )
     assert 0 == done.returncode, done.stderr
-    assert ["runtime.cluster", f"127.0.0.1:{port}", True] == json.loads(done.stdout)
+    assert ["cluster.unavailable", f"127.0.0.1:{port}", True] == json.loads(done.stdout)

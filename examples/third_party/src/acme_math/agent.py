@@ -25,7 +25,7 @@ class PatientAgent(AgentLoopBase):
         for attempt in range(self.config.tries):
             seed = None if sampling.seed is None else sampling.seed + attempt
             again = attrs.evolve(sampling, seed=seed, max_new_tokens=left, stop_token_ids=tuple(sorted(stops)))
-            name = f"{self.context.run_id}/patient/{next(numbers)}"
+            name = f"{self.context.request_prefix}/patient/{next(numbers)}"
             answer = await self.context.generate(GenerateRequest(request_id=name, prompt_ids=prompt, sampling=again))
             left -= len(answer.token_ids)
             if "####" in self.context.tokenizer.decode(answer.token_ids) or answer.finish_reason == "abort" or left < 1:
@@ -36,7 +36,7 @@ class PatientAgent(AgentLoopBase):
             prompt_ids=prompt,
             response_ids=answer.token_ids,
             response_mask=(1,) * len(answer.token_ids),
-            response_logprobs=answer.log_probs,
+            response_log_probs=answer.log_probs,
             weight_versions=answer.weight_versions,
             finish_reason=answer.finish_reason,
         )

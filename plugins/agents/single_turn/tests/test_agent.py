@@ -69,7 +69,7 @@ def test_the_answer_is_one_sequence_with_all_tokens_of_the_model() -> None:
         prompt_ids=(97, 98, 99),
         response_ids=(7, 8, END),
         response_mask=(1, 1, 1),
-        response_logprobs=(-0.1 * 7, -0.1 * 8, -0.1 * END),
+        response_log_probs=(-0.1 * 7, -0.1 * 8, -0.1 * END),
         weight_versions=(0, 1, 2),
         finish_reason="stop",
     )
@@ -127,7 +127,7 @@ def test_an_answer_aborted_before_its_first_token_is_no_sequence() -> None:
 
 def test_request_ids_are_unique_and_carry_the_run() -> None:
     server = Server(7)
-    one, other, nameless = make(server, run_id="s3/g1/r0"), make(server, run_id="s3/g1/r0"), make(server)
+    one, other, nameless = make(server, request_prefix="s3/g1/r0"), make(server, request_prefix="s3/g1/r0"), make(server)
     for agent in (one, other, one, nameless, nameless):
         answer(agent)
     identifiers = [request.request_id for request in server.requests]
@@ -172,7 +172,7 @@ def test_the_cost_of_a_run_is_small() -> None:
     """512 runs share one loop with generation: they may take a fraction of a decode step (a generous bound)."""
 
     async def main() -> float:
-        agents = [make(Server(7, 8, END), run_id=f"r{index}") for index in range(512)]
+        agents = [make(Server(7, 8, END), request_prefix=f"r{index}") for index in range(512)]
         began = Clock().time()
         for agent in agents:
             await agent.run({"temperature": 1.0}, messages=MESSAGES, task_id="t")

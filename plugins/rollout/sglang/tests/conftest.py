@@ -89,7 +89,7 @@ async def sync(
     def source() -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
         return (item for item in tensors.items()), peft_config
 
-    engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(side="trainer"))
+    engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(end="sender"))
     assert server.info is not None
     replica = Replica(server, attrs.evolve(server.info))
     synchronizer = WeightSynchronizer(

@@ -67,7 +67,7 @@ def test_where_sglang_is_missing_the_error_says_what_to_do(tmp_path: Path) -> No
     with pytest.raises(PluginError) as caught:
         asyncio.run(build(str(tmp_path)).start())
     assert "plugin.requirement" == caught.value.code
-    assert "runtime.interpreters.rollout" in str(caught.value.fix)
+    assert "cluster.interpreters.rollout" in str(caught.value.fix)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

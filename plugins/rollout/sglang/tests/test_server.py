@@ -203,7 +203,7 @@ async def test_memory_is_given_back_and_taken(serve: Serve) -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"logprobs": "raw", "temperature": 0.5},
+        {"log_probs": "raw", "temperature": 0.5},
         {"top_p": 0.5},
         {"top_k": 5000},
     ],

@@ -89,10 +89,10 @@ def test_log_probs_are_a_forwards(serve: Any, make_request: Any, reference: Any,
             neighbours = [
                 make_request("a", PROMPTS[2], temperature=0, max_new_tokens=9),
                 make_request("b", PROMPTS[3], temperature=0.5, seed=3, max_new_tokens=30),
-                make_request("c", PROMPTS[4], top_k=3, seed=4, logprobs="raw", max_new_tokens=17),
+                make_request("c", PROMPTS[4], top_k=3, seed=4, log_probs="raw", max_new_tokens=17),
             ]
             own = make_request(
-                "own", PROMPTS[1], seed=11, max_new_tokens=24, ignore_eos=True, logprobs=kind, **sampling
+                "own", PROMPTS[1], seed=11, max_new_tokens=24, ignore_eos=True, log_probs=kind, **sampling
             )
             results = await asyncio.gather(*(server.generate(one) for one in [*neighbours, own]))
             assert server._decoder._modes == Modes()  # nothing is computed for rows that have left

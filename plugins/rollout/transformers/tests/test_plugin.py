@@ -45,7 +45,7 @@ def test_the_package_and_its_settings_need_no_torch() -> None:
 def synchronizer(source: Any, servers: list[Any], bucket_bytes: int) -> WeightSynchronizer:
     plugin = load_plugin("checkpoint_engine", "in_process")
     settings = {"bucket_bytes": bucket_bytes}
-    engine: Any = plugin.build(settings, CheckpointEngineContext(side="trainer"))
+    engine: Any = plugin.build(settings, CheckpointEngineContext(end="sender"))
     sender = WeightSender(engine, source)
     return WeightSynchronizer(
         [sender], servers, "in_process", plugin.cls, Clock(), settings=settings, deadline_seconds=30

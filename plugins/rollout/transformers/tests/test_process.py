@@ -132,7 +132,7 @@ def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> Non
         try:
             replicas = [Replica(server, await server.start()) for server in servers]
             plugin = load_plugin("checkpoint_engine", "zmq")
-            engine: Any = plugin.build({"bucket_bytes": 1 << 12}, CheckpointEngineContext(side="trainer"))
+            engine: Any = plugin.build({"bucket_bytes": 1 << 12}, CheckpointEngineContext(end="sender"))
             sender, cls = WeightSender(engine, lambda: (export(), None)), plugin.cls
             synchronizer = WeightSynchronizer([sender], replicas, "zmq", cls, Clock(), deadline_seconds=30.0)  # type: ignore[arg-type]
             router = ReplicaRouter(dict(enumerate(servers)), Clock())

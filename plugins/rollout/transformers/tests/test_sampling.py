@@ -90,9 +90,9 @@ def test_a_row_draws_the_same_beside_other_kinds() -> None:
         SamplingParams(),
         SamplingParams(temperature=0),
         SamplingParams(temperature=0.7, top_p=0.9),
-        SamplingParams(temperature=1.4, logprobs="raw"),
-        SamplingParams(top_k=2, logprobs="raw"),
-        SamplingParams(temperature=0, logprobs="raw"),
+        SamplingParams(temperature=1.4, log_probs="raw"),
+        SamplingParams(top_k=2, log_probs="raw"),
+        SamplingParams(temperature=0, log_probs="raw"),
     ]
     logits = torch.randn(len(kinds), 30, generator=torch.Generator().manual_seed(0)) * 3
     rows = [(kind, 100 + n, 0, n) for n, kind in enumerate(kinds)]
@@ -105,7 +105,7 @@ def test_a_row_draws_the_same_beside_other_kinds() -> None:
 
 def test_modes_count() -> None:
     """What no row needs any more is not computed any more."""
-    kinds = [SamplingParams(temperature=0), SamplingParams(top_k=1, logprobs="raw"), SamplingParams(temperature=2)]
+    kinds = [SamplingParams(temperature=0), SamplingParams(top_k=1, log_probs="raw"), SamplingParams(temperature=2)]
     total = sum((Modes.of(kind) for kind in kinds), Modes())
     assert Modes(greedy=1, filtered=1, tempered=1, raw=1) == total
     for kind in kinds:

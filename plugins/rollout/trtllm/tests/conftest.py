@@ -162,7 +162,7 @@ async def sync(server: ServerOnFake, version: int, tensors: Mapping[str, torch.T
     def source() -> tuple[Generator[tuple[str, torch.Tensor], None, None], None]:
         return (item for item in tensors.items()), None
 
-    engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(side="trainer"))
+    engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(end="sender"))
     assert server.info is not None
     senders, replicas = [WeightSender(engine, source)], [Replica(server, server.info)]
     synchronizer = WeightSynchronizer(

@@ -54,7 +54,7 @@ def test_where_it_is_missing_the_error_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(PluginError) as caught:
         asyncio.run(build(str(tmp_path)).start())
     assert "plugin.requirement" == caught.value.code
-    assert "runtime.interpreters.rollout" in str(caught.value.fix)
+    assert "cluster.interpreters.rollout" in str(caught.value.fix)
 
 
 def test_log_probs_are_numbers_or_among_the_likeliest_tokens() -> None:

@@ -45,8 +45,8 @@ def config(tmp_path: Path) -> Config:
     return Config(folder=str(tmp_path / "weights"), bucket_bytes=2000, poll_seconds=0.002)
 
 
-def engine(config: Config, side: Any = "rollout", seconds: float = 20.0) -> FileCheckpointEngine:
-    return FileCheckpointEngine(config, CheckpointEngineContext(side=side, deadline_seconds=seconds))
+def engine(config: Config, end: Any = "receiver", seconds: float = 20.0) -> FileCheckpointEngine:
+    return FileCheckpointEngine(config, CheckpointEngineContext(end=end, deadline_seconds=seconds))
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
@@ -55,7 +55,7 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 
 async def send(config: Config, version: int) -> None:
     """Publish to nobody: explorers come when they like."""
-    sender = WeightSender(engine(config, "trainer"))
+    sender = WeightSender(engine(config, "sender"))
     request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=0)
     topology = FileCheckpointEngine.build_topology(request)
     await sender.connect(topology.trainer[0], version)
@@ -160,13 +160,13 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = Config(folder=str(tmp_path / "file" / "weights"))
     with pytest.raises(WeightsError) as caught:
-        engine(config, "trainer").prepare()
+        engine(config, "sender").prepare()
     assert "weights.storage" == caught.value.code
 
 
 def test_an_error_of_the_training_engine_is_not_one_of_the_folder(config: Config) -> None:
     async def main() -> None:
-        sender = WeightSender(engine(config, "trainer"))
+        sender = WeightSender(engine(config, "sender"))
         sender.prepare()
         await sender.connect({"workers": 0}, 1)
 

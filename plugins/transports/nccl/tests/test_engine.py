@@ -17,8 +17,8 @@ from jackfield.plugins import discover
 from jackfield.weights import WeightReceiver, WeightSender, digest
 
 
-def build(side: Any, **settings: Any) -> Any:
-    context = CheckpointEngineContext(side=side, deadline_seconds=20)
+def build(end: Any, **settings: Any) -> Any:
+    context = CheckpointEngineContext(end=end, deadline_seconds=20)
     return discover().load("checkpoint_engine", "nccl").build(settings, context)
 
 
@@ -27,7 +27,7 @@ def test_the_default_group_of_a_training_engine_stays_as_it_is(tmp_path: Path) -
     tensors = {"a": torch.arange(10.0), "b": torch.ones(3, 2, dtype=torch.bfloat16)}
 
     async def transfer() -> dict[str, str]:
-        sender, receiver = WeightSender(build("trainer")), WeightReceiver(build("rollout"))
+        sender, receiver = WeightSender(build("sender")), WeightReceiver(build("receiver"))
         request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=1)
         topology = discover().load("checkpoint_engine", "nccl").cls.build_topology(request)
 
@@ -59,14 +59,14 @@ def test_a_taken_port_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(WeightsError, match=rf"(?s)cannot listen.*127\.0\.0\.1:{port}"):
-            build("trainer", port=port).prepare()
+            build("sender", port=port).prepare()
 
 
 def test_a_sender_may_prepare_again_at_the_same_port() -> None:
     """As after a synchronisation that failed before anybody came."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    engine = build("trainer", port=port)
+    engine = build("sender", port=port)
     first, second = engine.prepare().metadata, engine.prepare().metadata
     assert port == first["port"] == second["port"]
     assert first["secret"] != second["secret"]
@@ -76,5 +76,5 @@ def test_a_sender_may_prepare_again_at_the_same_port() -> None:
 def test_a_worker_without_a_gpu_cannot_join_nccl() -> None:
     place = {"host": "127.0.0.1", "port": 1, "secret": "", "worker": 3, "workers": 4, "backend": "nccl"}
     with pytest.raises(WeightsError) as caught:
-        asyncio.run(build("rollout").connect(ConnectRequest(arguments=place, version=1)))
+        asyncio.run(build("receiver").connect(ConnectRequest(arguments=place, version=1)))
     assert "weights.transfer" == caught.value.code

@@ -21,8 +21,8 @@ from jackfield_transport_nixl.engine import NIXLCheckpointEngine
 TENSORS = {"a": torch.arange(40_000.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.zeros(0, 4)}
 
 
-def engine(side: Any, **settings: Any) -> NIXLCheckpointEngine:
-    return NIXLCheckpointEngine(EngineConfig(**settings), CheckpointEngineContext(side=side, deadline_seconds=20))
+def engine(end: Any, **settings: Any) -> NIXLCheckpointEngine:
+    return NIXLCheckpointEngine(EngineConfig(**settings), CheckpointEngineContext(end=end, deadline_seconds=20))
 
 
 def listening() -> set[str]:
@@ -45,7 +45,7 @@ def listening() -> set[str]:
 @in_loop
 async def test_within_a_host_nobody_listens_beyond_loopback() -> None:
     """While tensors are taken; what arrives is what was sent."""
-    sender, receiver = WeightSender(engine("trainer", bucket_bytes=1 << 16)), WeightReceiver(engine("rollout"))
+    sender, receiver = WeightSender(engine("sender", bucket_bytes=1 << 16)), WeightReceiver(engine("receiver"))
     request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=1)
     topology = NIXLCheckpointEngine.build_topology(request)
 
@@ -64,7 +64,7 @@ async def test_within_a_host_nobody_listens_beyond_loopback() -> None:
 
 @in_loop
 async def test_devices_that_are_not_there_are_named() -> None:
-    sender, receiver = WeightSender(engine("trainer", devices="nowhere0")), WeightReceiver(engine("rollout"))
+    sender, receiver = WeightSender(engine("sender", devices="nowhere0")), WeightReceiver(engine("receiver"))
     request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=1)
     topology = NIXLCheckpointEngine.build_topology(request)
 
@@ -85,7 +85,7 @@ async def test_devices_that_are_not_there_are_named() -> None:
 def test_a_taken_port_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        sender = engine("trainer", port=port)
+        sender = engine("sender", port=port)
         with pytest.raises(WeightsError, match=rf"(?s)cannot listen.*127\.0\.0\.1:{port}"):
             sender.prepare()
     sender.prepare()

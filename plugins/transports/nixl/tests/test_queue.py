@@ -111,7 +111,7 @@ async def test_strangers_are_refused_and_counted(tmp_path: Path) -> None:
                 pass
         assert "queue.unreachable" == caught.value.code
         details = (await backend.stats()).details
-        assert {"refused wire.size": 1.0, "refused wire.authentication": 2.0} == {
+        assert {"refused rpc.size": 1.0, "refused rpc.authentication": 2.0} == {
             name: count for name, count in details.items() if name.startswith("refused")
         }
 

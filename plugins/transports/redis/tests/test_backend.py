@@ -94,7 +94,7 @@ async def test_several_processes_write_at_once(redis_server: RedisServer) -> Non
         column = dense_column(torch.full((2,), float(n)))
         await backend.put(PutRequest(partition="p", keys=(f"two-{n}", f"common-{n}"), columns={"two": column}))
     assert 0 == await other.wait()
-    assert (150, 800) == ((stats := await backend.stats()).rows, stats.bytes)
+    assert (150, 800) == ((stats := await backend.stats()).samples, stats.bytes)
     keys = tuple(f"common-{n}" for n in range(50))
     found = await backend.get(GetRequest(partition="p", keys=keys, columns=("one", "two")))
     assert [[float(n) for n in range(50)]] * 2 == [found.columns[name].values.tolist() for name in ("one", "two")]
@@ -126,14 +126,14 @@ async def test_a_checkpoint_has_the_rows_of_one_moment_whatever_others_do_meanwh
 
         monkeypatch.setattr(RedisBackend, "_take", take_and_change)
         written = await backend.checkpoint(folder)
-        assert ((6, 48), []) == ((written.rows, written.bytes), changes)
+        assert ((6, 48), []) == ((written.samples, written.bytes), changes)
         assert [92.0, 90.0, 91.0] == await numbers(other, "bca")
         memory = MemoryBackend(MemoryConfig(), Context())
         await memory.restore(folder)
         assert [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] == await numbers(memory, "abcdef")
         await other.restore(folder)
         assert [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] == await numbers(backend, "abcdef")
-        assert (6, 48) == ((stats := await backend.stats()).rows, stats.bytes)
+        assert (6, 48) == ((stats := await backend.stats()).samples, stats.bytes)
         prefix = backend._prefix
     with redis.Redis.from_url(redis_server.url) as client:
         kept = [key for key in client.keys(f"{prefix}*") if b":row:" not in key]
@@ -156,7 +156,7 @@ async def test_two_checkpoints_at_once_are_refused_and_a_dead_one_is_forgotten(
             await put(backend, "a", x=ones(1, 2.0))  # kept for somebody else,
             client.delete(f"{backend._prefix}saving")  # whose time is over
         await put(backend, "b", x=ones(1, 3.0))
-        assert 2 == (await backend.checkpoint(folder)).rows
+        assert 2 == (await backend.checkpoint(folder)).samples
         await backend.restore(folder)
         assert [2.0, 3.0] == await numbers(backend, "ab")
 

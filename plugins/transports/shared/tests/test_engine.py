@@ -19,8 +19,8 @@ from jackfield.weights import WeightReceiver, WeightSender, digest
 from jackfield_transport_shared.segments import Pool, mapped
 
 
-def build(side: Any, seconds: float = 20.0, **settings: Any) -> Any:
-    context = CheckpointEngineContext(side=side, deadline_seconds=seconds)
+def build(end: Any, seconds: float = 20.0, **settings: Any) -> Any:
+    context = CheckpointEngineContext(end=end, deadline_seconds=seconds)
     return discover().load("checkpoint_engine", "shared").build(settings, context)
 
 
@@ -34,14 +34,14 @@ class Transfer:
     """One sender, one worker, in one process."""
 
     def __init__(self, seconds: float = 20.0, **settings: Any) -> None:
-        self.engine = build("trainer", seconds, **settings)
+        self.engine = build("sender", seconds, **settings)
         self.sender = WeightSender(self.engine)
 
     async def run(self, version: int, reading: Any = None) -> dict[str, str]:
         """A transfer; ``reading`` in the place of the worker's own iteration."""
         request = TopologyRequest(trainer_metadata=(self.sender.prepare().metadata,), rollout_workers=1)
         topology = self.engine.build_topology(request)
-        receiver = WeightReceiver(build("rollout"))
+        receiver = WeightReceiver(build("receiver"))
         stream = receiver.tensors(topology.rollout[0], version)
         receiving = asyncio.ensure_future(_all(stream) if reading is None else reading(stream))
         try:

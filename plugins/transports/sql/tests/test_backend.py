@@ -122,7 +122,7 @@ async def test_what_people_read_of_a_sample_outlives_it(url: str, opened: Any, t
         await put(backend, "ab", reward=dense_column(torch.tensor([1.5, 0.0])))
         await backend.put_tags(TagsRequest(partition="p", keys=("a",), tags=({"task": "t"},)))
         freed = await backend.delete(DeleteRequest(partition="p", keys=("a", "nobody")))
-        assert (1, 1, 4) == (freed.rows, (stats := await backend.stats()).rows, stats.bytes)
+        assert (1, 1, 4) == (freed.samples, (stats := await backend.stats()).samples, stats.bytes)
         queued = {"key": "b", "state": "queued", "reward": 0.0, "task": None}
         assert [done, queued] == look(url, query)
         await put(backend, "a", reward=dense_column(torch.tensor([2.0])))  # the key comes again
@@ -163,7 +163,7 @@ async def test_several_processes_write_at_once(url: str) -> None:
         await backend.put(PutRequest(partition="p", keys=(f"two-{n}", f"common-{n}"), columns={"two": column}))
     _, errors = await other.communicate()
     assert 0 == other.returncode, errors
-    assert (60, 320) == ((stats := await backend.stats()).rows, stats.bytes)
+    assert (60, 320) == ((stats := await backend.stats()).samples, stats.bytes)
     keys = tuple(f"common-{n}" for n in range(20))
     found = await backend.get(GetRequest(partition="p", keys=keys, columns=names))
     assert [[float(n) for n in range(20)]] * 2 == [found.columns[name].values.tolist() for name in names]
@@ -178,7 +178,7 @@ async def test_a_put_that_fails_leaves_nothing(url: str, opened: Any, monkeypatc
         with pytest.raises(QueueError) as caught:
             await put(backend, "ab", x=dense_column(torch.zeros(2)), y=dense_column(torch.zeros(2, 64)))
         assert "queue.invalid" == caught.value.code
-        assert (1, 4) == ((stats := await backend.stats()).rows, stats.bytes)
+        assert (1, 4) == ((stats := await backend.stats()).samples, stats.bytes)
         found = await backend.get(GetRequest(partition="p", keys=("a",), columns=("x",)))
         assert [1.0] == found.columns["x"].values.tolist()
 
@@ -197,7 +197,7 @@ async def test_puts_and_deletes_of_the_same_rows_leave_no_cell_behind(url: str, 
 
         await asyncio.gather(write("x", "abcd"), write("y", "dcba"), remove("bdac"), remove("cadb"))
         await remove("abcd")
-        assert (0, 0) == ((stats := await backend.stats()).rows, stats.bytes)
+        assert (0, 0) == ((stats := await backend.stats()).samples, stats.bytes)
 
 
 @in_loop
@@ -213,7 +213,7 @@ async def test_a_checkpoint_goes_on_in_another_backend_and_keeps_tags(url: str, 
         await memory.restore(folders[0])
         await memory.checkpoint(folders[1])
         for folder, tags in ((folders[1], {}), (folders[0], {"task": "t"})):
-            assert (2, 27) == ((read := await backend.restore(folder)).rows, read.bytes)
+            assert (2, 27) == ((read := await backend.restore(folder)).samples, read.bytes)
             found = await backend.get(GetRequest(partition="p", keys=("b", "a"), columns=("x", "y")))
             assert [[], [1, 2]] == [row.tolist() for row in rows_of(found.columns["x"])]
             assert [None, {"n": 1}] == rows_of(found.columns["y"])

@@ -25,9 +25,9 @@ TENSORS = {
 }
 
 
-def engine(side: Any, rank: int = 0, **settings: Any) -> ZMQCheckpointEngine:
+def engine(end: Any, rank: int = 0, **settings: Any) -> ZMQCheckpointEngine:
     return ZMQCheckpointEngine(
-        EngineConfig(**settings), CheckpointEngineContext(side=side, rank=rank, deadline_seconds=20)
+        EngineConfig(**settings), CheckpointEngineContext(end=end, rank=rank, deadline_seconds=20)
     )
 
 
@@ -36,10 +36,10 @@ async def moved(settings: dict[str, Any], proxies: list[Proxy | None]) -> list[d
 
     Returns the digests of what was sent and of what each has received.
     """
-    sender = WeightSender(engine("trainer", **settings))
+    sender = WeightSender(engine("sender", **settings))
     request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=len(proxies))
     topology = ZMQCheckpointEngine.build_topology(request)
-    receivers = [WeightReceiver(engine("rollout", rank, **settings)) for rank in range(len(proxies))]
+    receivers = [WeightReceiver(engine("receiver", rank, **settings)) for rank in range(len(proxies))]
 
     async def send() -> dict[str, str]:
         await sender.connect(topology.trainer[0], 1)
@@ -171,7 +171,7 @@ async def test_within_a_host_and_by_tcp(unused_port: int) -> None:
 def test_a_taken_port_is_refused_by_name(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        sender = engine("trainer", transport="tcp", **{name: port})
+        sender = engine("sender", transport="tcp", **{name: port})
         with pytest.raises(WeightsError, match=rf"(?s)cannot listen.*127\.0\.0\.1:{port}"):
             sender.prepare()
     sender.prepare()

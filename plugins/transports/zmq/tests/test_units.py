@@ -67,7 +67,7 @@ async def get(backend: ZMQBackend, keys: list[str], name: str = "x") -> torch.Te
 
 
 async def delete(backend: ZMQBackend, keys: list[str]) -> int:
-    return (await backend.delete(DeleteRequest(partition="p", keys=tuple(keys)))).rows
+    return (await backend.delete(DeleteRequest(partition="p", keys=tuple(keys)))).samples
 
 
 def units(backend: ZMQBackend) -> list[int]:
@@ -116,7 +116,7 @@ async def test_another_process_puts_reads_and_is_killed(opened: Any, tmp_path: P
         assert "3.0" == await others[1].ask("get", "c", 0)
         assert 4 == await delete(backend, ["a", "b", "c", "d"])
         waiting = asyncio.ensure_future(put(backend, ["e", "f", "g", "h"], wide(5, 6, 7, 8)))
-        assert 0 == (await backend.stats()).rows - 1  # the other still shows what it has read
+        assert 0 == (await backend.stats()).samples - 1  # the other still shows what it has read
         assert not waiting.done()
         others[1].kill()
         await waiting
@@ -155,7 +155,7 @@ async def test_a_killed_unit_fails_exactly_its_rows_by_name(opened: Any, tmp_pat
         assert () == (await backend.lost(request)).keys
         assert list(map(float, range(len(lost)))) == (await get(backend, lost)).tolist()
         stats = await backend.stats()
-        assert (24, 2.0, 1.0) == (stats.rows, stats.details["units"], stats.details["lost units"])
+        assert (24, 2.0, 1.0) == (stats.samples, stats.details["units"], stats.details["lost units"])
         assert 24 == await delete(backend, keys)
         await joined.close()
 
@@ -232,12 +232,12 @@ async def test_a_unit_is_added_while_others_put(opened: Any, tmp_path: Path) -> 
             assert list(map(float, range(16))) == found.columns["x"].values.tolist()
             assert [1.0] * 16 == found.columns["y"].values.tolist()
             assert list(map(float, range(32))) == (await get(each, old + new, "z")).tolist()
-        assert 32 == (await backend.stats()).rows
+        assert 32 == (await backend.stats()).samples
         later = [f"later-{number}" for number in range(30)]
         await put(joined, later, dense_column(torch.arange(30.0)))
         assert 3 == len({home(joined, key) for key in later})
         assert 62 == await delete(joined, old + new + later)
-        assert (0, 0) == ((stats := await backend.stats()).rows, stats.bytes)
+        assert (0, 0) == ((stats := await backend.stats()).samples, stats.bytes)
         with pytest.raises(QueueError) as caught:
             await joined.add_unit()
         assert "queue.invalid" == caught.value.code
@@ -339,10 +339,10 @@ async def test_a_checkpoint_is_one_moment_of_all_units_and_goes_on_elsewhere(ope
         await producing
         for folder in folders:
             memory = MemoryBackend(MemoryConfig(), TransferQueueContext())
-            rows = (await memory.restore(folder)).rows - 1
+            rows = (await memory.restore(folder)).samples - 1
             found = await memory.get(GetRequest(partition="p", keys=tuple(map(str, range(rows))), columns=("x",)))
             assert list(map(float, range(rows))) == found.columns["x"].values.tolist()
-            assert rows + 1 == (await backend.restore(folder)).rows
+            assert rows + 1 == (await backend.restore(folder)).samples
             assert [9.0] == (await get(backend, ["large"]))[:, -1].tolist()
 
 

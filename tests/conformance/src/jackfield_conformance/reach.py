@@ -21,7 +21,7 @@ ALLOWED = (
     "jackfield.data.jagged",
     "jackfield.data.rotary",
     "jackfield.plugins",
-    "jackfield.pulse",
+    "jackfield.heartbeat",
     "jackfield.queue",
     "jackfield.runtime.generation",
     "jackfield.runtime.openai",

@@ -16,7 +16,7 @@ __all__ = ["advantages"]
 
 #: Inputs that anyone may offer; an estimator takes those that it uses.
 EXTRA_INPUTS = (
-    "run_ids",
+    "rollout_ids",
     "step_ids",
     "anchor_ids",
     "reward_dimensions",
@@ -44,9 +44,9 @@ def advantages(
         token_rewards: float ``[B, T]``; a sequence-level reward stands on any one token of its row. Rewards on
             observation tokens count: for the row's total, and as credit of the model token before them.
         response_mask: bool or float ``[B, T]``, 1 on the model's own tokens.
-        group_ids: int ``[B]``, equal for the runs of one task; needed by group-relative estimators.
+        group_ids: int ``[B]``, equal for the rollouts of one task; needed by group-relative estimators.
         values: float ``[B, T]`` of a critic.
-        **options: of the estimator, and its further inputs: ``run_ids`` int ``[B]`` (rows of one run are its steps),
+        **options: of the estimator, and its further inputs: ``rollout_ids`` int ``[B]`` (rows of one are its steps),
             ``step_ids`` int ``[B]`` (order of the steps in a run), ``anchor_ids`` int ``[B]`` (equal for steps taken in
             the same state), ``reward_dimensions`` float ``[B, D]``, ``baseline_rewards`` float ``[B]``,
             ``old_log_probs`` and ``sum_pi_squared`` float ``[B, T]``.

@@ -20,9 +20,9 @@ Pair = tuple["Tensor", "Tensor"]
 class _Runs:
     """Rows as steps of runs. Run ids may repeat in another task."""
 
-    def __init__(self, group_ids: Tensor, run_ids: Tensor, step_ids: Tensor | None) -> None:
+    def __init__(self, group_ids: Tensor, rollout_ids: Tensor, step_ids: Tensor | None) -> None:
         task = group_ids.unique(return_inverse=True)[1]
-        run = run_ids.unique(return_inverse=True)[1]
+        run = rollout_ids.unique(return_inverse=True)[1]
         self.rows = Groups(task * (run.max() + 1) + run)  #: rows by run
         count = len(self.rows.counts)
         task_of_run = task.new_zeros(count).scatter(0, self.rows.index, task)
@@ -78,26 +78,26 @@ def _step_wise_grpo(
     token_rewards: Tensor,
     response_mask: Tensor,
     group_ids: Tensor,
-    run_ids: Tensor,
+    rollout_ids: Tensor,
     step_ids: Tensor | None = None,
     *,
-    run_reward: Literal["last", "sum"] = "last",
+    rollout_reward: Literal["last", "sum"] = "last",
     normalize_by_std: bool = True,
     divide_by_steps: bool = False,
     eps: Epsilon = 1e-6,
 ) -> Pair:
     """A_ik = (R_i - mean_task(R)) / (std_task(R) + eps) for every step k of run i, R_i the reward of its last step.
 
-    ``run_reward="sum"`` adds up the rewards of all steps. ``divide_by_steps`` shares the advantage among the steps.
+    ``rollout_reward="sum"`` adds up the rewards of all steps. ``divide_by_steps`` shares the advantage among the steps.
     Without ``step_ids`` the steps of a run are in the order of the rows.
     """
-    if run_reward not in ("last", "sum"):
+    if rollout_reward not in ("last", "sum"):
         raise ConfigError(
-            "step_wise_grpo has no such run_reward", code="algorithm.input", expected="last or sum", found=run_reward
+            "step_wise_grpo has no such rollout_reward", code="algorithm.input", expected="last or sum", found=rollout_reward
         )
-    runs = _Runs(group_ids, run_ids, step_ids)
+    runs = _Runs(group_ids, rollout_ids, step_ids)
     scores = row_sums(token_rewards)
-    of_run = runs.last(scores) if run_reward == "last" else runs.per_run(scores)
+    of_run = runs.last(scores) if rollout_reward == "last" else runs.per_run(scores)
     rows = _relative(of_run, runs.tasks, normalize_by_std, eps)[runs.rows.index]
     if divide_by_steps:
         rows = rows / runs.rows.sizes
@@ -116,7 +116,7 @@ def _gigpo(
     token_rewards: Tensor,
     response_mask: Tensor,
     group_ids: Tensor,
-    run_ids: Tensor,
+    rollout_ids: Tensor,
     step_ids: Tensor | None = None,
     anchor_ids: Tensor | None = None,
     *,
@@ -131,7 +131,7 @@ def _gigpo(
     ``anchor_ids`` are equal for steps that were taken in the same state (of one task). Without them, steps of the same
     ``step_ids`` are compared; without these, too, steps of the same place in their runs.
     """
-    runs = _Runs(group_ids, run_ids, step_ids)
+    runs = _Runs(group_ids, rollout_ids, step_ids)
     scores = row_sums(token_rewards)
     of_run = _relative(runs.per_run(scores), runs.tasks, normalize_by_std, eps)[runs.rows.index]
     anchors = anchor_ids if anchor_ids is not None else step_ids if step_ids is not None else runs.position

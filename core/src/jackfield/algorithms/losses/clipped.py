@@ -86,7 +86,7 @@ def _decoupled_ppo(
     """
     losses, metrics = clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, clip_dual)
     weights = log_ratio(old_log_probs, rollout_log_probs).detach().exp()
-    metrics["policy/behaviour_weight"] = weights
+    metrics["policy/rollout_weight"] = weights
     if weight_cap is not None:
         weights = weights.masked_fill(weights > weight_cap, 0.0)
     return losses * weights, metrics

@@ -1,4 +1,4 @@
-"""Workers of the runtime ``inline`` that have a process, and an interpreter, of their own."""
+"""Workers of the cluster ``inline`` that have a process, and an interpreter, of their own."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class HostProcess:
         *,
         log: Path | None = None,
         environment: Mapping[str, str],
-        silence_seconds: float = 30.0,
+        heartbeat_seconds: float = 30.0,
     ) -> None:
         """
         Args:
@@ -48,10 +48,10 @@ class HostProcess:
             clock: through which every wait goes.
             log: where its output goes; None: only its end is kept, for messages.
             environment: variables that it gets beside this process's.
-            silence_seconds: time in which none of its threads can run, after which it is killed.
+            heartbeat_seconds: time in which none of its threads can run, after which it is killed.
         """
         self.python = resolve_interpreter(python, name)
-        self._name, self._clock, self._seconds = name, clock, silence_seconds
+        self._name, self._clock, self._seconds = name, clock, heartbeat_seconds
         self._log_path, self._environment = log, dict(environment)
         self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -169,7 +169,7 @@ class HostProcess:
             code = process.wait()
             self._reaped = True
             ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
-            silent = "deadlines.silence" in reason
+            silent = "deadlines.heartbeat" in reason
             if silent:
                 logging.getLogger("jackfield").warning("%s (%s) %s", self._name, Process.of(process.pid), reason)
             self._death = f"{reason if silent else ended}{self._output()}"

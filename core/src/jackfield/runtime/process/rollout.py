@@ -58,7 +58,7 @@ class RolloutProcess(_Forwarding):
         seconds: float = 3600.0,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        silence_seconds: float = 30.0,
+        heartbeat_seconds: float = 30.0,
     ) -> None:
         """
         Args:
@@ -69,14 +69,14 @@ class RolloutProcess(_Forwarding):
             seconds: the longest that any call may take.
             log: file that the process's output is added to.
             environment: variables that the process gets beside this process's.
-            silence_seconds: time in which the process cannot run, after which it is killed.
+            heartbeat_seconds: time in which the process cannot run, after which it is killed.
         """
         super().__init__(config, context)
         self._record = record
         self._seconds = seconds
         self._name = f"rollout replica {context.replica}"
         self._process = HostProcess(
-            python, self._name, context.clock, log=log, environment=environment or {}, silence_seconds=silence_seconds
+            python, self._name, context.clock, log=log, environment=environment or {}, heartbeat_seconds=heartbeat_seconds
         )
         self._used = self._stopped = False
 

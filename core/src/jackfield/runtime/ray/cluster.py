@@ -17,7 +17,7 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
 from jackfield.plugins.introduction import look
-from jackfield.pulse import SILENCE_SECONDS
+from jackfield.heartbeat import HEARTBEAT_SECONDS
 from jackfield.runtime.ray.host import Host, Place
 from jackfield.runtime.ray.loopback import HOST, enter
 from jackfield.runtime.ray.processes import see_gone, with_descendants
@@ -60,16 +60,16 @@ class Cluster:
     name is given what was there before.
     """
 
-    def __init__(self, clock: Clock, start_seconds: float, silence_seconds: float = SILENCE_SECONDS) -> None:
+    def __init__(self, clock: Clock, start_seconds: float, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
         """
         Args:
             clock: through which every wait goes.
             start_seconds: for a worker, or a group of places, to be there.
-            silence_seconds: without a sign of life of a worker, after which its process is killed.
+            heartbeat_seconds: without a heartbeat of a worker, after which its process is killed.
         """
         self._clock = clock
         self._start_seconds = start_seconds
-        self._silence_seconds = silence_seconds
+        self._heartbeat_seconds = heartbeat_seconds
         self._actors: list[_Actor] = []
         self._spare: dict[str, _Actor] = {}
         self._groups: dict[str, Any] = {}
@@ -79,7 +79,7 @@ class Cluster:
         """Start or join a cluster.
 
         Raises:
-            RunError: ``runtime.cluster``.
+            RunError: ``cluster.unavailable``.
         """
         _use_token(joins=options.address is not None)
         os.environ.setdefault(_QUIET, "0")
@@ -87,7 +87,7 @@ class Cluster:
         if ray.is_initialized():
             raise RunError(
                 "this process is in a Ray cluster already",
-                code="runtime.cluster",
+                code="cluster.unavailable",
                 fix="do the run in a process of its own, or call ray.shutdown() first",
             )
         own: dict[str, Any] = {}
@@ -107,7 +107,7 @@ class Cluster:
         except Exception as error:  # whatever Ray raises
             raise RunError(
                 f"the Ray cluster at {options.address} cannot be joined" if options.address else "Ray cannot start",
-                code="runtime.cluster",
+                code="cluster.unavailable",
                 where=options.address,
                 expected=f"a cluster of Ray {version('ray')} and Python {platform.python_version()}, and its token",
                 found=f"{type(error).__name__}: {error}",
@@ -118,7 +118,7 @@ class Cluster:
         """A placement group of ``count`` bundles, each with ``resources``; one that is there for ``what``, if any.
 
         Raises:
-            RunError: ``runtime.cluster`` when the cluster cannot give them in time.
+            RunError: ``cluster.unavailable`` when the cluster cannot give them in time.
         """
         ray = _ray()
         from ray.util.placement_group import placement_group
@@ -135,10 +135,10 @@ class Cluster:
                 raise
             raise RunError(
                 f"the cluster has no room for {what}",
-                code="runtime.cluster",
+                code="cluster.unavailable",
                 expected=who,
                 found=_free(ray.available_resources(), ray.cluster_resources(), resources),
-                fix="raise runtime.ray.num_cpus, join a larger cluster, or ask for fewer or smaller workers",
+                fix="raise cluster.ray.num_cpus, join a larger cluster, or ask for fewer or smaller workers",
             ) from error
         return group
 
@@ -185,9 +185,9 @@ class Cluster:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
         if python is not None:
             options["runtime_env"] = {"py_executable": python}
-        host = ray.remote(concurrency_groups={"pulse": 2})(Host)
+        host = ray.remote(concurrency_groups={"heartbeat": 2})(Host)
         handle = host.options(**options).remote(name, os.getcwd(), one_thread)
-        signs = SignsOfLife(name, handle, self._clock, self._silence_seconds)
+        signs = SignsOfLife(name, handle, self._clock, self._heartbeat_seconds)
         self._actors.append(_Actor(name, handle, signs))
         return handle
 
@@ -195,7 +195,7 @@ class Cluster:
         """Where an actor lives; and the handshake with it.
 
         Raises:
-            RunError: ``runtime.cluster`` when it does not start, or has another version of Jackfield or Ray.
+            RunError: ``cluster.unavailable`` when it does not start, or has another version of Jackfield or Ray.
         """
         name = self._name(handle)
         reference = handle.place.options(max_task_retries=-1).remote()  # Ray may be starting it again
@@ -205,7 +205,7 @@ class Cluster:
         if theirs != ours:
             raise RunError(
                 f"{name} has other versions than the controller",
-                code="runtime.cluster",
+                code="cluster.unavailable",
                 where=f"node {found.address}",
                 expected=ours,
                 found=theirs,
@@ -375,7 +375,7 @@ def _ray() -> Any:
         import ray
     except ImportError as error:
         raise PluginError(
-            "the Ray runtime needs Ray", where="runtime.name", fix="pip install 'jackfield[ray]'", found=error
+            "the Ray runtime needs Ray", where="cluster.name", fix="pip install 'jackfield[ray]'", found=error
         ) from error
     return ray
 

@@ -27,7 +27,7 @@ from jackfield.abc.rollout import GenerateRequest
 from jackfield.clock import Clock
 from jackfield.errors import WorkerLost
 from jackfield.imports import collection_paused, own_process
-from jackfield.pulse import Process
+from jackfield.heartbeat import Process
 from jackfield.queue import BatchMeta
 from jackfield.runtime.agent_worker import RunOrder
 from jackfield.runtime.revival import state_of
@@ -49,7 +49,7 @@ class Place:
 
 @attrs.frozen(kw_only=True)
 class Sign:
-    """What a process says of itself when it is asked for a sign of life."""
+    """What a process says of itself when it is asked for a heartbeat."""
 
     process: Process
     node: str  #: Ray's id of its node
@@ -90,8 +90,8 @@ class Host:
         versions = {"python": platform.python_version(), **{name: _version(name) for name in ("jackfield", "ray")}}
         return Place(pid=os.getpid(), address=address, port=port, versions=versions)
 
-    async def pulse(self) -> Sign:
-        """Say that this process lives, in a thread of its own: see :mod:`jackfield.pulse`."""
+    async def heartbeat(self) -> Sign:
+        """Say that this process lives, in a thread of its own: see :mod:`jackfield.heartbeat`."""
         import ray
 
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]

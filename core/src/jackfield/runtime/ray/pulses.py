@@ -1,4 +1,4 @@
-"""Signs of life of the actors of a run, and the end of those that give none."""
+"""Heartbeats of the actors of a run, and the end of those that give none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
-from jackfield.pulse import Process, Work, silence, until_silent
+from jackfield.heartbeat import Process, Work, silence, until_silent
 from jackfield.runtime.ray.host import Sign
 from jackfield.runtime.ray.stub import ENDS, PROCESSES
 
@@ -26,11 +26,11 @@ class SignsOfLife:
     It answers in a thread of its own, once its worker was made; until then it imports, and has the deadline of a start.
     """
 
-    def __init__(self, name: str, handle: Any, clock: Clock, silence_seconds: float) -> None:
+    def __init__(self, name: str, handle: Any, clock: Clock, heartbeat_seconds: float) -> None:
         self._name = name
         self._handle = handle
         self._clock = clock
-        self._silence = silence_seconds
+        self._silence = heartbeat_seconds
         self._question: asyncio.Future[Sign] | None = None
         self._work = Work()
         self._last: Sign | None = None  #: of a process whose worker was made
@@ -41,7 +41,7 @@ class SignsOfLife:
         if self._watching is None or self._watching.done():
             if self._last is not None:
                 PROCESSES[self._name] = str(self._last.process)
-            self._watching = asyncio.create_task(self._watch(), name=f"signs of life of {self._name}")
+            self._watching = asyncio.create_task(self._watch(), name=f"heartbeats of {self._name}")
 
     def close(self) -> None:
         """Leave the actor alone."""
@@ -66,7 +66,7 @@ class SignsOfLife:
         question = self._question
         if question is not None and not question.done():
             return works
-        asked = self._handle.pulse.options(concurrency_group="pulse").remote()
+        asked = self._handle.heartbeat.options(concurrency_group="heartbeat").remote()
         self._question = asyncio.wrap_future(asked.future())
         self._question.add_done_callback(self._answered)
         return True

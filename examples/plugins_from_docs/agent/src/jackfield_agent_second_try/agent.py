@@ -60,7 +60,7 @@ class SecondTryAgent(AgentLoopBase):
         stops = (*sampling.get("stop_token_ids", ()), *self.context.tokenizer.end_token_ids)
         return await self.context.generate(
             GenerateRequest(
-                request_id=f"{self.context.run_id}/second-try/{next(_NUMBERS)}",
+                request_id=f"{self.context.request_prefix}/second-try/{next(_NUMBERS)}",
                 prompt_ids=prompt_ids,
                 sampling=SamplingParams(**{**sampling, "stop_token_ids": stops, "max_new_tokens": limit}),
             )
@@ -96,7 +96,7 @@ class _Sequence:
             prompt_ids=self.prompt_ids,
             response_ids=tuple(self.ids),
             response_mask=tuple(self.mask),
-            response_logprobs=tuple(self.log_probs),
+            response_log_probs=tuple(self.log_probs),
             weight_versions=tuple(self.versions),
             finish_reason=reason,
         )

@@ -73,7 +73,7 @@ class TCPCheckpointEngine(CheckpointEngine):
     async def connect(self, request: ConnectRequest) -> None:
         """Rank 0 waits for every worker; a worker calls rank 0."""
         self._version = request.version
-        if self.context.side == "trainer":
+        if self.context.end == "sender":
             await self._accept(request.arguments["workers"])
         else:
             await self._call(**request.arguments)

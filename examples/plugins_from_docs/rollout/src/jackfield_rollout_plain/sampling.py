@@ -23,7 +23,7 @@ def draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Genera
         return token, float(raw[token])
     probabilities = _filtered((logits.float() / sampling.temperature).softmax(-1), sampling)
     token = int(torch.multinomial(probabilities, 1, generator=generator))
-    return token, float(raw[token] if sampling.logprobs == "raw" else probabilities[token].log())
+    return token, float(raw[token] if sampling.log_probs == "raw" else probabilities[token].log())
 
 
 def _filtered(probabilities: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

@@ -335,7 +335,7 @@ class PlainServer(BaseRolloutServer):
     async def _receive(self, request: UpdateWeightsRequest) -> dict[str, str]:
         """Copy each tensor into its place; digests of what lies there afterwards."""
         context = CheckpointEngineContext(
-            side="rollout",
+            end="receiver",
             rank=request.first_worker,
             world_size=request.total_workers,
             host=self.context.host,

@@ -97,7 +97,7 @@ class SQLiteBackend(TransferQueueBackend):
         for key in keys:
             rows = database.execute(query, (partition, key)).fetchall()
             if not rows:
-                raise QueueError(f"no row {key!r} is in the queue", code="queue.unknown-row", where=partition)
+                raise QueueError(f"no row {key!r} is in the queue", code="queue.unknown-sample", where=partition)
             found[key] = {name: Cell(kind, dtype, tuple(json.loads(shape)), c) for name, kind, dtype, shape, c in rows}
         return found
 
@@ -110,14 +110,14 @@ class SQLiteBackend(TransferQueueBackend):
                 where = [(request.partition, key) for key in request.keys]
                 database.executemany("DELETE FROM cells WHERE partition = ? AND key = ?", where)
             after = self._count(database)
-            return DeleteResult(rows=before[0] - after[0], bytes=before[1] - after[1])
+            return DeleteResult(samples=before[0] - after[0], bytes=before[1] - after[1])
 
         return await self._with(remove)
 
     async def stats(self) -> StatsResult:
         """Rows and bytes."""
         rows, size = await self._with(self._count)
-        return StatsResult(rows=rows, bytes=size)
+        return StatsResult(samples=rows, bytes=size)
 
     @staticmethod
     def _count(database: sqlite3.Connection) -> tuple[int, int]:
@@ -140,7 +140,7 @@ class SQLiteBackend(TransferQueueBackend):
             return self._count(database)
 
         rows, size = await self._with(copy)
-        return SnapshotResult(rows=rows, bytes=size)
+        return SnapshotResult(samples=rows, bytes=size)
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         """Replace everything by a checkpoint."""
@@ -155,7 +155,7 @@ class SQLiteBackend(TransferQueueBackend):
             return self._count(database)
 
         rows, size = await self._with(replace)
-        return SnapshotResult(rows=rows, bytes=size)
+        return SnapshotResult(samples=rows, bytes=size)
 
     async def close(self) -> None:
         """Close the file and end the thread."""

@@ -44,7 +44,7 @@ class SingleTurnAgent(AgentLoopBase):
         prompt_ids = self._prompt(fields)
         result = await self.context.generate(
             GenerateRequest(
-                request_id=f"{self.context.run_id or 'run'}/{next(_request_numbers)}",
+                request_id=f"{self.context.request_prefix or 'run'}/{next(_request_numbers)}",
                 prompt_ids=prompt_ids,
                 sampling=_sampling(sampling_params, self.context.tokenizer.end_token_ids),
             )
@@ -55,7 +55,7 @@ class SingleTurnAgent(AgentLoopBase):
             prompt_ids=prompt_ids,
             response_ids=result.token_ids,
             response_mask=(1,) * len(result.token_ids),
-            response_logprobs=result.log_probs,
+            response_log_probs=result.log_probs,
             weight_versions=result.weight_versions,
             finish_reason=result.finish_reason,
         )

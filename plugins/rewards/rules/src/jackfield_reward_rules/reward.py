@@ -36,7 +36,7 @@ class RulesReward(RewardAgent):
             method="judge",
             keywords=settings,
             workers=config.workers,
-            limits=WorkerLimits(memory_bytes=config.memory_bytes, silence_seconds=context.silence_seconds),
+            limits=WorkerLimits(memory_bytes=config.memory_bytes, heartbeat_seconds=context.heartbeat_seconds),
             clock=context.clock,
             logs=context.logs,
         )

@@ -19,7 +19,7 @@ _OURS = {
     "dtype": "model.dtype",
     "trust-remote-code": "model.trust_remote_code",
     "random-seed": "seed",
-    "context-length": "runtime.max_model_len",
+    "context-length": "cluster.max_model_len",
     "max-running-requests": "rollout.max_batch_size",
     "tp-size": "rollout.tensor_parallel",
     "mem-fraction-static": "rollout.memory_fraction",

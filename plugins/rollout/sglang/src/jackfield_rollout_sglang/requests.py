@@ -13,7 +13,7 @@ from jackfield.errors import PluginError, RolloutError
 from jackfield.runtime.generation import mixed
 from jackfield_rollout_sglang.config import Config
 
-__all__ = ["Answer", "check_logprobs", "generate_body", "launch_arguments", "read_answer"]
+__all__ = ["Answer", "check_log_probs", "generate_body", "launch_arguments", "read_answer"]
 
 _MASK_TOKENS = 4096  #: SGLang's own default of --sampling-mask-max-tokens
 _FINISH: Mapping[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -65,7 +65,7 @@ def _lora_arguments(model: ModelSpec) -> dict[str, Any]:
     return {"enable-lora": True, "max-lora-rank": model.lora.rank, "lora-target-modules": "all"}
 
 
-def check_logprobs(request: GenerateRequest) -> None:
+def check_log_probs(request: GenerateRequest) -> None:
     """Refuse log-probabilities that SGLang does not compute.
 
     Its own are those before top-k, top-p and min-p, at the request's temperature. What was drawn from after these it
@@ -76,24 +76,24 @@ def check_logprobs(request: GenerateRequest) -> None:
     """
     sampling = request.sampling
     expected = None
-    if sampling.logprobs == "raw" and sampling.temperature not in (0, 1):
-        expected = "logprobs: raw with temperature 1 or 0"
+    if sampling.log_probs == "raw" and sampling.temperature not in (0, 1):
+        expected = "log_probs: raw with temperature 1 or 0"
     if _asks_for_mask(sampling) and not 1 <= sampling.top_k <= _MASK_TOKENS:
-        expected = f"logprobs: processed with top_p or min_p needs a top_k of 1 to {_MASK_TOKENS}"
+        expected = f"log_probs: processed with top_p or min_p needs a top_k of 1 to {_MASK_TOKENS}"
     if expected is not None:
         raise PluginError(
             "SGLang does not compute these log-probabilities",
             code="plugin.capability",
             where=request.request_id,
             expected=expected,
-            found={name: getattr(sampling, name) for name in ("temperature", "logprobs", "top_k", "top_p", "min_p")},
+            found={name: getattr(sampling, name) for name in ("temperature", "log_probs", "top_k", "top_p", "min_p")},
         )
 
 
 def _asks_for_mask(sampling: SamplingParams) -> bool:
     """Whether the distribution that is drawn from is not the softmax."""
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return sampling.temperature > 0 and sampling.logprobs == "processed" and filters
+    return sampling.temperature > 0 and sampling.log_probs == "processed" and filters
 
 
 def generate_body(

@@ -25,7 +25,7 @@ from jackfield.runtime.relay import MEMORY, InterruptingServer
 from jackfield.runtime.staged import Staged, StagingArea
 from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.process import SglangProcess, free_port
-from jackfield_rollout_sglang.requests import check_logprobs, generate_body, launch_arguments, read_answer
+from jackfield_rollout_sglang.requests import check_log_probs, generate_body, launch_arguments, read_answer
 
 __all__ = ["SglangServer"]
 
@@ -71,7 +71,7 @@ class SglangServer(InterruptingServer):
                 "SGLang is not installed in this interpreter",
                 where="the rollout server 'sglang'",
                 expected="the package sglang",
-                fix="give it an environment that has it: runtime.interpreters.rollout; see the plugin's README",
+                fix="give it an environment that has it: cluster.interpreters.rollout; see the plugin's README",
             )
 
     async def _open(self, sglang: SglangProcess, arguments: list[str]) -> None:
@@ -96,7 +96,7 @@ class SglangServer(InterruptingServer):
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _refuse(self, request: GenerateRequest) -> None:
-        check_logprobs(request)
+        check_log_probs(request)
 
     async def _part(self, running: Running, left: int, seed: int, name: str) -> bool:
         assert self._sglang is not None

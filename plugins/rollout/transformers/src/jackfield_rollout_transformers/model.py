@@ -162,7 +162,7 @@ def _check_architecture(path: str, settings: Any, limit: int) -> None:
         if limit > within:  # a request that crosses it keeps keys of other frequencies, and so do others in its batch
             raise unusable(
                 path,
-                f"max_model_len of at most {within} (runtime.max_model_len): its rope_type is {kind!r}, "
+                f"max_model_len of at most {within} (cluster.max_model_len): its rope_type is {kind!r}, "
                 "whose frequencies depend on the length beyond",
                 str(limit),
             )

@@ -69,7 +69,7 @@ class Modes:
         greedy = sampling.temperature == 0
         filtered = not greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
         tempered = not greedy and sampling.temperature != 1
-        raw = sampling.logprobs == "raw" and (filtered or tempered)
+        raw = sampling.log_probs == "raw" and (filtered or tempered)
         return cls(int(greedy), int(filtered), int(tempered), int(raw))
 
     def __add__(self, other: Modes) -> Modes:

@@ -27,7 +27,7 @@ def check_requests(model: LoadedModel, rows: int) -> list[GenerateRequest]:
     if length < 1:
         return []
     ids = tuple(1 + n * (model.vocabulary - 2) // length for n in range(length))
-    sampling = SamplingParams(max_new_tokens=_NEW_TOKENS, seed=0, logprobs="raw", ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=_NEW_TOKENS, seed=0, log_probs="raw", ignore_eos=True)
     prompts = [ids, ids[-1:], ids[:3]][:rows]
     return [
         GenerateRequest(request_id=f"check-{n}", prompt_ids=prompt, sampling=sampling)

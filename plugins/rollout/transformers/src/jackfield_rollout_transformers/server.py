@@ -409,7 +409,7 @@ class TransformersServer(BaseRolloutServer):
 
     def _receiver(self, request: UpdateWeightsRequest) -> WeightReceiver:
         context = CheckpointEngineContext(
-            side="rollout",
+            end="receiver",
             rank=request.first_worker,
             world_size=request.total_workers,
             device=self.context.device,

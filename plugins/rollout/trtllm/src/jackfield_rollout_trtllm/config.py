@@ -18,7 +18,7 @@ _OURS = {
     "model": "model.path",
     "dtype": "model.dtype",
     "trust_remote_code": "model.trust_remote_code",
-    "max_seq_len": "runtime.max_model_len",
+    "max_seq_len": "cluster.max_model_len",
     "max_batch_size": "rollout.max_batch_size",
     "tensor_parallel_size": "rollout.tensor_parallel",
     "kv_cache_config": "rollout.memory_fraction and rollout.prefix_caching",

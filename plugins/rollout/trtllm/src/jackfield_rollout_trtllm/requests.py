@@ -46,7 +46,7 @@ def check_sampling(request: GenerateRequest) -> None:
         code="plugin.capability",
         where=request.request_id,
         expected="temperature 0, or temperature 1 without top_k, top_p and min_p",
-        found={name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "logprobs")},
+        found={name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "log_probs")},
     )
 
 

@@ -80,7 +80,7 @@ class TrtllmServer(InterruptingServer):
                 "TensorRT-LLM is not installed in this interpreter",
                 where="the rollout server 'trtllm'",
                 found=error,
-                fix="give it an environment that has it: runtime.interpreters.rollout; see the plugin's README",
+                fix="give it an environment that has it: cluster.interpreters.rollout; see the plugin's README",
             ) from error
         cache = KvCacheConfig(
             free_gpu_memory_fraction=self.config.memory_fraction, enable_block_reuse=self.config.prefix_caching

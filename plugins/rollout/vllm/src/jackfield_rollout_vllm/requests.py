@@ -33,7 +33,7 @@ def vllm_arguments(request: GenerateRequest, seed: int, max_model_len: int) -> d
                 "top_p": 1.0 if greedy else sampling.top_p,
                 "min_p": 0.0 if greedy else sampling.min_p,
                 "divisor": 1.0 if greedy else sampling.temperature / heat,
-                "raw": greedy or sampling.logprobs == "raw",
+                "raw": greedy or sampling.log_probs == "raw",
             }
         },
     }

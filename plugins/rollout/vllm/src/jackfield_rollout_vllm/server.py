@@ -70,7 +70,7 @@ class VllmServer(RelayServer):
                 "vLLM is not installed in this interpreter",
                 where="the rollout server 'vllm'",
                 found=error,
-                fix="give it an environment that has it: runtime.interpreters.rollout; see the plugin's README",
+                fix="give it an environment that has it: cluster.interpreters.rollout; see the plugin's README",
             ) from error
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_arguments()))
@@ -200,7 +200,7 @@ class VllmServer(RelayServer):
                 code="plugin.capability",
                 where=f"replica {self.context.replica}",
                 expected="a GPU",
-                fix="set runtime.offload: false",
+                fix="set cluster.offload: false",
             )
         if not self._paused and self._running:
             raise self._error("the server is decoding", "rollout.request", fix="pause it before it sleeps")

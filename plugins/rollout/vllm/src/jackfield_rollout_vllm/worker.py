@@ -107,7 +107,7 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     async def _receive(self, info: UpdateInfo) -> None:
         worker = self.parallel_config.rank
         context = CheckpointEngineContext(
-            side="rollout",
+            end="receiver",
             rank=info.first_worker + worker,
             world_size=info.total_workers,
             device=str(self.device),

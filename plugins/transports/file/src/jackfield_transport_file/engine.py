@@ -119,7 +119,7 @@ class FileCheckpointEngine(CheckpointEngine):
         return Topology(
             trainer=tuple({"workers": workers} for _ in request.trainer_metadata),
             rollout=tuple({**sender, "worker": number} for number in range(workers)),
-            late=sender,
+            retained=sender,
         )
 
     async def connect(self, request: ConnectRequest) -> None:
@@ -130,7 +130,7 @@ class FileCheckpointEngine(CheckpointEngine):
             DeadlineExceeded: naming the sender.
         """
         self._version = request.version
-        if self.context.side == "rollout":
+        if self.context.end == "receiver":
             await self._enter(request.arguments)
         elif self.context.rank == 0:
             self._begin(request.arguments["workers"])
@@ -273,7 +273,7 @@ class FileCheckpointEngine(CheckpointEngine):
             return
         with suppress(WeightsError):  # a full disk takes no last words; the lock says enough
             parties.close(None if whole else reason)
-        if self.context.side == "trainer":
+        if self.context.end == "sender":
             with suppress(OSError):
                 if whole:
                     clean(self._folder, self.config.keep)

@@ -112,7 +112,7 @@ class NCCLCheckpointEngine(OneSenderEngine):
         """An address for the group, or a bucket: its broadcast is joined at once, for there is room for it."""
         if "store" in message and self._store is not None:
             self._store.put(*message["store"])
-            if self.context.side == "trainer" and self.meeting is not None:
+            if self.context.end == "sender" and self.meeting is not None:
                 self.meeting.tell({"store": message["store"]})
         if "bucket" in message and self._group is not None:
             number, size = message["bucket"], message["bytes"]

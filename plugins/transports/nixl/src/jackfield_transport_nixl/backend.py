@@ -186,7 +186,7 @@ class NIXLBackend(TransferQueueBackend):
         its own.
 
         Raises:
-            QueueError: ``queue.unknown-row``, ``queue.column``; ``queue.unreachable`` naming the store.
+            QueueError: ``queue.unknown-sample``, ``queue.column``; ``queue.unreachable`` naming the store.
         """
         client = self._open()
         fields = {"partition": request.partition, "keys": list(request.keys), "columns": list(request.columns)}
@@ -238,12 +238,12 @@ class NIXLBackend(TransferQueueBackend):
         """Forget rows; unknown keys are ignored."""
         fields = {"partition": request.partition, "keys": list(request.keys)}
         reply = await self._open().ask("delete", fields)
-        return DeleteResult(rows=reply["rows"], bytes=reply["bytes"])
+        return DeleteResult(samples=reply["rows"], bytes=reply["bytes"])
 
     async def stats(self) -> StatsResult:
         """Rows and bytes; in ``details`` what is registered, who is there and what was refused."""
         reply = await self._open().ask("stats", {})
-        return StatsResult(rows=reply["rows"], bytes=reply["bytes"], details=reply["details"])
+        return StatsResult(samples=reply["rows"], bytes=reply["bytes"], details=reply["details"])
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Have the store write the rows of one moment, in a thread of its own."""
@@ -256,7 +256,7 @@ class NIXLBackend(TransferQueueBackend):
     async def _snapshot(self, what: str, request: SnapshotRequest) -> SnapshotResult:
         fields = {"folder": str(Path(request.folder).absolute())}
         reply = await self._open().ask(what, fields, seconds=self._settings.checkpoint_seconds)
-        return SnapshotResult(rows=reply["rows"], bytes=reply["bytes"])
+        return SnapshotResult(samples=reply["rows"], bytes=reply["bytes"])
 
 
 def _laid(columns: Sequence[Sequence[Cell]]) -> tuple[list[list[int]], int]:
@@ -293,7 +293,7 @@ def _name_what_lacks(request: GetRequest, reply: Message) -> None:
     if reply["unknown"]:
         key = request.keys[reply["unknown"][0]]
         message = f"no row {key!r} is in the queue"
-        raise QueueError(message, code="queue.unknown-row", where=f"{request.partition}: {key}")
+        raise QueueError(message, code="queue.unknown-sample", where=f"{request.partition}: {key}")
     if reply["lacking"]:
         number, name, others = reply["lacking"][0]
         first, count = request.keys[number], sum(name == other for _, other, _ in reply["lacking"])

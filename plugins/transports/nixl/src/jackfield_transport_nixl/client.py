@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, QueueError, WireError
+from jackfield.errors import DeadlineExceeded, QueueError, RpcError
 from jackfield.wire import Buffer, Limits, Message, Wire
 from jackfield_transport_nixl.agents import Agent, Place
 from jackfield_transport_nixl.config import QueueConfig
@@ -71,7 +71,7 @@ class Client:
                     future.set_result(message)
         except (EOFError, OSError):
             pass
-        except WireError as error:
+        except RpcError as error:
             reason = f"speaks otherwise: {error.message}"
         finally:
             self._hang_up(reason)

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from jackfield.errors import JackfieldError, QueueError, WireError
+from jackfield.errors import JackfieldError, QueueError, RpcError
 from jackfield.queue.archive import ArchivedRow, batches, read_archive, write_archive
 from jackfield.queue.cells import Cell
 from jackfield.wire import Buffer, Message, Wire
@@ -101,7 +101,7 @@ class Store:
                 answer = asyncio.ensure_future(self._answer(client, message))
                 client.tasks.add(answer)
                 answer.add_done_callback(client.tasks.discard)
-        except (EOFError, OSError, WireError):
+        except (EOFError, OSError, RpcError):
             pass  # gone, or no client of ours: the wire has counted it
         finally:
             self._clients.discard(client)
@@ -292,7 +292,7 @@ class Store:
             written = await asyncio.to_thread(write_archive, Path(message["folder"]), archived())
         finally:
             self._let_go(blocks)
-        return "counted", {"rows": written.rows, "bytes": written.bytes}, ()
+        return "counted", {"rows": written.samples, "bytes": written.bytes}, ()
 
     async def _do_restore(self, client: _Client, message: Message) -> Any:
         staged: dict[tuple[str, str], dict[str, _Kept]] = {}

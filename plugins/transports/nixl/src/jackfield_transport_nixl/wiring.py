@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jackfield.errors import WireError
+from jackfield.errors import RpcError
 from jackfield.wire import Buffer, Limits, Message, Schema, Wire
 
 __all__ = ["REPLIES", "REQUESTS", "Stream", "limits"]
@@ -74,19 +74,19 @@ class Stream:
         """What is said next.
 
         Raises:
-            WireError: it is not one of our messages; the connection is of no use any more.
+            RpcError: it is not one of our messages; the connection is of no use any more.
             EOFError, OSError: the other end has gone.
         """
         (count,) = _COUNT.unpack(await self._reader.readexactly(_COUNT.size))
         if not 1 <= count <= 1 + self._allowed.buffers:
-            self._wire.refused["wire.size"] += 1
-            raise WireError("a message of another number of frames", code="wire.size", found=count)
+            self._wire.refused["rpc.size"] += 1
+            raise RpcError("a message of another number of frames", code="rpc.size", found=count)
         sizes = [_SIZE.unpack(await self._reader.readexactly(_SIZE.size))[0] for _ in range(count)]
         allowed = self._allowed
         too_large = sizes[0] > allowed.head_bytes or sum(sizes[1:]) > allowed.total_bytes
         if too_large or (not self._known and sum(sizes) > _FIRST_BYTES):
-            self._wire.refused["wire.size"] += 1
-            raise WireError("a message is too large", code="wire.size", found=sizes)
+            self._wire.refused["rpc.size"] += 1
+            raise RpcError("a message is too large", code="rpc.size", found=sizes)
         message = self._wire.decode([await self._reader.readexactly(size) for size in sizes])
         self._known = True
         return message

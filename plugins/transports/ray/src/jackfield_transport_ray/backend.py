@@ -150,8 +150,8 @@ class RayBackend(TransferQueueBackend):
         Ray's store, and must not be written to.
 
         Raises:
-            QueueError: ``queue.unknown-row``, ``queue.column``; ``queue.lost`` naming rows that went with a process or
-                node; ``queue.unreachable`` at the deadline.
+            QueueError: ``queue.unknown-sample``, ``queue.column``; ``queue.lost`` naming rows that went with a process
+                or node; ``queue.unreachable`` at the deadline.
         """
         keys, columns = list(request.keys), list(request.columns)
         found: Found = await self._ask("get", request.partition, keys, columns)
@@ -186,12 +186,12 @@ class RayBackend(TransferQueueBackend):
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget rows; unknown keys are ignored. An object goes with its last cell and its last reader."""
         rows, size = await self._ask("delete", request.partition, list(request.keys))
-        return DeleteResult(rows=rows, bytes=size)
+        return DeleteResult(samples=rows, bytes=size)
 
     async def stats(self) -> StatsResult:
         """Rows and bytes; in ``details`` how many objects."""
         rows, size, objects = await self._ask("stats")
-        return StatsResult(rows=rows, bytes=size, details={"objects": float(objects)})
+        return StatsResult(samples=rows, bytes=size, details={"objects": float(objects)})
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Write the rows of one moment; their objects cannot change, and stay until this has ended."""
@@ -203,7 +203,7 @@ class RayBackend(TransferQueueBackend):
         """Replace everything by a checkpoint, at once."""
         rows, objects = await self._in_thread(lambda: _staged(Path(request.folder)))
         count, size = await self._ask("replace", rows, objects, self._owner)
-        return SnapshotResult(rows=count, bytes=size)
+        return SnapshotResult(samples=count, bytes=size)
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def _name_what_lacks(request: GetRequest, found: Found) -> None:
     if found.unknown:
         key = found.unknown[0]
         message = f"no row {key!r} is in the queue"
-        raise QueueError(message, code="queue.unknown-row", where=f"{request.partition}: {key}")
+        raise QueueError(message, code="queue.unknown-sample", where=f"{request.partition}: {key}")
     if found.lacking:
         first, name, others = found.lacking[0]
         count = sum(name == other for _, other, _ in found.lacking)

@@ -117,7 +117,7 @@ class RedisBackend(TransferQueueBackend):
         """Columns in the order of the keys.
 
         Raises:
-            QueueError: ``queue.unknown-row``, ``queue.column``; ``queue.lost`` naming rows whose values were altered.
+            QueueError: ``queue.unknown-sample``, ``queue.column``; ``queue.lost`` naming rows that were altered.
         """
         server = self._open()
         fields = [field for name in request.columns for field in (f"h:{name}", f"v:{name}")]
@@ -139,7 +139,7 @@ class RedisBackend(TransferQueueBackend):
             unknown = [key for key, known in zip(some, there, strict=True) if not known]
             if unknown:
                 message = f"no row {unknown[0]!r} is in the queue"
-                raise QueueError(message, code="queue.unknown-row", where=f"{request.partition}: {unknown[0]}")
+                raise QueueError(message, code="queue.unknown-sample", where=f"{request.partition}: {unknown[0]}")
             found.update(zip(some, rows, strict=False))
         columns: dict[str, list[Cell]] = {}
         damaged: set[str] = set()
@@ -178,7 +178,7 @@ class RedisBackend(TransferQueueBackend):
             arguments = (self._prefix, *rows[start : start + BATCH_ROWS])
             freed = await server.run(lambda client, given=arguments: client.eval(DELETE, 0, *given))  # type: ignore[misc]
             count, size = count + freed[0], size + freed[1]
-        return DeleteResult(rows=count, bytes=size)
+        return DeleteResult(samples=count, bytes=size)
 
     async def lost(self, request: GetRequest) -> LostResult:
         """Rows, or columns of them, that somebody has removed from the server."""
@@ -217,7 +217,7 @@ class RedisBackend(TransferQueueBackend):
             return result
 
         rows, size, memory = await server.run(count)
-        return StatsResult(rows=rows, bytes=int(size or 0), details={"server_bytes": float(memory["used_memory"])})
+        return StatsResult(samples=rows, bytes=int(size or 0), details={"server_bytes": float(memory["used_memory"])})
 
     async def put_tags(self, request: TagsRequest) -> None:
         """The tags of rows that are there, as JSON in the field ``tags``."""
@@ -298,7 +298,7 @@ class RedisBackend(TransferQueueBackend):
             count, size = count + len(batch), size + sum(row.bytes for row in batch)
             batch = await self._in_thread(lambda: next(parts, []))
         await server.run(lambda client: client.eval(SWAP, 0, self._prefix, size))
-        return SnapshotResult(rows=count, bytes=size)
+        return SnapshotResult(samples=count, bytes=size)
 
     async def close(self) -> None:
         """End the connections; the rows stay on the server."""

@@ -102,7 +102,7 @@ class SQLBackend(TransferQueueBackend):
         """Columns in the order of the keys, all of one moment.
 
         Raises:
-            QueueError: ``queue.unknown-row``, ``queue.column``; ``queue.lost`` naming rows whose values were altered.
+            QueueError: ``queue.unknown-sample``, ``queue.column``; ``queue.lost`` naming rows that were altered.
         """
         database, rows = self._open()
 
@@ -169,7 +169,7 @@ class SQLBackend(TransferQueueBackend):
             for batch in batches(read_archive(Path(request.folder)), lambda row: row.bytes):
                 count, size = count + len(batch), size + rows.write(connection, batch)
                 rows.queued_again(connection, batch)
-            return SnapshotResult(rows=count, bytes=size)
+            return SnapshotResult(samples=count, bytes=size)
 
         return await database.run(replace, "write", self._settings.checkpoint_seconds)
 
@@ -194,7 +194,7 @@ def _name_what_lacks(
     for key in request.keys:
         if key not in there:
             message = f"no row {key!r} is in the queue"
-            raise QueueError(message, code="queue.unknown-row", where=f"{request.partition}: {key}")
+            raise QueueError(message, code="queue.unknown-sample", where=f"{request.partition}: {key}")
     for name in request.columns:
         lacking = [key for key in request.keys if (key, name) not in found]
         if lacking:

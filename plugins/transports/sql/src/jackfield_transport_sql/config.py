@@ -15,7 +15,7 @@ __all__ = ["TAG_COLUMNS", "Config"]
 #: Tags of the trainer's rows that are columns of the view, unless told otherwise.
 TAG_COLUMNS = (
     "task",
-    "run",
+    "rollout",
     "prompt_tokens",
     "response_tokens",
     "weight_version_min",

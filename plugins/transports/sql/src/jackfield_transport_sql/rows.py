@@ -138,7 +138,7 @@ class Rows:
             cells = sql.delete(CELLS).where(*self._at(CELLS, partition, some)).returning(CELLS.c.bytes)
             size += sum(connection.execute(cells).scalars())
             rows += len(connection.execute(sql.delete(SAMPLES).where(*where).returning(SAMPLES.c.key)).all())
-        return DeleteResult(rows=rows, bytes=size)
+        return DeleteResult(samples=rows, bytes=size)
 
     def queued_again(self, connection: sql.Connection, rows: Iterable[ArchivedRow]) -> None:
         """Rows that a restore brings back are not done."""
@@ -155,7 +155,7 @@ class Rows:
         """Rows, and bytes of values."""
         rows = sql.select(sql.func.count()).select_from(SAMPLES).where(SAMPLES.c.queue == self._name)
         size = sql.select(sql.func.coalesce(sql.func.sum(CELLS.c.bytes), 0)).where(CELLS.c.queue == self._name)
-        return StatsResult(rows=connection.execute(rows).scalar_one(), bytes=int(connection.execute(size).scalar_one()))
+        return StatsResult(samples=connection.execute(rows).scalar_one(), bytes=int(connection.execute(size).scalar_one()))
 
     def show_tags(self, connection: sql.Connection, partition: str, tags: Mapping[str, Mapping[str, Any]]) -> None:
         """Tags of rows, by key; unknown keys are ignored."""

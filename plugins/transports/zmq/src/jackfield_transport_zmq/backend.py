@@ -27,7 +27,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.clock import Clock
 from jackfield.errors import QueueError
-from jackfield.pulse import Process, silence, until_silent
+from jackfield.heartbeat import Process, silence, until_silent
 from jackfield.sockets import is_loopback
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.config import QueueConfig
@@ -93,8 +93,8 @@ class ZMQBackend(TransferQueueBackend):
             encrypted = not is_loopback(self._host)
         directory = Directory.new(self._settings.units, encrypted)
         numbers = range(self._settings.units)
-        silence_seconds = self.context.silence_seconds
-        self._children = await self._in_thread(started, numbers, self._host, directory, silence_seconds)
+        heartbeat_seconds = self.context.heartbeat_seconds
+        self._children = await self._in_thread(started, numbers, self._host, directory, heartbeat_seconds)
         directory.units = [child.unit for child in self._children if child.unit is not None]
         return directory
 
@@ -110,9 +110,9 @@ class ZMQBackend(TransferQueueBackend):
         self._watching += [asyncio.create_task(self._end_if_silent(child)) for child in children]
 
     async def _end_if_silent(self, child: UnitProcess) -> None:
-        """Kill a unit that gives no sign of life; everybody notices that it has ended."""
-        seconds = self.context.silence_seconds
-        await until_silent(child.pulse.heard, Clock(), seconds)
+        """Kill a unit that sends no heartbeat; everybody notices that it has ended."""
+        seconds = self.context.heartbeat_seconds
+        await until_silent(child.heartbeat.heard, Clock(), seconds)
         if child.process.poll() is None and child.unit is not None:
             who, process = f"storage unit {child.unit.number}", Process.of(child.process.pid)
             logging.getLogger("jackfield").warning("%s", silence(who, process, seconds))
@@ -138,7 +138,7 @@ class ZMQBackend(TransferQueueBackend):
         async with self._growing:
             directory = client.directory
             number = len(directory.units)
-            (child,) = await self._in_thread(started, [number], self._host, directory, self.context.silence_seconds)
+            (child,) = await self._in_thread(started, [number], self._host, directory, self.context.heartbeat_seconds)
             self._children.append(child)
             self._watch([child])
             entry = (number, child.unit.pid, child.unit.address, child.unit.place)
@@ -229,7 +229,7 @@ class ZMQBackend(TransferQueueBackend):
         memory, and must not be written to.
 
         Raises:
-            QueueError: ``queue.unknown-row``, ``queue.column``; ``queue.lost`` naming rows that went with a unit;
+            QueueError: ``queue.unknown-sample``, ``queue.column``; ``queue.lost`` naming rows that went with a unit;
                 ``queue.unreachable`` naming a unit.
         """
         reading = Reading(self._open(), self._reader, request)
@@ -273,7 +273,7 @@ class ZMQBackend(TransferQueueBackend):
             await all_of(delete(unit, keys, known) for unit, keys in asked.items())
 
         await self._again(everywhere)
-        return DeleteResult(rows=rows, bytes=size)
+        return DeleteResult(samples=rows, bytes=size)
 
     async def stats(self) -> StatsResult:
         """Rows and bytes of all units that live; what each has refused, in ``details``."""
@@ -285,7 +285,7 @@ class ZMQBackend(TransferQueueBackend):
         }  # fmt: skip
         own = {"units": float(len(replies)), "lost units": float(len(client.directory.lost))}
         return StatsResult(
-            rows=sum(reply["rows"] for reply in replies.values()),
+            samples=sum(reply["rows"] for reply in replies.values()),
             bytes=sum(reply["bytes"] for reply in replies.values()),
             details={**own, **details},
         )

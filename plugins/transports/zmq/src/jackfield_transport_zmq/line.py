@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, QueueError, WireError
+from jackfield.errors import DeadlineExceeded, QueueError, RpcError
 from jackfield.sockets import Keys, dealer, pieces, readable, whole
 from jackfield.wire import Buffer, Message, Wire
 from jackfield_transport_zmq.arenas import has_ended, place_of_this_process
@@ -155,7 +155,7 @@ class Line:
     def _read(self) -> None:
         while self._socket is not None and readable(self._socket):
             frames = self._socket.recv_multipart(copy=False)
-            with suppress(WireError):  # counted by the wire
+            with suppress(RpcError):  # counted by the wire
                 self._take(self._wire.decode(whole(frames)))
 
     def _take(self, message: Message) -> None:

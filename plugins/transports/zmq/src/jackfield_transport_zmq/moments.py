@@ -80,7 +80,7 @@ async def _at_once(client: Client, units: Sequence[int], mark: str, what: str) -
     for unit in units:
         reply = await _asked(client, unit, what, {"mark": mark})
         rows, size = rows + reply["rows"], size + reply["bytes"]
-    return SnapshotResult(rows=rows, bytes=size)
+    return SnapshotResult(samples=rows, bytes=size)
 
 
 async def _end(client: Client, units: Sequence[int], mark: str) -> None:

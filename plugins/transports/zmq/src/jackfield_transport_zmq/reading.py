@@ -34,7 +34,7 @@ class Reading:
 
         Raises:
             Stale: there are more units.
-            QueueError: ``queue.unknown-row``, ``queue.lost``, ``queue.column``.
+            QueueError: ``queue.unknown-sample``, ``queue.lost``, ``queue.column``.
         """
         places = self._client.places(self._request.partition, self._keys)
         for attempt in range(max(map(len, places.values()), default=0)):
@@ -82,7 +82,7 @@ class Reading:
         if lost:
             return lost_rows(max(directory.lost), partition, lost)
         message = f"no row {keys[0]!r} is in the queue"
-        return QueueError(message, code="queue.unknown-row", where=f"{partition}: {keys[0]}")
+        return QueueError(message, code="queue.unknown-sample", where=f"{partition}: {keys[0]}")
 
     def _lacks(self) -> QueueError:
         partition, directory = self._request.partition, self._client.directory

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import zmq
 
-from jackfield.errors import WireError
+from jackfield.errors import RpcError
 from jackfield.sockets import Gate, Keys, dealer, listening, pieces, readable, whole
 from jackfield.weights.buckets import Entry, aligned, entry_of, put, raw
 from jackfield.weights.meeting import Meeting
@@ -124,7 +124,7 @@ class Sending:
 
     def _wanted(self, router: zmq.Socket[Any]) -> None:
         identity, *frames = router.recv_multipart(copy=False)
-        with suppress(WireError):
+        with suppress(RpcError):
             message = self._wire.decode(whole(frames))
             if message.kind == "want" and self._first <= message["chunk"] <= self.made:
                 self._workers[message["worker"]] = _Worker(bytes(identity.buffer), message["chunk"])
@@ -272,7 +272,7 @@ class Receiving:
 
     def _take(self, socket: zmq.Socket[Any]) -> None:
         frames = socket.recv_multipart(copy=False)
-        with suppress(WireError):
+        with suppress(RpcError):
             message = self._wire.decode(whole(frames))
             if message.kind == "chunk" and message["number"] == self.chunks and len(message.buffers) == 1:
                 self.chunks += 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from jackfield.errors import WireError
+from jackfield.errors import RpcError
 from jackfield.wire import Buffer, Message, Wire
 from jackfield_transport_zmq.keeping import Client, Kept, Memory
 
@@ -69,7 +69,7 @@ class Unit:
         """Do what a client asks for; what is no request of ours is counted by the wire, and dropped."""
         try:
             message = self._wire.decode(frames)
-        except WireError:
+        except RpcError:
             return
         self._handle(identity, message)
 

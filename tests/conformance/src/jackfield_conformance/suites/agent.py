@@ -32,7 +32,7 @@ _PAGE = "docs/plugins/agent.md#"
 _GRACE = 5.0
 
 #: Sampling parameters that reach every request as they are; a budget of tokens and a seed may be divided over turns.
-_PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "logprobs")
+_PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "log_probs")
 
 CAPABILITIES = {
     "multi_turn": Capability(what="the model answers several times in one sequence"),
@@ -92,7 +92,7 @@ async def what_the_server_told_is_passed_on(subject: Subject) -> None:
         for block in blocks:
             log_probs[block.start : block.end] = block.result.log_probs
             versions[block.start : block.end] = block.result.weight_versions
-        found = list(sequence.response_logprobs)
+        found = list(sequence.response_log_probs)
         assert log_probs == found, f"expected the log-probabilities {log_probs[:8]}…, found {found[:8]}…"
         told = list(sequence.weight_versions)
         assert versions == told, f"expected the weight versions {versions[:8]}…, found {told[:8]}…"
@@ -157,7 +157,7 @@ async def further_fields_are_tolerated(subject: Subject) -> None:
 
 @check("AGT-018", page=_PAGE + "prompts")
 async def arguments_are_left_alone(subject: Subject) -> None:
-    """The task's fields and the sampling parameters are not changed: other runs of the group use them, too."""
+    """The task's fields and the sampling parameters are not changed: other rollouts of the group use them, too."""
     for task in tasks(subject):
         tokenizer = Letters()
         agent = subject.make(AgentContext(generate=Model(tokenizer, task.answers), tokenizer=tokenizer))
@@ -208,11 +208,11 @@ async def aborted_generation_ends_the_run(subject: Subject) -> None:
 
 @check("AGT-022", page=_PAGE + "concurrency")
 async def runs_do_not_mix(subject: Subject) -> None:
-    """Many runs at once, each on an object of its own, have requests and tokens of their own."""
+    """Many rollouts at once, each on an object of its own, have requests and tokens of their own."""
     scripted = tasks(subject)
     alone = [_outline(await play(subject, task)) for task in scripted]
     order = [number % len(scripted) for number in range(32)]
-    trials = await asyncio.gather(*(play(subject, scripted[index], run_id="step/0") for index in order))
+    trials = await asyncio.gather(*(play(subject, scripted[index], request_prefix="step/0") for index in order))
     for index, trial in zip(order, trials, strict=True):
         assert alone[index] == _outline(trial), "a run among others went another way than alone"
     _assert_unique(trials)
@@ -307,7 +307,7 @@ async def environment_rewards_are_there(subject: Subject) -> None:
 
 @check("AGT-050", tier="stress", page=_PAGE + "concurrency", deadline_seconds=120.0)
 async def hundreds_of_runs_with_cancellations(subject: Subject) -> None:
-    """Of hundreds of runs at once, some of them cancelled, each other one goes its way, and nothing is left."""
+    """Of hundreds of rollouts at once, some of them cancelled, each other one goes its way, and nothing is left."""
     scripted = tasks(subject)
     alone = [_outline(await play(subject, task)) for task in scripted]
     runs = [asyncio.create_task(play(subject, scripted[number % len(scripted)])) for number in range(300)]
@@ -388,7 +388,7 @@ async def _cancel_at(subject: Subject, task: ScriptedTask, call: int) -> None:
 def _assert_well_formed(sequence: AgentSequence) -> None:
     lengths = {
         name: len(getattr(sequence, name))
-        for name in ("response_ids", "response_mask", "response_logprobs", "weight_versions")
+        for name in ("response_ids", "response_mask", "response_log_probs", "weight_versions")
     }
     assert len(set(lengths.values())) == 1, f"expected one length, found {lengths}"
     assert sequence.prompt_ids, "a sequence has no prompt"

@@ -33,7 +33,7 @@ __all__ = ["CAPABILITIES"]
 CAPABILITIES: dict[str, Capability] = {
     "delta": Capability(what="moves changed blocks to workers that hold the version before"),
     "gpu": Capability(what="moves tensors of a GPU"),
-    "late": Capability(what="keeps the newest weights for workers that come when a transfer is over"),
+    "retains_weights": Capability(what="keeps the newest weights for workers that come when a transfer is over"),
     "multi_host": Capability(what="works between machines"),
 }
 
@@ -438,7 +438,7 @@ class _Worker:
         receipts = []
         for worker, arguments in enumerate(request.connect):
             context = CheckpointEngineContext(
-                side="rollout",
+                end="receiver",
                 rank=2 * self._replica + worker,
                 world_size=4,
                 deadline_seconds=support.PATIENCE_SECONDS,
@@ -499,17 +499,17 @@ async def deltas_arrive(subject: Subject) -> None:
 # -- who comes late ----------------------------------------------------------------------------------------------------
 
 
-@check("CKE-046", capability="late", page=_TOPOLOGY)
+@check("CKE-046", capability="retains_weights", page=_TOPOLOGY)
 async def who_comes_late_gets_the_newest(subject: Subject) -> None:
     """A worker that nobody waited for gets every tensor when the transfer is over, be it one without any worker."""
     async with support.ends(subject, workers=0) as made, support.ends(subject, workers=2) as late:
         for version in (1, 2):
             tensors, topology = support.numbers(seed=version), made.prepare()
-            assert topology.late is not None, "the topology has no connect arguments for those who come late"
+            assert topology.retained is not None, "the topology has no connect arguments for those who come late"
             await support.send(made, topology, [support.source(tensors) for _ in made.senders], version)
             await made.finalize()
             for number, worker in enumerate(late.workers):
-                found = await support.receive(worker, topology.late, version)
+                found = await support.receive(worker, topology.retained, version)
                 support.assert_received(tensors, found, f"worker {number}, late for version {version}")
 
 

@@ -109,24 +109,24 @@ async def a_failure_is_no_score(subject: Subject) -> None:
 
 @check("REW-013", page=_PAGE + "retries")
 async def a_retry_gets_the_same_answer(subject: Subject) -> None:
-    """A second attempt at a sample, with the same idempotency key, gets the answer of the first."""
+    """A retry of a sample, with the same idempotency key, gets the first answer."""
     async with opened(subject) as agent:
         for request in examples(subject):
             first = await score(agent, request)
-            again = await score(agent, attrs.evolve(request, attempt=2))
-            assert same(first, again), f"at attempt 1: {_told(first)}, at attempt 2: {_told(again)}"
+            again = await score(agent, attrs.evolve(request, retry=1))
+            assert same(first, again), f"at first: {_told(first)}, at the retry: {_told(again)}"
 
 
 @check("REW-014", page=_PAGE + "retries")
 async def a_retry_after_a_cancelled_attempt(subject: Subject) -> None:
-    """A sample whose first attempt was cancelled is scored at the second as if there had been no first."""
+    """A sample whose first call was cancelled is scored at the retry as if there had been no first call."""
     request = examples(subject)[0]
     async with opened(subject) as agent:
         untouched = await score(agent, attrs.evolve(request, idempotency_key="untouched"))
         for turns in _TURNS:
             mine = attrs.evolve(request, idempotency_key=f"cancelled/{turns}")
             await _cancelled(agent, mine, turns)
-            again = await score(agent, attrs.evolve(mine, attempt=2))
+            again = await score(agent, attrs.evolve(mine, retry=1))
             told = f"expected {_told(untouched)}, found after a cancelled attempt {_told(again)}"
             assert same(untouched, again), told
 
@@ -286,7 +286,7 @@ async def answers_belong_to_their_requests(subject: Subject) -> None:
 
 @check("REW-030", capability="post_process", page=_PAGE + "groups")
 async def groups_keep_their_length_and_order(subject: Subject) -> None:
-    """Post-processing gives one result per run of the group, each in the place of its run."""
+    """Post-processing gives one result per rollout of the group, each in the place of its rollout."""
     async with opened(subject) as agent:
         for group in _groups():
             before = copy.deepcopy(group)

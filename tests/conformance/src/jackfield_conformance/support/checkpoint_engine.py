@@ -139,18 +139,18 @@ async def ends(
 ) -> AsyncIterator[Ends]:
     """Both sides, with their deadlines (default: long), finalized at the end."""
 
-    def make(side: Any, rank: int, size: int) -> CheckpointEngine:
-        own = seconds if side == "trainer" else worker_seconds
+    def make(end: Any, rank: int, size: int) -> CheckpointEngine:
+        own = seconds if end == "sender" else worker_seconds
         deadline = PATIENCE_SECONDS if own is None else own
-        context = CheckpointEngineContext(side=side, rank=rank, world_size=size, deadline_seconds=deadline)
+        context = CheckpointEngineContext(end=end, rank=rank, world_size=size, deadline_seconds=deadline)
         engine: CheckpointEngine = subject.make(context, **settings)
         return engine
 
-    trainers = [make("trainer", rank, ranks) for rank in range(ranks)]
+    trainers = [make("sender", rank, ranks) for rank in range(ranks)]
     made = Ends(
         subject.cls,
         trainers,
-        [make("rollout", rank, workers) for rank in range(workers)],
+        [make("receiver", rank, workers) for rank in range(workers)],
         [WeightSender(engine) for engine in trainers],
     )
     try:

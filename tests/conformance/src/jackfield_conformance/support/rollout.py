@@ -257,8 +257,8 @@ def _argmax_path(prompt: tuple[int, ...], count: int) -> list[int]:
 
 
 def tolerance(subject: Subject) -> float:
-    """How far log-probabilities may be off: fixture key ``logprob_tolerance``, no more than a declaration allows."""
-    allowed = float(subject.fixture.get("logprob_tolerance", ENGINE_TOLERANCE))
+    """How far log-probabilities may be off: fixture key ``log_prob_tolerance``, no more than a declaration allows."""
+    allowed = float(subject.fixture.get("log_prob_tolerance", ENGINE_TOLERANCE))
     return min(allowed, ENGINE_TOLERANCE) if subject.capabilities.get("engine_log_probs") == "full" else allowed
 
 
@@ -277,7 +277,7 @@ def log_probs_of(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor
 
 def _acceptable(logits: torch.Tensor, sampling: SamplingParams) -> Iterator[torch.Tensor]:
     """The distributions that rounding at the edge of a filter may give, the exact one first."""
-    if sampling.logprobs == "raw":
+    if sampling.log_probs == "raw":
         yield logits.log_softmax(-1)
         return
     yield log_probs_of(logits, sampling)
@@ -385,7 +385,7 @@ def request(
 
 def greedy(name: str, count: int, prompt: Sequence[int] = PROMPT, **sampling: Any) -> GenerateRequest:
     """A greedy request of ``count`` tokens with raw log-probabilities."""
-    return request(name, prompt, temperature=0, max_new_tokens=count, logprobs="raw", **sampling)
+    return request(name, prompt, temperature=0, max_new_tokens=count, log_probs="raw", **sampling)
 
 
 @contextlib.contextmanager
@@ -512,7 +512,7 @@ def checkpoint_engine(subject: Subject) -> tuple[str, Mapping[str, Any]]:
 
 def _sender(subject: Subject, block_bytes: int) -> WeightSender:
     name, settings = checkpoint_engine(subject)
-    context = CheckpointEngineContext(side="trainer", deadline_seconds=20.0)
+    context = CheckpointEngineContext(end="sender", deadline_seconds=20.0)
     engine: Any = load_plugin("checkpoint_engine", name).build(settings, context)
     return WeightSender(engine, block_bytes=block_bytes)
 

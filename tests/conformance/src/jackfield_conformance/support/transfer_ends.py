@@ -168,11 +168,11 @@ class Team:
                     ends[index] = self._nursery.spawn()
             while len(ends) > count:
                 ends.pop().kill()
-        for side, ends in (("trainer", self.ranks), ("rollout", self.workers)):
+        for side, ends in (("sender", self.ranks), ("receiver", self.workers)):
             for rank, end in enumerate(ends):
-                place = {"side": side, "rank": rank, "world_size": len(ends), "deadline_seconds": seconds}
+                place = {"end": side, "rank": rank, "world_size": len(ends), "deadline_seconds": seconds}
                 if self.cuda:  # a GPU for the trainer, one for each worker
-                    place["device"] = "cuda:0" if side == "trainer" else f"cuda:{rank + 1}"
+                    place["device"] = "cuda:0" if side == "sender" else f"cuda:{rank + 1}"
                 end.order("make", plugin=self.plugin, settings=dict(self.settings), context=place)
         for end in (*self.ranks, *self.workers):
             assert end.answer() == {"made": True}

@@ -163,8 +163,8 @@ async def get(
 async def assert_holds(backend: TransferQueueBackend, rows: int, size: int, when: str) -> None:
     """``stats`` says so many rows and bytes."""
     stats = await backend.stats()
-    assert (rows, size) == (stats.rows, stats.bytes), (
-        f"expected {rows} rows and {size} bytes, stats says {stats.rows} and {stats.bytes}, after {when}"
+    assert (rows, size) == (stats.samples, stats.bytes), (
+        f"expected {rows} rows and {size} bytes, stats says {stats.samples} and {stats.bytes}, after {when}"
     )
 
 

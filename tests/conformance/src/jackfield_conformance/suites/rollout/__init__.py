@@ -1,6 +1,6 @@
 """Checks of rollout servers, on a Qwen3 of 36,128 parameters that the suite makes.
 
-Fixture keys, all optional: ``settings``; ``logprob_tolerance`` (default 1e-4); ``checkpoint_engine`` and
+Fixture keys, all optional: ``settings``; ``log_prob_tolerance`` (default 1e-4); ``checkpoint_engine`` and
 ``checkpoint_engine_config`` (default ``in_process``): what reaches the server's workers from this process; ``openai``:
 settings with which the server listens at an address (default ``{"openai": {}}``).
 """
@@ -25,7 +25,7 @@ CAPABILITIES = {
     "abort": Capability(what="ends requests on demand"),
     "pause": Capability(what="stops decoding and goes on"),
     "seeds": Capability(what="draws the same tokens for the same seed"),
-    "logprobs_raw": Capability(what="returns log-probabilities at temperature 1, without filters"),
+    "raw_log_probs": Capability(what="returns log-probabilities at temperature 1, without filters"),
     "weights_full": Capability(what="loads all weights"),
     "engine_log_probs": Capability(what="returns the engine's log-probabilities, in float32 within 1e-4"),
     "weights_float8": Capability(what="loads weights as float8_e4m3fn with a scale per tensor, or rounds them so"),

@@ -96,9 +96,9 @@ async def raw_is_raw(subject: Subject) -> None:
     """Raw log-probabilities are of the model's logits at temperature 1, whatever was drawn from."""
     await _assert_processed(
         subject,
-        {"temperature": 0.6, "logprobs": "raw"},
-        {"temperature": 1.5, "top_k": 6, "logprobs": "raw"},
-        {"top_p": 0.6, "min_p": 0.02, "logprobs": "raw"},
+        {"temperature": 0.6, "log_probs": "raw"},
+        {"temperature": 1.5, "top_k": 6, "log_probs": "raw"},
+        {"top_p": 0.6, "min_p": 0.02, "log_probs": "raw"},
     )
 
 

@@ -103,7 +103,7 @@ async def receipts_prove(subject: Subject) -> None:
     try:
         name, settings = checkpoint_engine(subject)
         plugin = load_plugin("checkpoint_engine", name)
-        engine: Any = plugin.build(settings, CheckpointEngineContext(side="trainer", deadline_seconds=20.0))
+        engine: Any = plugin.build(settings, CheckpointEngineContext(end="sender", deadline_seconds=20.0))
         cls: Any = plugin.cls
         synchronizer = WeightSynchronizer(
             [WeightSender(engine, source)],

@@ -56,7 +56,7 @@ async def a_checkpoint_is_exact(subject: Subject) -> None:
         await backend.checkpoint(folder)
     async with opened(subject, subject.folder / "second") as backend:
         await backend.restore(folder)
-        await assert_holds(backend, counted.rows, counted.bytes, "restoring")
+        await assert_holds(backend, counted.samples, counted.bytes, "restoring")
         found = await get(backend, ["a", "b", "c"], list(sample_columns()))
         for name, column in sample_columns().items():
             assert_same(column, found[name], name)
@@ -82,13 +82,13 @@ async def restoring_replaces(subject: Subject) -> None:
         found = await get(backend, ["a", "b", "c"], list(columns))
         for name, column in columns.items():
             assert_same(column, found[name], name)
-        with refused("queue.unknown-row", "d"):
+        with refused("queue.unknown-sample", "d"):
             await get(backend, ["d"], ["reward"])
         with refused("queue.column", "late"):
             await get(backend, ["b"], ["late"])
-        with refused("queue.unknown-row", "a"):
+        with refused("queue.unknown-sample", "a"):
             await get(backend, ["a"], ["reward"], "late-partition")
-        rows = (await backend.stats()).rows
+        rows = (await backend.stats()).samples
         assert 3 == rows, f"three rows were restored, stats says {rows}"
         await put(backend, ["a"], {"late": dense(numbers(5, 1))})
         assert_same(dense(numbers(5, 1)), (await get(backend, ["a"], ["late"]))["late"], "late")
@@ -116,7 +116,7 @@ async def a_checkpoint_is_a_snapshot(subject: Subject) -> None:
         restored = await get(backend, ["a", "b", "c"], list(columns))
         for name, column in columns.items():
             assert_same(column, restored[name], name)
-        with refused("queue.unknown-row", "after"):
+        with refused("queue.unknown-sample", "after"):
             await get(backend, ["after"], ["n"])
 
 
@@ -139,7 +139,7 @@ async def checkpoints_do_not_mix(subject: Subject) -> None:
         await backend.checkpoint(first)
         await backend.restore(second)
         await backend.restore(first)
-        rows = (await backend.stats()).rows
+        rows = (await backend.stats()).samples
         assert 1 == rows, f"a checkpoint of one row, written over another, holds {rows}"
 
 
@@ -224,7 +224,7 @@ async def instances_are_separate(subject: Subject) -> None:
     ):
         await put(one, ["a", "b", "c"], sample_columns())
         await assert_holds(two, 0, 0, "rows were put into the other backend")
-        with refused("queue.unknown-row", "a"):
+        with refused("queue.unknown-sample", "a"):
             await get(two, ["a"], ["reward"])
 
 
@@ -243,7 +243,7 @@ async def tags_are_a_comment(subject: Subject) -> None:
         counted = await backend.stats()
         await backend.put_tags(request)
         await backend.put_tags(request)
-        await assert_holds(backend, counted.rows, counted.bytes, "tags were put")
+        await assert_holds(backend, counted.samples, counted.bytes, "tags were put")
         found = await get(backend, ["a", "b", "c"], list(columns))
         for name, column in columns.items():
             assert_same(column, found[name], name)
@@ -258,12 +258,12 @@ async def values_survive_a_restart(subject: Subject) -> None:
         await put(backend, ["x", "y", "z"], columns, "other")
         await backend.delete(DeleteRequest(partition="other", keys=("y",)))
     async with opened(subject) as backend:
-        rows = (await backend.stats()).rows
+        rows = (await backend.stats()).samples
         assert 5 == rows, f"there were five rows before the restart, now {rows}"
         found = await get(backend, ["a", "b", "c"], list(columns))
         for name, column in columns.items():
             assert_same(column, found[name], name)
-        with refused("queue.unknown-row", "y"):
+        with refused("queue.unknown-sample", "y"):
             await get(backend, ["y"], ["reward"], "other")
 
 
@@ -276,7 +276,7 @@ def values_survive_kill_9(subject: Subject) -> None:
 
     async def read() -> None:
         async with opened(subject, folder) as backend:
-            rows = (await backend.stats()).rows
+            rows = (await backend.stats()).samples
             assert 6 == rows, f"six rows had been put and not deleted before kill -9, {rows} are there"
             for number in range(3):
                 columns = sample_columns(seed=number)
@@ -302,8 +302,8 @@ async def a_further_client_shares_the_store(subject: Subject) -> None:
             await put(second, ["x", "y", "z"], columns)
             assert_same(columns["reward"], (await get(first, ["x", "y", "z"], ["reward"]))["reward"], "reward")
             await first.delete(DeleteRequest(partition="train", keys=("x",)))
-            with refused("queue.unknown-row", "x"):
+            with refused("queue.unknown-sample", "x"):
                 await get(second, ["x"], ["reward"])
-        rows = (await first.stats()).rows
+        rows = (await first.stats()).samples
         assert 5 == rows, f"five rows were there when a client that had joined closed, {rows} are left"
         assert_same(columns["reward"], (await get(first, ["a", "b", "c"], ["reward"]))["reward"], "reward")

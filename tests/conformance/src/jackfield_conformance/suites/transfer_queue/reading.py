@@ -65,7 +65,7 @@ async def reading_changes_nothing(subject: Subject) -> None:
             found = await get(backend, ["a", "b", "c"], list(columns))
             for name, column in columns.items():
                 assert_same(column, found[name], name)
-        await assert_holds(backend, before.rows, before.bytes, "reading")
+        await assert_holds(backend, before.samples, before.bytes, "reading")
 
 
 @check("TRQ-025", page=PAGE + "get")
@@ -88,12 +88,12 @@ async def what_was_read_stays(subject: Subject) -> None:
 
 @check("TRQ-026", page=PAGE + "errors")
 async def unknown_rows(subject: Subject) -> None:
-    """Reading a row that is not there is ``queue.unknown-row`` and names it; nothing is returned in its place."""
+    """Reading a row that is not there is ``queue.unknown-sample`` and names it; nothing is returned in its place."""
     async with opened(subject) as backend:
         await put(backend, ["a", "b", "c"], sample_columns())
-        with refused("queue.unknown-row", "missing-row"):
+        with refused("queue.unknown-sample", "missing-row"):
             await get(backend, ["a", "missing-row", "b"], ["reward"])
-        with refused("queue.unknown-row", "a"):
+        with refused("queue.unknown-sample", "a"):
             await get(backend, ["a"], ["reward"], "other-partition")
 
 
@@ -139,7 +139,7 @@ async def deleted_rows_are_gone(subject: Subject) -> None:
     async with opened(subject) as backend:
         await put(backend, ["a", "b", "c"], columns)
         await backend.delete(DeleteRequest(partition="train", keys=("b",)))
-        with refused("queue.unknown-row", "b"):
+        with refused("queue.unknown-sample", "b"):
             await get(backend, ["b"], ["reward"])
         await put(backend, ["b"], {"n": dense(numbers(0, 1))})
         with refused("queue.column", "reward"):
@@ -155,10 +155,10 @@ async def deleting_the_unknown(subject: Subject) -> None:
     async with opened(subject) as backend:
         await put(backend, ["a", "b", "c"], sample_columns())
         result = await backend.delete(DeleteRequest(partition="train", keys=("never", "a", "unknown", "c")))
-        assert 2 == result.rows, f"two rows were deleted, {result.rows} were reported"
+        assert 2 == result.samples, f"two rows were deleted, {result.samples} were reported"
         again = await backend.delete(DeleteRequest(partition="train", keys=("a",)))
-        assert 0 == again.rows, "a row was deleted twice"
-        rows = (await backend.stats()).rows
+        assert 0 == again.samples, "a row was deleted twice"
+        rows = (await backend.stats()).samples
         assert 1 == rows, f"one of three rows was not deleted, stats says {rows}"
 
 
@@ -193,8 +193,8 @@ async def results_count(subject: Subject) -> None:
         assert 16 == stored.bytes, f"16 bytes were put, {stored.bytes} reported"
         total = f"4 rows, {size + 16} bytes"
         written = await backend.checkpoint(snapshot)
-        assert total == f"{written.rows} rows, {written.bytes} bytes", f"wrote {total}, reported {written}"
+        assert total == f"{written.samples} rows, {written.bytes} bytes", f"wrote {total}, reported {written}"
         freed = await backend.delete(DeleteRequest(partition="train", keys=("a", "b", "c", "d")))
-        assert total == f"{freed.rows} rows, {freed.bytes} bytes", f"deleted {total}, reported {freed}"
+        assert total == f"{freed.samples} rows, {freed.bytes} bytes", f"deleted {total}, reported {freed}"
         read = await backend.restore(snapshot)
-        assert total == f"{read.rows} rows, {read.bytes} bytes", f"restored {total}, reported {read}"
+        assert total == f"{read.samples} rows, {read.bytes} bytes", f"restored {total}, reported {read}"

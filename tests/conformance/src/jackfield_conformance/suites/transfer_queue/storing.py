@@ -192,7 +192,7 @@ async def partitions_are_separate(subject: Subject) -> None:
         found = await get(backend, keys, list(first), "train")
         for name, column in first.items():
             assert_same(column, found[name], name)
-        with refused("queue.unknown-row", "c"):
+        with refused("queue.unknown-sample", "c"):
             await get(backend, ["c"], ["reward"], "evaluation")
         other = await get(backend, ["a", "b"], ["reward"], "evaluation")
         assert_same(dense(second["reward"].values[:2]), other["reward"], "reward")
@@ -235,5 +235,5 @@ async def many_producers(subject: Subject) -> None:
         for number in range(6):
             rows = [numbers(1000 * number + 10 * first + n, n % 3) for first in range(0, 24, 4) for n in range(4)]
             assert_same(jagged(rows), found[f"column-{number}"], f"column-{number}")
-        counted = (await backend.stats()).rows
+        counted = (await backend.stats()).samples
         assert len(keys) == counted, f"{len(keys)} rows were put, stats says {counted}"

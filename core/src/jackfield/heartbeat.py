@@ -1,4 +1,4 @@
-"""Signs of life of processes: one that gives none for ``deadlines.silence`` seconds is dead, and is killed.
+"""Heartbeats of processes: one that sends none for ``deadlines.heartbeat`` seconds is dead, and is killed.
 
 A thread of each process says that it lives, whatever the rest of it does. A process whose threads cannot run, but that
 uses processor time (code that holds the interpreter's lock), is busy. What is left is stopped, frozen, or waits for a
@@ -21,11 +21,11 @@ import attrs
 
 from jackfield.clock import Clock
 
-__all__ = ["LOOKS", "SILENCE_SECONDS", "Process", "Pulse", "Work", "beat", "silence", "until_silent"]
+__all__ = ["LOOKS", "HEARTBEAT_SECONDS", "Process", "Heartbeat", "Work", "beat", "silence", "until_silent"]
 
-SILENCE_SECONDS = 30.0  #: the default of ``deadlines.silence``
+HEARTBEAT_SECONDS = 30.0  #: the default of ``deadlines.heartbeat``
 _BUSY = 0.05  #: of one processor's time
-LOOKS = 4  #: at a process, and signs of life that it gives, in that time
+LOOKS = 4  #: at a process, and heartbeats that it sends, in that time
 
 
 @attrs.frozen
@@ -100,7 +100,7 @@ class Work:
         return worked
 
 
-class Pulse:
+class Heartbeat:
     """The parent's end of a pipe over which a child says that it lives."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Pulse:
         self._process = Process.of(pid)
 
     def heard(self) -> bool:
-        """Whether the child has given a sign of life, or used processor time, since the last call."""
+        """Whether the child has sent a heartbeat, or used processor time, since the last call."""
         assert self._process is not None
         if self._reading < 0:
             return True
@@ -138,7 +138,7 @@ def beat(descriptor: int, seconds: float) -> None:
     """In a child: have a thread say that this process lives, until the parent closes its end.
 
     Args:
-        descriptor: the child's end of a :class:`Pulse`.
+        descriptor: the child's end of a :class:`Heartbeat`.
         seconds: the silence after which the parent takes this process for dead.
     """
     os.set_inheritable(descriptor, False)
@@ -152,7 +152,7 @@ def beat(descriptor: int, seconds: float) -> None:
                     os.write(descriptor, b".")
                 pause.wait(seconds / LOOKS)
 
-    threading.Thread(target=live, name="jackfield-pulse", daemon=True).start()
+    threading.Thread(target=live, name="jackfield-heartbeat", daemon=True).start()
 
 
 async def until_silent(heard: Callable[[], bool], clock: Clock, seconds: float) -> None:
@@ -161,7 +161,7 @@ async def until_silent(heard: Callable[[], bool], clock: Clock, seconds: float) 
     It looks a few times in that time, so that a process that was stopped itself does not take the others for dead.
 
     Args:
-        heard: whether there was a sign of life since its last call.
+        heard: whether there was a heartbeat since its last call.
         clock: Time source.
         seconds: the silence.
     """
@@ -175,4 +175,4 @@ def silence(who: str, process: object, seconds: float, doing: str = "", *, kille
     """What is said of a process that is taken for dead because of its silence."""
     at_work = f" while it had to {doing}" if doing else ""
     end = "and was killed " if killed else ""
-    return f"{who} ({process}) gave no sign of life for {seconds:g} s{at_work} {end}(deadlines.silence)"
+    return f"{who} ({process}) sent no heartbeat for {seconds:g} s{at_work} {end}(deadlines.heartbeat)"
