@@ -422,7 +422,7 @@ class Agent(BaseRolloutServer):
 
 def test_rollout_server_that_dies_in_the_middle_of_a_step(place: Workplace) -> None:
     place.install("mortal", kind="rollout", plugin=SERVER)
-    unchecked = ("canary.tokens=0", "log_prob_check.every=0")  # its log-probs are made up
+    unchecked = ("log_prob_check.probe_tokens=0", "log_prob_check.every=0")  # its log-probs are made up
     ended = place.fails("rollout.stopped", "rollout=mortal", *unchecked)
     assert "rollout replica 0 died" in ended.stderr
     assert "the server closed the connection" in ended.stderr

@@ -37,7 +37,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     leaving, begun = set[int](), asyncio.Event()
 
     async def note(server: TransformersServer, request: GenerateRequest) -> GenerateResult:
-        if server.context.replica in leaving and not request.request_id.startswith("canary"):
+        if server.context.replica in leaving and not request.request_id.startswith("probe"):
             begun.set()
         return await generate(server, request)
 

@@ -25,7 +25,7 @@ def test_engine_and_rollout_server_with_conflicting_pins(
     made: Path, tmp_path: Path, ray_environment: dict[str, str]
 ) -> None:
     """From its file alone: each environment is made, the doctor looks at both, and after every sync they agree on the
-    log-probabilities of the canary.
+    log-probabilities of the probe.
 
     The environments stay where they are: another run of the tests installs again only what has changed.
     """
@@ -57,4 +57,4 @@ def test_engine_and_rollout_server_with_conflicting_pins(
     jackfield("run", str(file), *GRADED, "observe.progress=false")
     done = steps(metrics(tmp_path / "run"))
     assert [1, 2, 3] == [line["step"] for line in done]
-    assert all(line["grad_norm"] > 0 and line["canary/distance"] < 1e-4 for line in done)
+    assert all(line["grad_norm"] > 0 and line["log_prob_check/replica/mean"] < 1e-4 for line in done)

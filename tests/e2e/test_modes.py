@@ -57,7 +57,7 @@ def test_rollout_and_engine_agree_on_log_probs(small_run: Run) -> None:
         assert 1.0 == pytest.approx(line["policy/ratio"], abs=1e-4)
         assert 0.0 == pytest.approx(line["policy/approx_kl"], abs=1e-6)
         assert 0 == line["staleness/max"]
-        assert 0.0 == pytest.approx(line["canary/distance"], abs=1e-4)
+        assert 0.0 == pytest.approx(line["log_prob_check/replica/mean"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +219,6 @@ def test_a_replica_that_spoils_what_it_has_acknowledged_is_caught(
     monkeypatch.setattr(TransformersServer, "generate", noting)
     with pytest.raises(JackfieldError) as caught:
         small_run("spoilt", *GRADED, f"cluster.offload={str(offload).lower()}")
-    assert ("weights.canary", "replica 0") == (caught.value.code, caught.value.where)
-    assert "canary-1" == asked[0]
-    assert offload or ["canary-1"] == asked
+    assert ("weights.log-probs", "replica 0") == (caught.value.code, caught.value.where)
+    assert "probe-1" == asked[0]
+    assert offload or ["probe-1"] == asked

@@ -164,7 +164,7 @@ def test_a_run_in_a_cluster_is_the_inline_run(small_run: Run, joined: Path) -> N
     _, expected = small_run("inline", *GRADED, *SAME, "schedule.steps=4")
     check_close(expected, joined, steps=4)
     # they take turns on the device: a version is compared at the turn after the step that made it
-    assert all(line["canary/distance"] < 1e-4 for line in by_step(metrics(joined))[1:])
+    assert all(line["log_prob_check/replica/mean"] < 1e-4 for line in by_step(metrics(joined))[1:])
     for name in ("log_prob_check/rollout", "log_prob_check/train_mode"):  # two ranks count every token once
         compared = [line for line in by_step(metrics(joined)) if f"{name}/mean" in line]
         assert [1, 2] == [line["step"] for line in compared]
@@ -219,7 +219,7 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
         (died,) = [line for line in ended.stderr.splitlines() if line.endswith(f"the run goes on after step {step}")]
         assert died.startswith(f"{name} died ({name}, process "), "with its number and host"
     assert 2 == ended.stderr.count("the run goes on after")
-    check_equal(joined, ended.folder, besides=("replicas", "canary", "log_prob_check/rollout"))
+    check_equal(joined, ended.folder, besides=("replicas", "log_prob_check/replica", "log_prob_check/rollout"))
 
 
 @pytest.mark.timeout(600 + 120 * KILLS)
@@ -240,6 +240,6 @@ def test_a_run_that_is_killed_at_random_moments_is_bitwise_the_uninterrupted_one
     settings = ("--address", cluster, "cluster.replicas=1", "checkpoint.every=1")
     for finished in kill_again_and_again(start, Path("killed"), settings, seed=10, kills=KILLS, last=240):
         folder = joined.parent / finished
-        check_equal(joined, folder, besides=("replicas", "canary", "log_prob_check/rollout"))
+        check_equal(joined, folder, besides=("replicas", "log_prob_check/replica", "log_prob_check/rollout"))
         check_ledger(folder, prompts=4)
         assert not list(folder.rglob("*.partial"))

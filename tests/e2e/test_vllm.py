@@ -37,6 +37,6 @@ def test_grpo_with_vllm_in_another_environment(small_run: Run) -> None:
     done = steps(lines)
     assert [1, 2, 3] == [line["step"] for line in done]
     assert all(math.isfinite(line["grad_norm"]) and line["grad_norm"] > 0 for line in done)
-    assert all(line["canary/distance"] < 1e-4 for line in done)
+    assert all(line["log_prob_check/replica/mean"] < 1e-4 for line in done)
     for line in done:  # of the engine's to vLLM's probability, token by token
         assert [pytest.approx(1.0, abs=1e-3)] * 2 == [line["correction/min"], line["correction/max"]]

@@ -44,7 +44,7 @@ def arguments(made: Path, folder: Path, *overrides: str) -> list[str]:
         "checkpoint.every=1",
         "evaluation.every=0",
         "cluster.threads=1",
-        "canary.tokens=0",
+        "log_prob_check.probe_tokens=0",
         "observe.progress=false",
         "observe.curve=false",
         "observe.tensorboard=false",

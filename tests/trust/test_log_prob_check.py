@@ -202,7 +202,7 @@ def test_rounding_is_let_through(run: Callable[..., Completed], tmp_path: Path) 
 
 
 def test_it_can_be_switched_off(run: Callable[..., Completed], tmp_path: Path) -> None:
-    settings = ("log_prob_check.every=0", "rollout.name=shifting", "canary.tokens=0")
+    settings = ("log_prob_check.every=0", "rollout.name=shifting", "log_prob_check.probe_tokens=0")
     done = run("unchecked", *settings, environment={"SHIFT": "-1"})
     assert 0 == done.code, done.error
     assert not checked(steps(tmp_path / "unchecked"), TRAIN_MODE)
@@ -240,7 +240,12 @@ def test_supervised_training_is_compared_with_inference(
     [
         (("engine.name=restless",), "0", 0, "(1) dropout"),
         (("engine.name=restless", "sampling.top_k=4"), "0", 0, "(1) dropout"),
-        (("engine.name=misnaming", "canary.tokens=0"), "0", 1, "(1) weights that were published as version 1"),
+        (
+            ("engine.name=misnaming", "log_prob_check.probe_tokens=0"),
+            "0",
+            1,
+            "(1) weights that were published as version 1",
+        ),
         (("rollout.name=shifting",), "-1", 0, "(1) sampling parameters"),
         (("rollout.name=shifting",), "1", 0, "(1) tokens drawn from a sharper or filtered distribution"),
         (("rollout.name=shifting", "sampling.top_p=0.6"), "1", 0, "(1) tokens drawn from a sharper"),
@@ -259,21 +264,21 @@ def test_a_mutant_ends_the_run_at_the_first_batch_that_shows_it(
 
 
 def test_a_warning_lets_the_run_go_on(run: Callable[..., Completed], tmp_path: Path) -> None:
-    done = run("warned", "log_prob_check.beyond=warn", "engine.name=restless")
+    done = run("warned", "log_prob_check.on_mismatch=warn", "engine.name=restless")
     assert (0, 3) == (done.code, len(steps(tmp_path / "warned")))
     assert "likely causes: (1) dropout" in done.error
     assert steps(tmp_path / "warned")[0][f"{TRAIN_MODE}/mean"] > 0.001
 
 
 def test_what_importance_weights_correct_is_a_warning(run: Callable[..., Completed], tmp_path: Path) -> None:
-    done = run("corrected", "canary.beyond=correct", "rollout.name=shifting", environment={"SHIFT": "-1"})
+    done = run("corrected", "log_prob_check.on_mismatch=correct", "rollout.name=shifting", environment={"SHIFT": "-1"})
     assert 0 == done.code, done.error
     assert 1.0 == pytest.approx(steps(tmp_path / "corrected")[0][f"{ROLLOUT}/mean"], abs=1e-3)
 
 
 def test_the_first_batch_after_a_resume_is_compared(run: Callable[..., Completed], tmp_path: Path) -> None:
     """Whatever step it is: another server may be there. A resumed run's metrics are those of a whole one."""
-    settings = ("rollout.name=shifting", "checkpoint.every=1", "canary.tokens=0", "schedule.steps=3")
+    settings = ("rollout.name=shifting", "checkpoint.every=1", "log_prob_check.probe_tokens=0", "schedule.steps=3")
     assert 0 == run("resumed", *settings).code
     done = run("resumed", *settings[:-1], "schedule.steps=5", environment={"SHIFT": "-1"})
     assert (1, True) == (done.code, "[run.log-probs]" in done.error), done.error

@@ -121,7 +121,7 @@ CODES: dict[str, str] = {
     "weights.digest": "A replica loaded other bytes than the engine sent.",
     "weights.names": "A model's weights cannot be turned back into the names and shapes of its checkpoint.",
     "weights.missing": "A tensor that was sent did not arrive, or arrived twice.",
-    "weights.canary": "A replica computes other log-probs than the engine, with the same weights.",
+    "weights.log-probs": "A replica computes other log-probs than the engine, with the same weights.",
     "weights.base": "A delta came for a version of the weights that the replica, or the sender, does not hold.",
     "weights.version": "A weight version went backwards or does not match.",
     "weights.transfer": "A weight transfer broke off.",

@@ -176,9 +176,9 @@ def test_an_algorithm_says_that_it_has_to_see_a_whole_batch() -> None:
     assert "batch" == recipe("algorithm.advantages.options.std=batch").algorithm.scope
 
 
-def test_the_canary_allows_what_rounding_explains() -> None:
+def test_the_probe_allows_what_rounding_explains() -> None:
     assert [0.01, 0.25, 0.25, 0.25, 0.01, 0.5, 0.75] == [
-        recipe(*overrides).canary_bound
+        recipe(*overrides).rollout_bound
         for overrides in (
             (),
             ("model.dtype=bfloat16",),
@@ -186,17 +186,20 @@ def test_the_canary_allows_what_rounding_explains() -> None:
             ("weights.dtype=bfloat16",),
             ("weights.dtype=float32",),
             ("weights.dtype=float8_e4m3fn",),
-            ("weights.dtype=float8_e4m3fn", "canary.bound=0.75"),
+            ("weights.dtype=float8_e4m3fn", "log_prob_check.bound=0.75"),
         )
     ]
 
 
-def test_whoever_wants_the_canary_corrected_gets_the_correction() -> None:
-    """It is switched on; where it is off, or the loss cannot be weighed, the canary has to stop the run."""
+def test_a_mismatch_that_is_corrected_switches_the_correction_on() -> None:
+    """It is switched on; where it is off, or the loss cannot be weighed, a mismatch has to stop the run."""
     assert "rollout_weights" not in recipe().loss_columns
-    corrected = recipe("canary.beyond=correct")
+    corrected = recipe("log_prob_check.on_mismatch=correct")
     assert "rollout_weights" in corrected.loss_columns
     assert corrected.recompute_old_log_probs
-    assert "rollout_weights" not in recipe("canary.beyond=correct", "algorithm.name=decoupled_ppo").loss_columns
+    assert (
+        "rollout_weights"
+        not in recipe("log_prob_check.on_mismatch=correct", "algorithm.name=decoupled_ppo").loss_columns
+    )
     for overrides in (("algorithm.correction.enabled=false",), ("algorithm.name=sft", "mode=offline")):
-        assert "canary.beyond" == refused("canary.beyond=correct", *overrides).where
+        assert "log_prob_check.on_mismatch" == refused("log_prob_check.on_mismatch=correct", *overrides).where

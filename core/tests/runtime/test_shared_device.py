@@ -11,7 +11,7 @@ from jackfield.errors import WorkerLost
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.revival import LastingServer
 from jackfield.runtime.shared_device import SharedDevice
-from jackfield.weights import Canary, Replica, WeightSynchronizer
+from jackfield.weights import Replica, ReplicaProbe, WeightSynchronizer
 
 
 class Model:
@@ -77,7 +77,7 @@ def test_everybody_takes_part_in_a_hand_over() -> None:
     ] == log
 
 
-class FakeCanary:
+class FakeProbe:
     """Notes who is asked, and what is compared."""
 
     def __init__(self, log: list[str]) -> None:
@@ -93,12 +93,12 @@ class FakeCanary:
         self.log.append(f"compares {answers}")
 
 
-def test_the_canary_is_asked_and_compared_at_hand_overs() -> None:
+def test_the_probe_is_asked_and_compared_at_hand_overs() -> None:
     """Neither side takes room that the other has; a version is compared once, before the engine trains further."""
     log: list[str] = []
     replica = Replica(cast(BaseRolloutServer, Server("first", [])), ServerInfo(replica=5))
-    canary = cast(Canary, FakeCanary(log))
-    device = SharedDevice([], [replica], "cuda", cast(WeightSynchronizer, Synchronizer(log)), canary)
+    probe = cast(ReplicaProbe, FakeProbe(log))
+    device = SharedDevice([], [replica], "cuda", cast(WeightSynchronizer, Synchronizer(log)), probe)
 
     async def main() -> None:
         await device.enter_rollout()  # with the model folder's weights
@@ -127,8 +127,8 @@ def test_who_has_no_weights_is_not_asked_and_who_dies_need_not_answer() -> None:
     log: list[str] = []
     servers = [Server("first", []), New()]
     replicas = [Replica(cast(BaseRolloutServer, each), ServerInfo(replica=n)) for n, each in enumerate(servers)]
-    canary = cast(Canary, FakeCanary(log))
-    device = SharedDevice([], replicas, "cuda", cast(WeightSynchronizer, Synchronizer(log)), canary)
+    probe = cast(ReplicaProbe, FakeProbe(log))
+    device = SharedDevice([], replicas, "cuda", cast(WeightSynchronizer, Synchronizer(log)), probe)
 
     async def main() -> None:
         for version in (3, 4):

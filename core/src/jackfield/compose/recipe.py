@@ -12,13 +12,13 @@ from jackfield.algorithms.losses import COUNTS, ROW_INPUTS, TOKEN_INPUTS
 from jackfield.algorithms.options import check_values
 from jackfield.algorithms.settings import CriticSettings, PartSettings
 from jackfield.compose.rollout_policy import (
-    canary_bound,
-    check_canary,
     check_correction,
+    check_mismatch,
     check_sampling,
     correction_options,
     corrects,
     old_log_probs,
+    rollout_bound,
 )
 from jackfield.config import RunConfig, WeightsConfig
 from jackfield.errors import ConfigError
@@ -56,7 +56,7 @@ class Recipe:
     experts: int  #: rows of an expert in each batch
     pairs: bool
     whole_groups: bool  #: mini-batches may not split groups
-    canary_bound: float  #: nats
+    rollout_bound: float  #: nats
 
     def as_plain(self) -> dict[str, Any]:
         """Return the choices as plain values, as ``jackfield config validate --json`` prints them."""
@@ -70,7 +70,7 @@ class Recipe:
             "old_log_probs": "rollout" if self.renamed else "engine",
             "recomputes_old_log_probs": self.recompute_old_log_probs,
             "corrects": self.plan.correction is not None,
-            "replica_bound": self.canary_bound,
+            "replica_bound": self.rollout_bound,
         }
 
 
@@ -95,7 +95,7 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
     corrected = estimator is not None and corrects(config, loss, rollout)
     old = old_log_probs(config, corrected)
     check_correction(config, loss, corrected, old)
-    check_canary(config, loss, corrected)
+    check_mismatch(config, loss, corrected)
     reference = settings.kl.coefficient > 0 or "reference" in wanted or _reads_reference(chosen, loss)
     supplied = _supplied(config, estimator is not None, reference, mixes)
     prepared = _prepared(loss, supplied)
@@ -117,7 +117,7 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
         experts=experts,
         pairs="pair_ids" in (*loss.needs, *loss.accepts),
         whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
-        canary_bound=canary_bound(config),
+        rollout_bound=rollout_bound(config),
     )
     _check_supply(config, recipe, loss, estimator, supplied, prepared)
     _check_effect(config, recipe)

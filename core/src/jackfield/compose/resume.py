@@ -218,12 +218,18 @@ def check_data(checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:
 def _check_config(checkpoint: Checkpoint, config: RunConfig) -> None:
     before, now = (flatten(values) for values in (checkpoint.state()["config"], as_plain(config)))
     for path in dict.fromkeys([*before, *now]):
-        free = any(path == each or path.startswith(f"{each}.") for each in FREE)
-        if not free and before.get(path) != now.get(path):
+        if before.get(path) != now.get(path) and not _is_free(path, before.get(path), now.get(path)):
             raise _changed(checkpoint, path, repr(before.get(path)), repr(now.get(path)))
     if checkpoint.step > config.schedule.steps:
         found = f"{config.schedule.steps}"
         raise _changed(checkpoint, "schedule.steps", f"{checkpoint.step} or more: so many are done", found)
+
+
+def _is_free(path: str, before: Any, now: Any) -> bool:
+    """Whether a setting may change between two starts."""
+    if path == "log_prob_check.on_mismatch" and "correct" in (before, now):  # it decides on the correction
+        return False
+    return any(path == each or path.startswith(f"{each}.") for each in FREE)
 
 
 def _changed(checkpoint: Checkpoint, path: str, expected: str, found: str) -> RunError:

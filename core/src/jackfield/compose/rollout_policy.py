@@ -13,15 +13,15 @@ from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
 
 __all__ = [
-    "canary_bound",
-    "check_canary",
     "check_correction",
+    "check_mismatch",
     "check_sampling",
     "correction_options",
     "corrects",
     "filters",
     "log_prob_check_options",
     "old_log_probs",
+    "rollout_bound",
 ]
 
 #: How far a replica's log-probs may be from the engine's on average, in nats, where none is configured.
@@ -80,7 +80,7 @@ def corrects(config: RunConfig, loss: Part, rollout: Manifest) -> bool:
     enabled = config.algorithm.correction.enabled
     if enabled is not None:
         return enabled
-    differs = config.canary.beyond == "correct" or _numerics_differ(config, rollout)
+    differs = config.log_prob_check.on_mismatch == "correct" or _numerics_differ(config, rollout)
     return differs and not loss.per_sequence and not _weighs_itself(loss)
 
 
@@ -103,12 +103,10 @@ def _engine_rounds(config: RunConfig) -> bool:
     return mixed or config.model.dtype != "float32"
 
 
-def canary_bound(config: RunConfig) -> float:
-    """How far a replica's log-probs may be from the engine's on average, in nats."""
-    return _rollout_bound(config) if config.canary.bound is None else config.canary.bound
-
-
-def _rollout_bound(config: RunConfig) -> float:
+def rollout_bound(config: RunConfig) -> float:
+    """How far the log-probs of replicas and rollouts may be from the engine's on average, in nats."""
+    if config.log_prob_check.bound is not None:
+        return config.log_prob_check.bound
     if config.weights.dtype == "float8_e4m3fn":
         return _FLOAT8_BOUND
     return _ROUNDED_BOUND if _rounds(config) else _EXACT_BOUND
@@ -120,11 +118,11 @@ def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
     engine = _ROUNDED_ENGINE_BOUND if _engine_rounds(config) else _EXACT_ENGINE_BOUND
     return {
         "every": settings.every,
-        "bound": settings.bound or _rollout_bound(config),
+        "bound": rollout_bound(config),
         "train_mode_bound": settings.bound or engine,
         "rollout": config.mode == "online",
-        "stops": settings.beyond == "stop",
-        "corrects": config.canary.beyond == "correct",
+        "stops": settings.on_mismatch != "warn",
+        "corrects": settings.on_mismatch == "correct",
         "slack": _slack(filters(config)),
         "dropout": config.model.dropout > 0 or (lora is not None and lora.dropout > 0),
     }
@@ -140,15 +138,15 @@ def _slack(active: Mapping[str, float]) -> float:
     return -math.log(active["top_p"]) if active.keys() == {"top_p"} else math.inf
 
 
-def check_canary(config: RunConfig, loss: Part, corrects: bool) -> None:
-    """Whoever wants a distance corrected has to have a correction."""
-    if config.canary.beyond == "correct" and not corrects and not _weighs_itself(loss):
+def check_mismatch(config: RunConfig, loss: Part, corrects: bool) -> None:
+    """Refuse ``on_mismatch: correct`` where nothing corrects."""
+    if config.log_prob_check.on_mismatch == "correct" and not corrects and not _weighs_itself(loss):
         raise ConfigError(
             "the run does not correct for other log-probs than the engine's",
-            where="canary.beyond",
-            expected="stop, or an algorithm whose loss importance weights can correct",
+            where="log_prob_check.on_mismatch",
+            expected="stop or warn, or an algorithm whose loss importance weights can correct",
             found="correct",
-            fix="set canary.beyond: stop, or leave algorithm.correction.enabled away and choose a loss per token",
+            fix="set log_prob_check.on_mismatch: stop, or remove algorithm.correction.enabled: false",
         )
 
 

@@ -32,11 +32,11 @@ from jackfield.trainer import (
     StepReport,
     Trainer,
 )
-from jackfield.weights import Canary, Replica, WeightSynchronizer
+from jackfield.weights import Replica, ReplicaProbe, WeightSynchronizer
 
 __all__ = ["TrainerBuilder"]
 
-_CANARY_PROMPT = 32  #: tokens of the first task's prompt
+_PROBE_PROMPT = 32  #: tokens of the first task's prompt
 
 
 class TrainerBuilder:
@@ -201,7 +201,7 @@ class TrainerBuilder:
             clock=self.clock,
             settings=section.settings,
             deadline_seconds=self.config.deadlines.sync,
-            canary=None if self._takes_turns or not replicas else self._canary(),
+            probe=None if self._takes_turns or not replicas else self._probe(),
             kind=self.config.weights.kind,
             on_missing_base=self.config.weights.on_missing_base,
         )
@@ -228,28 +228,28 @@ class TrainerBuilder:
         enter, leave = {}, {}
         if self._takes_turns and replicas and synchronizer is not None:
             device = self.config.cluster.device
-            shared = SharedDevice(self.engines, replicas, device, synchronizer, self._canary())
+            shared = SharedDevice(self.engines, replicas, device, synchronizer, self._probe())
             enter = {"rollout": shared.enter_rollout, "train": shared.enter_train}
             leave = {"rollout": shared.leave_rollout, "train": shared.leave_train}
         self.train_placement = PlacementLease(self.clock, seconds, enter=enter, leave=leave)
         run.rollout_placement = self.train_placement
         return shared or synchronizer, shared
 
-    def _canary(self) -> Canary | None:
+    def _probe(self) -> ReplicaProbe | None:
         config, recipe = self.config, self.recipe
-        if not config.canary.tokens:
+        if not config.log_prob_check.probe_tokens:
             return None
         agents, task = self.run.crew.agents, cast(Task, self.run.tasks.train[0])
-        return Canary(
+        return ReplicaProbe(
             prompt=lambda: resubmitted(
-                lambda: agents.of("canary").prompt_ids(task, _CANARY_PROMPT), "the canary's prompt"
+                lambda: agents.of("probe").prompt_ids(task, _PROBE_PROMPT), "the probe's prompt"
             ),
             scorer=self.actor,
             clock=self.clock,
-            tokens=config.canary.tokens,
+            tokens=config.log_prob_check.probe_tokens,
             temperature=config.sampling.temperature if self.run.explores else 1.0,
-            bound=recipe.canary_bound,
-            stops=config.canary.beyond == "stop",
+            bound=recipe.rollout_bound,
+            stops=config.log_prob_check.on_mismatch == "stop",
             seconds=config.deadlines.rollout,
-            report=partial(self.stages.note, "canary/distance"),
+            report=partial(self.stages.note, "log_prob_check/replica/mean"),
         )

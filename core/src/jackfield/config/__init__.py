@@ -14,7 +14,6 @@ from jackfield.config.loading import (
 from jackfield.config.queue_sections import ControllerConfig, MixConfig, QueueConfig, ReplayConfig, SamplerConfig
 from jackfield.config.runtime_sections import RayConfig, ClusterConfig
 from jackfield.config.sections import (
-    CanaryConfig,
     DataConfig,
     DeadlineConfig,
     EvaluationConfig,
@@ -27,7 +26,6 @@ from jackfield.config.sections import (
 )
 
 __all__ = [
-    "CanaryConfig",
     "ControllerConfig",
     "DataConfig",
     "DeadlineConfig",

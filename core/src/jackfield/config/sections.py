@@ -21,7 +21,6 @@ from jackfield.heartbeat import HEARTBEAT_SECONDS
 from jackfield.settings import option
 
 __all__ = [
-    "CanaryConfig",
     "CheckpointConfig",
     "DataConfig",
     "DeadlineConfig",
@@ -128,46 +127,36 @@ class WeightsConfig:
 
 
 @attrs.frozen(kw_only=True)
-class CanaryConfig:
-    """Whether replicas compute what the engine computes: each generates a few tokens after every synchronisation."""
-
-    tokens: int = option(2, help="that each replica generates and the engine scores; 0: no canary", validator=ge(0))
-    bound: float | None = option(
-        None,
-        help="mean distance of a replica's log-probs from the engine's, in nats; null: 0.01, 0.25 where anything "
-        "computes with fewer bits than float32, 0.5 with weights.dtype: float8_e4m3fn",
-        validator=optional(gt(0.0)),
-    )
-    beyond: Literal["stop", "correct"] = option(
-        "stop",
-        help="stop: the run ends (weights.canary); correct: a warning, and importance weights correct for it "
-        "(algorithm.correction, which this switches on)",
-    )
-
-
-@attrs.frozen(kw_only=True)
 class LogProbCheckConfig:
-    """Whether the policy that is trained is the one that generated: log-probs of the training pass are compared with an
-    inference pass's, and with the rollout's where the weights are the same.
+    """Whether replicas and training passes compute the log-probs that the rollouts have.
+
+    After each weight sync every replica generates a few tokens, which the engine scores. Log-probs of the training pass
+    are compared with an inference pass's, and with the rollout's where the weights are the same.
     """
 
     every: int = option(
         10,
-        help="check every n steps, at the next synchronisation when that is later; and on the first batch, on the "
-        "first that published weights made, and after a resume; 0: never",
+        help="compare the training pass every n steps, at the next weight sync when that is later; and on the first "
+        "batch, on the first that published weights made, and after a resume. 0: never",
+        validator=ge(0),
+    )
+    probe_tokens: int = option(
+        2,
+        help="tokens that each replica generates, and the engine scores, after each weight sync. 0: none",
         validator=ge(0),
     )
     bound: float | None = option(
         None,
-        help="mean distance of log-probs, in nats; null: 0.01 to the rollout, 0.25 where anything computes with fewer "
-        "bits than float32, 0.5 with weights.dtype: float8_e4m3fn; a tenth of 0.01, or 0.1, to the inference pass. One "
-        "sample may be ten times as far from the rollout",
+        help="mean distance of log-probs, in nats; null: 0.01 to replica and rollout, 0.25 where anything computes "
+        "with fewer bits than float32, 0.5 with weights.dtype: float8_e4m3fn; a tenth of 0.01, or 0.1, to the "
+        "inference pass. One sample may be ten times as far from the rollout",
         validator=optional(gt(0.0)),
     )
-    beyond: Literal["stop", "warn"] = option(
+    on_mismatch: Literal["stop", "warn", "correct"] = option(
         "stop",
-        help="stop: the run ends (run.log-probs); warn: a warning. With canary.beyond: correct, distances to the "
-        "rollout are a warning in any case",
+        help="stop: the run ends (weights.log-probs, run.log-probs); warn: a warning; correct: distances to replica "
+        "and rollout are a warning, and importance weights correct for them (algorithm.correction, which this switches "
+        "on), a distance to the inference pass ends the run",
     )
 
 
@@ -237,9 +226,8 @@ class RunConfig:
     evaluation: EvaluationConfig = option(factory=EvaluationConfig, help="held-out tasks")
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
     weights: WeightsConfig = option(factory=WeightsConfig, help="how replicas get them")
-    canary: CanaryConfig = option(factory=CanaryConfig, help="log-probs of replicas against the engine's")
     log_prob_check: LogProbCheckConfig = option(
-        factory=LogProbCheckConfig, help="log-probs of the training pass against inference and rollout"
+        factory=LogProbCheckConfig, help="log-probs of replicas and training passes against each other"
     )
     cluster: ClusterConfig = option(factory=ClusterConfig, help="where workers live")
     deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="longest waits")

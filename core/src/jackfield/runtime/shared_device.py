@@ -10,7 +10,7 @@ from jackfield.abc.rollout import SleepRequest, WakeUpRequest
 from jackfield.errors import WorkerLost
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.revival import LastingServer
-from jackfield.weights import Canary, CanaryAnswer, Replica, SyncReport, WeightSynchronizer
+from jackfield.weights import ProbeAnswer, Replica, ReplicaProbe, SyncReport, WeightSynchronizer
 
 __all__ = ["SharedDevice"]
 
@@ -24,7 +24,7 @@ class SharedDevice:
         replicas: Sequence[Replica],
         device: str,
         synchronizer: WeightSynchronizer,
-        canary: Canary | None = None,
+        probe: ReplicaProbe | None = None,
     ) -> None:
         """
         Args:
@@ -32,23 +32,23 @@ class SharedDevice:
             replicas: that work there in turns with them; somebody may add or remove some while replicas have it.
             device: where engines work.
             synchronizer: of the replicas.
-            canary: replicas answer it when they have the device, the engine compares when it has it again, before it
+            probe: replicas answer it when they have the device, the engine compares when it has it again, before it
                 trains; None: nobody does.
         """
         self._engines = engines
         self._replicas = replicas
         self._device = device
         self._synchronizer = synchronizer
-        self._canary = canary
-        self._unasked: int | None = None  # a version that replicas have and have not answered the canary with
-        self._answers: list[CanaryAnswer] = []
+        self._probe = probe
+        self._unasked: int | None = None  # a version that replicas have and have not answered the probe with
+        self._answers: list[ProbeAnswer] = []
 
     async def enter_train(self) -> None:
         """The engines come to the device."""
         await self._move(self._device)
         answers, self._answers = self._answers, []
-        if self._canary is not None and answers:
-            await self._canary.compare(answers)
+        if self._probe is not None and answers:
+            await self._probe.compare(answers)
 
     async def leave_train(self) -> None:
         """The engines leave the device."""
@@ -58,14 +58,14 @@ class SharedDevice:
         """The replicas take weights and KV cache."""
         await self._wake_up(WakeUpRequest())
         version, self._unasked = self._unasked, None
-        if self._canary is not None and version is not None:
+        if self._probe is not None and version is not None:
             servers = {
                 replica.info.replica: replica.server
                 for replica in self._replicas
                 if not (isinstance(replica.server, LastingServer) and replica.server.behind)
             }
             with suppress(WorkerLost):  # who dies does not answer, and is made anew
-                self._answers = await self._canary.ask(servers, version)
+                self._answers = await self._probe.ask(servers, version)
 
     async def leave_rollout(self) -> None:
         """The replicas give weights and KV cache back."""
@@ -79,9 +79,9 @@ class SharedDevice:
         return report
 
     async def join(self, replica: Replica, version: int) -> None:
-        """Have a replica answer the canary that has just got ``version``, while replicas have the device."""
-        if self._canary is not None:
-            self._answers += await self._canary.ask({replica.info.replica: replica.server}, version)
+        """Have a replica answer the probe that has just got ``version``, while replicas have the device."""
+        if self._probe is not None:
+            self._answers += await self._probe.ask({replica.info.replica: replica.server}, version)
 
     async def _move(self, device: str) -> None:
         await asyncio.gather(*(engine.to(device) for engine in self._engines))

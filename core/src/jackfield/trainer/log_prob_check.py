@@ -1,6 +1,6 @@
 """Whether the policy that is trained is the one that generated: log-probs of the training pass, compared.
 
-The canary (:class:`jackfield.weights.Canary`) asks replicas after a synchronisation. This check looks at what is
+The probe (:class:`jackfield.weights.ReplicaProbe`) asks replicas after a synchronisation. This check looks at what is
 trained on: the pass of an optimizer step, against an inference pass of the same weights and against the rollout's own
 log-probs of the batch.
 """
@@ -157,7 +157,7 @@ def _own_sampling(batch: BatchMeta) -> list[str]:
 
 def _likely(causes: Any) -> str:
     listed = "; ".join(f"({number}) {cause}" for number, cause in enumerate(causes, 1))
-    return f"likely causes: {listed}. log_prob_check.bound and log_prob_check.beyond set what is let through"
+    return f"likely causes: {listed}. log_prob_check.bound and log_prob_check.on_mismatch set what is let through"
 
 
 @attrs.frozen(kw_only=True)

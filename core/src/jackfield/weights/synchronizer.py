@@ -14,7 +14,7 @@ from jackfield.abc.checkpoint_engine import PrepareResult, Topology, TopologyReq
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt
 from jackfield.clock import Clock
 from jackfield.errors import WeightsError
-from jackfield.weights.canary import Canary
+from jackfield.weights.probe import ReplicaProbe
 from jackfield.weights.sides import GRACE_SECONDS, run_all
 
 __all__ = ["Replica", "Sender", "SyncReport", "Topologist", "WeightSynchronizer", "verify"]
@@ -110,7 +110,7 @@ class WeightSynchronizer:
         *,
         settings: Mapping[str, Any] | None = None,
         deadline_seconds: float = 600.0,
-        canary: Canary | None = None,
+        probe: ReplicaProbe | None = None,
         kind: Literal["full", "delta"] = "full",
         on_missing_base: Literal["full", "stop"] = "full",
     ) -> None:
@@ -124,7 +124,7 @@ class WeightSynchronizer:
             clock: the run's.
             settings: of the checkpoint engine; workers get the same.
             deadline_seconds: of one synchronisation.
-            canary: compares what replicas compute with what the engine computes, at the end of each
+            probe: compares what replicas compute with what the engine computes, at the end of each
                 synchronisation; None: nobody does, or somebody else.
             kind: delta: send what has changed since the last version that everybody acknowledged.
             on_missing_base: where somebody does not hold that version; full: send everything, stop: ``weights.base``.
@@ -136,7 +136,7 @@ class WeightSynchronizer:
         self._clock = clock
         self._settings = dict(settings or {})
         self._deadline_seconds = deadline_seconds
-        self._canary = canary
+        self._probe = probe
         self._kind = kind
         self._on_missing_base: Literal["full", "stop"] = on_missing_base
         self.version: int | None = None  #: the last one that every replica has acknowledged
@@ -148,7 +148,7 @@ class WeightSynchronizer:
         Raises:
             WeightsError: ``weights.version`` when it is not newer than the last one or a replica acknowledges another;
                 ``weights.missing`` or ``weights.digest`` naming replica, worker and tensors; ``weights.transfer`` when
-                a side fails, and the other sides are then cancelled; ``weights.base``; ``weights.canary``. Every end
+                a side fails, and the other sides are then cancelled; ``weights.base``; ``weights.log-probs``. Every end
                 is finalized.
             DeadlineExceeded: naming who had not finished.
         """
@@ -163,8 +163,8 @@ class WeightSynchronizer:
         done = await self._transferred(replicas, version)
         for replica, receipt in zip(replicas, done.receipts, strict=True):
             verify(replica.info, receipt, version, done.digests)
-        if self._canary is not None:
-            await self._canary.check({each.info.replica: each.server for each in replicas}, version)
+        if self._probe is not None:
+            await self._probe.check({each.info.replica: each.server for each in replicas}, version)
         self.version = version
         self.last = SyncReport(
             version=version,
@@ -194,7 +194,7 @@ class WeightSynchronizer:
             self._clock,
             settings=self._settings,
             deadline_seconds=self._deadline_seconds,
-            canary=self._canary,
+            probe=self._probe,
             kind=self._kind,
         )
         return await alone.sync(version)

@@ -14,7 +14,7 @@ import pytest
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
 from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, WeightsError
-from jackfield.weights import Canary
+from jackfield.weights import ReplicaProbe
 
 LOG_PROBS = (-0.5, -1.5)
 
@@ -59,7 +59,7 @@ def check(*replicas: FakeReplica, stops: bool = True, versions: Sequence[int] = 
     async def prompt() -> tuple[int, ...]:
         return prompts.pop()
 
-    canary = Canary(
+    probe = ReplicaProbe(
         prompt=prompt, scorer=engine, clock=clock, tokens=2, temperature=0.7, bound=0.01, stops=stops, seconds=9.0,
         report=reported.append,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def check(*replicas: FakeReplica, stops: bool = True, versions: Sequence[int] = 
     async def main() -> None:
         servers = cast(dict[int, BaseRolloutServer], dict(enumerate(replicas)))
         for version in versions:
-            await canary.check(servers, version)
+            await probe.check(servers, version)
 
     clock.run(main())
     return reported, engine
@@ -91,8 +91,8 @@ def test_the_engine_scores_what_each_replica_generated_once() -> None:
 def test_a_replica_beyond_the_bound_is_named(shift: float) -> None:
     with pytest.raises(WeightsError) as caught:
         check(FakeReplica(), FakeReplica(shift=shift), FakeReplica(shift=0.021))
-    assert ("weights.canary", "replica 1") == (caught.value.code, caught.value.where)
-    assert "canary.bound" in str(caught.value.fix)
+    assert ("weights.log-probs", "replica 1") == (caught.value.code, caught.value.where)
+    assert "log_prob_check.bound" in str(caught.value.fix)
 
 
 def test_where_it_is_corrected_for_it_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -106,4 +106,4 @@ def test_where_it_is_corrected_for_it_is_a_warning(caplog: pytest.LogCaptureFixt
 def test_a_replica_that_does_not_answer_is_not_waited_for_without_end() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         check(FakeReplica(), FakeReplica(silent=True))
-    assert "canary of version 3" in caught.value.message
+    assert "probe of version 3" in caught.value.message

@@ -17,7 +17,7 @@ from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateRe
 from jackfield.clock import Clock
 from jackfield.errors import WeightsError
 
-__all__ = ["Canary", "CanaryAnswer", "Scorer"]
+__all__ = ["ProbeAnswer", "ReplicaProbe", "Scorer"]
 
 
 class Scorer(Protocol):
@@ -29,7 +29,7 @@ class Scorer(Protocol):
 
 
 @attrs.frozen
-class CanaryAnswer:
+class ProbeAnswer:
     """What one replica generated with weights of ``version``."""
 
     replica: int
@@ -38,7 +38,7 @@ class CanaryAnswer:
 
 
 @attrs.define(kw_only=True, eq=False)
-class Canary:
+class ReplicaProbe:
     """Has every replica generate a few tokens, and the engine score them."""
 
     prompt: Callable[[], Awaitable[Sequence[int]]]  #: its tokens; asked for once
@@ -61,26 +61,26 @@ class Canary:
         """
         await self.compare(await self.ask(servers, version))
 
-    async def ask(self, servers: Mapping[int, BaseRolloutServer], version: int) -> list[CanaryAnswer]:
+    async def ask(self, servers: Mapping[int, BaseRolloutServer], version: int) -> list[ProbeAnswer]:
         """Have every replica (by number) generate; one that has older weights refuses."""
         if not self._prompt_ids:
             self._prompt_ids = tuple(await self.prompt())
         sampling = SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True)
         request = GenerateRequest(
-            request_id=f"canary-{version}",
+            request_id=f"probe-{version}",
             prompt_ids=self._prompt_ids,
             sampling=sampling,
             minimum_weight_version=version,
         )
         asked = asyncio.gather(*(server.generate(request) for server in servers.values()))
-        results = await self.clock.wait_for(asked, self.seconds, f"replicas to answer the canary of version {version}")
-        return [CanaryAnswer(number, version, result) for number, result in zip(servers, results, strict=True)]
+        results = await self.clock.wait_for(asked, self.seconds, f"replicas to answer the probe of version {version}")
+        return [ProbeAnswer(number, version, result) for number, result in zip(servers, results, strict=True)]
 
-    async def compare(self, answers: Sequence[CanaryAnswer]) -> None:
+    async def compare(self, answers: Sequence[ProbeAnswer]) -> None:
         """Score what replicas generated; the engine must have the weights that they had.
 
         Raises:
-            WeightsError: ``weights.canary``, naming the replica that is farthest away, if it is beyond the bound.
+            WeightsError: ``weights.log-probs``, naming the replica that is farthest away, if it is beyond the bound.
         """
         scored = await self.scorer.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
         distances = [
@@ -95,11 +95,12 @@ class Canary:
         error = WeightsError(
             f"replica {answer.replica} computes other log-probs than the engine, with weights of version "
             f"{answer.version}",
-            code="weights.canary",
+            code="weights.log-probs",
             where=f"replica {answer.replica}",
             expected=f"a mean distance of at most {self.bound:.3g} nats over {len(scored[farthest])} tokens",
             found=f"{distance:.3g}: engine {_shown(scored[farthest])}, replica {_shown(answer.result.log_probs)}",
-            fix="if these numerics are what you want, raise canary.bound, or correct for them: canary.beyond: correct",
+            fix="if these numerics are what you want, raise log_prob_check.bound, or set "
+            "log_prob_check.on_mismatch: correct",
         )
         if self.stops:
             raise error
