@@ -118,7 +118,7 @@ def test_a_run_by_a_served_controller_is_the_one_by_its_own(
     """Metrics are equal bit for bit; the controller's process has the ledger, and the run's the checkpoints."""
     _, expected = small_run("alone", "schedule.steps=2", INVARIANT, SQL, *SMALL)
     folder = tmp_path / "served"
-    address = f"queue.controller.address={folder / 'queue' / 'address.json'}"
+    address = f"queue.address={folder / 'queue' / 'address.json'}"
     needed = [f"model.path={made / 'model'}", f"data.train={made / 'problems.jsonl'}", "evaluation.every=0"]
     roles.start("queue", "queue", "serve", str(QUICKSTART / "grpo.yaml"), f"folder={folder}", SQL, *needed, *SMALL)
     roles.until("the queue is served", of="queue")
@@ -140,15 +140,15 @@ def test_a_backend_of_one_process_is_refused(made: Path, tmp_path: Path) -> None
     with pytest.raises(PluginError) as caught:
         asyncio.run(serve_queue(config, asyncio.Event(), ready=lambda *_: None))
     assert "plugin.capability" == caught.value.code
-    apart = attrs.evolve(config.queue.controller, address=str(tmp_path / "address.json"))
+    queue = attrs.evolve(config.queue, address=str(tmp_path / "address.json"))
     with pytest.raises(PluginError) as caught:
-        run(attrs.evolve(config, queue=attrs.evolve(config.queue, controller=apart)))
+        run(attrs.evolve(config, queue=queue))
     assert "plugin.capability" == caught.value.code
 
 
 def test_a_run_without_its_controller_says_what_to_start(small_run: Run, tmp_path: Path) -> None:
     with pytest.raises(QueueError) as caught:
-        small_run("run", f"queue.controller.address={tmp_path / 'address.json'}", SQL, *SMALL)
+        small_run("run", f"queue.address={tmp_path / 'address.json'}", SQL, *SMALL)
     assert "queue.unreachable" == caught.value.code
     assert "jackfield queue serve" in str(caught.value.fix)
 
@@ -157,10 +157,10 @@ def test_who_rewards_is_said_once_for_all(small_run: Run) -> None:
     config = load_config(QUICKSTART / "grpo.yaml", [])
     with pytest.raises(ConfigError) as caught:
         run(config, role="reward")
-    assert ("queue.controller.rewards", "distributed") == (caught.value.where, caught.value.expected)
+    assert ("queue.rewards", "distributed") == (caught.value.where, caught.value.expected)
     with pytest.raises(ConfigError) as caught:
-        small_run("alone", "queue.controller.rewards=distributed")
-    assert ("config.invalid-value", "queue.controller.rewards") == (caught.value.code, caught.value.where)
+        small_run("alone", "queue.rewards=distributed")
+    assert ("config.invalid-value", "queue.rewards") == (caught.value.code, caught.value.where)
 
 
 def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, made: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
     the trainer when it writes its second checkpoint; the controller and the other explorer go on meanwhile.
     """
     folder = tmp_path / "run"
-    common = shared(folder, made, "queue.controller={rewards: distributed}", "deadlines.heartbeat=8")
+    common = shared(folder, made, "queue.rewards=distributed", "deadlines.heartbeat=8")
     roles.start("queue", "queue", "serve", *common)
     roles.until("the queue is served", of="queue")
     second_save = ("jackfield.trainer.checkpoint:Checkpointer.save", 2)

@@ -169,7 +169,7 @@ def test_strangers_at_a_served_queue_and_its_storage_fill_no_memory(
     try:
         until((tmp_path / "served" / "queue" / "address.json").is_file, served)
         assert {} == _growth_under_attack(psutil.Process(served.pid))
-        address = f"queue.controller.address={tmp_path / 'served' / 'queue' / 'address.json'}"
+        address = f"queue.address={tmp_path / 'served' / 'queue' / 'address.json'}"
         name = quickstart_settings("run", "transfer_queue={name: sql}", "schedule.steps=1")
         done = jackfield("run", *name, address)
         assert 0 == done.code, done.error

@@ -75,7 +75,7 @@ def test_samples_that_could_cross_the_limit_are_refused(
     shared = (
         "transfer_queue={name: sql}",
         f"checkpoint_engine={{name: file, folder: {tmp_path / 'weights'}}}",
-        f"queue.controller.address={tmp_path / 'address.json'}",
+        f"queue.address={tmp_path / 'address.json'}",
     )
     apart = () if role == "all" else shared
     settings = quickstart_settings(

@@ -87,7 +87,7 @@ def roles(jackfield: CommandServer, quickstart_settings: Callable[..., list[str]
     arguments = quickstart_settings(
         "run", f"checkpoint_engine={{name: file, folder: {tmp_path / 'weights'}}}",
         "transfer_queue={name: zmq, units: 2}",
-        "queue.controller.rewards=distributed",
+        "queue.rewards=distributed",
         f"schedule.steps={STEPS}", "schedule.sync_offset=1", "checkpoint.every=0",
         "data.groups_per_batch=2", "data.rollouts_per_group=2", "sampling.max_new_tokens=3", "cluster.threads=1",
     )  # fmt: skip

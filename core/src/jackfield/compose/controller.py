@@ -28,7 +28,7 @@ __all__ = ["address_file", "distributed", "local_queue", "remote_queue", "serve_
 
 def address_file(config: RunConfig) -> Path:
     """Where a served controller says how to reach it."""
-    return Path(config.queue.controller.address or Path(config.folder) / "queue" / "address.json")
+    return Path(config.queue.address or Path(config.folder) / "queue" / "address.json")
 
 
 def distributed(config: RunConfig, role: str) -> RunConfig:
@@ -45,16 +45,15 @@ def distributed(config: RunConfig, role: str) -> RunConfig:
         raise ConfigError(
             "explorers that come and go get whole weights", where="weights.kind", expected="full", found="delta"
         )
-    if role == "reward" and config.queue.controller.rewards != "distributed":
+    if role == "reward" and config.queue.rewards != "distributed":
         raise ConfigError(
             "the role train scores the samples of this run",
-            where="queue.controller.rewards",
+            where="queue.rewards",
             expected="distributed",
-            found=config.queue.controller.rewards,
-            fix="set queue.controller.rewards: distributed, for all roles",
+            found=config.queue.rewards,
+            fix="set queue.rewards: distributed, for all roles",
         )
-    controller = attrs.evolve(config.queue.controller, address=str(address_file(config).absolute()))
-    return attrs.evolve(config, queue=attrs.evolve(config.queue, controller=controller))
+    return attrs.evolve(config, queue=attrs.evolve(config.queue, address=str(address_file(config).absolute())))
 
 
 def local_queue(config: RunConfig, backend: TransferQueueBackend, clock: Clock) -> LocalQueue:
@@ -111,7 +110,7 @@ async def serve_queue(
     _require_zmq()
     from jackfield.queue.serving import QueueServer
 
-    registry, clock, settings = registry or discover(), clock or Clock(), config.queue.controller
+    registry, clock, settings = registry or discover(), clock or Clock(), config.queue
     check_plugins(config, registry)
     check_distributed(config, registry, "the queue's controller is in a process of its own")
     register_parts(hook_manager([], manifests(config, registry)).hook)

@@ -73,7 +73,7 @@ def crew_maker(make: WorkerFactory, processes: AsyncExitStack) -> MakeCrew:
 
 async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack) -> Crew:
     """One worker of each kind in this process; what was started is ended by ``stack``."""
-    served = make.config.queue.controller.address is not None
+    served = make.config.queue.address is not None
     backend = make.joined_backend(address_file(make.config).parent) if served else make.backend()
     rows = Rows(backend)
     replicas = make.config.cluster.replicas if needs.replicas else 0

@@ -54,10 +54,13 @@ FREE = (
     "log_prob_check",
     "schedule.steps",
     "evaluation.every",
-    "queue.controller",
+    "queue.address",
     "queue.durable",
+    "queue.host",
     "queue.max_bytes",
     "queue.max_samples",
+    "queue.port",
+    "queue.rewards",
     "data.train",
     "data.eval",
     "data.expert",
@@ -150,13 +153,13 @@ def starting_point(config: RunConfig, folder: Path, digests: Mapping[str, str] |
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
     if not config.checkpoint.resume:
         store.clear()
-        if config.queue.controller.address is None:  # else a controller works there
+        if config.queue.address is None:  # else a controller works there
             _clear_queue(folder / "queue")
 
     def check(found: Checkpoint) -> None:
         _check_config(found, config)
         check_data(found, digests or {})
-        if config.queue.controller.address is None:
+        if config.queue.address is None:
             _check_ledger(found, folder / "ledger.jsonl")
 
     checkpoint = store.newest(check=check)

@@ -66,7 +66,7 @@ class RoleParts:
         self.make_crew = make_crew
         self.explores = config.mode == "online"
         self.trains = self.role in ("all", "train")
-        self.scores = self.role == "reward" or (self.trains and config.queue.controller.rewards == "train")
+        self.scores = self.role == "reward" or (self.trains and config.queue.rewards == "train")
         self.stages = Stages(self.clock, prepared.hooks.hook)
         self.version, self.done = Progress(self.clock), Progress(self.clock)
         self.schedule = Schedule(
@@ -102,7 +102,7 @@ class RoleParts:
             plan=recipe.plan,
         )
         self.crew = await self.make_crew(needs, self.stack)
-        if config.queue.controller.address is None:
+        if config.queue.address is None:
             self.queue = local_queue(config, self.crew.backend, self.clock)
         else:
             name = f"{_CLIENTS[self.role]} {config.name}"

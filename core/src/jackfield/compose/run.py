@@ -190,10 +190,10 @@ def _recovery(config: RunConfig, folder: Path, error: WorkerLost) -> StartingPoi
 def _role_config(config: RunConfig, role: Role) -> RunConfig:
     """The configuration of a role: where its controller is, and a folder of its own within the run's."""
     if role == "all":
-        if config.queue.controller.rewards == "distributed":
+        if config.queue.rewards == "distributed":
             raise ConfigError(
                 "in a run in one process, that process scores the samples",
-                where="queue.controller.rewards",
+                where="queue.rewards",
                 expected="train",
                 found="distributed",
                 fix="remove the setting, or launch each role with --role",

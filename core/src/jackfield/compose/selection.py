@@ -52,8 +52,8 @@ def check_plugins(config: RunConfig, registry: Registry) -> None:
         require_capability(
             registry.find("transfer_queue", config.transfer_queue.name), "durable", "queue.durable is set"
         )
-    if config.queue.controller.address is not None:
-        check_distributed(config, registry, "queue.controller.address is set")
+    if config.queue.address is not None:
+        check_distributed(config, registry, "queue.address is set")
     if config.model.dropout > 0.0:
         require_capability(registry.find("engine", config.engine.name), "dropout", "model.dropout is set")
     if config.model.lora is not None:

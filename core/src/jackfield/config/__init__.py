@@ -11,7 +11,7 @@ from jackfield.config.loading import (
     show,
     validate_plugins,
 )
-from jackfield.config.queue_sections import ControllerConfig, MixConfig, QueueConfig, ReplayConfig, SamplerConfig
+from jackfield.config.queue_sections import MixConfig, QueueConfig, ReplayConfig, SamplerConfig
 from jackfield.config.runtime_sections import RayConfig, ClusterConfig
 from jackfield.config.sections import (
     DataConfig,
@@ -26,7 +26,6 @@ from jackfield.config.sections import (
 )
 
 __all__ = [
-    "ControllerConfig",
     "DataConfig",
     "DeadlineConfig",
     "EvaluationConfig",

@@ -13,7 +13,6 @@ from jackfield.queue import Reuse
 from jackfield.settings import option
 
 __all__ = [
-    "ControllerConfig",
     "MixConfig",
     "QueueConfig",
     "ReplayConfig",
@@ -55,22 +54,6 @@ class MixConfig(Reuse):
 
 
 @attrs.frozen(kw_only=True)
-class ControllerConfig:
-    """The queue's controller as a process of its own: `jackfield queue serve`."""
-
-    address: str | None = option(
-        None,
-        help="the address.json of the controller that the run connects to; null: the controller is part of the run's "
-        "process, and with --role the one that is served for the same folder",
-    )
-    host: str = option("127.0.0.1", help="where it listens; beyond loopback with CURVE, for who has the address.json")
-    port: int = option(0, help="where it listens; 0: any port that is free", validator=and_(ge(0), le(65535)))
-    rewards: Literal["train", "distributed"] = option(
-        "train", help="who scores samples: the role train, or a process of its own, --role reward"
-    )
-
-
-@attrs.frozen(kw_only=True)
 class QueueConfig:
     """What a batch has beside the groups of its step, where the controller is, and what survives a crash."""
 
@@ -79,7 +62,16 @@ class QueueConfig:
         help="a run that was killed keeps the rows that it had made since its newest checkpoint; needs a durable "
         "transfer_queue (sql, redis)",
     )
-    controller: ControllerConfig = option(factory=ControllerConfig, help="a controller in a process of its own")
+    address: str | None = option(
+        None,
+        help="the address.json of the controller that the run connects to; null: the controller is part of the run's "
+        "process, and with --role the one that is served for the same folder",
+    )
+    host: str = option("127.0.0.1", help="address at which `jackfield queue serve` listens; beyond loopback with CURVE")
+    port: int = option(0, help="port at which it listens; 0: any free port", validator=and_(ge(0), le(65535)))
+    rewards: Literal["train", "distributed"] = option(
+        "train", help="which process scores samples: the role train, or one of its own (--role reward)"
+    )
     max_samples: int | None = option(
         None,
         help="samples in the queue, above which explorers wait; those of the batch that the trainer waits for are let "
