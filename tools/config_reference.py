@@ -39,7 +39,7 @@ file, the settings of its plugins included. [](../guides/configuration.md) expla
 SAMPLERS_TITLE = """\
 ## Samplers
 
-What `queue.replay.sampler`, `queue.expert.sampler` and `queue.human.sampler` may name.
+What `mixing.replay.sampler`, `mixing.expert.sampler` and `mixing.human.sampler` may name.
 """
 
 BUILT_IN = """\

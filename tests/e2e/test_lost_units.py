@@ -74,7 +74,7 @@ def check_retried(folder: Path, lines: list[dict[str, Any]], *, prompts: int, ru
         # while further batches are explored, and before a checkpoint that has rows of theirs
         (
             [("rollout", 1), ("update_actor", 0), ("publish_weights", 1)],
-            ("schedule.sync_offset=1", "queue.replay={ratio: 0.5}"),
+            ("schedule.sync_offset=1", "mixing.replay={ratio: 0.5}"),
         ),
     ],
 )

@@ -23,7 +23,7 @@ from .conftest import Run
 from .test_modes import GRADED, INVARIANT, steps
 
 SMALL = ("data.groups_per_batch=2", "data.rollouts_per_group=2", "sampling.max_new_tokens=3", *GRADED)
-REPLAY = "queue.replay={ratio: 0.5, max_uses: 2, cooldown: 1, max_staleness: 3, sampler: {name: priority}}"
+REPLAY = "mixing.replay={ratio: 0.5, max_uses: 2, cooldown: 1, max_staleness: 3, sampler: {name: priority}}"
 
 
 def acked(folder: Path) -> list[tuple[str, int, list[str]]]:
@@ -63,7 +63,7 @@ def test_rows_of_an_expert_are_mixed_in_by_ratio(small_run: Run, made: Path, tmp
     file = tmp_path / "expert.jsonl"
     rows = [{"columns": {"prompt_ids": [5, 6, 7], "response_ids": [8, number % 4 + 4]}} for number in range(3)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mix = f"queue.expert={{ratio: 0.5, rows: {file}, max_uses: 2, sampler: {{name: random, options: {{seed: 4}}}}}}"
+    mix = f"mixing.expert={{ratio: 0.5, samples: {file}, max_uses: 2, sampler: {{name: random, options: {{seed: 4}}}}}}"
     result, lines = small_run("mix", "algorithm.name=mix", "schedule.steps=5", *SMALL, mix)
     assert [1.0] * 5 == [line["samples/expert"] for line in steps(lines)]
     assert all(line["samples"] == 5 for line in steps(lines))
@@ -81,7 +81,7 @@ def test_rows_of_another_run_are_mixed_in(small_run: Run, tmp_path: Path) -> Non
     ):
         done = CliRunner().invoke(main, ["queue", *map(str, arguments)])
         assert (0, "4 rows") == (done.exit_code, done.output[:6]), done.output
-    human = f"queue.human={{ratio: 1, rows: {tmp_path / 'kept'}}}"
+    human = f"mixing.human={{ratio: 1, samples: {tmp_path / 'kept'}}}"
     second, lines = small_run("second", "schedule.steps=2", human, *SMALL)
     assert [4.0, 4.0] == [line["samples/human"] for line in steps(lines)]
     shown = CliRunner().invoke(main, ["queue", "trace", str(second.folder), "human/0/0/0/1/0"]).output
@@ -99,8 +99,8 @@ def test_supervised_training_replays_and_mixes_too(small_run: Run, tmp_path: Pat
     file.write_text(
         json.dumps({"columns": {"prompt_ids": [5, 6], "response_ids": [7, 8, 9]}, "tags": {"source": "me"}})
     )
-    human = f"queue.human={{ratio: 0.5, rows: {file}}}"
-    settings = ("schedule.steps=3", "data.groups_per_batch=2", "queue.replay={ratio: 0.5, max_uses: 3}", human)
+    human = f"mixing.human={{ratio: 0.5, samples: {file}}}"
+    settings = ("schedule.steps=3", "data.groups_per_batch=2", "mixing.replay={ratio: 0.5, max_uses: 3}", human)
     result, lines = small_run("sft", *settings, file="warmup.yaml")
     assert [(2 + 1, None), (2 + 2, 1.0), (2 + 2, 1.0)] == [
         (line["samples"], line.get("samples/replayed")) for line in steps(lines)
@@ -119,7 +119,7 @@ def test_a_plugins_sampler_is_named_in_the_configuration(small_run: Run) -> None
         def register_parts(self, register: Any) -> None:
             register("sampler", "oldest", Oldest)
 
-    replay = "queue.replay={ratio: 0.5, sampler: {name: oldest}}"
+    replay = "mixing.replay={ratio: 0.5, sampler: {name: oldest}}"
     try:
         result, _ = small_run("oldest", "schedule.steps=4", *SMALL, replay, hooks=[Plugin()])
     finally:
@@ -132,20 +132,21 @@ def test_rows_that_lack_a_column_are_refused_first(small_run: Run, tmp_path: Pat
     """Else the first batch would wait for it until its deadline."""
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"columns": {"prompt_ids": [1], "response_ids": [2], "reward": 1.0}}))
-    with pytest.raises(JackfieldError, match=r"(?s)queue\.human\.rows.*reward, rollout_log_probs at least") as caught:
-        small_run("bad", f"queue.human={{ratio: 1, rows: {file}}}")
-    assert "config.invalid-value" == caught.value.code
+    with pytest.raises(JackfieldError) as caught:
+        small_run("bad", f"mixing.human={{ratio: 1, samples: {file}}}")
+    assert ("config.invalid-value", "mixing.human.samples") == (caught.value.code, caught.value.where)
+    assert "reward, rollout_log_probs at least" in str(caught.value.expected)
     assert not (tmp_path / "bad").exists()
 
 
 @pytest.mark.parametrize(
     ("setting", "found"),
     [
-        ("queue.replay={ratio: 1, sampler: {name: newest}}", "no sampler is named 'newest'"),
-        ("queue.replay={ratio: 1, sampler: {options: {decai: 1}}}", "queue.replay.sampler.options.decai"),
-        ("queue.replay={}", "queue.replay.ratio"),
-        ("queue.expert={ratio: 1, rows: rows.jsonl}", "queue.expert has no effect"),
-        ("queue.human={ratio: 1, rows: rows.jsonl}", "there is no such file of rows"),
+        ("mixing.replay={ratio: 1, sampler: {name: newest}}", "no sampler is named 'newest'"),
+        ("mixing.replay={ratio: 1, sampler: {options: {decai: 1}}}", "mixing.replay.sampler.options.decai"),
+        ("mixing.replay={}", "mixing.replay.ratio"),
+        ("mixing.expert={ratio: 1, samples: rows.jsonl}", "mixing.expert has no effect"),
+        ("mixing.human={ratio: 1, samples: rows.jsonl}", "there is no such file of rows"),
     ],
 )
 def test_bad_settings_are_refused_first(small_run: Run, tmp_path: Path, setting: str, found: str) -> None:

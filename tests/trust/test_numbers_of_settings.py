@@ -34,9 +34,9 @@ SIGNED = {"seed", "sampling.seed", "evaluation.sampling.seed", "algorithm.entrop
 FREE = {"baseline", "baseline_shift", "threshold", "clip_cov_lower", "seed", "weights"}
 #: What a section has to have beside the setting.
 BESIDE = {
-    "queue.replay.": ["queue.replay.ratio=1.0"],
-    "queue.expert.": ["queue.expert.ratio=1.0", "queue.expert.rows=rows.jsonl"],
-    "queue.human.": ["queue.human.ratio=1.0", "queue.human.rows=rows.jsonl"],
+    "mixing.replay.": ["mixing.replay.ratio=1.0"],
+    "mixing.expert.": ["mixing.expert.ratio=1.0", "mixing.expert.samples=rows.jsonl"],
+    "mixing.human.": ["mixing.human.ratio=1.0", "mixing.human.samples=rows.jsonl"],
     "reward.": ["reward={name: function, path: 'a.py:b'}"],
 }
 
@@ -74,7 +74,7 @@ def given(name: str, value: str) -> tuple[str, list[str]]:
     if name.startswith("options."):
         sampler, option = ("random" if name == "options.seed" else "priority"), name.removeprefix("options.")
         replay = f"{{ratio: 1.0, sampler: {{name: {sampler}, options: {{{option}: {value}}}}}}}"
-        return f"queue.replay.sampler.{name}", [f"queue.replay={replay}"]
+        return f"mixing.replay.sampler.{name}", [f"mixing.replay={replay}"]
     beside = next((beside for start, beside in BESIDE.items() if name.startswith(start)), [])
     return name, [*beside, f"{name}={value}"]
 

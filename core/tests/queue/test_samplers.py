@@ -392,7 +392,7 @@ def test_a_sampler_of_a_plugin_has_typed_options() -> None:
         assert isinstance(made, Last)
         assert 2 == made.most
         with pytest.raises(ConfigError, match="mots"):
-            make_sampler("last", {"mots": 2}, where="queue.replay.sampler.options")
+            make_sampler("last", {"mots": 2}, where="mixing.replay.sampler.options")
         with pytest.raises(QueueError, match="there is a sampler named 'last' already"):
             register_sampler("last", Sequential)
     finally:

@@ -158,7 +158,7 @@ def export(folder: Path, out: Path, partition: str | None) -> None:
 def import_(file: Path, folder: Path, partition: str) -> None:
     """Put the samples of FILE, .jsonl or .parquet, into the checkpointed queue FOLDER, which is made if needed.
 
-    A run's own checkpoints are not changed: FOLDER is a queue that runs take samples from (queue.expert, queue.human).
+    A run's own checkpoints are not changed: runs take samples from FOLDER (mixing.expert, mixing.human).
     """
     from jackfield.queue.importing import import_file
 

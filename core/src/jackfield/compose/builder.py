@@ -65,7 +65,7 @@ class RunBuilder(RoleParts):
         trainer = await built.build(start.store)
         if self.crew.watch is not None:
             self.background(self.crew.watch)
-        restored, mixed = None, mixed_rows(self.config.queue, self.queue)
+        restored, mixed = None, mixed_rows(self.config.mixing, self.queue)
         if start.checkpoint is None:
             await self.queue.clear(Path(self.config.folder) / "queue" / "empty")
             for rows in mixed:

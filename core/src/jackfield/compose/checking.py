@@ -19,5 +19,5 @@ def check_parts(config: RunConfig, registry: Registry, manager: HookManager) -> 
         QueueError: a sampler is unknown.
     """
     register_parts(manager.hook)
-    make_sources(config.queue)  # refuses what there is not
+    make_sources(config.mixing)  # refuses what there is not
     return make_recipe(config, registry.find("rollout", config.rollout.name))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from jackfield.compose.export import find_queue
-from jackfield.config import MixConfig, QueueConfig, ReplayConfig
+from jackfield.config import MixConfig, MixingConfig, ReplayConfig
 from jackfield.errors import ConfigError
 from jackfield.queue import Reuse, TransferQueue, make_sampler
 from jackfield.queue.row_files import StoredRow, cell_of, read_rows
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["check_rows", "make_sources", "mixed_rows"]
 
 
-def make_sources(settings: QueueConfig) -> tuple[Source, ...]:
+def make_sources(settings: MixingConfig) -> tuple[Source, ...]:
     """What each batch has beside its ticket's groups; the samplers are new.
 
     Raises:
@@ -34,7 +34,7 @@ def make_sources(settings: QueueConfig) -> tuple[Source, ...]:
     return tuple(_source(name, partition, each) for name, partition, each in _configured(settings))
 
 
-def check_rows(settings: QueueConfig, *, explores: bool) -> None:
+def check_rows(settings: MixingConfig, *, explores: bool) -> None:
     """Look at the first row of each file that is mixed in.
 
     Args:
@@ -53,13 +53,13 @@ def check_rows(settings: QueueConfig, *, explores: bool) -> None:
         if first is None or not first.cells.keys() >= set(needed):
             raise ConfigError(
                 "there are no samples in it",
-                where=f"queue.{name}.rows",
+                where=f"mixing.{name}.samples",
                 expected=f"rows with the columns {', '.join(needed)} at least",
-                found=mixed.rows if first is None else ", ".join(sorted(first.cells)) or "no columns",
+                found=mixed.samples if first is None else ", ".join(sorted(first.cells)) or "no columns",
             )
 
 
-def mixed_rows(settings: QueueConfig, queue: TransferQueue) -> tuple[ImportedRows, ...]:
+def mixed_rows(settings: MixingConfig, queue: TransferQueue) -> tuple[ImportedRows, ...]:
     """What fills the partitions that are mixed in: once, before the first step of a new run, and again where lost."""
     from jackfield.queue.importing import ImportedRows
 
@@ -68,33 +68,33 @@ def mixed_rows(settings: QueueConfig, queue: TransferQueue) -> tuple[ImportedRow
             queue,
             partition,
             partial(_read, mixed),
-            mixed.rows,
+            mixed.samples,
             partial(_completed, expert=partition == "expert"),
         )
         for _, partition, mixed in _mixed(settings)
     )
 
 
-def _configured(settings: QueueConfig) -> Iterator[tuple[str, str, ReplayConfig | MixConfig]]:
+def _configured(settings: MixingConfig) -> Iterator[tuple[str, str, ReplayConfig | MixConfig]]:
     if settings.replay is not None:
         yield "replay", TRAIN, settings.replay
     yield from _mixed(settings)
 
 
-def _mixed(settings: QueueConfig) -> Iterator[tuple[str, str, MixConfig]]:
+def _mixed(settings: MixingConfig) -> Iterator[tuple[str, str, MixConfig]]:
     for name, mixed in (("expert", settings.expert), ("human", settings.human)):
         if mixed is not None:
             yield name, name, mixed
 
 
 def _source(name: str, partition: str, settings: ReplayConfig | MixConfig) -> Source:
-    sampler = make_sampler(settings.sampler.name, settings.sampler.options, f"queue.{name}.sampler.options")
+    sampler = make_sampler(settings.sampler.name, settings.sampler.options, f"mixing.{name}.sampler.options")
     limits = {field.name: getattr(settings, field.name) for field in attrs.fields(Reuse)}
     return Source(partition=partition, ratio=settings.ratio, sampler=sampler, reuse=Reuse(**limits))
 
 
 def _read(mixed: MixConfig) -> Iterator[StoredRow]:
-    path = Path(mixed.rows)
+    path = Path(mixed.samples)
     if path.is_dir():
         from jackfield.queue.browse import saved_rows
 

@@ -91,7 +91,7 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
     wanted = {*chosen.needs, *(estimator.needs if estimator else ())}
     experts = config.data.expert_samples_per_batch if "expert_mask" in loss.needs and config.data.expert else 0
-    mixes = experts > 0 or ("expert_mask" in loss.needs and config.queue.expert is not None)
+    mixes = experts > 0 or ("expert_mask" in loss.needs and config.mixing.expert is not None)
     corrected = estimator is not None and corrects(config, loss, rollout)
     old = old_log_probs(config, corrected)
     check_correction(config, loss, corrected, old)
@@ -293,7 +293,7 @@ def _check_supply(
             code="config.missing-key",
             where="data.expert",
             fix="name a JSONL file of tasks with answers as data.expert, and set data.expert_samples_per_batch; "
-            "or rows as queue.expert",
+            "or rows as mixing.expert",
         )
     if estimator is not None and "reward_dimensions" in estimator.needs and not recipe.reward_dimensions:
         raise ConfigError(
@@ -316,7 +316,7 @@ def _check_effect(config: RunConfig, recipe: Recipe) -> None:
     settings = config.algorithm
     idle = {
         "critic": (config.critic != CriticSettings() and not recipe.critic, "an estimator with a critic (gae)"),
-        "queue.expert": (config.queue.expert is not None and not recipe.plan.experts, "a loss with an expert (mix)"),
+        "mixing.expert": (config.mixing.expert is not None and not recipe.plan.experts, "a loss with an expert (mix)"),
         "data.expert": (config.data.expert is not None and not recipe.experts, "a loss with an expert (mix)"),
         "algorithm.reward_dimensions": (
             bool(recipe.reward_dimensions)

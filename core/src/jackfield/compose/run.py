@@ -227,7 +227,7 @@ def _prepare(
     if here:
         check_tokens(config, tasks, model)
         import_plugins(config, registry, heavy=True)
-    check_rows(config.queue, explores=config.mode == "online")
+    check_rows(config.mixing, explores=config.mode == "online")
     return Prepared(config=config, role=role, hooks=manager, recipe=recipe, tasks=tasks, clock=clock, stop=stop)
 
 

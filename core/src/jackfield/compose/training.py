@@ -71,7 +71,7 @@ class TrainerBuilder:
         publisher, shared = self._device(members, synchronizer)
         lasts = any(isinstance(each.server, LastingServer) for each in members)
         weights = LastingWeights(publisher, members) if publisher and lasts else publisher
-        seconds, sources = config.deadlines.batch, make_sources(config.queue)
+        seconds, sources = config.deadlines.batch, make_sources(config.mixing)
         trainer = Trainer(
             schedule=run.schedule,
             batches=BatchSource(

@@ -11,7 +11,7 @@ from jackfield.config.loading import (
     show,
     validate_plugins,
 )
-from jackfield.config.queue_sections import MixConfig, QueueConfig, ReplayConfig, SamplerConfig
+from jackfield.config.queue_sections import MixConfig, MixingConfig, QueueConfig, ReplayConfig, SamplerConfig
 from jackfield.config.runtime_sections import RayConfig, ClusterConfig
 from jackfield.config.sections import (
     DataConfig,
@@ -32,6 +32,7 @@ __all__ = [
     "EvaluationSampling",
     "LogProbCheckConfig",
     "MixConfig",
+    "MixingConfig",
     "PluginSection",
     "QueueConfig",
     "RayConfig",

@@ -1,4 +1,4 @@
-"""The section ``queue`` of a configuration."""
+"""The sections ``queue`` and ``mixing`` of a configuration."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jackfield.settings import option
 
 __all__ = [
     "MixConfig",
+    "MixingConfig",
     "QueueConfig",
     "ReplayConfig",
     "SamplerConfig",
@@ -46,16 +47,16 @@ class MixConfig(Reuse):
     """Groups of another partition beside the new ones of each batch."""
 
     ratio: float = option(help="such groups for each new one", validator=gt(0.0))
-    rows: str = option(
-        help="what is put into the partition before the first step: a .jsonl or .parquet file of rows, or the folder "
-        "of a queue (`jackfield queue import`) or run"
+    samples: str = option(
+        help="what is put into the partition before the first step: a .jsonl or .parquet file of samples, or the "
+        "folder of a queue (`jackfield queue import`) or run"
     )
     sampler: SamplerConfig = option(factory=SamplerConfig, help="which of them are trained on")
 
 
 @attrs.frozen(kw_only=True)
 class QueueConfig:
-    """What a batch has beside the groups of its step, where the controller is, and what survives a crash."""
+    """Where the queue's controller is, how much the queue holds, and what survives a crash."""
 
     durable: bool = option(
         False,
@@ -79,10 +80,16 @@ class QueueConfig:
         validator=optional(gt(0)),
     )
     max_bytes: int | None = option(None, help="the same in bytes of values; null: no limit", validator=optional(gt(0)))
+
+
+@attrs.frozen(kw_only=True)
+class MixingConfig:
+    """What a batch has beside the groups of its step."""
+
     replay: ReplayConfig | None = option(None, help="train again on groups that were trained on before; null: never")
     expert: MixConfig | None = option(
-        None, help="rows that an expert wrote, for a loss with an expert (mix, mix_chord); null: none"
+        None, help="samples that an expert wrote, for a loss with an expert (mix, mix_chord); null: none"
     )
     human: MixConfig | None = option(
-        None, help="rows with rewards from elsewhere, treated like the policy's own; null: none"
+        None, help="samples with rewards from elsewhere, treated like the policy's own; null: none"
     )

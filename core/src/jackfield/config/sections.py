@@ -12,7 +12,7 @@ from attrs.validators import ge, gt, optional
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
-from jackfield.config.queue_sections import QueueConfig
+from jackfield.config.queue_sections import MixingConfig, QueueConfig
 from jackfield.config.runtime_sections import ClusterConfig
 from jackfield.data.tasks import TaskFormat
 from jackfield.observe import ObserveSettings
@@ -51,8 +51,8 @@ class DataConfig:
     format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; GSM8K's own format by default")
     expert: str | None = option(
         None,
-        help="JSONL file of an expert's answers as texts, in the same format (mix, mix_chord); rows of token ids: "
-        "queue.expert",
+        help="JSONL file of an expert's answers as texts, in the same format (mix, mix_chord); samples of token ids: "
+        "mixing.expert",
     )
     expert_samples_per_batch: int = option(0, help="answers of the expert in one training batch", validator=ge(0))
     chat_template: str | None = option(None, help="a Jinja chat template in the place of the tokenizer's own")
@@ -222,7 +222,8 @@ class RunConfig:
     optimizer: OptimizerSpec = option(factory=OptimizerSpec, help="AdamW and its learning-rate schedule")
     critic: CriticSettings = option(factory=CriticSettings, help="value model")
     schedule: ScheduleConfig = option(factory=ScheduleConfig, help="steps and synchronisation")
-    queue: QueueConfig = option(factory=QueueConfig, help="replay, mixing, and where the controller is")
+    queue: QueueConfig = option(factory=QueueConfig, help="where the controller is, limits, durability")
+    mixing: MixingConfig = option(factory=MixingConfig, help="replay, and samples of experts and people")
     evaluation: EvaluationConfig = option(factory=EvaluationConfig, help="held-out tasks")
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
     weights: WeightsConfig = option(factory=WeightsConfig, help="how replicas get them")
