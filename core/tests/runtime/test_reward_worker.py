@@ -76,7 +76,7 @@ def test_a_failed_score_fails_its_row_and_no_other() -> None:
 
 def test_a_sample_is_tried_again_under_its_own_key() -> None:
     """An agent that calls a service can have it answer once."""
-    judge, scored, columns = reward(["again", "x", "a"], attempts=2)
+    judge, scored, columns = reward(["again", "x", "a"], retries=1)
     again, never, once = (f"train/0/0/0/{run}/0" for run in range(3))
     assert sorted([(again, 1), (again, 2), (never, 1), (never, 2), (once, 1)]) == sorted(judge.asked)
     assert [5.0, None, 1.0] == [one.score for one in scored]

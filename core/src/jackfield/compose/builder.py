@@ -207,7 +207,7 @@ class RunBuilder(RoleParts):
             workers=self.crew.rewards,
             clock=self.clock,
             stages=self.stages,
-            score_seconds=config.deadlines.reward * config.schedule.reward_attempts,
+            score_seconds=config.deadlines.reward * (config.schedule.reward_retries + 1),
             idle_seconds=config.deadlines.batch,
             max_failed_groups=config.schedule.max_retries,
             equal_groups_replaced=config.schedule.max_retries if self.recipe.dynamic_sampling else 0,

@@ -207,7 +207,7 @@ class WorkerFactory:
             self._tokenizer(),
             self.clock,
             score_seconds=config.deadlines.reward,
-            attempts=config.schedule.reward_attempts,
+            retries=config.schedule.reward_retries,
             dimensions=config.algorithm.reward_dimensions,
             fill_failed=config.algorithm.shaping.fill_failed,
         )

@@ -77,8 +77,8 @@ class ScheduleConfig:
         help="retries of one failed group of a batch; and groups in a row that may end without any score",
         validator=ge(0),
     )
-    reward_attempts: int = option(
-        2, help="times that a sample is scored before its reward counts as failed", validator=gt(0)
+    reward_retries: int = option(
+        1, help="further calls for a sample without a score, before its reward counts as failed", validator=ge(0)
     )
 
 

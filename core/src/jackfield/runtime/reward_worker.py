@@ -57,7 +57,7 @@ class RewardWorker:
         clock: Clock,
         *,
         score_seconds: float,
-        attempts: int = 1,
+        retries: int = 0,
         dimensions: Sequence[str] = (),
         fill_failed: bool = False,
     ) -> None:
@@ -67,8 +67,8 @@ class RewardWorker:
             agent: scores; started.
             tokenizer: of the model.
             clock: through which every wait goes.
-            score_seconds: the deadline of one attempt at a score.
-            attempts: at each sample, before it counts as failed.
+            score_seconds: the deadline of one call of the agent.
+            retries: of a sample whose score failed, before it counts as failed.
             dimensions: metrics of a score that are rewards of their own, ``score`` being the score itself; they are
                 written as ``reward_dimensions``.
             fill_failed: a failed score becomes the mean of its group's others.
@@ -78,7 +78,7 @@ class RewardWorker:
         self._tokenizer = tokenizer
         self._clock = clock
         self._score_seconds = score_seconds
-        self._attempts = attempts
+        self._retries = retries
         self._dimensions = tuple(dimensions)
         self._fill_failed = fill_failed
         self._scores: dict[str, asyncio.Task[ScoreResult]] = {}
@@ -177,26 +177,26 @@ class RewardWorker:
             deadline_seconds=self._score_seconds,
         )
         async with self._turns:
-            return await score_sample(self._agent, request, self._clock, self._attempts)
+            return await score_sample(self._agent, request, self._clock, self._retries)
 
 
-async def score_sample(agent: RewardAgent, request: ScoreRequest, clock: Clock, attempts: int = 1) -> ScoreResult:
+async def score_sample(agent: RewardAgent, request: ScoreRequest, clock: Clock, retries: int = 0) -> ScoreResult:
     """Score under the request's deadline, again where that fails; what remains wrong is a status, never a score.
 
     Args:
         agent: scores.
-        request: its first attempt; further ones have the same idempotency key.
-        clock: of the deadline, which each attempt has anew.
-        attempts: at most.
+        request: The first call; retries have the same idempotency key.
+        clock: Time source of the deadline, which begins again with each retry.
+        retries: Further calls, at most.
     """
-    for attempt in range(1, attempts + 1):
-        result = await _attempt(agent, attrs.evolve(request, retry=attempt - 1), clock)
+    for retry in range(retries + 1):
+        result = await _call(agent, attrs.evolve(request, retry=retry), clock)
         if result.status == "ok":
             break
     return result
 
 
-async def _attempt(agent: RewardAgent, request: ScoreRequest, clock: Clock) -> ScoreResult:
+async def _call(agent: RewardAgent, request: ScoreRequest, clock: Clock) -> ScoreResult:
     try:
         result = await clock.wait_for(
             agent.compute_score(request), request.deadline_seconds, f"the reward of sample {request.idempotency_key}"

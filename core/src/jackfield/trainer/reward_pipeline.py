@@ -41,7 +41,7 @@ class RewardPipeline:
     workers: Workers[RewardWorker]
     clock: Clock
     stages: Stages
-    score_seconds: float  #: the longest that a score takes, all attempts together
+    score_seconds: float  #: the longest that a score takes, retries included
     idle_seconds: float  #: how long nothing may come before the wait is begun anew
     max_failed_groups: int = 8  #: in a row without a single score, before the run ends
     #: replace groups whose rewards are all equal, so many times a slot; then the group is taken as it is. 0: never
