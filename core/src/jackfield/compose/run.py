@@ -117,7 +117,7 @@ async def run_async(
         replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
             make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
-            for left in reversed(range(config.cluster.ray.recoveries + 1)):
+            for left in reversed(range(config.checkpoint.max_recoveries + 1)):
                 try:
                     steps = await _execute(prepared, make_crew, start)
                     break

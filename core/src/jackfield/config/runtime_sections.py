@@ -46,11 +46,6 @@ class RayConfig:
     )
     cpus_per_place: float = option(1.0, help="CPUs of the place of a rank or replica", validator=ge(0.0))
     gpus_per_place: float = option(0.0, help="GPUs of the place of a rank or replica", validator=ge(0.0))
-    recoveries: int = option(
-        3,
-        help="times that a run goes on from its newest checkpoint after a rank, a replica or the storage worker died",
-        validator=ge(0),
-    )
 
 
 @attrs.frozen(kw_only=True)

@@ -97,6 +97,11 @@ class CheckpointConfig:
         "finished and a checkpoint written, the rest is for closing",
         validator=gt(0.0),
     )
+    max_recoveries: int = option(
+        3,
+        help="times that a run goes on from its newest checkpoint by itself, after a worker whose work is lost died",
+        validator=ge(0),
+    )
     resume: bool = option(
         True, help="go on from the folder's newest checkpoint; false: remove what is there and begin anew"
     )
