@@ -32,10 +32,10 @@ def test_each_lane_has_its_stages_after_every_event(make_run):
     assert [] == stages(run.folder)
     run.stage("rollout", "explorer", 0, 2)
     assert [("explorer", "rollout", 0, 2)] == stages(run.folder)
-    run.stage("update", "trainer", 2, 3, step=4)
+    run.stage("update_actor", "trainer", 2, 3, step=4)
     run.end()
 
-    assert [("explorer", "rollout", 0, 2), ("trainer", "update", 2, 3)] == stages(run.folder)
+    assert [("explorer", "rollout", 0, 2), ("trainer", "update_actor", 2, 3)] == stages(run.folder)
     assert {"step": 4} == read(run.folder)[-1]["args"]
     assert {"M", "X"} == {event["ph"] for event in read(run.folder)}
     for event in read(run.folder):
@@ -64,11 +64,11 @@ def test_stages_before_the_start_wait_for_it(make_run):
 def test_a_resumed_run_keeps_the_completed_steps_and_follows_them(make_run):
     first = make_run(timeline=True).start()
     for step in range(3):
-        first.stage("update", "trainer", step, step + 1, step=step)
+        first.stage("update_actor", "trainer", step, step + 1, step=step)
     second = make_run(timeline=True)
     second.clock.now = 500.0
     second.start(first_step=2)
-    second.stage("update", "trainer", 400, 401, step=2)
+    second.stage("update_actor", "trainer", 400, 401, step=2)
 
     assert [(0, 1), (1, 2), (2, 3)] == [(start, end) for _, _, start, end in stages(second.folder)]
 
