@@ -148,7 +148,9 @@ def test_two_signals_end_at_once(
     jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """The second signal waits for nothing: not even for a grace of an hour."""
-    command = jackfield.start("run", *quickstart_settings("twice", "schedule.steps=100000", "checkpoint.grace_seconds=3600"))
+    command = jackfield.start(
+        "run", *quickstart_settings("twice", "schedule.steps=100000", "checkpoint.grace_seconds=3600")
+    )
     until(lambda: len(steps_of(tmp_path / "twice")) >= 1, command)
     command.send(signal.SIGINT)
     until(lambda: "SIGINT" in command.error, command)

@@ -34,7 +34,6 @@ __all__ = [
     "RunError",
     "ScheduleError",
     "WeightsError",
-    "RpcError",
     "WorkerLost",
     "described",
     "error_fields",
@@ -107,17 +106,15 @@ CODES: dict[str, str] = {
     "queue.lost": "Rows went with the storage unit that held them, or their values were altered in the store.",
     "queue.ledger": "The ledger of a run was cut, changed or removed: it is not the one that the checkpoint knows.",
     "queue.session": "A queue's controller in another process does not answer, or knows this process no more.",
-    "rpc.malformed": "A message from another process is not one of the protocol.",
-    "rpc.version": "A message from another process is of another version of the wire format.",
     "rpc.size": "A message between processes is above the limits.",
-    "rpc.authentication": "A message came from somebody who does not know the secret.",
+    "rpc.authentication": "A message came from a process that does not know the secret.",
     "rpc.malformed": "A message from another process is not one of the protocol, or is too long.",
     "rpc.value": "A value cannot travel to another process, or is of another type than the method declares.",
     "rpc.method": "Another process has called a method that is not served.",
     "rpc.cancelled": "A call to another process was cancelled.",
     "rpc.lost": "The connection to another process has ended.",
     "rpc.address": "A server's address cannot be listened at, written or read.",
-    "rpc.version": "Two processes have different versions of a contract.",
+    "rpc.version": "Two processes have different versions of the protocol or of a contract.",
     "weights.digest": "A replica loaded other bytes than the engine sent.",
     "weights.names": "A model's weights cannot be turned back into the names and shapes of its checkpoint.",
     "weights.missing": "A tensor that was sent did not arrive, or arrived twice.",
@@ -288,11 +285,7 @@ class QueueFull(QueueError, code="queue.full"):
 
 
 class RpcError(JackfieldError, code="rpc.malformed"):
-    """A message between processes was refused."""
-
-
-class RpcError(JackfieldError, code="rpc.malformed"):
-    """A call to another process failed on its way."""
+    """A message between processes was refused, or a call failed on its way."""
 
 
 class WeightsError(JackfieldError, code="weights.transfer"):

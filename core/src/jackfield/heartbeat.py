@@ -21,7 +21,7 @@ import attrs
 
 from jackfield.clock import Clock
 
-__all__ = ["LOOKS", "HEARTBEAT_SECONDS", "Process", "Heartbeat", "Work", "beat", "silence", "until_silent"]
+__all__ = ["HEARTBEAT_SECONDS", "LOOKS", "Heartbeat", "Process", "Work", "beat", "silence", "until_silent"]
 
 HEARTBEAT_SECONDS = 30.0  #: the default of ``deadlines.heartbeat``
 _BUSY = 0.05  #: of one processor's time

@@ -158,9 +158,7 @@ class Wire:
                 f"a message of a kind that is not known: {reprlib.repr(kind)}", expected=", ".join(self._checks)
             )
         if not isinstance(fields, dict) or fields.keys() != checks.keys():
-            raise RpcError(
-                f"a message {kind!r} with other fields", expected=sorted(checks), found=reprlib.repr(fields)
-            )
+            raise RpcError(f"a message {kind!r} with other fields", expected=sorted(checks), found=reprlib.repr(fields))
         for name, check in checks.items():
             if not check(fields[name]):
                 raise RpcError(

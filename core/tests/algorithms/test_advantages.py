@@ -538,9 +538,13 @@ def test_an_unknown_option_is_refused() -> None:
         Case(1).found("grpo", normalise_by_std=False)
 
 
-@pytest.mark.parametrize("options", [{"std": "run"}, {"baseline": "max"}, {"rollout_reward": "first"}, {"weights": [1.0]}])
+@pytest.mark.parametrize(
+    "options", [{"std": "run"}, {"baseline": "max"}, {"rollout_reward": "first"}, {"weights": [1.0]}]
+)
 def test_a_wrong_choice_is_refused(options: dict[str, Any]) -> None:
-    name = {"std": "grpo", "baseline": "opmd", "rollout_reward": "step_wise_grpo", "weights": "gdpo"}[next(iter(options))]
+    name = {"std": "grpo", "baseline": "opmd", "rollout_reward": "step_wise_grpo", "weights": "gdpo"}[
+        next(iter(options))
+    ]
     with pytest.raises(ConfigError) as caught:
         Case(1).found(name, **options)
     assert "algorithm.input" == caught.value.code

@@ -100,7 +100,7 @@ def tell(hook, event):
         getattr(listener, hook, lambda event: None)(event)
 tell("run_started", hooks.RunStarted(name="", folder="", total_steps=9, first_step=0, config={}))
 for step in range(3):
-    tell("stage_ended", hooks.StageEnded(name="update", lane="trainer", start=step, end=step + 1, step=step))
+    tell("stage_ended", hooks.StageEnded(name="update_actor", lane="trainer", start=step, end=step + 1, step=step))
     tell("step_ended", hooks.StepEnded(step=step + 1, metrics={"policy/loss": 1.0}))
 os.kill(os.getpid(), signal.SIGKILL)
 """

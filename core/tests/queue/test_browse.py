@@ -73,7 +73,10 @@ def test_rows_are_exported(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_an_error(folder: Path, tmp_path: Path) -> None:
-    for arguments, code in ((["show", folder, "nobody"], "queue.unknown-sample"), (["ls", tmp_path], "run.no-checkpoint")):
+    for arguments, code in (
+        (["show", folder, "nobody"], "queue.unknown-sample"),
+        (["ls", tmp_path], "run.no-checkpoint"),
+    ):
         result = CliRunner().invoke(main, ["queue", *map(str, arguments), "--json"])
         assert 1 == result.exit_code
         assert code == json.loads(result.output)["error"]["code"]

@@ -44,7 +44,9 @@ class Fake:
         if count < 1:
             raise ConfigError("a run needs a replica", found=count)
         if count > 3:
-            raise RunError("the cluster has no room for rollout replica 3", code="cluster.unavailable", expected="a place")
+            raise RunError(
+                "the cluster has no room for rollout replica 3", code="cluster.unavailable", expected="a place"
+            )
         self.count = count
         return await self.states()
 

@@ -58,7 +58,9 @@ def ls(folder: Path, partition: str | None, as_json: bool) -> None:
         return
     for sample in samples:
         done = f"  acked by {', '.join(sample['acked_by'])}" if sample["acked_by"] else ""
-        click.echo(f"{sample['key']}  task {sample['task']}  {sample['bytes']} bytes  {', '.join(sample['columns'])}{done}")
+        click.echo(
+            f"{sample['key']}  task {sample['task']}  {sample['bytes']} bytes  {', '.join(sample['columns'])}{done}"
+        )
 
 
 @queue.command()
@@ -77,7 +79,9 @@ def show(folder: Path, key: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_plain(sample), indent=2, ensure_ascii=False))
         return
-    click.echo(f"{sample.key}\n  partition {sample.partition}, batch {sample.ticket}, group {sample.group}, task {sample.task}")
+    click.echo(
+        f"{sample.key}\n  partition {sample.partition}, batch {sample.ticket}, group {sample.group}, task {sample.task}"
+    )
     for name, value in sample.tags.items():
         click.echo(f"  tag {name}: {value}")
     for name, cell in sorted(sample.cells.items()):

@@ -12,7 +12,7 @@ from jackfield.config.loading import (
     validate_plugins,
 )
 from jackfield.config.queue_sections import MixConfig, MixingConfig, QueueConfig, ReplayConfig, SamplerConfig
-from jackfield.config.runtime_sections import RayConfig, ClusterConfig
+from jackfield.config.runtime_sections import ClusterConfig, RayConfig
 from jackfield.config.sections import (
     DataConfig,
     DeadlineConfig,
@@ -26,6 +26,7 @@ from jackfield.config.sections import (
 )
 
 __all__ = [
+    "ClusterConfig",
     "DataConfig",
     "DeadlineConfig",
     "EvaluationConfig",
@@ -38,7 +39,6 @@ __all__ = [
     "RayConfig",
     "ReplayConfig",
     "RunConfig",
-    "ClusterConfig",
     "SamplerConfig",
     "ScheduleConfig",
     "WeightsConfig",

@@ -11,8 +11,8 @@ from attrs.validators import ge, gt, le, optional
 from jackfield.settings import option
 
 __all__ = [
-    "RayConfig",
     "ClusterConfig",
+    "RayConfig",
 ]
 
 _WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugin that can have an interpreter of their own

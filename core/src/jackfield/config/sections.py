@@ -15,9 +15,9 @@ from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.config.queue_sections import MixingConfig, QueueConfig
 from jackfield.config.runtime_sections import ClusterConfig
 from jackfield.data.tasks import TaskFormat
+from jackfield.heartbeat import HEARTBEAT_SECONDS
 from jackfield.observe import ObserveSettings
 from jackfield.plugins.environments import EnvironmentSettings
-from jackfield.heartbeat import HEARTBEAT_SECONDS
 from jackfield.settings import option
 
 __all__ = [

@@ -33,7 +33,9 @@ class EnvironmentSettings:
     python: str | None = option(None, help="the interpreter that makes it; null: the one that runs Jackfield")
     requires: tuple[str, ...] = option((), help="what pip installs there")
     constraints: str | None = option(None, help="a file of versions that pip keeps to")
-    uninstall: tuple[str, ...] = option((), help="packages that are removed afterwards, where something has brought them")
+    uninstall: tuple[str, ...] = option(
+        (), help="packages that are removed afterwards, where something has brought them"
+    )
 
     def path(self, name: str) -> Path:
         """Return the folder of the environment of this name."""

@@ -72,7 +72,9 @@ class AppendingBackend(TransferQueueBackend):
         Raises:
             QueueError: ``queue.unknown-sample``.
         """
-        raise QueueError("rows are imported, and cannot be read yet", code="queue.unknown-sample", where=request.partition)
+        raise QueueError(
+            "rows are imported, and cannot be read yet", code="queue.unknown-sample", where=request.partition
+        )
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Leave rows out that are there. An import that gives up a row of its own fails, and is no checkpoint."""

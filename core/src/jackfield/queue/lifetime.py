@@ -55,7 +55,9 @@ class Lifetime:
         self._state = State(clock, closed=True)
         self._ledger_path = ledger
         self._ledger: Ledger | None = None
-        self._controller = Controller(self._state, max_samples=max_samples, max_bytes=max_bytes, max_retries=max_retries)
+        self._controller = Controller(
+            self._state, max_samples=max_samples, max_bytes=max_bytes, max_retries=max_retries
+        )
         self._controller.write_changes = self._write_changes
         self._journal = None if journal is None else Journal(journal)
         self._state.changes.kept = journal is not None

@@ -85,7 +85,9 @@ class MemoryBackend(TransferQueueBackend):
     def _row(self, partition: str, key: str) -> dict[str, Kept]:
         cells = self._cells.get((partition, key))
         if cells is None:
-            raise QueueError(f"no row {key!r} is in the queue", code="queue.unknown-sample", where=f"{partition}: {key}")
+            raise QueueError(
+                f"no row {key!r} is in the queue", code="queue.unknown-sample", where=f"{partition}: {key}"
+            )
         return cells
 
     def _column(self, request: GetRequest, rows: Sequence[dict[str, Kept]], name: str) -> Column:

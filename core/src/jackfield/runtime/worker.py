@@ -28,7 +28,7 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RunError
-from jackfield.heartbeat import LOOKS, HEARTBEAT_SECONDS, Heartbeat, until_silent
+from jackfield.heartbeat import HEARTBEAT_SECONDS, LOOKS, Heartbeat, until_silent
 
 __all__ = ["UserCodePool", "UserCodeWorker", "WorkerLimits", "WorkerResult"]
 

@@ -127,7 +127,11 @@ def test_an_answer_aborted_before_its_first_token_is_no_sequence() -> None:
 
 def test_request_ids_are_unique_and_carry_the_run() -> None:
     server = Server(7)
-    one, other, nameless = make(server, request_prefix="s3/g1/r0"), make(server, request_prefix="s3/g1/r0"), make(server)
+    one, other, nameless = (
+        make(server, request_prefix="s3/g1/r0"),
+        make(server, request_prefix="s3/g1/r0"),
+        make(server),
+    )
     for agent in (one, other, one, nameless, nameless):
         answer(agent)
     identifiers = [request.request_id for request in server.requests]

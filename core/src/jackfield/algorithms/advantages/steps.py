@@ -93,7 +93,10 @@ def _step_wise_grpo(
     """
     if rollout_reward not in ("last", "sum"):
         raise ConfigError(
-            "step_wise_grpo has no such rollout_reward", code="algorithm.input", expected="last or sum", found=rollout_reward
+            "step_wise_grpo has no such rollout_reward",
+            code="algorithm.input",
+            expected="last or sum",
+            found=rollout_reward,
         )
     runs = _Runs(group_ids, rollout_ids, step_ids)
     scores = row_sums(token_rewards)

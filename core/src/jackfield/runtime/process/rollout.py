@@ -76,7 +76,12 @@ class RolloutProcess(_Forwarding):
         self._seconds = seconds
         self._name = f"rollout replica {context.replica}"
         self._process = HostProcess(
-            python, self._name, context.clock, log=log, environment=environment or {}, heartbeat_seconds=heartbeat_seconds
+            python,
+            self._name,
+            context.clock,
+            log=log,
+            environment=environment or {},
+            heartbeat_seconds=heartbeat_seconds,
         )
         self._used = self._stopped = False
 

@@ -16,8 +16,8 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
-from jackfield.plugins.introduction import look
 from jackfield.heartbeat import HEARTBEAT_SECONDS
+from jackfield.plugins.introduction import look
 from jackfield.runtime.ray.host import Host, Place
 from jackfield.runtime.ray.loopback import HOST, enter
 from jackfield.runtime.ray.processes import see_gone, with_descendants

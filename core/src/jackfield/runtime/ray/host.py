@@ -26,8 +26,8 @@ import attrs
 from jackfield.abc.rollout import GenerateRequest
 from jackfield.clock import Clock
 from jackfield.errors import WorkerLost
-from jackfield.imports import collection_paused, own_process
 from jackfield.heartbeat import Process
+from jackfield.imports import collection_paused, own_process
 from jackfield.queue import BatchMeta
 from jackfield.runtime.agent_worker import RunOrder
 from jackfield.runtime.revival import state_of

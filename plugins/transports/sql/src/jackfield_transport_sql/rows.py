@@ -155,7 +155,9 @@ class Rows:
         """Rows, and bytes of values."""
         rows = sql.select(sql.func.count()).select_from(SAMPLES).where(SAMPLES.c.queue == self._name)
         size = sql.select(sql.func.coalesce(sql.func.sum(CELLS.c.bytes), 0)).where(CELLS.c.queue == self._name)
-        return StatsResult(samples=connection.execute(rows).scalar_one(), bytes=int(connection.execute(size).scalar_one()))
+        return StatsResult(
+            samples=connection.execute(rows).scalar_one(), bytes=int(connection.execute(size).scalar_one())
+        )
 
     def show_tags(self, connection: sql.Connection, partition: str, tags: Mapping[str, Mapping[str, Any]]) -> None:
         """Tags of rows, by key; unknown keys are ignored."""
