@@ -15,7 +15,7 @@ from jackfield.queue import appending, importing
 from jackfield.queue.archive import ArchivedRow, ArchiveWriter
 from jackfield.queue.browse import saved_rows
 from jackfield.queue.importing import ImportedRows
-from jackfield.queue.row_files import StoredRow, cell_of, read_rows, write_rows
+from jackfield.queue.sample_files import StoredSample, cell_of, read_samples, write_samples
 
 torch = pytest.importorskip("torch")
 
@@ -28,11 +28,11 @@ class Rows:
     def __init__(self) -> None:
         self.read = 0
 
-    def __call__(self) -> Iterator[StoredRow]:
+    def __call__(self) -> Iterator[StoredSample]:
         self.read += 1
         for number, group in enumerate(("a", "b", "a", None, "b", "a")):
             cells = {"ids": cell_of("ids", [number, number])}
-            yield StoredRow(key=f"k{number}", group=group, task=f"task {group}", cells=cells)
+            yield StoredSample(key=f"k{number}", group=group, task=f"task {group}", cells=cells)
 
 
 async def contents(bench: Any) -> list[list[int]]:
@@ -85,8 +85,8 @@ def test_an_import_holds_no_more_rows_than_are_read_together(
         pytest.importorskip("pyarrow")
     file, folder = tmp_path / f"rows.{suffix}", tmp_path / "made"
     count = 1100
-    write_rows(file, lambda: (StoredRow(group=f"g{n % 7}", cells={"n": cell_of("n", [n])}) for n in range(count)))
-    alive: WeakSet[StoredRow] = WeakSet()
+    write_samples(file, lambda: (StoredSample(group=f"g{n % 7}", cells={"n": cell_of("n", [n])}) for n in range(count)))
+    alive: WeakSet[StoredSample] = WeakSet()
     written: list[int] = []
     most = 0
 
@@ -95,10 +95,10 @@ def test_an_import_holds_no_more_rows_than_are_read_together(
             super().add(row)
             written.append(int(row.cells["n"].tensor()))
 
-    def read(path: Path) -> Iterator[StoredRow]:
+    def read(path: Path) -> Iterator[StoredSample]:
         nonlocal most
         before = len(written)
-        for number, row in enumerate(read_rows(path)):
+        for number, row in enumerate(read_samples(path)):
             assert (len(written) - before) % count in (0, number), "none is held back"
             alive.add(row)
             most = max(most, len(alive))
@@ -107,7 +107,7 @@ def test_an_import_holds_no_more_rows_than_are_read_together(
             yield row
 
     monkeypatch.setattr(appending, "ArchiveWriter", Writer)
-    monkeypatch.setattr(importing, "read_rows", read)
+    monkeypatch.setattr(importing, "read_samples", read)
     tensors = living_tensors()
     for times in (1, 2):
         written.clear()

@@ -18,7 +18,7 @@ from jackfield.errors import QueueError
 from jackfield.queue import Ledger, Lineage, column_from_rows, dense_column, json_column
 from jackfield.queue.browse import saved_rows
 from jackfield.queue.cells import Cell
-from jackfield.queue.row_files import StoredRow, cell_of, from_plain, read_rows, to_plain, write_rows
+from jackfield.queue.sample_files import StoredSample, cell_of, from_plain, read_samples, to_plain, write_samples
 
 torch = pytest.importorskip("torch")
 
@@ -47,9 +47,9 @@ def content(rows: Any) -> list[Any]:
     ]
 
 
-def rows_of_all_sorts() -> list[StoredRow]:
-    def row(number: int, **cells: Cell) -> StoredRow:
-        return StoredRow(
+def rows_of_all_sorts() -> list[StoredSample]:
+    def row(number: int, **cells: Cell) -> StoredSample:
+        return StoredSample(
             cells=cells, tags={"number": number, "ä": "ö"}, group=f"g{number // 2}", task=f"t{number // 2}"
         )
 
@@ -72,8 +72,8 @@ def test_every_row_comes_back_bit_for_bit(tmp_path: Path, suffix: str) -> None:
         pytest.importorskip("pyarrow")
     rows = rows_of_all_sorts()
     file = tmp_path / f"rows.{suffix}"
-    assert 4 == write_rows(file, lambda: rows)
-    assert content(rows) == content(read_rows(file))
+    assert 4 == write_samples(file, lambda: rows)
+    assert content(rows) == content(read_samples(file))
     assert [file] == list(tmp_path.iterdir())
 
 
@@ -92,7 +92,7 @@ def test_other_peoples_rows_need_columns_only(tmp_path: Path) -> None:
     file.write_text(
         '{"columns": {"prompt_ids": [1, 2], "response_mask": [1, 0], "reward": 1, "note": "x", "w": [[1.5]]}}\n'
     )
-    (row,) = read_rows(file)
+    (row,) = read_samples(file)
     assert {
         "prompt_ids": '["jagged","int64",[2]]',
         "response_mask": '["jagged","bool",[2]]',
@@ -103,7 +103,7 @@ def test_other_peoples_rows_need_columns_only(tmp_path: Path) -> None:
     for bad in ("[]", '{"columns": {"a": [1]}, "types": {"a": ["jagged", "int64", [2]]}}', "{", '{"tags": {}}'):
         file.write_text(f"{bad}\n")
         with pytest.raises(QueueError, match=r"(?s)a line is no row of a queue.*rows.jsonl, line 1"):
-            list(read_rows(file))
+            list(read_samples(file))
 
 
 def test_other_peoples_parquet(tmp_path: Path) -> None:
@@ -112,25 +112,25 @@ def test_other_peoples_parquet(tmp_path: Path) -> None:
 
     table = pyarrow.table({"columns.prompt_ids": [[1, 2], [3]], "columns.reward": [0.5, None], "group": ["a", "a"]})
     parquet.write_table(table, tmp_path / "rows.parquet")
-    first, second = read_rows(tmp_path / "rows.parquet")
+    first, second = read_samples(tmp_path / "rows.parquet")
     assert ("a", [1, 2], 0.5) == (first.group, to_plain(first.cells["prompt_ids"]), to_plain(first.cells["reward"]))
     assert ["prompt_ids"] == list(second.cells)
     parquet.write_table(pyarrow.table({"prompt_ids": [1]}), tmp_path / "rows.parquet")
     with pytest.raises(QueueError, match=r"(?s)no columns of rows.*columns\.NAME"):
-        list(read_rows(tmp_path / "rows.parquet"))
+        list(read_samples(tmp_path / "rows.parquet"))
     for bad in ({"columns.w": [[[1], [1, 2]]]}, {"columns.x": [1], "tags": ["{"]}):
         parquet.write_table(pyarrow.table(bad), tmp_path / "rows.parquet")
         with pytest.raises(QueueError, match="a record is no row of a queue"):
-            list(read_rows(tmp_path / "rows.parquet"))
+            list(read_samples(tmp_path / "rows.parquet"))
     (tmp_path / "rows.parquet").write_text("PAR1")
     with pytest.raises(QueueError, match="no Parquet file"):
-        list(read_rows(tmp_path / "rows.parquet"))
+        list(read_samples(tmp_path / "rows.parquet"))
 
 
 def test_a_missing_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(QueueError, match=r"pip install 'jackfield\[parquet\]'") as caught:
-        write_rows(tmp_path / "rows.parquet", lambda: ())
+        write_samples(tmp_path / "rows.parquet", lambda: ())
     assert "plugin.requirement" == caught.value.code
 
 

@@ -1,4 +1,4 @@
-"""``jackfield queue ls|show|stats|trace|export|import|serve``."""
+"""``jackfield queue ls|show|stats|ledger|trace|export|import|serve``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jackfield.errors import QueueError, RunError
 
 if TYPE_CHECKING:
     from jackfield.queue.browse import Ancestor
-    from jackfield.queue.row_files import StoredRow
+    from jackfield.queue.sample_files import StoredSample
     from jackfield.queue.serving import QueueServer
 
 __all__ = ["queue"]
@@ -45,13 +45,13 @@ def ls(folder: Path, partition: str | None, as_json: bool) -> None:
         {
             "partition": sample.partition,
             "key": sample.key,
-            "batch": sample.ticket,
+            "batch": sample.batch,
             "task": sample.task,
             "bytes": sample.bytes,
             "columns": sorted(sample.cells),
             "acked_by": list(sample.acked_by),
         }
-        for sample in _rows(folder, partition)
+        for sample in _samples(folder, partition)
     ]
     if as_json:
         click.echo(json.dumps(samples, indent=2, ensure_ascii=False))
@@ -71,7 +71,7 @@ def show(folder: Path, key: str, as_json: bool) -> None:
     """Show the sample KEY with its tags and values; long tensors are cut, with --json they are whole."""
     from jackfield.queue.browse import plain_values
 
-    for sample in _rows(folder, None):
+    for sample in _samples(folder, None):
         if sample.key == key:
             break
     else:
@@ -80,7 +80,7 @@ def show(folder: Path, key: str, as_json: bool) -> None:
         click.echo(json.dumps(_plain(sample), indent=2, ensure_ascii=False))
         return
     click.echo(
-        f"{sample.key}\n  partition {sample.partition}, batch {sample.ticket}, group {sample.group}, task {sample.task}"
+        f"{sample.key}\n  partition {sample.partition}, batch {sample.batch}, group {sample.group}, task {sample.task}"
     )
     for name, value in sample.tags.items():
         click.echo(f"  tag {name}: {value}")
@@ -97,7 +97,7 @@ def show(folder: Path, key: str, as_json: bool) -> None:
 def stats(folder: Path, as_json: bool) -> None:
     """Count samples and bytes of each partition, and of each column in it."""
     counts: dict[str, dict[str, Any]] = {}
-    for sample in _rows(folder, None):
+    for sample in _samples(folder, None):
         partition = counts.setdefault(
             str(sample.partition), {"samples": 0, "bytes": 0, "columns": {}, "acked": defaultdict(int)}
         )
@@ -121,6 +121,22 @@ def stats(folder: Path, as_json: bool) -> None:
 
 
 @queue.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@json_option
+def ledger(folder: Path, as_json: bool) -> None:
+    """List what the queue of the run in FOLDER did with samples; with --json one object a line."""
+    from jackfield.queue import read_ledger
+
+    for entry in read_ledger(folder):
+        if as_json:
+            click.echo(json.dumps(entry, ensure_ascii=False))
+            continue
+        samples = f"  {len(entry['keys'])} samples" if "keys" in entry else ""
+        shown = [f"{name} {value}" for name, value in entry.items() if name not in ("event", "time", "keys")]
+        click.echo(f"{entry['event']}  {', '.join(shown)}{samples}")
+
+
+@queue.command()
 @_FOLDER
 @click.argument("key")
 @json_option
@@ -128,14 +144,15 @@ def trace(folder: Path, key: str, as_json: bool) -> None:
     """Print what the sample KEY was made of, as a tree, from the newest checkpoint and the run's ledger."""
     from jackfield.compose.export import find_queue
     from jackfield.queue import browse
+    from jackfield.queue.store import find_store
 
-    ledger, checkpoint = folder / "ledger.jsonl", None
+    store, checkpoint = find_store(folder), None
     try:
         checkpoint = find_queue(folder)
     except RunError:
-        if not ledger.is_file():
+        if store is None:
             raise
-    root = browse.trace(key, checkpoint, ledger)
+    root = browse.trace(key, checkpoint, store)
     if as_json:
         click.echo(json.dumps(_tree(root), indent=2, ensure_ascii=False))
         return
@@ -149,9 +166,9 @@ def trace(folder: Path, key: str, as_json: bool) -> None:
 @_PARTITION
 def export(folder: Path, out: Path, partition: str | None) -> None:
     """Write the samples to OUT, a .jsonl or .parquet file, from which `import` makes the same samples."""
-    from jackfield.queue.row_files import write_rows
+    from jackfield.queue.sample_files import write_samples
 
-    count = write_rows(out, lambda: _rows(folder, partition))
+    count = write_samples(out, lambda: _samples(folder, partition))
     click.echo(f"{count} samples in {out}")
 
 
@@ -221,20 +238,20 @@ def _branches(sample: Ancestor, first: str = "", others: str = "") -> Iterator[s
         yield from _branches(parent, others + ("└─ " if last else "├─ "), others + ("   " if last else "│  "))
 
 
-def _plain(sample: StoredRow) -> dict[str, Any]:
+def _plain(sample: StoredSample) -> dict[str, Any]:
     from jackfield.queue.browse import plain_values
 
     return {
         **{name: getattr(sample, name) for name in ("partition", "key", "group", "task")},
-        "batch": sample.ticket,
+        "batch": sample.batch,
         "tags": dict(sample.tags),
         "acked_by": list(sample.acked_by),
         "columns": {name: plain_values(cell) for name, cell in sample.cells.items()},
     }
 
 
-def _rows(folder: Path, partition: str | None) -> Iterator[StoredRow]:
+def _samples(folder: Path, partition: str | None) -> Iterator[StoredSample]:
     from jackfield.compose.export import find_queue
-    from jackfield.queue.browse import saved_rows
+    from jackfield.queue.browse import saved_samples
 
-    return (sample for sample in saved_rows(find_queue(folder)) if partition in (None, sample.partition))
+    return (sample for sample in saved_samples(find_queue(folder)) if partition in (None, sample.partition))

@@ -10,19 +10,18 @@ from typing import Any, cast
 
 from jackfield.compose.export import export_model
 from jackfield.compose.joining import following
-from jackfield.compose.mixing import mixed_rows
+from jackfield.compose.mixing import mixed_samples
 from jackfield.compose.resume import StartingPoint, mark_finished
 from jackfield.compose.role import RoleParts
 from jackfield.compose.training import TrainerBuilder
-from jackfield.data.tasks import SeededOrder, Task, TaskSet
-from jackfield.queue import GroupSlot
+from jackfield.data.tasks import SeededOrder, Task
+from jackfield.queue import GroupKey, Values
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.settings import unstructure
 from jackfield.trainer import (
-    Experts,
+    Answers,
     Explorer,
     FollowedVersion,
-    OfflineProducer,
     PlacementLease,
     RewardPipeline,
     post_finished,
@@ -65,18 +64,18 @@ class RunBuilder(RoleParts):
         trainer = await built.build(start.store)
         if self.crew.watch is not None:
             self.background(self.crew.watch)
-        restored, mixed = None, mixed_rows(self.config.mixing, self.queue)
+        restored, mixed = None, mixed_samples(self.config.mixing, self.queue, Values(self.crew.backend))
         if start.checkpoint is None:
-            await self.queue.clear(Path(self.config.folder) / "queue" / "empty")
-            for rows in mixed:
-                await rows.put()
+            await self.queue.clear()
+            for samples in mixed:
+                await samples.put()
         else:
             assert trainer.checkpoints is not None
             restored = await trainer.checkpoints.load(start.checkpoint)
         await trainer.begin(start.step, restored)
         if built.replicas is not None:
             await self.open_control(built.replicas)
-        for loop in (*await self._producers(), *(rows.keep for rows in mixed)):
+        for loop in (*await self._producers(), *(samples.keep for samples in mixed)):
             self.background(loop)
         with self.stop.boundary("with a checkpoint after this step"):
             steps = await trainer.run(start.step)
@@ -137,64 +136,55 @@ class RunBuilder(RoleParts):
 
     async def _producers(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
         """The loops that make and score samples beside the trainer, in this process."""
-        if not self.explores:
-            return [self._offline().run]
-        explorers = [self._explorer("explorer-0").run] if self.role == "all" else []
-        return [*explorers, *([(await self._rewards()).run] if self.scores else [])]
+        explorers = [] if self.role == "train" else [self._explorer("explorer-0").run]
+        return [*explorers, *([(await self._rewards()).run] if self.scores and self.explores else [])]
 
     def _explorer(self, name: str) -> Explorer:
-        config = self.config
+        config, data = self.config, self.config.data
         return Explorer(
             name=name,
             queue=self.queue,
             schedule=self.schedule,
             version=self.version,
+            steps_done=self.done,
             placement=self.rollout_placement,
             clock=self.clock,
             stages=self.stages,
-            task_for=self._task_order(),
             agents=self.crew.agents,
+            groups=data.groups_per_batch if self.explores else 0,
+            rollouts=data.rollouts_per_group if self.explores else 1,
+            task_for=self._task_order(),
             sampling=unstructure(config.sampling),
-            groups=config.data.groups_per_batch,
-            runs=config.data.rollouts_per_group,
             seed=config.seed if config.sampling.seed is None else config.sampling.seed,
-            run_seconds=config.deadlines.rollout,
+            rollout_seconds=config.deadlines.rollout,
             batch_seconds=config.deadlines.batch,
             greedy_baseline=self.recipe.greedy_baseline,
-            experts=None if self.tasks.expert is None else self._experts(self.tasks.expert),
+            answers=self._answers(),
         )
 
-    def _offline(self) -> OfflineProducer:
-        return OfflineProducer(
-            queue=self.queue,
-            schedule=self.schedule,
-            steps_done=self.done,
-            task_for=self._task_order(),
-            agents=self.crew.agents,
-            groups=self.config.data.groups_per_batch,
-            clock=self.clock,
-            batch_seconds=self.config.deadlines.batch,
+    def _answers(self) -> Answers | None:
+        """Answers of the data: all groups of an offline run, or those of an expert beside the rollouts."""
+        groups, tasks = self.config.data.groups_per_batch, self.tasks.expert
+        if not self.explores:
+            return Answers(groups=groups, task_for=self._task_order())
+        if tasks is None:
+            return None
+        experts, order = self.recipe.experts, SeededOrder(size=len(tasks), seed=self.config.seed)
+        return Answers(
+            groups=experts,
+            task_for=lambda key: cast(Task, tasks[order.index(key.batch * experts + key.index - groups)]),
         )
 
-    def _experts(self, tasks: TaskSet) -> Experts:
-        """An expert's answers beside the groups that are explored."""
-        rows, groups = self.recipe.experts, self.config.data.groups_per_batch
-        order = SeededOrder(size=len(tasks), seed=self.config.seed)
-        return Experts(
-            rows=rows,
-            task_for=lambda slot: cast(Task, tasks[order.index(slot.ticket * rows + slot.index - groups)]),
-        )
-
-    def _task_order(self) -> Callable[[GroupSlot], Task]:
-        """Tasks by slot: the same for any number of explorers, and for a run that resumes."""
+    def _task_order(self) -> Callable[[GroupKey], Task]:
+        """Order tasks by group: the same for any number of explorers, and for a run that resumes."""
         tasks, seed = self.tasks.train, self.config.seed
         order, retries = (SeededOrder(size=len(tasks), seed=each) for each in (seed, seed + 1))
         groups, attempts = self.config.data.groups_per_batch, self.config.schedule.max_retries + 1
 
-        def task_for(slot: GroupSlot) -> Task:
-            position = slot.ticket * groups + slot.index
-            if slot.attempt:
-                return cast(Task, tasks[retries.index(position * attempts + slot.attempt)])
+        def task_for(key: GroupKey) -> Task:
+            position = key.batch * groups + key.index
+            if key.retry:
+                return cast(Task, tasks[retries.index(position * attempts + key.retry)])
             return cast(Task, tasks[order.index(position)])
 
         return task_for
@@ -209,6 +199,7 @@ class RunBuilder(RoleParts):
             stages=self.stages,
             score_seconds=config.deadlines.reward * (config.schedule.reward_retries + 1),
             idle_seconds=config.deadlines.batch,
+            writes=("reward", *(("reward_dimensions",) if config.algorithm.reward_dimensions else ())),
             max_failed_groups=config.schedule.max_retries,
             equal_groups_replaced=config.schedule.max_retries if self.recipe.dynamic_sampling else 0,
         )

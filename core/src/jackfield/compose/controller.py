@@ -18,7 +18,8 @@ from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig
 from jackfield.errors import ConfigError, PluginError
 from jackfield.plugins import Registry, discover, hook_manager
-from jackfield.queue import LocalQueue, TransferQueue
+from jackfield.queue import TransferQueue
+from jackfield.queue.store import STORE_FILE
 
 if TYPE_CHECKING:
     from jackfield.queue.serving import QueueServer
@@ -56,18 +57,16 @@ def distributed(config: RunConfig, role: str) -> RunConfig:
     return attrs.evolve(config, queue=attrs.evolve(config.queue, address=str(address_file(config).absolute())))
 
 
-def local_queue(config: RunConfig, backend: TransferQueueBackend, clock: Clock) -> LocalQueue:
-    """The queue of a run, with its controller in this process; not started."""
-    folder = Path(config.folder)
-    return LocalQueue(
+def local_queue(config: RunConfig, backend: TransferQueueBackend, clock: Clock) -> TransferQueue:
+    """Make the queue of a run, with its controller in this process; not started."""
+    return TransferQueue(
         backend,
         clock,
+        store=Path(config.folder) / "queue" / STORE_FILE,
+        durable=config.queue.durable,
         max_samples=config.queue.max_samples,
         max_bytes=config.queue.max_bytes,
         max_retries=config.schedule.max_retries,
-        put_deadline_seconds=config.deadlines.batch,
-        ledger=folder / "ledger.jsonl",
-        journal=folder / "queue" / "journal.jsonl" if config.queue.durable else None,
     )
 
 

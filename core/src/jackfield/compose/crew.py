@@ -13,7 +13,7 @@ from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.compose.controller import address_file
 from jackfield.compose.workers import WorkerFactory
-from jackfield.queue import Rows
+from jackfield.queue import Values
 from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
@@ -75,26 +75,26 @@ async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack)
     """One worker of each kind in this process; what was started is ended by ``stack``."""
     served = make.config.queue.address is not None
     backend = make.joined_backend(address_file(make.config).parent) if served else make.backend()
-    rows = Rows(backend)
+    values = Values(backend)
     replicas = make.config.cluster.replicas if needs.replicas else 0
     servers = [make.rollout_server(replica) for replica in range(replicas)]
-    agent = make.agent_worker(rows, dict(enumerate(servers)), request_prefix=make.config.name)
+    agent = make.agent_worker(values, dict(enumerate(servers)), request_prefix=make.config.name)
     rewards = None
     if needs.rewards:
-        worker = await make.reward_worker(rows)
+        worker = await make.reward_worker(values)
         stack.push_async_callback(worker.close)
         rewards = Workers([worker])
     return Crew(
         backend=backend,
-        actor=[make.engine_rank(rows, "actor", loss_columns=needs.loss_columns, renamed=needs.renamed)]
+        actor=[make.engine_rank(values, "actor", loss_columns=needs.loss_columns, renamed=needs.renamed)]
         if needs.engines
         else [],
-        reference=[make.engine_rank(rows, "reference")] if needs.reference else [],
-        critic=[make.engine_rank(rows, "critic", loss_columns=CRITIC_COLUMNS)] if needs.critic else [],
+        reference=[make.engine_rank(values, "reference")] if needs.reference else [],
+        critic=[make.engine_rank(values, "critic", loss_columns=CRITIC_COLUMNS)] if needs.critic else [],
         servers=servers,
         agents=Workers([agent]),
         rewards=rewards,
-        estimator=AdvantageWorker(rows, needs.plan),
+        estimator=AdvantageWorker(values, needs.plan),
         shares_devices=True,
         fleet=_InlineFleet(make, agent),
     )

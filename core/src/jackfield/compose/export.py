@@ -13,7 +13,7 @@ from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointReques
 from jackfield.config import RunConfig, make_config
 from jackfield.errors import EngineError, JackfieldError, RunError
 from jackfield.plugins import Registry, discover
-from jackfield.queue.local import STATE_FILE
+from jackfield.queue.store import STORE_FILE
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.trainer import Checkpoint, CheckpointStore, open_checkpoint
 from jackfield.weights import MergedAdapter
@@ -67,7 +67,7 @@ def _none(folder: Path) -> RunError:
 
 def find_queue(folder: Path) -> Path:
     """The folder of a checkpointed queue: itself, or that of a run's (newest whole) checkpoint."""
-    return folder if (folder / STATE_FILE).is_file() else find_checkpoint(folder, "queue/").folder / "queue"
+    return folder if (folder / STORE_FILE).is_file() else find_checkpoint(folder, "queue/").folder / "queue"
 
 
 def export_checkpoint(

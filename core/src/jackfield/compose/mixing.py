@@ -13,19 +13,19 @@ import attrs
 from jackfield.compose.export import find_queue
 from jackfield.config import MixConfig, MixingConfig, ReplayConfig
 from jackfield.errors import ConfigError
-from jackfield.queue import Reuse, TransferQueue, make_sampler
-from jackfield.queue.row_files import StoredRow, cell_of, read_rows
+from jackfield.queue import Reuse, SamplerSpec, TransferQueue, Values, make_sampler
+from jackfield.queue.sample_files import StoredSample, cell_of, read_samples
 from jackfield.runtime.samples import TRAIN
 from jackfield.trainer import Source
 
 if TYPE_CHECKING:
-    from jackfield.queue.importing import ImportedRows
+    from jackfield.queue.importing import ImportedSamples
 
-__all__ = ["check_rows", "make_sources", "mixed_rows"]
+__all__ = ["check_rows", "make_sources", "mixed_samples"]
 
 
 def make_sources(settings: MixingConfig) -> tuple[Source, ...]:
-    """What each batch has beside its ticket's groups; the samplers are new.
+    """List what each batch has beside its own groups.
 
     Raises:
         QueueError: an unknown sampler.
@@ -59,13 +59,14 @@ def check_rows(settings: MixingConfig, *, explores: bool) -> None:
             )
 
 
-def mixed_rows(settings: MixingConfig, queue: TransferQueue) -> tuple[ImportedRows, ...]:
-    """What fills the partitions that are mixed in: once, before the first step of a new run, and again where lost."""
-    from jackfield.queue.importing import ImportedRows
+def mixed_samples(settings: MixingConfig, queue: TransferQueue, values: Values) -> tuple[ImportedSamples, ...]:
+    """Fill the partitions that are mixed in: once, before the first step of a new run, and again where lost."""
+    from jackfield.queue.importing import ImportedSamples
 
     return tuple(
-        ImportedRows(
+        ImportedSamples(
             queue,
+            values,
             partition,
             partial(_read, mixed),
             mixed.samples,
@@ -88,21 +89,22 @@ def _mixed(settings: MixingConfig) -> Iterator[tuple[str, str, MixConfig]]:
 
 
 def _source(name: str, partition: str, settings: ReplayConfig | MixConfig) -> Source:
-    sampler = make_sampler(settings.sampler.name, settings.sampler.options, f"mixing.{name}.sampler.options")
+    make_sampler(settings.sampler.name, settings.sampler.options, f"mixing.{name}.sampler.options")  # refuses it here
+    sampler = SamplerSpec(name=settings.sampler.name, options=settings.sampler.options)
     limits = {field.name: getattr(settings, field.name) for field in attrs.fields(Reuse)}
     return Source(partition=partition, ratio=settings.ratio, sampler=sampler, reuse=Reuse(**limits))
 
 
-def _read(mixed: MixConfig) -> Iterator[StoredRow]:
+def _read(mixed: MixConfig) -> Iterator[StoredSample]:
     path = Path(mixed.samples)
     if path.is_dir():
-        from jackfield.queue.browse import saved_rows
+        from jackfield.queue.browse import saved_samples
 
-        return (row for row in saved_rows(find_queue(path)) if row.ticket is not None)
-    return read_rows(path)
+        return (sample for sample in saved_samples(find_queue(path)) if sample.batch is not None)
+    return read_samples(path)
 
 
-def _completed(row: StoredRow, *, expert: bool) -> StoredRow:
+def _completed(row: StoredSample, *, expert: bool) -> StoredSample:
     """Tags that a run counts by, and of an expert's row the columns that an expert does not write.
 
     Versions of other runs' weights say nothing here.

@@ -27,7 +27,7 @@ from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, plugin_sections
 from jackfield.files import replace_file
 from jackfield.plugins import Registry, hook_manager, installed
-from jackfield.queue import Rows
+from jackfield.queue import Values
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
@@ -364,7 +364,7 @@ def make_storage(config: RunConfig, needs: Needs) -> Storage:
     """The queue's backend, and the estimator beside it."""
     _use_threads(config)  # and import torch now, rather than at the first row
     backend = _factory(config).backend()
-    return Storage(backend, AdvantageWorker(Rows(backend), needs.plan))
+    return Storage(backend, AdvantageWorker(Values(backend), needs.plan))
 
 
 def make_engine_rank(
@@ -385,7 +385,7 @@ def make_engine_rank(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     columns = {"actor": needs.loss_columns, "critic": CRITIC_COLUMNS}.get(role, ())
     return _factory(config).engine_rank(
-        Rows(backend),
+        Values(backend),
         role,
         loss_columns=columns,
         renamed=needs.renamed if role == "actor" else None,
@@ -411,9 +411,9 @@ def make_agent_worker(
     if number == 0:
         recipe = make_recipe(config, factory.registry.find("rollout", config.rollout.name))
         check_tokens(config, read_tasks(config, recipe), read_model(config))
-    return factory.agent_worker(Rows(backend), servers, request_prefix=f"{config.name}-{number}")
+    return factory.agent_worker(Values(backend), servers, request_prefix=f"{config.name}-{number}")
 
 
 async def make_reward_worker(config: RunConfig, backend: RemoteBackend, number: int) -> RewardWorker:
     """A worker with a started reward agent."""
-    return await _factory(config).reward_worker(Rows(backend), number)
+    return await _factory(config).reward_worker(Values(backend), number)

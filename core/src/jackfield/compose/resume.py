@@ -19,9 +19,9 @@ import attrs
 from jackfield.config import RunConfig, as_plain
 from jackfield.errors import RunError
 from jackfield.files import replace_file, seal, unseal
-from jackfield.queue.ledger import LedgerEnd, check_ledger
-from jackfield.queue.local import read_state
 from jackfield.queue.namespace import NAME_FILE
+from jackfield.queue.restoring import Checkpoint as QueueCheckpoint
+from jackfield.queue.store import STORE_FILE, check_ledger
 from jackfield.settings import flatten
 from jackfield.trainer import Checkpoint, CheckpointStore
 
@@ -161,7 +161,7 @@ def starting_point(config: RunConfig, folder: Path, digests: Mapping[str, str] |
         _check_config(found, config)
         check_data(found, digests or {})
         if config.queue.address is None:
-            _check_ledger(found, folder / "ledger.jsonl")
+            _check_ledger(found, folder / "queue" / STORE_FILE)
 
     checkpoint = store.newest(check=check)
     store.clean()
@@ -174,9 +174,9 @@ def starting_point(config: RunConfig, folder: Path, digests: Mapping[str, str] |
 
 
 def _check_ledger(checkpoint: Checkpoint, ledger: Path) -> None:
-    known = read_state(checkpoint.folder / "queue")["ledger"]
+    known = QueueCheckpoint.read(checkpoint.folder / "queue" / STORE_FILE).ledger
     if known is not None:
-        check_ledger(ledger, LedgerEnd(**known))
+        check_ledger(ledger, known)
 
 
 def _clear_queue(folder: Path) -> None:

@@ -174,7 +174,7 @@ class TrainerBuilder:
             stages=self.stages,
             sampling=unstructure(sampling),
             seed=config.seed if sampling.seed is None else sampling.seed,
-            run_seconds=config.deadlines.rollout,
+            rollout_seconds=config.deadlines.rollout,
             score_seconds=config.deadlines.reward * (config.schedule.reward_retries + 1),
             recorded=config.observe.samples_per_evaluation,
         )

@@ -26,7 +26,7 @@ from jackfield.compose.selection import interpreters
 from jackfield.config import PluginSection, RunConfig
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.plugins import Registry
-from jackfield.queue import Rows
+from jackfield.queue import Values
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.process import RolloutProcess
@@ -63,7 +63,7 @@ class WorkerFactory:
 
     def engine_rank(
         self,
-        rows: Rows,
+        values: Values,
         role: str,
         *,
         loss_columns: Sequence[str] = (),
@@ -101,7 +101,7 @@ class WorkerFactory:
         transport: CheckpointEngine | None = self._plugin("checkpoint_engine", place) if actor else None
         return EngineRank(
             engine,
-            rows,
+            values,
             loss_columns=loss_columns,
             renamed=renamed,
             transport=transport,
@@ -158,12 +158,14 @@ class WorkerFactory:
             heartbeat_seconds=config.deadlines.heartbeat,
         )
 
-    def agent_worker(self, rows: Rows, servers: Mapping[int, BaseRolloutServer], *, request_prefix: str) -> AgentWorker:
+    def agent_worker(
+        self, values: Values, servers: Mapping[int, BaseRolloutServer], *, request_prefix: str
+    ) -> AgentWorker:
         """A worker that runs agents on ``servers``, by number; without any, it only makes samples of given answers."""
         config, tokenizer = self.config, self._tokenizer()
         max_prompt_tokens = read_model(config).max_prompt_tokens
         if not servers:
-            return AgentWorker(rows, tokenizer, self.clock, None, max_prompt_tokens=max_prompt_tokens)
+            return AgentWorker(values, tokenizer, self.clock, None, max_prompt_tokens=max_prompt_tokens)
         loaded = self.registry.load("agent", config.agent.name)
         router = ReplicaRouter(servers, self.clock)
 
@@ -183,9 +185,11 @@ class WorkerFactory:
             )
             return cast(AgentLoopBase, loaded.build(config.agent.settings, context, "agent"))
 
-        return AgentWorker(rows, tokenizer, self.clock, make_agent, max_prompt_tokens=max_prompt_tokens, router=router)
+        return AgentWorker(
+            values, tokenizer, self.clock, make_agent, max_prompt_tokens=max_prompt_tokens, router=router
+        )
 
-    async def reward_worker(self, rows: Rows, number: int = 0) -> RewardWorker:
+    async def reward_worker(self, values: Values, number: int = 0) -> RewardWorker:
         """A worker whose reward agent is started; what its processes print goes into the run's folder ``logs``."""
         config = self.config
         context = RewardContext(
@@ -202,7 +206,7 @@ class WorkerFactory:
             await agent.close()
             raise
         return RewardWorker(
-            rows,
+            values,
             agent,
             self._tokenizer(),
             self.clock,

@@ -14,43 +14,52 @@ from jackfield.queue.columns import (
     take,
     to_nested,
 )
-from jackfield.queue.ledger import Ledger, effective_acks, read_ledger
-from jackfield.queue.lineage import Lineage
-from jackfield.queue.local import LocalQueue
-from jackfield.queue.meta import BatchMeta, Claim, GroupSlot, GroupView, Notice, Ticket
-from jackfield.queue.reuse import Reuse
-from jackfield.queue.rows import Rows, Written
+from jackfield.queue.meta import (
+    Batch,
+    BatchMeta,
+    GroupKey,
+    Lease,
+    Lineage,
+    NewGroup,
+    Notice,
+    Reuse,
+    RolloutReport,
+    Written,
+)
 from jackfield.queue.samplers import (
     SAMPLERS,
     Priority,
     Random,
     Ready,
     Sampler,
+    SamplerSpec,
     Sequential,
     make_sampler,
     register_sampler,
 )
+from jackfield.queue.store import effective_acks, read_ledger
 from jackfield.queue.transfer_queue import TransferQueue
+from jackfield.queue.values import Values
 
 __all__ = [
     "SAMPLERS",
+    "Batch",
     "BatchMeta",
-    "Claim",
-    "GroupSlot",
-    "GroupView",
-    "Ledger",
+    "GroupKey",
+    "Lease",
     "Lineage",
-    "LocalQueue",
+    "NewGroup",
     "Notice",
     "Priority",
     "Random",
     "Ready",
     "Reuse",
-    "Rows",
+    "RolloutReport",
     "Sampler",
+    "SamplerSpec",
     "Sequential",
-    "Ticket",
     "TransferQueue",
+    "Values",
     "Written",
     "byte_size",
     "column_from_rows",

@@ -1,4 +1,4 @@
-"""A queue's checkpoint as people read it: rows with tags, columns and who has used them. Nothing is changed."""
+"""Read a queue's checkpoint: samples with tags, columns and the consumers that have used them."""
 
 from __future__ import annotations
 
@@ -9,40 +9,45 @@ from typing import Any
 
 import attrs
 
+from jackfield.clock import Clock
 from jackfield.errors import QueueError
 from jackfield.queue.archive import read_archive
 from jackfield.queue.cells import Cell
-from jackfield.queue.ledger import read_ledger
-from jackfield.queue.lineage import Lineage
-from jackfield.queue.local import VALUES_FOLDER, read_state
-from jackfield.queue.row_files import StoredRow
+from jackfield.queue.checkpoints import VALUES_FOLDER
+from jackfield.queue.meta import Lineage
+from jackfield.queue.restoring import Checkpoint
+from jackfield.queue.sample_files import StoredSample
+from jackfield.queue.store import STORE_FILE, read_lineage
 
-__all__ = ["Ancestor", "plain_values", "saved_rows", "trace"]
+__all__ = ["Ancestor", "plain_values", "saved_samples", "trace"]
 
 
-def saved_rows(folder: Path) -> Iterator[StoredRow]:
-    """The rows that :meth:`~jackfield.queue.TransferQueue.checkpoint` wrote to ``folder``.
+def saved_samples(folder: Path) -> Iterator[StoredSample]:
+    """Read the samples that :meth:`~jackfield.queue.TransferQueue.checkpoint` wrote to ``folder``.
 
     Raises:
         QueueError: ``queue.invalid`` where there is no whole checkpoint, or one of another format.
     """
-    known = _known(folder)
+    state = Checkpoint.read(folder / STORE_FILE).state(Clock())
     for row in read_archive(folder / VALUES_FOLDER):
-        found = known.get((row.partition, row.key), {})
-        yield StoredRow(
-            partition=row.partition,
-            key=row.key,
-            ticket=found.get("ticket"),
-            group=found.get("group"),
-            task=found.get("task"),
-            tags=found.get("tags", {}),
-            acked_by=tuple(sorted(found.get("acks", ()))),
-            cells=row.cells,
+        sample = StoredSample(partition=row.partition, key=row.key, cells=row.cells)
+        found = state.sample(row.key) if state.knows(row.key) else None
+        if found is None:
+            yield sample  # it waited to be deleted
+            continue
+        group, known = found
+        yield attrs.evolve(
+            sample,
+            batch=group.key.batch,
+            group=str(group.key),
+            task=group.task_id,
+            tags={**group.tags, **known.tags},
+            acked_by=tuple(sorted(name for name, use in group.uses.items() if use.is_made())),
         )
 
 
 def plain_values(cell: Cell) -> Any:
-    """A cell as JSON values: what a JSON column holds, or lists of numbers; complex numbers as texts."""
+    """Return a cell as JSON values: what a JSON column holds, or lists of numbers; complex numbers as texts."""
     if cell.kind == "json":
         return json.loads(bytes(cell.content))
     values = cell.tensor()
@@ -53,65 +58,43 @@ def plain_values(cell: Cell) -> Any:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Ancestor:
-    """A row and what it was made of."""
+    """A sample and what it was made of."""
 
     key: str
-    operation: str | None  #: that made it; None: it was not made of other rows, or nobody knows
+    operation: str | None  #: that made it; None: it was not made of other samples, or that is unknown
     parents: tuple[Ancestor, ...]
     in_queue: bool
 
 
-def trace(key: str, checkpoint: Path | None, ledger: Path | None) -> Ancestor:
-    """The rows that a row was made of, and those that they were made of.
+def trace(key: str, checkpoint: Path | None, store: Path | None) -> Ancestor:
+    """Find the samples that a sample was made of, and those that they were made of.
 
     Args:
-        key: of the row, which need not be in the queue any more.
-        checkpoint: of the queue: rows that were there, and their ancestors.
-        ledger: of the run (``ledger.jsonl``): every derivation there ever was.
+        key: of the sample, which need not be in the queue any more.
+        checkpoint: of the queue: samples that were there, and their ancestors.
+        store: file of the run's queue: every derivation there ever was.
 
     Raises:
-        QueueError: ``queue.unknown-sample``: neither knows the row; ``queue.ledger``, ``queue.invalid``: damage.
+        QueueError: ``queue.unknown-sample``: neither knows the sample; ``queue.ledger``, ``queue.invalid``: damage.
     """
-    derived: dict[str, Lineage] = {}
+    derived: dict[str, Lineage] = {} if store is None else read_lineage(store)
     living: set[str] = set()
-    if ledger is not None and ledger.is_file():
-        for entry in read_ledger(ledger):
-            if entry["event"] == "derive":
-                derived[entry["key"]] = Lineage(entry["operation"], tuple(entry["parents"]))
     if checkpoint is not None:
-        state = read_state(checkpoint)
-        derived |= {name: Lineage(operation, tuple(parents)) for name, (operation, parents) in state["lineage"].items()}
-        for _, row_key in _known(checkpoint):
-            living.add(row_key)
+        saved = Checkpoint.read(checkpoint / STORE_FILE)
+        derived |= saved.lineage
+        living = saved.keys(Clock())
     if key not in derived and key not in living and not any(key in made.parents for made in derived.values()):
-        where = ", ".join(str(each) for each in (checkpoint, ledger) if each is not None)
-        raise QueueError(f"nobody knows a row {key!r}", code="queue.unknown-sample", where=where)
+        where = ", ".join(str(each) for each in (checkpoint, store) if each is not None)
+        raise QueueError(f"the sample {key!r} is unknown", code="queue.unknown-sample", where=where)
     return _ancestor(key, derived, living, frozenset())
 
 
 def _ancestor(key: str, derived: Mapping[str, Lineage], living: set[str], below: frozenset[str]) -> Ancestor:
     made = derived.get(key)
-    parents = () if made is None or key in below else made.parents  # an imported row may have the key of its own parent
+    parents = () if made is None or key in below else made.parents  # an imported sample may have its own parent's key
     return Ancestor(
         key=key,
         operation=None if made is None else made.operation,
         parents=tuple(_ancestor(parent, derived, living, below | {key}) for parent in parents),
         in_queue=key in living,
     )
-
-
-def _known(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """What the controller knew of each row."""
-    found = {}
-    for partition, saved in read_state(folder)["partitions"].items():
-        for ticket in saved["tickets"]:
-            for group in filter(None, (slot["group"] for slot in ticket["slots"])):
-                for row in group["rows"]:
-                    found[partition, row["key"]] = {
-                        "ticket": ticket["number"],
-                        "group": group["id"],
-                        "task": group["task_id"],
-                        "tags": {**group["tags"], **row["tags"]},
-                        "acks": list(row["acks"]),
-                    }
-    return found

@@ -1,154 +1,166 @@
-"""Rows of files into a partition."""
+"""Samples of files into a partition."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.appending import AppendingBackend
 from jackfield.queue.cells import column_of
-from jackfield.queue.lineage import Lineage
-from jackfield.queue.local import STATE_FILE, VALUES_FOLDER, LocalQueue
-from jackfield.queue.meta import GroupSlot, Ticket
-from jackfield.queue.row_files import StoredRow, read_rows
+from jackfield.queue.checkpoints import VALUES_FOLDER
+from jackfield.queue.meta import Batch, GroupKey, Lineage, NewGroup, RolloutReport
+from jackfield.queue.sample_files import StoredSample, read_samples
+from jackfield.queue.store import STORE_FILE
 from jackfield.queue.transfer_queue import TransferQueue
+from jackfield.queue.values import Values
 
-__all__ = ["ImportedRows", "import_file"]
+__all__ = ["ImportedSamples", "import_file"]
 
 _WHO = "import"
-_SECONDS = 600.0  #: for room in the queue, and for nothing else: nobody works on these rows
+_SECONDS = 600.0  #: for room in the queue
 
 
-class ImportedRows:
-    """Rows of a file, or of a queue's folder, as one ticket of published groups: put there, and put again where lost.
+class ImportedSamples:
+    """Samples of a file, or of a queue's folder, as one batch of published groups, and again where they are lost.
 
-    Rows of one group become one group again, each as a run of its own. Its parent is ``ORIGIN:KEY``, or ``ORIGIN``
-    where it had no key, and what that was made of is remembered. Rows are read one by one: of those that were read,
-    only the names of their groups are kept.
+    Samples of one group become one group again, each as a rollout of its own. Its parent is ``ORIGIN:KEY``, or
+    ``ORIGIN`` where it had no key, and what that was made of is remembered. Samples are read one by one: of those that
+    were read, only the names of their groups are kept.
     """
 
     def __init__(
         self,
         queue: TransferQueue,
+        values: Values,
         partition: str,
-        read: Callable[[], Iterable[StoredRow]],
+        read: Callable[[], Iterable[StoredSample]],
         origin: str,
-        complete: Callable[[StoredRow], StoredRow] = lambda row: row,
+        complete: Callable[[StoredSample], StoredSample] = lambda sample: sample,
     ) -> None:
         """
         Args:
             queue: started.
-            partition: where they go.
-            read: the rows from the first one on, in an order that stays.
-            origin: where they are from, a file or a folder.
-            complete: adds to each row what is missing.
+            values: writes to the queue's backend.
+            partition: where the samples go.
+            read: reads the samples from the first one on, in an order that stays.
+            origin: the file or folder that they are from.
+            complete: adds to each sample what is missing.
         """
         self._queue = queue
+        self._values = values
         self._partition = partition
         self._read = read
         self._origin = origin
         self._complete = complete
-        self._sizes: list[int] = []  #: of groups, in the order of their first rows
+        self._sizes: list[int] = []  #: of groups, in the order of their first samples
         self._places: dict[object, int] = {}  #: of groups, by what they were called
 
-    def _look(self) -> None:
-        """Count groups and their rows."""
+    def _count(self) -> None:
+        """Count groups and their samples."""
         if not self._sizes:
-            for number, row in enumerate(self._read()):
-                place = self._places.setdefault(_group_of(row, number), len(self._sizes))
+            for number, sample in enumerate(self._read()):
+                place = self._places.setdefault(_group_of(sample, number), len(self._sizes))
                 self._sizes += [0] * (place == len(self._sizes))
                 self._sizes[place] += 1
 
     async def put(self) -> int:
-        """Put all rows; their number.
+        """Put all samples. Returns their number.
 
         Raises:
-            QueueError: where a row cannot be put.
+            QueueError: where a sample cannot be put.
         """
-        self._look()
+        self._count()
         if not self._sizes:
             return 0
-        ticket = await self._queue.claim_ticket(self._partition, _WHO, len(self._sizes))
-        while not await self._queue.vacancies(ticket):  # of an earlier import: a restored queue offers it again
-            ticket = await self._queue.claim_ticket(self._partition, _WHO, len(self._sizes))
-        await self._fill(ticket)
+        batch = await self._claim()
+        while batch is not None and not batch.vacant:  # of an earlier import: a restored queue offers it again
+            batch = await self._claim()
+        assert batch is not None  # without a bound there is always a next one
+        await self._fill(batch)
         return sum(self._sizes)
 
     async def keep(self) -> None:
-        """Put groups again whose rows were lost with a part of the store; until cancelled.
+        """Put groups again whose samples were lost with a part of the store; until cancelled.
 
         Raises:
             QueueError: a group was lost too often.
         """
         while True:
             with suppress(DeadlineExceeded):
-                await self._queue.wait_offer(self._partition, _SECONDS)
-                self._look()
-                await self._fill(await self._queue.claim_ticket(self._partition, _WHO, len(self._sizes)))
+                self._count()
+                batch = await self._claim(below=1)
+                if batch is None:
+                    return  # all its groups are used up
+                await self._fill(batch)
 
-    async def _fill(self, ticket: Ticket) -> None:
-        """Fill the places of a ticket that have no group."""
-        while vacancies := await self._queue.vacancies(ticket):
-            slots = cast("AsyncGenerator[GroupSlot, None]", self._queue.slots(ticket, _SECONDS, until="published"))
-            try:
-                given = [await anext(slots) for _ in range(vacancies)]
-                await self._put({slot.index: slot for slot in given})
-            finally:
-                await slots.aclose()
+    async def _claim(self, below: int | None = None) -> Batch | None:
+        groups, partition = len(self._sizes), self._partition
+        return await self._queue.claim_batch(partition, _WHO, groups, below=below, deadline_seconds=_SECONDS)
 
-    async def _put(self, slots: Mapping[int, GroupSlot]) -> None:
-        """Put the groups of these places, row by row."""
-        groups: dict[int, str] = {}
-        runs: Counter[int] = Counter()
-        for number, row in enumerate(self._read()):
-            place = self._places[_group_of(row, number)]
-            if place not in slots:
+    async def _fill(self, batch: Batch) -> None:
+        """Fill the places of a batch that have no group, as many at a time as there is room for."""
+        async for keys in self._queue.groups_to_fill(batch, _SECONDS, until="published"):
+            await self._put(keys)
+
+    async def _put(self, keys: Sequence[GroupKey]) -> None:
+        wanted = {key.index: key for key in keys}
+        opened: Counter[int] = Counter()
+        for number, sample in enumerate(self._read()):
+            place = self._places[_group_of(sample, number)]
+            if place not in wanted:
                 continue
-            if place not in groups:
-                task = row.task if row.task is not None else f"row-{place}"
-                groups[place] = await self._queue.open_group(slots[place], task_id=task, runs=self._sizes[place])
-            await self._put_row(groups[place], runs[place], self._complete(row))
-            runs[place] += 1
+            key = wanted[place]
+            if not opened[place]:
+                task = sample.task if sample.task is not None else f"row-{place}"
+                await self._queue.open_groups([NewGroup(key=key, task_id=task, rollouts=self._sizes[place])])
+            await self._put_sample(key, opened[place], self._complete(sample))
+            opened[place] += 1
 
-    async def _put_row(self, group: str, run: int, row: StoredRow) -> None:
-        parent = self._origin if row.key is None else f"{self._origin}:{row.key}"
-        lineage = [Lineage(_WHO, (parent,))]
-        await self._queue.put_run(group, run, _columns(row), [row.tags], lineage=lineage, deadline_seconds=_SECONDS)
-        if "operation" in row.tags and "parents" in row.tags:
-            made = Lineage(row.tags["operation"], tuple(row.tags["parents"]))
-            await self._queue.remember_lineage(parent, made)
+    async def _put_sample(self, group: GroupKey, rollout: int, sample: StoredSample) -> None:
+        parent = self._origin if sample.key is None else f"{self._origin}:{sample.key}"
+        key = group.sample(rollout, 0)
+        lineage = {key: Lineage(_WHO, (parent,))}
+        if "operation" in sample.tags and "parents" in sample.tags:
+            lineage[parent] = Lineage(sample.tags["operation"], tuple(sample.tags["parents"]))
+        written = await self._values.put(self._partition, [key], _columns(sample), [sample.tags])
+        report = RolloutReport(
+            group=str(group), rollout=rollout, keys=(key,), columns=written.columns, sizes=written.sizes,
+            tags=(sample.tags,), lineage=lineage,
+        )  # fmt: skip
+        await self._queue.end_rollouts([report])
 
 
-def _group_of(row: StoredRow, number: int) -> object:
-    return number if row.group is None else (row.partition, row.group)
+def _group_of(sample: StoredSample, number: int) -> object:
+    return number if sample.group is None else (sample.partition, sample.group)
 
 
-def _columns(row: StoredRow) -> Mapping[str, Column]:
-    return {name: column_of(name, [cell]) for name, cell in row.cells.items()}
+def _columns(sample: StoredSample) -> Mapping[str, Column]:
+    return {name: column_of(name, [cell]) for name, cell in sample.cells.items()}
 
 
 async def import_file(file: Path, folder: Path, partition: str) -> int:
-    """Put the rows of a JSONL or Parquet file into the checkpointed queue of ``folder``; returns their number.
+    """Put the samples of a JSONL or Parquet file into the checkpointed queue of ``folder``. Returns their number.
 
     The file may be larger than memory: values go from it to the folder batch by batch; tags and keys stay in memory.
 
     Raises:
-        QueueError: where the file is no file of rows, or the folder holds something else than a queue.
+        QueueError: where the file is no file of samples, or the folder holds something else than a queue.
     """
-    queue = LocalQueue(AppendingBackend(folder / VALUES_FOLDER), Clock())
+    backend = AppendingBackend(folder / VALUES_FOLDER)
+    queue = TransferQueue(backend, Clock())
     await queue.start()
     try:
-        if (folder / STATE_FILE).is_file():
+        if (folder / STORE_FILE).is_file():
             await queue.restore(folder)
         elif folder.is_dir() and any(folder.iterdir()):
-            raise QueueError("the folder holds something else than a queue", where=str(folder), expected=STATE_FILE)
-        count = await ImportedRows(queue, partition, lambda: read_rows(file), str(file)).put()
+            raise QueueError("the folder holds something else than a queue", where=str(folder), expected=STORE_FILE)
+        imported = ImportedSamples(queue, Values(backend), partition, lambda: read_samples(file), str(file))
+        count = await imported.put()
         await queue.checkpoint(folder)
     finally:
         await queue.close()

@@ -1,151 +1,245 @@
-"""The metadata that users of the TransferQueue hold: plain frozen values, never tensors."""
+"""The metadata that users of the queue hold: frozen, plain values, never tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import attrs
+from attrs.validators import ge, gt, optional
 
 from jackfield.errors import QueueError
+from jackfield.settings import option
 
-__all__ = ["BatchMeta", "Claim", "GroupSlot", "GroupView", "Notice", "Ticket", "partition_of"]
+__all__ = [
+    "Batch",
+    "BatchMeta",
+    "GroupKey",
+    "Lease",
+    "Lineage",
+    "NewGroup",
+    "Notice",
+    "Reuse",
+    "RolloutReport",
+    "Written",
+    "group_of",
+    "partition_of",
+]
 
 T = TypeVar("T")
 
 
 @attrs.frozen
-class Ticket:
-    """A batch to be made: the right, and the duty, of one explorer to publish ``groups`` groups."""
+class GroupKey:
+    """One attempt at one group of a batch; the keys of its samples follow from it.
+
+    ``retry`` counts the groups that were dropped at this index before. ``reissue`` counts how often the same attempt
+    was handed out again because its explorer died or the run was resumed.
+    """
+
+    partition: str
+    batch: int
+    index: int
+    retry: int = 0
+    reissue: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.partition}/{self.batch}/{self.index}/{_numbered(self.retry, self.reissue)}"
+
+    @classmethod
+    def of(cls, name: str) -> GroupKey:
+        """Read the key of a group from its text.
+
+        Raises:
+            QueueError: ``queue.unknown-sample`` for a text that names no group.
+        """
+        partition, *numbers = name.rsplit("/", 3)
+        try:
+            batch, index, retry = numbers
+            number, _, reissue = retry.partition("r")
+            return cls(partition, int(batch), int(index), int(number), int(reissue or 0))
+        except ValueError:
+            raise QueueError(f"{name!r} names no group", code="queue.unknown-sample", where=name) from None
+
+    def rollout(self, number: int, attempt: int = 0) -> str:
+        """Return what the keys of a rollout's samples begin with; ``attempt`` counts the workers that died over it."""
+        return f"{self}/{_numbered(number, attempt)}"
+
+    def sample(self, rollout: int, sequence: int, attempt: int = 0) -> str:
+        """Return the key of a sample."""
+        return f"{self.rollout(rollout, attempt)}/{sequence}"
+
+
+def _numbered(number: int, again: int) -> str:
+    return f"{number}r{again}" if again else str(number)
+
+
+def group_of(key: str) -> str:
+    """Return the text of the group of a sample's key."""
+    return key.rsplit("/", 2)[0]
+
+
+def partition_of(key: str) -> str:
+    """Return the partition of a sample's key."""
+    return key.rsplit("/", 5)[0]
+
+
+@attrs.frozen
+class Batch:
+    """A batch to make: the right, and the duty, of one explorer to publish ``groups`` groups."""
 
     partition: str
     number: int  #: per partition, from 0
     groups: int
     explorer: str
+    vacant: int = 0  #: groups that no explorer makes at the moment
 
 
 @attrs.frozen
-class GroupSlot:
-    """A place in a ticket that waits for a group.
+class Lineage:
+    """How a sample came to be, where it was made of others."""
 
-    ``attempt`` counts the groups that were dropped from this place before. ``claim`` counts how often the place was
-    handed out anew because its explorer died or the run was resumed: the same attempt is then made once more.
-    """
-
-    ticket: int
-    index: int
-    attempt: int
-    partition: str
-    explorer: str
-    claim: int = 0
+    operation: str
+    parents: tuple[str, ...]  #: keys, of this queue or of another one
 
 
 @attrs.frozen(kw_only=True)
-class GroupView:
-    """A group as it was when it was looked at."""
+class NewGroup:
+    """Sibling rollouts of one task, which begin now."""
 
-    id: str
-    partition: str
-    ticket: int
-    index: int  #: of its slot
-    attempt: int
+    key: GroupKey
     task_id: str
-    state: Literal["open", "published", "dropped"]
-    reason: str | None  #: why it was dropped
-    runs: int
-    failed_runs: tuple[tuple[int, str], ...]  #: runs that ended without rows because they failed, and why
-    keys: tuple[str, ...]  #: surviving rows, by run and sequence
-    key_runs: tuple[int, ...]  #: the run of each key
-    columns: frozenset[str]  #: that every surviving row has
-    tags: Mapping[str, Any]
+    rollouts: int
+    minimum_samples: int | None = None  #: that have to survive for the group to be published; None: one per rollout
+    tags: Mapping[str, Any] = attrs.field(factory=dict)  #: of all its samples
+
+
+@attrs.frozen(kw_only=True)
+class RolloutReport:
+    """How a rollout ended. The values of its samples are in the backend already."""
+
+    group: str
+    rollout: int
+    keys: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()  #: bytes of each sample's values
+    tags: tuple[Mapping[str, Any], ...] = ()
+    error: str | None = None  #: why it failed; then it has no samples
+    lineage: Mapping[str, Lineage] = attrs.field(factory=dict)  #: of samples here, and of their parents elsewhere
+
+
+@attrs.frozen(kw_only=True)
+class Written:
+    """What a worker has written to the backend, without the values."""
+
+    columns: tuple[str, ...]
+    sizes: tuple[int, ...]  #: bytes of each sample's new values
+    tags: tuple[Mapping[str, Any], ...] | None = None  #: to be added to the tags of each sample
+
+
+@attrs.frozen
+class Lease:
+    """Under what a sample is held."""
+
+    partition: str
+    consumer: str
+    epoch: int
 
 
 @attrs.frozen
 class Notice:
-    """The newest that somebody posted of a topic."""
+    """The newest value that was posted of a topic."""
 
     number: int  #: from 1; a later notice of the topic has a higher one
     value: Mapping[str, Any]
 
 
-@attrs.frozen
-class Claim:
-    """Under what a row is held."""
+@attrs.frozen(kw_only=True)
+class Reuse:
+    """How often a consumer may use the same groups, and for how long."""
 
-    partition: str
-    consumer: str
-    epoch: int  #: of the lease; 0: nobody leased it
+    max_uses: int | None = option(
+        None, help="uses of a group, the first one included; null: no limit", validator=optional(gt(0))
+    )
+    cooldown: int = option(0, help="steps that a group rests after each use", validator=ge(0))
+    max_staleness: int | None = option(
+        None,
+        help="steps by which the weights that made a group may lag behind the step that uses it, older ones are let "
+        "go; null: no limit",
+        validator=optional(ge(0)),
+    )
+    capacity: int | None = option(
+        None, help="used groups that are kept, the sampler's first choices; null: all", validator=optional(gt(0))
+    )
 
 
 @attrs.frozen(kw_only=True)
 class BatchMeta:
-    """Rows that are worked on together; each is held under a lease of its own or of many rows."""
+    """Samples that are worked on together, in whole groups where they were leased."""
 
     keys: tuple[str, ...]
-    tags: tuple[Mapping[str, Any], ...]  #: of each row
-    group_ids: tuple[str, ...]  #: of each row
-    claims: tuple[Claim, ...]  #: of each row
+    tags: tuple[Mapping[str, Any], ...]  #: of each sample
+    groups: tuple[str, ...]  #: of each sample
+    leases: tuple[Lease, ...]  #: of each sample
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def select(self, indexes: Iterable[int]) -> BatchMeta:
-        """The rows at ``indexes``, in that order, under the same leases."""
+        """Return the samples at ``indexes``, in that order, under the same leases."""
         chosen = list(indexes)
         return BatchMeta(
             keys=tuple(self.keys[index] for index in chosen),
             tags=tuple(self.tags[index] for index in chosen),
-            group_ids=tuple(self.group_ids[index] for index in chosen),
-            claims=tuple(self.claims[index] for index in chosen),
+            groups=tuple(self.groups[index] for index in chosen),
+            leases=tuple(self.leases[index] for index in chosen),
         )
 
     def joined(self, other: BatchMeta) -> BatchMeta:
-        """These rows, then those of ``other``."""
+        """Return these samples, then those of ``other``."""
         return BatchMeta(
             keys=self.keys + other.keys,
             tags=self.tags + other.tags,
-            group_ids=self.group_ids + other.group_ids,
-            claims=self.claims + other.claims,
+            groups=self.groups + other.groups,
+            leases=self.leases + other.leases,
         )
 
-    def by_claim(self) -> dict[Claim, BatchMeta]:
-        """The rows of each lease, in order."""
-        return {claim: self.select(indexes) for claim, indexes in _places(self.claims).items()}
+    def by_lease(self) -> dict[Lease, BatchMeta]:
+        """Return the samples of each lease, in order."""
+        return {lease: self.select(indexes) for lease, indexes in _places(self.leases).items()}
+
+    def by_group(self) -> dict[str, list[int]]:
+        """Return the places of each group's samples, in order."""
+        return _places(self.groups)
 
     def by_partition(self) -> dict[str, list[int]]:
-        """The places of each partition's rows, in order."""
-        return _places(claim.partition for claim in self.claims)
+        """Return the places of each partition's samples, in order."""
+        return _places(lease.partition for lease in self.leases)
 
     def split(self, parts: int) -> tuple[BatchMeta, ...]:
-        """``parts`` consecutive parts; their sizes differ by one row at most, the larger ones first.
+        """Cut into consecutive parts; their sizes differ by one sample at most, the larger ones first.
 
         Raises:
-            QueueError: ``queue.invalid`` with fewer rows than parts, or fewer than one part.
+            QueueError: ``queue.invalid`` with fewer samples than parts, or fewer than one part.
         """
         if not 1 <= parts <= max(len(self), 1):
             raise QueueError("a batch cannot be split so", expected=f"1 to {len(self)} parts", found=parts)
         return tuple(self.select(range(start, end)) for start, end in pairwise(_bounds(len(self), parts)))
 
     def split_groups(self, parts: int) -> tuple[BatchMeta, ...]:
-        """The same with whole groups: ``parts`` consecutive parts whose numbers of groups differ by one at most.
+        """Cut into consecutive parts of whole groups, whose numbers of groups differ by one at most.
 
         Raises:
             QueueError: ``queue.invalid`` with fewer groups than parts, or fewer than one part.
         """
-        rows = _places(self.group_ids)
-        if not 1 <= parts <= max(len(rows), 1):
-            raise QueueError("groups cannot be split so", expected=f"1 to {len(rows)} parts", found=parts)
-        groups = list(rows.values())
+        groups = list(self.by_group().values())
+        if not 1 <= parts <= max(len(groups), 1):
+            raise QueueError("groups cannot be split so", expected=f"1 to {len(groups)} parts", found=parts)
         return tuple(
             self.select(index for group in groups[start:end] for index in group)
             for start, end in pairwise(_bounds(len(groups), parts))
         )
-
-
-def partition_of(key: str) -> str:
-    """A row's keys are ``partition/batch/group/retry/rollout/sequence``."""
-    return key.rsplit("/", 5)[0]
 
 
 def _places(names: Iterable[T]) -> dict[T, list[int]]:

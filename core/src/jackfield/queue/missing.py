@@ -1,92 +1,82 @@
-"""What a consumer waits for, in words: the columns that rows lack, the runs that have not ended."""
+"""What a wait of a consumer or an explorer lacks, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jackfield.queue.records import Consumer, Group, Row
-from jackfield.queue.state import State
+from jackfield.queue.records import BatchState, Consumer, Group
 
-__all__ = ["missing_groups", "missing_rows", "missing_sample", "some"]
+__all__ = ["missing_batch", "missing_groups", "some", "unfinished"]
 
-_SHOWN = 4  #: rows or groups that a message names
+_SHOWN = 4  #: samples or groups that a message names
 
 
-def missing_rows(state: State, consumer: Consumer) -> str:
-    """Why a consumer gets no row at all."""
+def missing_batch(consumer: Consumer, number: int) -> str:
+    """Say why a consumer does not get the groups of a batch."""
     partition = consumer.partition
-    parts = [f"any row of partition {partition.name!r} for consumer {consumer.name!r}", *_in_partition(state, consumer)]
-    if consumer.leased:
-        parts.append(f"{len(consumer.leased)} rows are leased")
-    if consumer.ready:
-        parts.append(f"{len(consumer.ready)} rows are ready, and the sampler chose none")
-    return "; ".join(parts)
-
-
-def missing_sample(state: State, consumer: Consumer, groups: int, ready: int) -> str:
-    """Why a consumer does not get so many groups."""
-    head = f"{groups} groups of partition {consumer.partition.name!r} for consumer {consumer.name!r}, {ready} are ready"
-    parts = [head, *_in_partition(state, consumer)]
-    spent = sum(not uses.may_be_used_again(consumer.reuse) for uses in consumer.used.values())
-    if spent:
-        parts.append(f"{spent} have been used as often as they may")
-    return "; ".join(parts)
-
-
-def missing_groups(consumer: Consumer, number: int) -> str:
-    """Why a consumer does not get the groups of a ticket."""
-    partition = consumer.partition
-    head = f"ticket {number} of partition {partition.name!r} for consumer {consumer.name!r}"
-    ticket = partition.tickets.get(number)
-    if ticket is None:
+    head = f"batch {number} of partition {partition.name!r} for consumer {consumer.name!r}"
+    batch = partition.batches.get(number)
+    if batch is None:
         return f"{head}; no explorer has claimed it"
-    ready = ticket.ready.get(consumer, {})
-    parts = [f"{head}, {ticket.published} of whose {len(ticket.slots)} groups are published and {len(ready)} ready"]
+    ready = len(batch.ready.get(consumer, ()))
+    parts = [f"{head}, {batch.published} of whose {len(batch.places)} groups are published and {ready} ready"]
     if number in partition.offered:
         parts.append("it waits to be claimed again")
-    empty = [str(slot.index) for slot in ticket.slots if slot.group is None]
+    empty = [str(place.index) for place in batch.places if place.group is None and not place.is_consumed]
     if empty:
-        parts.append(f"slots without a group: {some(empty)}")
-    groups = [slot.group for slot in ticket.slots if slot.group is not None]
-    rows = [row for group in groups if group.state == "published" for row in group.rows]
-    parts += _unfinished(consumer, groups, rows)
-    alone = [row.key for row in rows if row in consumer.leased and not consumer.leased[row].whole]
-    alone += [f"{group.consumed} of {group.id}" for group in groups if group.consumed and not group.held_by]
-    if alone:
-        parts.append(f"rows leased one by one: {some(alone)}")
+        parts.append(f"indexes without a group: {some(empty)}")
+    return "; ".join([*parts, *_lacking(consumer, (place.group for place in batch.places if place.group))])
+
+
+def missing_groups(consumer: Consumer, count: int, ready: int) -> str:
+    """Say why a consumer does not get so many groups."""
+    name = consumer.partition.name
+    parts = [f"{count} groups of partition {name!r} for consumer {consumer.name!r}, {ready} are ready"]
+    groups = list(consumer.partition.groups())
+    parts += _lacking(consumer, groups)
+    spent = sum(consumer.name in group.uses and group.uses[consumer.name].is_spent(consumer.reuse) for group in groups)
+    if spent:
+        parts.append(f"{spent} have been used as often as they may")
+    if consumer.leases:
+        parts.append(f"{sum(map(len, consumer.leases.values()))} are leased")
     return "; ".join(parts)
+
+
+def unfinished(batch: BatchState) -> str:
+    """Say what keeps a batch from being final."""
+    head = f"batch {batch.number} of partition {batch.partition.name!r}"
+    empty = [str(place.index) for place in batch.places if place.group is None and not place.is_consumed]
+    groups = [place.group for place in batch.places if place.group is not None]
+    running = [_running(group) for group in groups if group.state == "open"]
+    if empty:
+        return f"{head}: no group was opened at the indexes {some(empty)}"
+    if running:
+        return f"{head}: groups that have not ended: {some(running)}"
+    free = [str(group.key) for group in groups if not group.is_fixed()]
+    if free:
+        return f"{head}: published groups that no consumer has leased: {some(free)}"
+    names = {name for group in groups if not group.is_acked() for name in group.uses}
+    return f"{head}: consumers that have leased groups and not acked them: {', '.join(sorted(names))}"
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first few, and how many more there are."""
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _in_partition(state: State, consumer: Consumer) -> list[str]:
-    partition = consumer.partition
-    groups = [group for group in state.groups.values() if group.partition is partition]
-    rows = [row for row in state.rows.values() if row.group.partition is partition]
-    return _unfinished(consumer, groups, rows)
-
-
-def _unfinished(consumer: Consumer, groups: Iterable[Group], rows: Iterable[Row]) -> list[str]:
-    parts = []
-    lacking = [_lacks(row, consumer) for row in rows if consumer.mask & ~row.columns]
+def _lacking(consumer: Consumer, groups: Iterable[Group]) -> list[str]:
+    groups, parts = list(groups), []
+    samples = [sample for group in groups for sample in group.samples.values()]
+    columns = [(sample.key, consumer.partition.names(consumer.needs & ~sample.columns)) for sample in samples]
+    lacking = [f"{key} ({', '.join(names)})" for key, names in columns if names]
     if lacking:
-        parts.append(f"{len(lacking)} rows lack columns: {some(lacking)}")
-    ends = [end for group in groups if (end := _unended(group))]
-    if ends:
-        parts.append(f"runs have not ended: {some(ends)}")
+        parts.append(f"{len(lacking)} samples lack columns: {some(lacking)}")
+    running = [_running(group) for group in groups if group.state == "open"]
+    if running:
+        parts.append(f"rollouts have not ended: {some(running)}")
     return parts
 
 
-def _lacks(row: Row, consumer: Consumer) -> str:
-    return f"{row.key} ({', '.join(consumer.partition.names(consumer.mask & ~row.columns))})"
-
-
-def _unended(group: Group) -> str:
-    if group.state != "open":
-        return ""
-    runs = [str(run) for run in range(group.runs) if run not in group.ended]
-    return f"{group.id} (task {group.task_id!r}, runs {', '.join(runs)})"
+def _running(group: Group) -> str:
+    return f"{group.key} (task {group.task_id!r}, rollouts {', '.join(map(str, group.running()))})"

@@ -16,7 +16,7 @@ from typing import Any
 from jackfield.errors import QueueError
 from jackfield.queue.archive import batches
 from jackfield.queue.cells import Cell
-from jackfield.queue.row_files import StoredRow, cell_of
+from jackfield.queue.sample_files import StoredSample, cell_of
 
 __all__ = ["read_parquet", "write_parquet"]
 
@@ -27,8 +27,8 @@ _TEXTS = ("partition", "key", "group", "task")
 Layout = tuple[str, str, tuple[int, ...]]  #: kind, dtype, shape without a jagged row's length
 
 
-def write_parquet(file: Path, rows: Callable[[], Iterable[StoredRow]]) -> int:
-    """Write rows; see :func:`jackfield.queue.row_files.write_rows`."""
+def write_parquet(file: Path, rows: Callable[[], Iterable[StoredSample]]) -> int:
+    """Write rows; see :func:`jackfield.queue.sample_files.write_samples`."""
     pyarrow = _pyarrow()
     from pyarrow import parquet
 
@@ -39,7 +39,7 @@ def write_parquet(file: Path, rows: Callable[[], Iterable[StoredRow]]) -> int:
     native = {name: next(iter(found)) for name, found in layouts.items() if len(found) == 1 and _is_native(found)}
     fields = [
         *(pyarrow.field(name, pyarrow.string()) for name in _TEXTS),
-        pyarrow.field("ticket", pyarrow.int64()),
+        pyarrow.field("batch", pyarrow.int64()),
         pyarrow.field("tags", pyarrow.string()),
         pyarrow.field("acked_by", pyarrow.list_(pyarrow.string())),
     ]
@@ -58,8 +58,8 @@ def write_parquet(file: Path, rows: Callable[[], Iterable[StoredRow]]) -> int:
     return count
 
 
-def read_parquet(file: Path) -> Iterator[StoredRow]:
-    """The rows of a Parquet file; see :func:`jackfield.queue.row_files.read_rows`."""
+def read_parquet(file: Path) -> Iterator[StoredSample]:
+    """The rows of a Parquet file; see :func:`jackfield.queue.sample_files.read_samples`."""
     pyarrow = _pyarrow()
     from pyarrow import parquet
 
@@ -81,15 +81,15 @@ def read_parquet(file: Path) -> Iterator[StoredRow]:
             yield from rows
 
 
-def _rows_of(batch: Any, names: Sequence[str]) -> list[StoredRow]:
+def _rows_of(batch: Any, names: Sequence[str]) -> list[StoredSample]:
     cells = {name: _cells(batch, name) for name in names}
     plain = {name: batch[name].to_pylist() for name in batch.schema.names if not name.count(".")}
     return [
-        StoredRow(
+        StoredSample(
             cells={name: cell for name in names if (cell := cells[name][index]) is not None},
             tags=json.loads(plain["tags"][index] or "{}") if "tags" in plain else {},
             acked_by=tuple(plain["acked_by"][index] or ()) if "acked_by" in plain else (),
-            **{name: plain[name][index] for name in (*_TEXTS, "ticket") if name in plain},
+            **{name: plain[name][index] for name in (*_TEXTS, "batch") if name in plain},
         )
         for index in range(batch.num_rows)
     ]
@@ -131,10 +131,10 @@ def _arrow_type(layout: Layout) -> Any:
     return _element(dtype) if kind == "dense" and not shape else pyarrow.large_list(_element(dtype))
 
 
-def _record_batch(rows: Sequence[StoredRow], schema: Any, names: Sequence[str], native: dict[str, Layout]) -> Any:
+def _record_batch(rows: Sequence[StoredSample], schema: Any, names: Sequence[str], native: dict[str, Layout]) -> Any:
     import pyarrow
 
-    columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in (*_TEXTS, "ticket")}
+    columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in (*_TEXTS, "batch")}
     columns["tags"] = [json.dumps(dict(row.tags), ensure_ascii=False) for row in rows]
     columns["acked_by"] = [list(row.acked_by) for row in rows]
     for name in names:

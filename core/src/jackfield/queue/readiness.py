@@ -1,149 +1,94 @@
-"""Which rows and groups a consumer could have: the part of the controller that every change of a row goes through.
-
-A change touches the few consumers of the row's partition and nothing else, so that n rows cost O(n), however many rows
-and waiters there are.
-"""
+"""Which groups a consumer could have now, and which of them its sampler chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from jackfield.queue.records import Consumer, Group, Lease, Partition, Row
-from jackfield.queue.state import State
+from jackfield.errors import QueueError
+from jackfield.queue.missing import some
+from jackfield.queue.records import BatchState, Consumer, Group, Use
 
-__all__ = ["Readiness"]
+__all__ = ["ReadyGroups", "choose", "has_enough", "oldest_version", "place_of", "require_some", "usable"]
 
 
-class Readiness:
-    """What consumers may have."""
+class ReadyGroups:
+    """The groups that a consumer could have, as a sampler sees them."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, consumer: Consumer, groups: Iterable[Group], step: int | None) -> None:
+        self.step = step
+        self.groups = {str(group.key): group for group in groups}
+        self._consumer = consumer
 
-    # -- consumers ----------------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return len(self.groups)
 
-    def register(self, name: str, partition: Partition, columns: tuple[str, ...], lease_seconds: float) -> Consumer:
-        """Make a consumer and show it every row that is there."""
-        mask = partition.mask(columns)
-        consumer = Consumer(name, partition, columns, mask, 1 << len(partition.consumers), lease_seconds)
-        partition.consumers.append(consumer)
-        self._state.consumers[name] = consumer
-        for row in [row for row in self._state.rows.values() if row.group.partition is partition]:
-            self._offer(consumer, row)
-        consumer.line.news()
-        return consumer
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.groups)
 
-    # -- readiness ----------------------------------------------------------------------------------------------
+    def tags(self, name: str) -> Mapping[str, Any]:
+        group = self.groups[name]
+        tags = [group.tags_of(sample) for sample in group.samples.values()]
+        bounds = {}
+        for bound, choose in (("weight_version_min", min), ("weight_version_max", max)):
+            versions = [each[bound] for each in tags if bound in each]
+            if versions:
+                bounds[bound] = choose(versions)
+        return {**tags[0], **bounds}
 
-    def row_changed(self, row: Row, new_columns: int, touched: set[Consumer]) -> None:
-        """Offer a row to the consumers that ``new_columns`` complete; collect them in ``touched``."""
-        for consumer in row.group.partition.consumers:
-            if consumer.mask & new_columns or not consumer.mask:
-                before = len(consumer.ready)
-                self._offer(consumer, row)
-                if len(consumer.ready) > before:
-                    touched.add(consumer)
+    def uses(self, name: str) -> int:
+        use = self.groups[name].uses.get(self._consumer.name)
+        return 0 if use is None else len(use.steps)
 
-    def wake(self, consumers: Iterable[Consumer]) -> None:
-        """Tell those who wait for any rows that there are new ones."""
-        for consumer in consumers:
-            consumer.line.news()
 
-    def group_published(self, group: Group) -> None:
-        """A group has been published, or its rows have become fewer."""
-        for consumer in group.partition.consumers:
-            self._check_group(consumer, group)
-            self._wake_group_waiters(consumer, group.slot.ticket.number)
+def choose(consumer: Consumer, ready: ReadyGroups, count: int | None) -> Sequence[str]:
+    chosen = consumer.sampler.sample(ready, count)
+    if len(set(chosen) & set(ready)) != len(chosen) or (count is not None and len(chosen) > count):
+        raise QueueError(
+            f"a sampler of consumer {consumer.name!r} chose groups that it was not offered, twice, or too many",
+            expected="as many distinct ready ones as were asked for, at most",
+            found=some(list(chosen)),
+        )
+    return chosen
 
-    def row_removed(self, row: Row) -> None:
-        """A row has failed, expired or been consumed: no consumer has it any more. Takes it out of its group, too."""
-        group = row.group
-        for consumer in group.partition.consumers:
-            if row in consumer.ready:
-                self._withdraw(consumer, row)
-            lease = consumer.leased.pop(row, None)
-            if lease is not None:
-                lease.rows.pop(row, None)
-                self._forget_if_empty(lease)
-            ack = consumer.acked.pop(row, None)
-            if ack is not None and ack.step is not None:
-                consumer.provisional.get(ack.step, {}).pop(row, None)
-            if len(group.rows) == 1:
-                consumer.used.pop(group, None)
-        group.rows.remove(row)
 
-    def take(self, group: Group) -> None:
-        """Whoever has leased a group as a whole does not have it any more: it is about to be dropped."""
-        for consumer in group.held_by:
-            group.slot.ticket.held[consumer] -= 1
-        group.held_by.clear()
+def require_some(count: int | None) -> None:
+    if count is not None and count < 1:
+        raise QueueError("at least one group is leased", expected="1 or more", found=count)
 
-    def had(self, group: Group) -> None:
-        """Nobody waits for a group any more."""
-        for consumer in group.partition.consumers:
-            if consumer not in group.held_by:
-                self._hold(consumer, group)
-                self._wake_group_waiters(consumer, group.slot.ticket.number)
 
-    @staticmethod
-    def _hold(consumer: Consumer, group: Group) -> None:
-        group.held_by.add(consumer)
-        held = group.slot.ticket.held
-        held[consumer] = held.get(consumer, 0) + 1
+def has_enough(consumer: Consumer, batch: BatchState, count: int | None) -> bool:
+    """Tell whether as many groups are ready as were asked for, or as are left for the consumer."""
+    ready = batch.ready.get(consumer, {})
+    if count is not None and len(ready) >= count:
+        return True
+    return all(place.index in ready or place.is_consumed or _has_had(consumer, place.group) for place in batch.places)
 
-    def _offer(self, consumer: Consumer, row: Row) -> None:
-        """Make a row available to a consumer, if its columns are there and it has not had it."""
-        if row.columns & consumer.mask != consumer.mask:
-            return
-        if row in consumer.ready or row in consumer.leased or row in consumer.acked:
-            return
-        consumer.ready[row] = None
-        group = row.group
-        group.available[consumer] = group.available.get(consumer, 0) + 1
-        self._check_group(consumer, group)
 
-    def _withdraw(self, consumer: Consumer, row: Row) -> None:
-        del consumer.ready[row]
-        group = row.group
-        group.available[consumer] -= 1
-        group.slot.ticket.ready.get(consumer, {}).pop(group.slot.index, None)
+def _has_had(consumer: Consumer, group: Group | None) -> bool:
+    if group is None or group.state != "published":
+        return False
+    return consumer.name in group.uses or consumer.has_written(group)
 
-    def _check_group(self, consumer: Consumer, group: Group) -> None:
-        """A published group, all of whose rows are available, is ready as a whole; what is left of one is not."""
-        whole = group.state == "published" and group.rows and not group.consumed
-        if whole and group.available.get(consumer, 0) == len(group.rows):
-            group.slot.ticket.ready.setdefault(consumer, {})[group.slot.index] = group
-            self._wake_group_waiters(consumer, group.slot.ticket.number)
-            consumer.groups.news()
 
-    def _wake_group_waiters(self, consumer: Consumer, number: int) -> None:
-        for waiter in consumer.group_waiters.get(number, ()):
-            if self._enough(consumer, number, waiter.groups):
-                waiter.signal.notify()
+def place_of(group: Group) -> tuple[int, int]:
+    return group.key.batch, group.key.index
 
-    def ticket_failed(self, partition: Partition, number: int) -> None:
-        """Let everybody who waits for the ticket hear of it."""
-        for consumer in partition.consumers:
-            for waiter in consumer.group_waiters.get(number, ()):
-                waiter.signal.notify()
 
-    def wake_all(self) -> None:
-        """Let everybody look again (the queue closes)."""
-        for consumer in self._state.consumers.values():
-            consumer.line.wake_all()
-            consumer.groups.wake_all()
-            for waiters in consumer.group_waiters.values():
-                for waiter in waiters:
-                    waiter.signal.notify()
+def _has_rested(use: Use, step: int | None, rest: int) -> bool:
+    last = use.steps[-1] if use.steps else None
+    return step is None or last is None or step - last > rest
 
-    def _enough(self, consumer: Consumer, number: int, groups: int | None) -> bool:
-        ticket = consumer.partition.tickets.get(number)
-        if ticket is None:
-            return False
-        ready = len(ticket.ready.get(consumer, ()))
-        remaining = len(ticket.slots) - ticket.held.get(consumer, 0)
-        return ready >= (remaining if groups is None else min(groups, remaining))
 
-    def _forget_if_empty(self, lease: Lease) -> None:
-        if not lease.rows:
-            lease.consumer.leases.pop(lease.epoch, None)
+def oldest_version(group: Group, otherwise: int) -> int:
+    """Find the oldest weights that made a token of the group; samples without a version count as ``otherwise``."""
+    versions = [sample.tags.get("weight_version_min", otherwise) for sample in group.samples.values()]
+    return min(map(int, versions), default=otherwise)
+
+
+def usable(consumer: Consumer, step: int | None, fresh: bool) -> list[Group]:
+    """Find the groups that may be used at ``step``, in the order of batch and index."""
+    rest = 0 if consumer.reuse is None else consumer.reuse.cooldown
+    again = [group for group in consumer.used if _has_rested(group.uses[consumer.name], step, rest)]
+    new = consumer.ready if fresh else ()
+    return sorted([*again, *new], key=place_of)

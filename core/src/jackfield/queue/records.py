@@ -1,283 +1,297 @@
-"""The controller's records of rows, groups, tickets and consumers. Internal: nobody outside the package holds them."""
+"""What the queue knows: samples, groups, batches and consumers. Internal to the package."""
 
 from __future__ import annotations
 
+import asyncio
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import attrs
 
 from jackfield.errors import QueueError
-from jackfield.queue.changes import Changes
-from jackfield.queue.meta import GroupSlot, GroupView, Ticket
-from jackfield.queue.reuse import Reuse, Uses
+from jackfield.queue.meta import Batch, GroupKey, Reuse
 from jackfield.queue.samplers import Sampler, Sequential
-from jackfield.queue.waiting import Line, Signal
 
-__all__ = ["Ack", "Consumer", "Group", "GroupWaiter", "Lease", "Partition", "Row", "Slot", "TicketState"]
+__all__ = ["BatchState", "Consumer", "Group", "Partition", "Place", "Sample", "Signal", "Use"]
+
+
+class Signal:
+    """Wakes every waiter."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def next(self) -> asyncio.Future[None]:
+        """Return a future that the next :meth:`notify` sets."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        return future
+
+    def notify(self) -> None:
+        """Wake all waiters."""
+        waiting, self._waiting = self._waiting, set()
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
 
 
 @attrs.define(eq=False, repr=False)
-class Row:
-    """One sample. It is recorded from the moment its run has ended, until it fails, expires or is consumed."""
+class Sample:
+    """One finished sequence. It exists from the end of its rollout until it fails or is consumed."""
 
     key: str
-    group: Group
-    run: int
-    sequence: int
-    serial: int  #: order of creation
+    rollout: int
     tags: Mapping[str, Any]
-    columns: int = 0  #: bits of the columns that are there
-    writing: int = 0  #: bits of the columns that are being written
-    bytes: int = 0
-    done: int = 0  #: bits of the consumers whose acks are final
-    status: Literal["sealed", "failed", "expired", "consumed"] = "sealed"
+    columns: int  #: bits of the columns that are there
+    bytes: int
 
-    def all_tags(self) -> dict[str, Any]:
-        """The row's tags, its group's, and what the controller knows."""
-        group = self.group
-        return {
-            "task_id": group.task_id,
-            "batch": group.slot.ticket.number,
-            "group": group.slot.index,
-            "retry": group.attempt,
-            "rollout": self.run,
-            "sequence": self.sequence,
-            **group.tags,
-            **self.tags,
-        }
+    @property
+    def sequence(self) -> int:
+        return int(self.key.rsplit("/", 1)[1])
+
+
+@attrs.define(eq=False, repr=False)
+class Use:
+    """What one consumer has done with one group."""
+
+    steps: list[int | None] = attrs.field(factory=list)  #: of its acks; None: final at once
+    retired: int | None = None  #: the step at which the group was given up
+    epoch: int = 0  #: of the lease that holds the group; 0: none
+
+    def noted(self) -> list[int]:
+        """Return the steps that need a commit."""
+        return [step for step in (*self.steps, self.retired) if step is not None]
+
+    def is_made(self) -> bool:
+        """Tell whether the group was used, or given up."""
+        return bool(self.steps) or self.retired is not None
+
+    def is_spent(self, reuse: Reuse | None) -> bool:
+        """Tell whether the consumer may not use the group again."""
+        if reuse is None or self.retired is not None:
+            return self.is_made()
+        return reuse.max_uses is not None and len(self.steps) >= reuse.max_uses
+
+    def take_back(self, step: int) -> None:
+        """Forget what was done after ``step``."""
+        self.steps = [each for each in self.steps if each is None or each <= step]
+        self.retired = None if self.retired is not None and self.retired > step else self.retired
 
 
 @attrs.define(eq=False, repr=False)
 class Group:
-    """Sibling runs of one task."""
+    """Sibling rollouts of one task. It is leased, acked and deleted as a whole."""
 
-    id: str
-    slot: Slot
-    attempt: int
+    key: GroupKey
+    place: Place
     task_id: str
-    runs: int
-    minimum_rows: int | None
+    rollouts: int
+    minimum_samples: int | None
     tags: Mapping[str, Any]
-    state: Literal["open", "published", "dropped"] = "open"
-    reason: str | None = None
-    ended: dict[int, str | None] = attrs.field(factory=dict)  #: by run: why it failed
-    writing: set[int] = attrs.field(factory=set)  #: runs whose rows are being put
-    broken: dict[int, int] = attrs.field(factory=dict)  #: by run: puts that broke off; the next one uses new keys
-    rows: list[Row] = attrs.field(factory=list)  #: surviving ones; by run and sequence once published
-    consumed: int = 0  #: rows that all consumers are done with; none of them is in ``rows``
-    available: dict[Consumer, int] = attrs.field(factory=dict)  #: surviving rows that a consumer could lease now
-    held_by: set[Consumer] = attrs.field(factory=set)  #: who leased or acked it as a whole
-    settled: Signal = attrs.field(factory=Signal)
+    state: Literal["open", "published"] = "open"
+    ended: dict[int, str | None] = attrs.field(factory=dict)  #: by rollout: why it failed
+    samples: dict[str, Sample] = attrs.field(factory=dict)
+    uses: dict[str, Use] = attrs.field(factory=dict)  #: by consumer
+
+    @property
+    def batch(self) -> BatchState:
+        return self.place.batch
 
     @property
     def partition(self) -> Partition:
-        return self.slot.ticket.partition
+        return self.place.batch.partition
 
-    def sort(self) -> None:
-        self.rows.sort(key=lambda row: (row.run, row.sequence))
+    def common(self) -> int:
+        """Return the bits of the columns that every sample has."""
+        mask = -1
+        for sample in self.samples.values():
+            mask &= sample.columns
+        return mask
 
-    def satisfied(self) -> bool:
-        """Whether the surviving rows are enough to publish the group."""
-        if self.minimum_rows is not None:
-            return len(self.rows) >= self.minimum_rows
-        return len({row.run for row in self.rows}) == self.runs
+    def is_satisfied(self) -> bool:
+        """Tell whether the surviving samples are enough to publish the group."""
+        if self.minimum_samples is not None:
+            return len(self.samples) >= self.minimum_samples
+        return len({sample.rollout for sample in self.samples.values()}) == self.rollouts
+
+    def publish(self) -> None:
+        """Order the samples by rollout and sequence, and let consumers see them."""
+        ordered = sorted(self.samples.values(), key=lambda sample: (sample.rollout, sample.sequence))
+        self.samples = {sample.key: sample for sample in ordered}
+        self.state = "published"
+
+    def ends(self) -> Iterator[Use]:
+        """Iterate over what consumers that ack have done with the group."""
+        stages = {consumer.name for consumer in self.partition.consumers if consumer.writes}
+        return (use for name, use in self.uses.items() if name not in stages)
+
+    def is_fixed(self) -> bool:
+        """Tell whether a consumer that acks has the group: it does not change any more."""
+        return any(True for _ in self.ends())
 
     def is_acked(self) -> bool:
-        """Whether a consumer that had it as a whole is done with it, be it provisionally."""
-        if self.consumed:
-            return True
-        return any(all(row in consumer.acked for row in self.rows) for consumer in self.held_by)
+        """Tell whether a consumer has acked the group, be it provisionally."""
+        return any(use.is_made() for use in self.ends())
 
-    def view(self) -> GroupView:
-        """What a consumer is told of it: rows in order, and the columns that all of them have."""
-        ordered = sorted(self.rows, key=lambda row: (row.run, row.sequence))
-        common = -1
-        for row in ordered:
-            common &= row.columns
-        return GroupView(
-            id=self.id,
-            partition=self.partition.name,
-            ticket=self.slot.ticket.number,
-            index=self.slot.index,
-            attempt=self.attempt,
-            task_id=self.task_id,
-            state=self.state,
-            reason=self.reason,
-            runs=self.runs,
-            failed_runs=tuple((run, reason) for run, reason in sorted(self.ended.items()) if reason is not None),
-            keys=tuple(row.key for row in ordered),
-            key_runs=tuple(row.run for row in ordered),
-            columns=frozenset(self.partition.names(common) if ordered else ()),
-            tags=self.tags,
-        )
+    def tags_of(self, sample: Sample) -> dict[str, Any]:
+        """Return a sample's tags, its group's, and what the queue knows."""
+        key = self.key
+        own = {"task_id": self.task_id, "batch": key.batch, "group": key.index, "retry": key.retry}
+        return {**own, "rollout": sample.rollout, "sequence": sample.sequence, **self.tags, **sample.tags}
+
+    def running(self) -> list[int]:
+        """Return the rollouts that have not ended."""
+        return [rollout for rollout in range(self.rollouts) if rollout not in self.ended]
 
 
 @attrs.define(eq=False, repr=False)
-class Slot:
-    """A place in a ticket."""
+class Place:
+    """A group index of a batch: which attempt is made there, and by whom."""
 
-    ticket: TicketState
+    batch: BatchState
     index: int
-    attempt: int = 0
-    claim: int = 0
-    explorer: str | None = None  #: that has been given it
-    group: Group | None = None  #: open or published
+    retry: int = 0
+    reissue: int = 0
+    explorer: str | None = None  #: that makes, or made, the group
+    group: Group | None = None
+    is_consumed: bool = False  #: every consumer was done with the group
     reasons: list[str] = attrs.field(factory=list)  #: of the groups that were dropped
 
-    def touch(self) -> None:
-        """It has changed, or its group, or rows of that: the journal is to have it."""
-        self.ticket.partition.changes.touch(self)
+    @property
+    def key(self) -> GroupKey:
+        return GroupKey(self.batch.partition.name, self.batch.number, self.index, self.retry, self.reissue)
 
-    def group_id(self) -> str:
-        again = f"r{self.claim}" if self.claim else ""
-        return f"{self.ticket.partition.name}/{self.ticket.number}/{self.index}/{self.attempt}{again}"
+    @property
+    def published(self) -> Group | None:
+        return self.group if self.group is not None and self.group.state == "published" else None
 
 
 @attrs.define(eq=False, repr=False)
-class TicketState:
-    """A ticket and its slots."""
+class BatchState:
+    """A batch to make, or made."""
 
     partition: Partition
     number: int
-    slots: list[Slot] = attrs.field(factory=list)
+    rollouts: int = 1  #: that a group probably has
+    places: list[Place] = attrs.field(factory=list)
     explorers: set[str] = attrs.field(factory=set)  #: that have claimed it and live
-    groups: list[str] = attrs.field(factory=list)  #: all there ever were
-    vacant: list[int] = attrs.field(factory=list)  #: heap of slots that no explorer has been given
-    iterators: int = 0  #: running ``slots`` iterations
-    published: int = 0
-    rows: int = 0  #: that are in the backend
+    vacant: list[int] = attrs.field(factory=list)  #: heap of places that no explorer was given
+    readers: int = 0  #: iterations that hand out its places
+    published: int = 0  #: groups, also those that are consumed
     failure: str | None = None
-    ready: dict[Consumer, dict[int, Group]] = attrs.field(factory=dict)  #: groups that could be leased now, by slot
-    held: dict[Consumer, int] = attrs.field(factory=dict)  #: groups that a consumer leased or acked as a whole
+    ready: dict[Consumer, dict[int, Group]] = attrs.field(factory=dict)  #: groups that could be leased, by index
     changed: Signal = attrs.field(factory=Signal)
 
     @property
-    def complete(self) -> bool:
-        return self.published == len(self.slots)
+    def name(self) -> str:
+        return f"{self.partition.name}/{self.number}"
 
-    def note_change(self) -> None:
-        """Wake those who wait for this ticket, or for any to be offered or finished."""
+    @property
+    def is_complete(self) -> bool:
+        return self.published == len(self.places)
+
+    def is_final(self) -> bool:
+        """Tell whether no group can be dropped any more: each is acked or consumed."""
+        return self.is_complete and all(
+            place.is_consumed or (place.group is not None and place.group.is_acked()) for place in self.places
+        )
+
+    def is_leased(self) -> bool:
+        """Tell whether all groups are there and a consumer that acks works with one of them."""
+        groups = [place.group for place in self.places if place.group is not None]
+        return self.is_complete and any(use.epoch for group in groups for use in group.ends())
+
+    def vacate(self, place: Place) -> None:
+        """Let a place be handed out again."""
+        place.explorer = place.group = None
+        heapq.heappush(self.vacant, place.index)
+        self.offer()
+        self.notify()
+
+    def offer(self) -> None:
+        """Offer the batch to the next claimant if places are vacant and no iteration hands them out."""
+        if self.vacant and not self.readers and self.failure is None:
+            self.partition.offer(self.number)
+
+    def notify(self) -> None:
+        """Wake the waiters for this batch, or for any that is offered or final."""
         self.changed.notify()
         self.partition.offers.notify()
 
-    def final(self) -> bool:
-        """Whether no group can be dropped any more: a consumer has acked each as a whole, or it is consumed."""
-        return self.complete and all(slot.group is not None and slot.group.is_acked() for slot in self.slots)
-
-    def leased_until(self) -> float:
-        """When the last lease of a whole group of a complete ticket ends, on the clock; 0: none is leased."""
-        if not self.complete:
-            return 0.0
-        groups = [slot.group for slot in self.slots if slot.group is not None]
-        leases = [consumer.leased.get(row) for each in groups for consumer in each.held_by for row in each.rows[:1]]
-        return max((lease.expires for lease in leases if lease is not None), default=0.0)
-
-    def public(self, explorer: str) -> Ticket:
-        return Ticket(self.partition.name, self.number, len(self.slots), explorer)
-
-    def vacate(self, slot: Slot) -> None:
-        """Let ``slot`` be handed out: to a running iteration, or to the next claimant of a ticket."""
-        slot.explorer = slot.group = None
-        slot.touch()
-        heapq.heappush(self.vacant, slot.index)
-        self.changed.notify()
-        self.offer()
-
-    def offer(self) -> None:
-        """Offer the ticket to the next claimant if slots are vacant and nobody waits for them."""
-        if self.vacant and not self.iterators and self.failure is None:
-            self.partition.offer(self.number)
-
-    def hand_out(self, explorer: str) -> GroupSlot | None:
-        """The next vacant slot, if there is any."""
-        if not self.vacant:
-            return None
-        slot = self.slots[heapq.heappop(self.vacant)]
-        slot.explorer = explorer
-        slot.touch()
-        return GroupSlot(self.number, slot.index, slot.attempt, self.partition.name, explorer, slot.claim)
+    def public(self, explorer: str) -> Batch:
+        return Batch(self.partition.name, self.number, len(self.places), explorer, len(self.vacant))
 
     def error(self) -> QueueError:
         return QueueError(
-            f"{self.failure}: ticket {self.number} of partition {self.partition.name!r} has failed",
+            f"{self.failure}: batch {self.number} of partition {self.partition.name!r} has failed",
             code="queue.batch-failed",
-            where=f"{self.partition.name}/{self.number}",
+            where=self.name,
             fix="correct what failed; where it fails only now and then, raise schedule.max_retries",
         )
 
 
-@attrs.frozen(eq=False, repr=False)
-class Ack:
-    """A consumer's statement that it is done with a row."""
-
-    step: int | None  #: None: final at once
-    final: bool
-
-
-@attrs.define(eq=False, repr=False)
-class Lease:
-    """Rows that a consumer holds."""
-
-    consumer: Consumer
-    epoch: int
-    expires: float
-    whole: bool  #: of whole groups
-    rows: dict[Row, None]
-
-
-@attrs.define(eq=False, repr=False)
-class GroupWaiter:
-    """Somebody who waits for groups of one ticket; ``groups=None``: for all of them."""
-
-    groups: int | None
-    signal: Signal = attrs.field(factory=Signal)
-
-
 @attrs.define(eq=False, repr=False)
 class Consumer:
-    """Who takes rows of one partition as soon as its columns are there."""
+    """A role that takes groups of one partition once its columns are there.
+
+    A *stage* writes columns and is done with a group when they are there; its leases do not keep the group from being
+    dropped. Any other consumer acks.
+    """
 
     name: str
     partition: Partition
     columns: tuple[str, ...]
-    mask: int
-    bit: int
-    lease_seconds: float
-    epoch: int = 0
-    ready: dict[Row, None] = attrs.field(factory=dict)
-    leased: dict[Row, Lease] = attrs.field(factory=dict)
-    leases: dict[int, Lease] = attrs.field(factory=dict)
-    acked: dict[Row, Ack] = attrs.field(factory=dict)
-    provisional: dict[int, dict[Row, None]] = attrs.field(factory=dict)  #: acks by step
-    line: Line = attrs.field(factory=Line)
+    writes: tuple[str, ...] = ()
     sampler: Sampler = attrs.field(factory=Sequential)
-    reuse: Reuse | None = None  #: None: each group once
-    used: dict[Group, Uses] = attrs.field(factory=dict)  #: by consumers with reuse, until the group is consumed
-    groups: Line = attrs.field(factory=Line)  #: waiters for groups of any tickets
-    row_demand: int = 0  #: waiters for any rows
-    sample_demand: int = 0  #: waiters for groups of any tickets
-    group_waiters: dict[int, list[GroupWaiter]] = attrs.field(factory=dict)  #: by ticket
+    saved_sampler: Mapping[str, Any] = attrs.field(factory=dict)  #: its state, where the consumer was restored
+    reuse: Reuse | None = None
+    epoch: int = 0
+    ready: dict[Group, None] = attrs.field(factory=dict)  #: never used, and could be leased now
+    used: dict[Group, None] = attrs.field(factory=dict)  #: may be used again
+    leases: dict[int, dict[Group, None]] = attrs.field(factory=dict)  #: by epoch
+    holders: dict[int, str | None] = attrs.field(factory=dict)  #: clients, by epoch
+    pending: dict[int, dict[Group, None]] = attrs.field(factory=dict)  #: acks that need a commit, by step
+    waiting: int = 0  #: calls that wait for any groups
+    awaited: list[int] = attrs.field(factory=list)  #: batches that calls wait for
+    changed: Signal = attrs.field(factory=Signal)
+
+    @property
+    def needs(self) -> int:
+        return self.partition.mask(self.columns)
+
+    def has_written(self, group: Group) -> bool:
+        """Tell whether a stage's columns are there."""
+        mask = self.partition.mask(self.writes)
+        return bool(self.writes) and group.common() & mask == mask
+
+    def is_done(self, group: Group, committed: int | None) -> bool:
+        """Tell whether it will not need the group again, whatever is rolled back."""
+        use = group.uses.get(self.name)
+        if self.writes:
+            return self.has_written(group) and (use is None or not use.epoch)
+        if use is None or use.epoch or not use.is_spent(self.reuse):
+            return False
+        return all(committed is not None and step <= committed for step in use.noted())
 
 
 @attrs.define(eq=False, repr=False)
 class Partition:
-    """Rows, tickets and consumers of one name."""
+    """Batches and consumers of one name."""
 
     name: str
-    changes: Changes = attrs.field(factory=Changes)
     bits: dict[str, int] = attrs.field(factory=dict)  #: a bit per column
     consumers: list[Consumer] = attrs.field(factory=list)
-    tickets: dict[int, TicketState] = attrs.field(factory=dict)  #: until all their rows are consumed
-    next_ticket: int = 0
-    offered: list[int] = attrs.field(factory=list)  #: heap of tickets to be handed out again
+    batches: dict[int, BatchState] = attrs.field(factory=dict)  #: until they are consumed
+    next_batch: int = 0
+    offered: list[int] = attrs.field(factory=list)  #: heap of batches to hand out again
     offers: Signal = attrs.field(factory=Signal)
-    feeds: list[list[str]] = attrs.field(factory=list)  #: groups to come, of each ``settled_groups`` iteration
-    fed: Signal = attrs.field(factory=Signal)
+    announced: Signal = attrs.field(factory=Signal)  #: samples have come
+    feeds: list[list[str]] = attrs.field(factory=list)  #: keys to come, of each ``new_samples`` iteration
 
-    def mask(self, columns: tuple[str, ...]) -> int:
-        """The bits of ``columns``; new names get new bits."""
+    def mask(self, columns: Iterable[str]) -> int:
+        """Return the bits of ``columns``; new names get new bits."""
         mask = 0
         for name in columns:
             mask |= self.bits.setdefault(name, 1 << len(self.bits))
@@ -286,17 +300,22 @@ class Partition:
     def names(self, mask: int) -> tuple[str, ...]:
         return tuple(name for name, bit in self.bits.items() if mask & bit)
 
-    def next_offered(self) -> TicketState | None:
-        """The first ticket that is to be handed out again. Some need nobody any more: a consumer has them whole."""
-        while self.offered:
-            ticket = self.tickets.get(self.offered[0])
-            if ticket is not None and not ticket.final():
-                return ticket
-            heapq.heappop(self.offered)
-        return None
+    def groups(self) -> Iterator[Group]:
+        """Iterate over what is open or published, in the order of batch and index."""
+        for batch in self.batches.values():
+            yield from (place.group for place in batch.places if place.group is not None)
 
     def offer(self, number: int) -> None:
-        """Let the next claimant have a ticket that was claimed before."""
+        """Let the next claimant have a batch that was claimed before."""
         if number not in self.offered:
             heapq.heappush(self.offered, number)
             self.offers.notify()
+
+    def next_offered(self) -> BatchState | None:
+        """Return the first batch that is to be handed out again; those that became final are forgotten."""
+        while self.offered:
+            batch = self.batches.get(self.offered[0])
+            if batch is not None and not batch.is_final():
+                return batch
+            heapq.heappop(self.offered)
+        return None

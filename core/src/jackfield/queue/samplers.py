@@ -35,7 +35,7 @@ __all__ = [
 class Ready(Protocol):
     """What a sampler sees: the rows, or the groups, that one consumer could have now.
 
-    Rows come in the order in which they became ready, groups in the order of ticket and slot.
+    Rows come in the order in which they became ready, groups in the order of batch and index.
     """
 
     @property

@@ -1,19 +1,17 @@
-"""Everything that a controller knows."""
+"""Everything that the queue knows, and what of it the store does not have yet. Internal to the package."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
 
 from jackfield.clock import Clock
-from jackfield.errors import QueueError
-from jackfield.queue.changes import Changes
-from jackfield.queue.lineage import Lineage, ancestors
-from jackfield.queue.meta import Notice
-from jackfield.queue.records import Consumer, Group, Partition, Row
-from jackfield.queue.waiting import Signal
+from jackfield.errors import DeadlineExceeded, QueueError
+from jackfield.queue.meta import GroupKey, Lineage, Notice, group_of
+from jackfield.queue.records import BatchState, Consumer, Group, Partition, Place, Sample, Signal
 
 __all__ = ["State"]
 
@@ -22,37 +20,30 @@ _KEPT_FAILURES = 10_000
 
 @attrs.define(eq=False, repr=False)
 class State:
-    """Everything the controller knows."""
+    """Everything that the queue knows, and what of it the store does not have yet."""
 
     clock: Clock
     partitions: dict[str, Partition] = attrs.field(factory=dict)
     consumers: dict[str, Consumer] = attrs.field(factory=dict)
-    groups: dict[str, Group] = attrs.field(factory=dict)  #: until their ticket is consumed
-    rows: dict[str, Row] = attrs.field(factory=dict)
-    next_serial: int = 0
-    row_count: int = 0  #: in the backend or on the way there
-    byte_count: int = 0
+    groups: dict[str, Group] = attrs.field(factory=dict)  #: open and published
     committed: int | None = None  #: the last step whose acks are final
-    ledger: list[dict[str, Any]] = attrs.field(factory=list)  #: empty where something else keeps the entries
-    on_ledger: Callable[[dict[str, Any]], None] = attrs.field(
-        default=attrs.Factory(lambda self: self.ledger.append, takes_self=True)
-    )
-    lineage: dict[str, Lineage] = attrs.field(factory=dict)  #: of rows that were made of others, and of their ancestors
-    lineage_limit: int = 1024  #: entries, before those without a living descendant are forgotten
-    failures: dict[str, str] = attrs.field(factory=dict)
-    discarded: dict[str, list[str]] = attrs.field(factory=dict)  #: keys by partition that the backend may forget
-    discards: Signal = attrs.field(factory=Signal)
+    samples: int = 0
+    bytes: int = 0
     room: Signal = attrs.field(factory=Signal)
-    closed: bool = False
-    changes: Changes = attrs.field(factory=Changes)  #: for the journal
-    in_flight: dict[str, str] = attrs.field(factory=dict)  #: partitions by key: rows whose values are being put
-    notices: dict[str, Notice] = attrs.field(factory=dict)  #: by topic
+    failures: dict[str, str] = attrs.field(factory=dict)
+    notices: dict[str, Notice] = attrs.field(factory=dict)
     noticed: Signal = attrs.field(factory=Signal)
+    discarded: dict[str, list[str]] = attrs.field(factory=dict)  #: keys by partition whose values nothing needs
+    discards: Signal = attrs.field(factory=Signal)
+    is_closed: bool = False
+    marks: list[str] = attrs.field(factory=list)  #: of the last checkpoints, also of those that were broken off
+    entries: list[dict[str, Any]] = attrs.field(factory=list)  #: for the ledger
+    derived: dict[str, Lineage] = attrs.field(factory=dict)
+    places: dict[Place, bool] = attrs.field(factory=dict)  #: changed; True: also what is written once
+    batches: dict[BatchState, None] = attrs.field(factory=dict)  #: new, changed or gone
 
     def partition(self, name: str) -> Partition:
-        if name not in self.partitions:
-            self.partitions[name] = Partition(name, self.changes)
-        return self.partitions[name]
+        return self.partitions.setdefault(name, Partition(name))
 
     def consumer(self, name: str) -> Consumer:
         if name not in self.consumers:
@@ -65,70 +56,106 @@ class State:
             )
         return self.consumers[name]
 
-    def group(self, group_id: str) -> Group:
-        if group_id not in self.groups:
-            raise QueueError(
-                f"no group {group_id!r} is in the queue",
-                code="queue.unknown-sample",
-                where=group_id,
-                fix="its ticket may have been consumed already",
-            )
-        return self.groups[group_id]
-
-    def row(self, key: str) -> Row | None:
-        """A row by key, or None when it was there once.
+    def group(self, name: str) -> Group | None:
+        """Find a group; None when it was there once.
 
         Raises:
             QueueError: ``queue.unknown-sample`` when it never was.
         """
-        found = self.rows.get(key)
-        if found is None and not self._was_there(key):
-            raise QueueError(f"no row {key!r} is in the queue", code="queue.unknown-sample", where=key)
+        found = self.groups.get(name)
+        if found is None and not self._was_there(GroupKey.of(name)):
+            raise QueueError(f"{name!r} is not in the queue", code="queue.unknown-sample", where=name)
         return found
 
-    def _was_there(self, key: str) -> bool:
-        """Keys are ``partition/batch/group/retry/rollout/sequence``."""
-        group_id = key.rsplit("/", 2)[0]
-        if group_id in self.groups:
-            return True
-        parts = group_id.rsplit("/", 3)
-        partition = self.partitions.get(parts[0])
-        if partition is None or len(parts) != 4 or not parts[1].isdigit():
+    def sample(self, key: str) -> tuple[Group, Sample] | None:
+        """Find a sample and its group; None when it was there once.
+
+        Raises:
+            QueueError: ``queue.unknown-sample`` when its group never was there.
+        """
+        group = self.group(group_of(key))
+        return None if group is None or key not in group.samples else (group, group.samples[key])
+
+    def knows(self, key: str) -> bool:
+        """Tell whether a sample is there."""
+        group = self.groups.get(group_of(key))
+        return group is not None and key in group.samples
+
+    def _was_there(self, key: GroupKey) -> bool:
+        partition = self.partitions.get(key.partition)
+        if partition is None or not 0 <= key.batch < partition.next_batch:
             return False
-        return int(parts[1]) < partition.next_ticket and int(parts[1]) not in partition.tickets
+        batch = partition.batches.get(key.batch)
+        if batch is None:
+            return True
+        if not 0 <= key.index < len(batch.places):
+            return False
+        place = batch.places[key.index]
+        return (key.retry, key.reissue) < (place.retry, place.reissue + place.is_consumed)
+
+    def require_open(self) -> None:
+        """Refuse to go on with a closed queue."""
+        if self.is_closed:
+            raise QueueError("the TransferQueue is closed", code="queue.closed", fix="start() it, and close it last")
+
+    # -- what changes
+
+    def touch(self, place: Place, *, whole: bool = False) -> None:
+        """Note that a place has changed; ``whole``: also what of its group is written once."""
+        self.places[place] = whole or self.places.get(place, False)
 
     def record(self, event: str, **fields: Any) -> None:
-        """Append to the ledger."""
-        self.on_ledger({"event": event, "time": self.clock.time(), **fields})
+        """Add an entry to the ledger."""
+        self.entries.append({"event": event, "time": self.clock.time(), **fields})
 
-    def post(self, topic: str, value: Mapping[str, Any]) -> None:
-        """Let everybody know the newest of a topic."""
-        before = self.notices.get(topic)
-        self.notices[topic] = Notice(1 if before is None else before.number + 1, dict(value))
-        self.noticed.notify()
-
-    def derive(self, key: str, lineage: Lineage) -> None:
-        """Remember what a row was made of, as long as it or a row made of it lives; the ledger keeps it for ever."""
-        self.lineage[key] = lineage
-        self.changes.note("lineage", key, lineage.operation, list(lineage.parents))
-        self.record("derive", key=key, operation=lineage.operation, parents=list(lineage.parents))
-        if len(self.lineage) > self.lineage_limit:
-            self.lineage = ancestors([*self.rows, key], self.lineage)
-            self.lineage_limit = max(1024, 2 * len(self.lineage))
+    def derive(self, lineage: Mapping[str, Lineage]) -> None:
+        """Remember what samples were made of."""
+        for key, made in lineage.items():
+            self.derived[key] = made
+            self.record("derive", key=key, operation=made.operation, parents=list(made.parents))
 
     def failed(self, subject: str, reason: str) -> None:
-        """Remember, for :meth:`TransferQueue.drain_failures`, what will not become training data."""
+        """Remember what will not become training data."""
         self.failures[subject] = reason
         if len(self.failures) > _KEPT_FAILURES:
             del self.failures[next(iter(self.failures))]
 
-    def discard(self, partition: str, key: str) -> None:
-        """Let the backend forget a row."""
-        self.discarded.setdefault(partition, []).append(key)
-        self.changes.note("forget", partition, [key])
+    def count(self, samples: int, size: int) -> None:
+        """Note that samples, or bytes of them, have come or (negative) gone."""
+        self.samples += samples
+        self.bytes += size
+        if size <= 0:
+            self.room.notify()
+
+    def discard(self, partition: str, keys: Iterable[str]) -> None:
+        """Let the backend forget values."""
+        for key in keys:
+            self.discarded.setdefault(partition, []).append(key)
         self.discards.notify()
 
-    def release_room(self, rows: int, size: int) -> None:
-        self.row_count -= rows
-        self.byte_count -= size
-        self.room.notify()
+    def wake(self) -> None:
+        """Wake every waiter: the queue closes, or is another one."""
+        signals = [self.room, self.noticed]
+        for partition in self.partitions.values():
+            signals += [partition.offers, partition.announced]
+            signals += [batch.changed for batch in partition.batches.values()]
+        signals += [consumer.changed for consumer in self.consumers.values()]
+        for signal in signals:
+            signal.notify()
+
+    async def wait(self, future: asyncio.Future[None], until: float, describe: Callable[[], str]) -> None:
+        """Wait for a signal until a time of the clock.
+
+        Raises:
+            DeadlineExceeded: naming what ``describe`` says *then*.
+            QueueError: ``queue.closed``.
+        """
+        start = self.clock.time()
+        try:
+            await self.clock.wait_for(future, max(until - start, 0.0), "the TransferQueue")
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"waited {until - start:.6g} s for {describe()}",
+                fix="look at why it did not come, or raise the deadline",
+            ) from None
+        self.require_open()

@@ -15,8 +15,8 @@ from jackfield.clock import Clock
 from jackfield.data.jagged import from_padded, lengths, to_padded
 from jackfield.queue import (
     BatchMeta,
-    Rows,
     TransferQueue,
+    Values,
     Written,
     column_from_rows,
     dense_column,
@@ -65,20 +65,22 @@ class AdvantageEstimation:
         what = f"the advantages of {len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"
         work = self._worker.estimate(batch, kl_coefficient)
         metrics, written = await self._clock.wait_for(work, self._seconds, what)
-        await self._queue.announce(trained(batch), written)
+        await self._queue.add_columns(trained(batch), written)
         return metrics
 
     async def prepare(self, batch: BatchMeta) -> None:
         """See :meth:`AdvantageWorker.prepare`."""
         what = f"what the loss has to know of {len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"
-        await self._queue.announce(batch, await self._clock.wait_for(self._worker.prepare(batch), self._seconds, what))
+        await self._queue.add_columns(
+            batch, await self._clock.wait_for(self._worker.prepare(batch), self._seconds, what)
+        )
 
 
 class AdvantageWorker:
     """Runs registered parts over the rows of a batch."""
 
-    def __init__(self, rows: Rows, plan: AdvantagePlan) -> None:
-        self._rows = rows
+    def __init__(self, values: Values, plan: AdvantagePlan) -> None:
+        self._values = values
         self._plan = plan
 
     async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
@@ -114,7 +116,7 @@ class AdvantageWorker:
         target = trained(batch)
         if self._plan.experts:
             columns = _beside_experts(target, columns)
-        return metrics, await self._rows.write(target, columns)
+        return metrics, await self._values.write(target, columns)
 
     async def prepare(self, batch: BatchMeta) -> Written:
         """Write what the loss has to know of the whole batch (see :func:`jackfield.algorithms.prepare`).
@@ -129,7 +131,7 @@ class AdvantageWorker:
         names = {name: self._column(name) for name in ("log_probs", *sorted(taken & there))}
         columns = await self._get(batch, ("response_mask", *names.values()))
         nested = to_nested(columns["response_mask"])
-        numbers = _numbers(batch.group_ids)
+        numbers = _numbers(batch.groups)
         prepared = prepare(
             self._plan.loss,
             response_mask=to_padded(nested),
@@ -143,10 +145,10 @@ class AdvantageWorker:
             name: from_nested(from_padded(value, sizes)) if value.dim() == 2 else dense_column(value)
             for name, value in prepared.items()
         }
-        return await self._rows.write(batch, values)
+        return await self._values.write(batch, values)
 
     async def _get(self, batch: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
-        return await self._rows.read(batch, names)
+        return await self._values.read(batch, names)
 
     def _column(self, name: str) -> str:
         return self._plan.old_log_probs if name == "old_log_probs" else name
@@ -175,10 +177,10 @@ class AdvantageWorker:
         if not found:
             return None
         greedy = _Responses(found, await self._get(found, ("response_mask", "reward")))
-        totals = dict.fromkeys(found.group_ids, 0.0)
-        for group, total in zip(found.group_ids, greedy.token_rewards.sum(-1).tolist(), strict=True):
+        totals = dict.fromkeys(found.groups, 0.0)
+        for group, total in zip(found.groups, greedy.token_rewards.sum(-1).tolist(), strict=True):
             totals[group] += total
-        return torch.tensor([totals[group] for group in rows.group_ids])
+        return torch.tensor([totals[group] for group in rows.groups])
 
     def _inputs(self, rows: _Responses, baselines: torch.Tensor | None) -> dict[str, Any]:
         """Whatever an estimator may ask for beside rewards; each takes what it uses."""
@@ -186,7 +188,7 @@ class AdvantageWorker:
 
         tags = rows.batch.tags
         offered: dict[str, Any] = {
-            "group_ids": _numbers(rows.batch.group_ids),
+            "group_ids": _numbers(rows.batch.groups),
             "rollout_ids": torch.tensor([int(one.get("rollout", 0)) for one in tags]),
             "step_ids": torch.tensor([int(one.get("step_id", 0)) for one in tags]),
             "baseline_rewards": baselines,

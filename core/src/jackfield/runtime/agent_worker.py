@@ -1,6 +1,6 @@
-"""Makes samples: runs agent loops, keeps what they yield, and stores it once the queue's controller has named the rows.
+"""Makes samples: runs agent loops and writes what they yield to the queue's backend.
 
-The controller sees handles, tags and sizes; token ids go from here to the queue's backend.
+The controller sees keys, tags and sizes; token ids go from here to the backend.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from jackfield.errors import (
     DataError,
     JackfieldError,
     PluginError,
-    WorkerLost,
+    QueueError,
     described,
 )
 from jackfield.plugins.hooks import SampleRecord
-from jackfield.queue import Rows, Written, rows_of
-from jackfield.queue.rows import check_columns
+from jackfield.queue import RolloutReport, Values, Written, rows_of
 from jackfield.runtime.router import ReplicaRouter
 from jackfield.runtime.samples import (
     agent_tags,
@@ -38,28 +37,24 @@ from jackfield.runtime.samples import (
     supervised_columns,
     supervised_tags,
 )
+from jackfield.runtime.workers import ATTEMPTS, is_lost
 
-__all__ = ["AgentWorker", "RunOrder", "RunProduct", "ends_the_run", "run_agent"]
+__all__ = ["AgentWorker", "RolloutJob", "ends_the_run", "run_agent"]
 
 
 @attrs.frozen(kw_only=True)
-class RunOrder:
-    """One run of an agent loop, to be made."""
+class RolloutJob:
+    """One rollout of an agent loop, or an answer of the data that stands for one."""
 
-    id: str  #: under which the worker keeps what the run yields
+    id: str  #: what the keys of its samples begin with
+    partition: str
+    group: str
+    rollout: int = 0
     task: Task
-    run: int = 0
-    sampling: Mapping[str, Any] = attrs.field(factory=dict)
-    seconds: float = 600.0  #: the run's deadline
-
-
-@attrs.frozen(kw_only=True)
-class RunProduct:
-    """What a run has yielded, without the values: the worker keeps those."""
-
-    id: str
-    written: Written  #: what :meth:`AgentWorker.store` will write
-    tags: tuple[Mapping[str, Any], ...]  #: of each row
+    sampling: Mapping[str, Any] | None = None  #: None: copy the task's own answers
+    seconds: float = 600.0  #: the rollout's deadline
+    expert: bool = False  #: an answer stands among samples of the policy, and has their columns
+    last: bool = False  #: keep the last sequence alone
 
 
 class AgentWorker:
@@ -67,7 +62,7 @@ class AgentWorker:
 
     def __init__(
         self,
-        rows: Rows,
+        values: Values,
         tokenizer: ChatTokenizer,
         clock: Clock,
         make_agent: Callable[[Callable[[SamplingParams], None]], AgentLoopBase] | None,
@@ -77,7 +72,7 @@ class AgentWorker:
     ) -> None:
         """
         Args:
-            rows: where samples go.
+            values: writes samples.
             tokenizer: of the model.
             clock: through which every wait goes.
             make_agent: a fresh loop for each run, which tells of the sampling parameters of each of its requests;
@@ -85,27 +80,63 @@ class AgentWorker:
             max_prompt_tokens: of a sample of the data's own answers; agents have the limit in their context.
             router: through which the agents generate.
         """
-        self._rows = rows
+        self._values = values
         self._tokenizer = tokenizer
         self._clock = clock
         self._make_agent = make_agent
         self._max_prompt_tokens = max_prompt_tokens
         self._router = router
-        self._kept: dict[str, Mapping[str, Column]] = {}
 
-    async def run(self, order: RunOrder, *, last: bool = False) -> RunProduct:
-        """Run a loop to its end and keep its sequences (``last``: only the last one).
+    async def run(self, job: RolloutJob) -> RolloutReport:
+        """Do a rollout to its end, or copy the task's answers, and write the samples to the queue's backend.
 
         Raises:
             JackfieldError: as :func:`run_agent`.
+            DataError: the task has no answer, or its prompt is too long.
+            QueueError: ``queue.lost`` where storage units die again and again.
         """
+        columns, tags = self._answers(job) if job.sampling is None else await self._sequences(job, job.sampling)
+        keys = tuple(f"{job.id}/{sequence}" for sequence in range(len(tags)))
+        written = await self._write(job.partition, keys, columns, tags)
+        return RolloutReport(
+            group=job.group,
+            rollout=job.rollout,
+            keys=keys,
+            columns=written.columns,
+            sizes=written.sizes,
+            tags=tags,
+        )
+
+    async def _write(
+        self, partition: str, keys: Sequence[str], columns: Mapping[str, Column], tags: Sequence[Mapping[str, Any]]
+    ) -> Written:
+        """Write samples; those that went with a storage unit meanwhile are written to the others."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await self._values.put(partition, keys, columns, tags)
+            except QueueError as error:
+                if not is_lost(error):
+                    raise
+        return await self._values.put(partition, keys, columns, tags)
+
+    async def _sequences(
+        self, job: RolloutJob, sampling: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Column], tuple[Mapping[str, Any], ...]]:
         assert self._make_agent is not None, "a worker without replicas runs no agents"
         asked: list[SamplingParams] = []
-        output = await run_agent(self._make_agent(asked.append), order.sampling, order.task, self._clock, order.seconds)
-        sequences = output.sequences[-1:] if last else output.sequences
-        more = {**agent_tags(output), **_own_sampling(order.sampling, asked)}
-        tags = [{**sequence_tags(order.task, sequence, order.run), **more} for sequence in sequences]
-        return self._keep(order.id, sequence_columns(order.task, sequences), tags)
+        output = await run_agent(self._make_agent(asked.append), sampling, job.task, self._clock, job.seconds)
+        sequences = output.sequences[-1:] if job.last else output.sequences
+        more = {**agent_tags(output), **_own_sampling(sampling, asked)}
+        tags = tuple({**sequence_tags(job.task, sequence, job.rollout), **more} for sequence in sequences)
+        return sequence_columns(job.task, sequences), tags
+
+    def _answers(self, job: RolloutJob) -> tuple[Mapping[str, Column], tuple[Mapping[str, Any], ...]]:
+        """Make samples of the task's own answers; a task with a worse answer, too, gives two."""
+        prompt_ids = encode_prompt(self._tokenizer, job.task, self._max_prompt_tokens)
+        answers = encode_answers(self._tokenizer, job.task)  # type: ignore[arg-type]
+        tags = tuple(supervised_tags(job.task, prompt_ids, mask) for _, mask in answers)
+        make = expert_columns if job.expert else supervised_columns
+        return make(job.task, prompt_ids, answers), tags
 
     async def reroute(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
         """Have agents generate on these replicas from now on: :meth:`ReplicaRouter.reroute`."""
@@ -117,50 +148,12 @@ class AgentWorker:
         limit = most if self._max_prompt_tokens is None else min(most, self._max_prompt_tokens)
         return self._tokenizer.encode_chat(task.messages)[:limit]
 
-    async def answer(self, order: RunOrder, *, expert: bool = False) -> RunProduct:
-        """Keep the task's own answer as a sample to learn from; a task with a worse answer, too, gives two rows.
-
-        Args:
-            order: the task, and the sample's id.
-            expert: the row stands among those that the policy generated, and has their columns.
-
-        Raises:
-            DataError: the task has none, or its prompt is too long.
-        """
-        task = order.task
-        prompt_ids = encode_prompt(self._tokenizer, task, self._max_prompt_tokens)
-        answers = encode_answers(self._tokenizer, task)  # type: ignore[arg-type]
-        tags = [supervised_tags(task, prompt_ids, mask) for _, mask in answers]
-        make = expert_columns if expert else supervised_columns
-        return self._keep(order.id, make(task, prompt_ids, answers), tags)
-
-    def _keep(self, id: str, columns: Mapping[str, Column], tags: Sequence[Mapping[str, Any]]) -> RunProduct:
-        self._kept[id] = columns
-        sizes = check_columns(columns, len(tags))
-        return RunProduct(id=id, written=Written(columns=tuple(columns), sizes=sizes), tags=tuple(tags))
-
-    async def store(self, id: str, partition: str, keys: Sequence[str]) -> None:
-        """Write what a run has yielded under ``keys``, and forget it once that is done.
-
-        Raises:
-            WorkerLost: when this worker does not have it (it was started again in the meantime).
-        """
-        columns = self._kept.get(id)
-        if columns is None:
-            raise WorkerLost(f"the worker that made sample {id} is gone, and with it what it had made", where=id)
-        await self._rows.put(partition, keys, columns)
-        self._kept.pop(id, None)
-
-    async def discard(self, id: str) -> None:
-        """Forget what a run has yielded; unknown: no effect."""
-        self._kept.pop(id, None)
-
     async def records(
         self, partition: str, keys: Sequence[str], tags: Sequence[Mapping[str, Any]], *, with_reward: bool
     ) -> tuple[SampleRecord, ...]:
         """Samples in a form that people read; ``reward`` is None without ``with_reward``."""
         names = ("prompt_ids", "response_ids", "response_mask", *(("reward",) if with_reward else ()))
-        columns = await self._rows.get(partition, keys, names)
+        columns = await self._values.get(partition, keys, names)
         rows = {name: rows_of(column) for name, column in columns.items()}
         decode = self._tokenizer.decode
         return tuple(

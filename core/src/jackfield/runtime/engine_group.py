@@ -87,7 +87,7 @@ class EngineGroup:
         for layout, part, written in zip(self._layouts, parts, results, strict=True):
             if written is not None and layout.data_parallel_rank not in announced:
                 announced.add(layout.data_parallel_rank)
-                await self._queue.announce(part, written)
+                await self._queue.add_columns(part, written)
 
     async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of each response's tokens behind one prompt: a few, no samples. Every rank computes all of them."""

@@ -18,7 +18,7 @@ from jackfield.abc.engine import (
 )
 from jackfield.abc.transfer_queue import Column
 from jackfield.errors import EngineError, JackfieldError
-from jackfield.queue import BatchMeta, Rows, Written, column_from_rows, from_nested, to_nested
+from jackfield.queue import BatchMeta, Values, Written, column_from_rows, from_nested, to_nested
 from jackfield.runtime.log_probs import Comparison, distances
 from jackfield.runtime.samples import naming_samples
 from jackfield.weights import WeightSender
@@ -38,7 +38,7 @@ class EngineRank:
     def __init__(
         self,
         engine: BaseEngine,
-        rows: Rows,
+        values: Values,
         *,
         loss_columns: Sequence[str] = (),
         renamed: Mapping[str, str] | None = None,
@@ -48,14 +48,14 @@ class EngineRank:
         """
         Args:
             engine: the rank.
-            rows: where samples are.
+            values: reads and writes columns of samples.
             loss_columns: what the loss reads beside the sample itself.
             renamed: column name in the queue by the name that the loss knows it under.
             transport: this rank's end of the weight plane; None: it publishes nothing.
             block_bytes: of deltas of the weights; 0: none will be sent.
         """
         self._engine = engine
-        self._rows = rows
+        self._values = values
         self._loss_columns = tuple(loss_columns)
         self._renamed = dict(renamed or {})
         self._transport = transport
@@ -76,7 +76,7 @@ class EngineRank:
             QueueError: rows are not there; nothing has been begun.
         """
         names = self._update_columns(comparison) if update else _SAMPLE
-        self._known = (batch.keys, names, await self._values(batch, names))
+        self._known = (batch.keys, names, await self._tensors(batch, names))
 
     def _update_columns(self, comparison: Comparison | None) -> tuple[str, ...]:
         compared = () if comparison is None else comparison.columns
@@ -99,7 +99,7 @@ class EngineRank:
             return None
         result = wanted(output)
         assert result is not None, f"the engine computes {column}"
-        return await self._rows.write(batch, {column: from_nested(result)})
+        return await self._values.write(batch, {column: from_nested(result)})
 
     async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]] | None:
         """Log-probs of a few tokens that are no samples; None where another rank's results count."""
@@ -167,13 +167,13 @@ class EngineRank:
         known, self._known = self._known, None
         if known is not None and known[:2] == (batch.keys, names):
             return known[2]
-        return await self._values(batch, names)
+        return await self._tensors(batch, names)
 
-    async def _values(self, batch: BatchMeta, names: Sequence[str]) -> TensorDict:
+    async def _tensors(self, batch: BatchMeta, names: Sequence[str]) -> TensorDict:
         from tensordict import TensorDict
 
         stored = {name: self._renamed.get(name, name) for name in names}
-        columns = await self._rows.read(batch, tuple(dict.fromkeys(stored.values())))
+        columns = await self._values.read(batch, tuple(dict.fromkeys(stored.values())))
         values = {name: _tensor(columns[stored[name]]) for name in names}
         return TensorDict(values, batch_size=[len(batch)])
 
@@ -202,7 +202,7 @@ def _require_log_probs(output: EngineOutput) -> torch.Tensor:
 
 
 def _table(prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> TensorDict:
-    """Rows of one prompt, in the form of a batch."""
+    """Values of one prompt, in the form of a batch."""
     import torch
     from tensordict import TensorDict
 

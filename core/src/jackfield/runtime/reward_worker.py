@@ -17,7 +17,7 @@ from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
 from jackfield.algorithms import fill_failed
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RewardError, described
-from jackfield.queue import Rows, Written, column_from_rows, rows_of
+from jackfield.queue import Values, Written, column_from_rows, rows_of
 from jackfield.runtime.samples import not_finite
 
 __all__ = ["REWARD_INPUTS", "RewardWorker", "Scored", "score_sample"]
@@ -47,11 +47,11 @@ class Scored:
 
 
 class RewardWorker:
-    """Scores rows side by side. Rows of one group come to one worker."""
+    """Scores rows side by side. Values of one group come to one worker."""
 
     def __init__(
         self,
-        rows: Rows,
+        values: Values,
         agent: RewardAgent,
         tokenizer: ChatTokenizer,
         clock: Clock,
@@ -63,7 +63,7 @@ class RewardWorker:
     ) -> None:
         """
         Args:
-            rows: where samples are.
+            values: reads and writes columns of samples.
             agent: scores; started.
             tokenizer: of the model.
             clock: through which every wait goes.
@@ -73,7 +73,7 @@ class RewardWorker:
                 written as ``reward_dimensions``.
             fill_failed: a failed score becomes the mean of its group's others.
         """
-        self._rows = rows
+        self._values = values
         self._agent = agent
         self._tokenizer = tokenizer
         self._clock = clock
@@ -130,7 +130,7 @@ class RewardWorker:
         columns = {"reward": _reward_column(list(good.values()))}
         if self._dimensions:
             columns["reward_dimensions"] = _dimension_column(list(good.values()), self._dimensions)
-        return scored, await self._rows.put(partition, list(good), columns)
+        return scored, await self._values.put(partition, list(good), columns)
 
     async def forget(self, keys: Sequence[str]) -> None:
         """Drop scores that nobody will ask for, and whoever still makes them."""
@@ -154,7 +154,7 @@ class RewardWorker:
         return [self._scores[key] for key in keys]
 
     async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-        columns = await self._rows.get(partition, keys, REWARD_INPUTS)
+        columns = await self._values.get(partition, keys, REWARD_INPUTS)
         return dict(zip(keys, zip(*(rows_of(columns[name]) for name in REWARD_INPUTS), strict=True), strict=True))
 
     async def _score(self, key: str, reading: asyncio.Future[dict[str, tuple[Any, ...]]]) -> ScoreResult:

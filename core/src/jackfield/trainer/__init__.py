@@ -13,10 +13,9 @@ from jackfield.trainer.batches import BatchSource
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore, open_checkpoint
 from jackfield.trainer.evaluation import Evaluator
-from jackfield.trainer.explorer import Experts, Explorer
+from jackfield.trainer.explorer import Answers, Explorer
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.mixing import Source
-from jackfield.trainer.offline import OfflineProducer
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.report import StepReport
 from jackfield.trainer.reward_pipeline import RewardPipeline
@@ -26,6 +25,7 @@ from jackfield.trainer.trainer import AdvantageEstimator, Critic, EngineGroup, S
 
 __all__ = [
     "AdvantageEstimator",
+    "Answers",
     "BatchSource",
     "Checkpoint",
     "CheckpointStore",
@@ -33,11 +33,9 @@ __all__ = [
     "Critic",
     "EngineGroup",
     "Evaluator",
-    "Experts",
     "Explorer",
     "FollowedVersion",
     "LogProbCheck",
-    "OfflineProducer",
     "PlacementLease",
     "PostedVersion",
     "Progress",

@@ -53,14 +53,14 @@ class BatchSource:
             DeadlineExceeded: the batch was not complete in time.
             ScheduleError: ``schedule.staleness``.
         """
-        leasing = self.queue.lease_groups(CONSUMER, ticket=step, deadline_seconds=self.seconds)
+        leasing = self.queue.lease_batch(CONSUMER, step, deadline_seconds=self.seconds)
         if may_stop and not (self.schedule.explores and step % self.schedule.sync_interval):
             batch = await self._unless_stopped(leasing)
         else:
             batch = await leasing
         if batch is None:
             return None
-        own = len(set(batch.group_ids))
+        own = len(set(batch.groups))
         mixed = [await source.sample(self.queue, CONSUMER, step, own, self.seconds) for source in self.sources]
         if self.schedule.explores:
             self.schedule.check(step, oldest_version(batch.tags))

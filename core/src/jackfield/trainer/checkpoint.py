@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
 import platform
 import random
 import shutil
@@ -15,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from jackfield import __version__
-from jackfield.errors import JackfieldError, QueueError, RunError, WorkerLost
+from jackfield.errors import JackfieldError, RunError, WorkerLost
 from jackfield.plugins.hooks import CheckpointSaved
 from jackfield.queue import TransferQueue
 from jackfield.runtime.samples import TRAIN
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore
-from jackfield.trainer.reward_pipeline import CONSUMER as REWARD
 from jackfield.trainer.schedule import Schedule
 from jackfield.trainer.stages import Stages
 
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from jackfield.trainer.trainer import EngineGroup
 
 __all__ = ["Checkpointer", "load_random_state", "random_state"]
-
-_KEPT = (REWARD,)  #: consumers whose work is in the queue
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -125,22 +121,11 @@ class Checkpointer:
         state = checkpoint.state()
         for role, engine in self.engines.items():
             await engine.load(str(checkpoint.folder / role))
-        if not await self._recover(checkpoint):
-            await self.queue.restore(checkpoint.folder / "queue", checkpoint.step - 1)
+        await self.queue.restore(checkpoint.folder / "queue", checkpoint.step - 1)
         load_random_state(state["random"])
         self.saved = checkpoint.step
         trainer: dict[str, Any] = state["trainer"]
         return trainer
-
-    async def _recover(self, checkpoint: Checkpoint) -> bool:
-        """Keep what the queue has got since the checkpoint, where it is durable and its journal can be read."""
-        try:
-            return await self.queue.recover(checkpoint.folder / "queue", checkpoint.step - 1, kept=_KEPT)
-        except QueueError as error:
-            if error.code != "queue.invalid":
-                raise
-            logging.getLogger("jackfield").warning("%s; the run goes on with the rows of its checkpoint", error.message)
-            return False
 
 
 def _cause(error: Exception) -> str:

@@ -13,17 +13,17 @@ from jackfield.clock import Clock
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError, RewardError, WorkerLost
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
-from jackfield.runtime.agent_worker import AgentWorker, RunOrder, ends_the_run
+from jackfield.runtime.agent_worker import AgentWorker, RolloutJob, ends_the_run
 from jackfield.runtime.reward_worker import RewardWorker, Scored
 from jackfield.runtime.samples import evaluation_seed, metric_tags, said, said_metrics
-from jackfield.runtime.workers import Workers, is_lost, resubmitted, suppress_lost, written_again
+from jackfield.runtime.workers import Workers, is_lost, resubmitted, suppress_lost
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Schedule
 from jackfield.trainer.stages import Stages
 
 __all__ = ["Evaluator"]
 
-EVAL = "eval"  #: the partition whose rows live as long as an evaluation; the queue's controller knows nothing of them
+EVAL = "eval"  #: the partition whose samples live as long as an evaluation; the queue's controller does not know them
 
 
 @attrs.frozen
@@ -50,7 +50,7 @@ class Evaluator:
     stages: Stages
     sampling: Mapping[str, Any]
     seed: int
-    run_seconds: float
+    rollout_seconds: float
     score_seconds: float
     recorded: int = 16  #: samples shown in the table
 
@@ -100,29 +100,29 @@ class Evaluator:
     async def _run(self, task: Task, version: int) -> _Outcome:
         key = f"{EVAL}/{version}/{task.id}"
         sampling = {**self.sampling, "seed": evaluation_seed(self.seed, version, task.id)}
-        order = RunOrder(id=key, task=task, sampling=sampling, seconds=self.run_seconds)
+        job = RolloutJob(
+            id=key, partition=EVAL, group=key, task=task, sampling=sampling, seconds=self.rollout_seconds, last=True
+        )
         try:
-            return await resubmitted(lambda: written_again(lambda: self._attempt(order)), f"sample {key}")
+            return await resubmitted(lambda: self._attempt(job), f"sample {key}/0")
         except WorkerLost as error:
-            return _failed(order, error)
+            return _failed(job, error)
 
-    async def _attempt(self, order: RunOrder) -> _Outcome:
-        agent, rewards, key = self.agents.of(order.id), self.rewards.of(order.id), order.id
-        who = f"held-out task {order.task.id}"
+    async def _attempt(self, job: RolloutJob) -> _Outcome:
+        agent, rewards, key = self.agents.of(job.id), self.rewards.of(job.id), f"{job.id}/0"
+        who = f"held-out task {job.task.id}"
         try:
-            run = agent.run(order, last=True)
-            product = await self.clock.wait_for(run, 1.1 * order.seconds + 10, f"the agent worker of {who}")
-            if not product.tags:
-                return _failed(order, "the agent loop returned no sequence")
-            await self.clock.wait_for(agent.store(key, EVAL, [key]), order.seconds, f"the agent worker of {who}")
+            report = await self.clock.wait_for(agent.run(job), 1.1 * job.seconds + 10, f"the agent worker of {who}")
+            if not report.keys:
+                return _failed(job, "the agent loop returned no sequence")
         except JackfieldError as error:
             if isinstance(error, WorkerLost) or is_lost(error) or ends_the_run(error):
                 raise
-            return _failed(order, error)
+            return _failed(job, error)
         scoring, longest = rewards.score(EVAL, [key]), 2 * self.score_seconds * len(self.tasks)  # one after the other
         (scored,) = await self.clock.wait_for(scoring, longest, f"the reward worker of {who}")
         await rewards.forget([key])
-        return _Outcome(order.task, scored, {**product.tags[0], **metric_tags("reward", scored.metrics)})
+        return _Outcome(job.task, scored, {**report.tags[0], **metric_tags("reward", scored.metrics)})
 
     async def _record(self, outcome: _Outcome) -> SampleRecord:
         """A row of the table; empty where there is no sample."""
@@ -138,5 +138,5 @@ class Evaluator:
         return attrs.evolve(record, key=f"{EVAL}/{outcome.task.id}", reward=outcome.scored.score, tags=tags)
 
 
-def _failed(order: RunOrder, error: object) -> _Outcome:
-    return _Outcome(order.task, Scored(key=order.id, score=None, error=str(error)))
+def _failed(job: RolloutJob, error: object) -> _Outcome:
+    return _Outcome(job.task, Scored(key=f"{job.id}/0", score=None, error=str(error)))

@@ -1,10 +1,11 @@
-"""The explorer: tasks to token sequences, ticket by ticket."""
+"""The explorer: tasks to samples, batch by batch."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import attrs
@@ -12,150 +13,155 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError, WorkerLost
-from jackfield.queue import GroupSlot, Ticket, TransferQueue
-from jackfield.runtime.agent_worker import AgentWorker, RunOrder, ends_the_run
+from jackfield.queue import Batch, GroupKey, NewGroup, RolloutReport, TransferQueue
+from jackfield.runtime.agent_worker import AgentWorker, RolloutJob, ends_the_run
 from jackfield.runtime.samples import TRAIN, rollout_seed
-from jackfield.runtime.workers import Workers, resubmitted, written_again
+from jackfield.runtime.workers import Workers, resubmitted
 from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
 
-__all__ = ["Experts", "Explorer"]
+__all__ = ["Answers", "Explorer"]
+
+_AHEAD = 2  #: batches that are filled with answers of the data before the trainer asks for them
 
 
 @attrs.frozen(kw_only=True)
-class Experts:
-    """An expert's answers: each ticket has a few of them behind the groups that are explored."""
+class Answers:
+    """Groups of a batch that copy an answer of the data: those of an expert, or all of an offline run."""
 
-    rows: int  #: in each ticket
-    task_for: Callable[[GroupSlot], Task]
+    groups: int  #: of each batch
+    task_for: Callable[[GroupKey], Task]
 
 
 @attrs.define(kw_only=True, eq=False)
 class Explorer:
-    """Has agent loops run for the tickets that the schedule lets it start."""
+    """Fills the batches that the schedule lets it start: with rollouts of agents, and with answers of the data."""
 
     name: str
     queue: TransferQueue
     schedule: Schedule
     version: Progress  #: of the weights that the replicas serve
+    steps_done: Progress
     placement: PlacementLease
     clock: Clock
     stages: Stages
-    task_for: Callable[[GroupSlot], Task]
     agents: Workers[AgentWorker]
-    sampling: Mapping[str, Any]
-    groups: int  #: tasks in a ticket
-    runs: int  #: rollouts of a task
-    seed: int
-    run_seconds: float
+    groups: int = 0  #: tasks in a batch for which agents run
+    rollouts: int = 1  #: of a task
+    task_for: Callable[[GroupKey], Task]
+    sampling: Mapping[str, Any] = attrs.field(factory=dict)
+    seed: int = 0
+    rollout_seconds: float
     batch_seconds: float
-    greedy_baseline: bool = False  #: one more run in each group, greedy: its reward is the others' baseline
-    experts: Experts | None = None
+    greedy_baseline: bool = False  #: one more rollout in each group, greedy: its reward is the others' baseline
+    answers: Answers | None = None  #: behind the groups for which agents run
     _running: int = attrs.field(default=0, init=False)
     _idle: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
     async def run(self) -> None:
-        """Explore until every ticket of the schedule is finished; what others have given back comes first."""
-        async with asyncio.TaskGroup() as tickets:
-            while (ticket := await self._next()) is not None:
-                await self.version.until(
-                    lambda version, number=ticket.number: self.schedule.may_start(number, version),  # type: ignore[misc]
-                    self.batch_seconds,
-                    f"the trainer's weights, by {self.name} to start batch {ticket.number}",
-                )
-                if not await self.queue.vacancies(ticket):  # restored with all its groups: it may still lose one
-                    tickets.create_task(self._explore(ticket))
+        """Explore until every batch of the schedule is finished; what others have given back comes first."""
+        async with asyncio.TaskGroup() as batches:
+            while (batch := await self._next()) is not None:
+                await self._wait_for_turn(batch.number)
+                if not self.groups or not batch.vacant:  # restored with all its groups: it may still lose one
+                    batches.create_task(self._fill(batch))
                     continue
                 self._idle.clear()
-                async with self.stages.measure("rollout", "explorer", ticket.number):
-                    tickets.create_task(self._explore(ticket))
-                    # the next batch starts when every run of this one has ended; its rewards may still be pending
-                    runs = f"the rollouts of batch {ticket.number}"
-                    await self.clock.wait_for(self._idle.wait(), self.batch_seconds, runs)
+                async with self.stages.measure("rollout", "explorer", batch.number):
+                    batches.create_task(self._fill(batch))
+                    # the next batch starts when every rollout of this one has ended; its rewards may still be pending
+                    rollouts = f"the rollouts of batch {batch.number}"
+                    await self.clock.wait_for(self._idle.wait(), self.batch_seconds, rollouts)
 
-    async def _next(self) -> Ticket | None:
-        groups, steps = self.groups + (self.experts.rows if self.experts else 0), self.schedule.steps
-        return await self.queue.wait_ticket(TRAIN, self.name, groups, steps, self.batch_seconds)
+    async def _next(self) -> Batch | None:
+        return await self.queue.claim_batch(
+            TRAIN,
+            self.name,
+            self.groups + (self.answers.groups if self.answers else 0),
+            rollouts=self.rollouts + self.greedy_baseline,
+            below=self.schedule.steps,
+            deadline_seconds=self.batch_seconds,
+        )
 
-    async def _explore(self, ticket: Ticket) -> None:
-        """Fill the ticket's slots; one that is dropped later, for want of a reward, comes again."""
+    async def _wait_for_turn(self, number: int) -> None:
+        """Wait for the weights that a batch is generated with; without rollouts, stay a little ahead of the trainer."""
+        if self.groups:
+            weights = f"the trainer's weights, by {self.name} to start batch {number}"
+            await self.version.until(
+                lambda version: self.schedule.may_start(number, version), self.batch_seconds, weights
+            )
+        else:
+            taken = f"the trainer, to take batch {number - _AHEAD}"
+            await self.steps_done.until(lambda done: number < done + _AHEAD, self.batch_seconds, taken)
+
+    async def _fill(self, batch: Batch) -> None:
+        """Make the groups of a batch; one that is dropped later, for want of a reward, comes again."""
         async with asyncio.TaskGroup() as groups:
-            async for slot in self.queue.slots(ticket, self.batch_seconds):
-                self._running += 1
-                groups.create_task(self._run_group(slot))
+            async for keys in self.queue.groups_to_fill(batch, self.batch_seconds):
+                self._running += len(keys)
+                for key in keys:
+                    groups.create_task(self._make_group(key))
 
-    async def _run_group(self, slot: GroupSlot) -> None:
+    async def _make_group(self, key: GroupKey) -> None:
         try:
-            if self.experts is not None and slot.index >= self.groups:
-                await self._copy_expert(self.experts, slot)
+            if self.answers is not None and key.index >= self.groups:
+                await self._copy_answer(self.answers, key)
                 return
-            task = self.task_for(slot)
-            runs = self.runs + self.greedy_baseline
-            tags = {"greedy_rollout": self.runs} if self.greedy_baseline else {}
-            group = await self.queue.open_group(slot, task_id=task.id, runs=runs, tags=tags)
-            await asyncio.gather(*(self._run(slot, group, task, run) for run in range(runs)))
+            task, rollouts = self.task_for(key), self.rollouts + self.greedy_baseline
+            tags = {"greedy_rollout": self.rollouts} if self.greedy_baseline else {}
+            await self.queue.open_groups([NewGroup(key=key, task_id=task.id, rollouts=rollouts, tags=tags)])
+            await asyncio.gather(*(self._roll_out(key, task, rollout) for rollout in range(rollouts)))
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
 
-    async def _run(self, slot: GroupSlot, group: str, task: Task, run: int) -> None:
-        sampling = {**self.sampling, "seed": rollout_seed(self.seed, slot.ticket, slot.index, slot.attempt, run)}
-        if run == self.runs:
+    async def _roll_out(self, key: GroupKey, task: Task, rollout: int) -> None:
+        sampling = {**self.sampling, "seed": rollout_seed(self.seed, key.batch, key.index, key.retry, rollout)}
+        if rollout == self.rollouts:
             sampling["temperature"] = 0.0  # the baseline
-        order = RunOrder(
-            id=f"{group}/{run}",
-            task=task,
-            run=run,
-            sampling=sampling,
-            seconds=self.run_seconds,
-        )
-        await self._made(group, order)
+        await self._end(key, task, rollout, sampling)
 
-    async def _copy_expert(self, experts: Experts, slot: GroupSlot) -> None:
-        """A group of one run, which an expert did."""
-        task = experts.task_for(slot)
-        group = await self.queue.open_group(slot, task_id=task.id, runs=1, tags={"expert": True})
-        order = RunOrder(id=f"{group}/0", task=task, seconds=self.run_seconds)
-        await self._made(group, order, expert=True)
+    async def _copy_answer(self, answers: Answers, key: GroupKey) -> None:
+        """Make a group of one rollout, which the data has."""
+        task, tags = answers.task_for(key), {"expert": True} if self.groups else {}
+        await self.queue.open_groups([NewGroup(key=key, task_id=task.id, rollouts=1, tags=tags)])
+        await self._end(key, task, 0, None)
 
-    async def _made(self, group: str, order: RunOrder, *, expert: bool = False) -> None:
-        """Make a sample; workers may die."""
+    async def _end(self, key: GroupKey, task: Task, rollout: int, sampling: Mapping[str, Any] | None) -> None:
+        """Have a worker make the samples of a rollout, again where workers die, and report how it ended."""
+        attempts = count()
+
+        def job() -> RolloutJob:
+            name = key.rollout(rollout, next(attempts))
+            return RolloutJob(
+                id=name, partition=key.partition, group=str(key), rollout=rollout, task=task,
+                sampling=sampling, seconds=self.rollout_seconds, expert=bool(self.groups),
+            )  # fmt: skip
+
         try:
-            await resubmitted(lambda: self._make(group, order, expert=expert), f"sample {order.id}")
+            report = await resubmitted(lambda: self._make(job()), f"sample {key.rollout(rollout)}")
         except WorkerLost as error:
-            await self._fail(group, order, error)
+            report = RolloutReport(group=str(key), rollout=rollout, error=_summary(error))
+        await self.queue.end_rollouts([report])
 
-    async def _make(self, group: str, order: RunOrder, *, expert: bool = False) -> None:
-        """Have a worker make a sample, then have it written under the keys that the queue gives it."""
-        worker = self.agents.of(order.id)
-        # the worker has the run's own deadline; ours adds its way to us
-        seconds, who = 1.1 * order.seconds + 10, f"the agent worker of sample {order.id}, task {order.task.id}"
-        # the devices are needed for this alone: a sample may then have to wait for room in the queue
-        async with nullcontext() if expert else self.placement.hold("rollout"):
+    async def _make(self, job: RolloutJob) -> RolloutReport:
+        worker = self.agents.of(f"{job.group}/{job.rollout}")
+        # the worker keeps the rollout's own deadline; this one adds RPC slack to it
+        seconds, who = 1.1 * job.seconds + 10, f"the agent worker of sample {job.id}, task {job.task.id}"
+        async with nullcontext() if job.sampling is None else self.placement.hold("rollout"):
             try:
-                making = worker.answer(order, expert=True) if expert else worker.run(order)
-                product = await self.clock.wait_for(making, seconds, who)
+                return await self.clock.wait_for(worker.run(job), seconds, who)
             except WorkerLost:
                 raise
             except JackfieldError as error:
-                if ends_the_run(error):
+                if job.sampling is None or ends_the_run(error):
                     raise
-                await self._fail(group, order, error)
-                return
-
-        async def store() -> None:
-            async with self.queue.ending_run(group, order.run, product.written, product.tags) as keys:
-                await self.clock.wait_for(worker.store(order.id, TRAIN, keys), seconds, f"{who} to store it")
-
-        await written_again(store)
-
-    async def _fail(self, group: str, order: RunOrder, error: JackfieldError) -> None:
-        await self.queue.fail_run(group, order.run, reason=_summary(error))
+                return RolloutReport(group=job.group, rollout=job.rollout, error=_summary(error))
 
 
 def _summary(error: JackfieldError) -> str:
-    """What is equal where the same thing went wrong: without the place."""
+    """Say what went wrong without the place, so that equal failures have equal texts."""
     found = "" if error.found is None else f", found {error.found}"
     return f"{error.message}{found} [{error.code}]"

@@ -1,4 +1,4 @@
-"""What a batch has beside the groups of its ticket: used groups once more, groups of other partitions."""
+"""Groups that a batch has beside its own: used groups again, and groups of other partitions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import floor
 
 import attrs
 
-from jackfield.queue import BatchMeta, Reuse, Sampler, TransferQueue
+from jackfield.queue import BatchMeta, Reuse, SamplerSpec, TransferQueue
 from jackfield.runtime.samples import TRAIN
 
 __all__ = ["Source"]
@@ -18,8 +18,8 @@ class Source:
     """Where further groups of a batch are from, how many and which."""
 
     partition: str  #: the trainer's own: groups that it has trained on before
-    ratio: float  #: groups for each group of the ticket
-    sampler: Sampler
+    ratio: float  #: groups for each group of the batch
+    sampler: SamplerSpec
     reuse: Reuse
 
     async def register(self, queue: TransferQueue, trainer: str, columns: tuple[str, ...]) -> None:
@@ -28,7 +28,7 @@ class Source:
         await queue.register_consumer(name, self.partition, columns, sampler=self.sampler, reuse=self.reuse)
 
     async def sample(self, queue: TransferQueue, trainer: str, step: int, own: int, seconds: float) -> BatchMeta | None:
-        """The groups of a step whose ticket has ``own`` groups; None: none.
+        """Lease the further groups of a step whose batch has ``own`` groups; None: there are none.
 
         Raises:
             DeadlineExceeded: another partition did not have as many in time.
@@ -37,10 +37,11 @@ class Source:
         if not groups:
             return None
         fresh = self.partition != TRAIN
-        return await queue.sample_groups(self._consumer(trainer), groups, step, fresh=fresh, deadline_seconds=seconds)
+        name = self._consumer(trainer)
+        return await queue.lease_groups(name, groups, step=step, fresh=fresh, deadline_seconds=seconds)
 
     def groups(self, step: int, own: int) -> int:
-        """How many at a step: the ratio holds over all steps, as nearly as whole groups can."""
+        """Count the groups of a step: the ratio holds over all steps, as nearly as whole groups can."""
         each = own * Fraction(str(self.ratio))
         return floor((step + 1) * each) - floor(step * each)
 

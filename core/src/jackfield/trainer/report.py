@@ -60,7 +60,7 @@ class StepReport:
         }
 
     def _exploration(self, step: int, batch: BatchMeta) -> dict[str, float]:
-        attempts = {group: tags["retry"] for group, tags in zip(batch.group_ids, batch.tags, strict=True)}
+        attempts = {group: tags["retry"] for group, tags in zip(batch.groups, batch.tags, strict=True)}
         return {
             "staleness/max": float(step - oldest_version(batch.tags)),
             "groups/retries": float(sum(attempts.values())),
@@ -76,8 +76,8 @@ class StepReport:
 def _shares(step: int, batch: BatchMeta) -> dict[str, float]:
     """How many samples are not of this step's own groups, by where they come from."""
     counts: dict[str, float] = {}
-    for claim, tags in zip(batch.claims, batch.tags, strict=True):
-        if claim.partition != TRAIN or tags["batch"] != step:
-            name = f"samples/{'replayed' if claim.partition == TRAIN else claim.partition}"
+    for lease, tags in zip(batch.leases, batch.tags, strict=True):
+        if lease.partition != TRAIN or tags["batch"] != step:
+            name = f"samples/{'replayed' if lease.partition == TRAIN else lease.partition}"
             counts[name] = counts.get(name, 0.0) + 1.0
     return counts

@@ -21,7 +21,7 @@ from jackfield.files import replacing
 from jackfield.queue.cells import Cell, cells_of
 from jackfield.queue.columns import dense_column, json_column
 
-__all__ = ["EXACT", "StoredRow", "cell_of", "from_plain", "read_rows", "to_plain", "write_rows"]
+__all__ = ["EXACT", "StoredSample", "cell_of", "from_plain", "read_samples", "to_plain", "write_samples"]
 
 #: Dtypes whose finite values are the same numbers in JSON.
 EXACT = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"})
@@ -33,14 +33,14 @@ _KNOWN |= dict.fromkeys((*_FLOATS, "returns"), "float32")
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class StoredRow:
+class StoredSample:
     """One row of a file or of a checkpoint."""
 
     cells: Mapping[str, Cell]  #: by column
     tags: Mapping[str, Any] = attrs.field(factory=dict)
     partition: str | None = None
     key: str | None = None  #: that it had in the queue that wrote it
-    ticket: int | None = None  #: of a checkpoint; None: nobody knows the row any more, it waited to be deleted
+    batch: int | None = None  #: of a checkpoint; None: nobody knows the row any more, it waited to be deleted
     group: str | None = None  #: rows of one group come together again
     task: str | None = None
     acked_by: tuple[str, ...] = ()  #: consumers that are done with it
@@ -51,7 +51,7 @@ class StoredRow:
         return sum(len(cell.content) for cell in self.cells.values())
 
 
-def write_rows(file: Path, rows: Callable[[], Iterable[StoredRow]]) -> int:
+def write_samples(file: Path, rows: Callable[[], Iterable[StoredSample]]) -> int:
     """Write rows to a JSONL file, or to a Parquet file where its name ends so; returns their number.
 
     Args:
@@ -75,7 +75,7 @@ def write_rows(file: Path, rows: Callable[[], Iterable[StoredRow]]) -> int:
     return count
 
 
-def read_rows(file: Path) -> Iterator[StoredRow]:
+def read_samples(file: Path) -> Iterator[StoredSample]:
     """The rows of a JSONL or Parquet file.
 
     Raises:
@@ -156,9 +156,9 @@ def _json_cell(value: Any) -> Cell:
     return cells_of(json_column([value]))[0]
 
 
-def _as_json(row: StoredRow) -> dict[str, Any]:
+def _as_json(row: StoredSample) -> dict[str, Any]:
     return {
-        **{name: getattr(row, name) for name in ("partition", "key", "ticket", "group", "task")},
+        **{name: getattr(row, name) for name in ("partition", "key", "batch", "group", "task")},
         "tags": dict(row.tags),
         "acked_by": list(row.acked_by),
         "columns": {name: to_plain(cell) for name, cell in row.cells.items()},
@@ -166,7 +166,7 @@ def _as_json(row: StoredRow) -> dict[str, Any]:
     }
 
 
-def _from_json(line: str, where: str) -> StoredRow:
+def _from_json(line: str, where: str) -> StoredSample:
     try:
         record = json.loads(line)
         columns, types = record["columns"], record.get("types", {})
@@ -174,9 +174,9 @@ def _from_json(line: str, where: str) -> StoredRow:
             name: from_plain(types[name], value) if name in types else cell_of(name, value)
             for name, value in columns.items()
         }
-        names = {field.name for field in attrs.fields(StoredRow)} - {"cells", "acked_by"}
+        names = {field.name for field in attrs.fields(StoredSample)} - {"cells", "acked_by"}
         given = {name: record[name] for name in names & record.keys() if record[name] is not None}
-        return StoredRow(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
+        return StoredSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, QueueError) as error:
         raise QueueError(
             "a line is no row of a queue",

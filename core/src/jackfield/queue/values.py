@@ -1,0 +1,83 @@
+"""A worker's way to the values of samples: straight to the backend, past the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jackfield.abc.transfer_queue import Column, GetRequest, PutRequest, TagsRequest, TransferQueueBackend
+from jackfield.queue.columns import check_column, concatenate, take
+from jackfield.queue.meta import BatchMeta, Written
+
+__all__ = ["Values"]
+
+
+class Values:
+    """Reads and writes columns of samples by key. Who may do so when is the queue's concern."""
+
+    def __init__(self, backend: TransferQueueBackend) -> None:
+        self._backend = backend
+        self._shows_tags = type(backend).put_tags is not TransferQueueBackend.put_tags
+
+    async def get(self, partition: str, keys: Sequence[str], names: Sequence[str]) -> dict[str, Column]:
+        """Read columns, in the order of ``keys``.
+
+        Raises:
+            QueueError: ``queue.unknown-sample``, ``queue.column``.
+        """
+        request = GetRequest(partition=partition, keys=tuple(keys), columns=tuple(names))
+        return dict((await self._backend.get(request)).columns)
+
+    async def read(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
+        """Read columns of a batch, in its order, whatever partitions its samples are of.
+
+        Raises:
+            QueueError: ``queue.unknown-sample``, ``queue.column``.
+        """
+        places = meta.by_partition()
+        parts = [await self.get(name, [meta.keys[at] for at in ours], names) for name, ours in places.items()]
+        return _in_order(list(places.values()), parts)
+
+    async def put(
+        self,
+        partition: str,
+        keys: Sequence[str],
+        columns: Mapping[str, Column],
+        tags: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Written:
+        """Write columns, one sample for each key; the queue hears of it afterwards.
+
+        Raises:
+            QueueError: ``queue.invalid`` for a column that breaks its contract.
+        """
+        sizes = _check_columns(columns, len(keys))
+        if keys and columns:
+            await self._backend.put(PutRequest(partition=partition, keys=tuple(keys), columns=columns))
+        if keys and tags is not None and self._shows_tags:
+            await self._backend.put_tags(TagsRequest(partition=partition, keys=tuple(keys), tags=tuple(tags)))
+        return Written(columns=tuple(columns), sizes=sizes, tags=None if tags is None else tuple(tags))
+
+    async def write(self, meta: BatchMeta, columns: Mapping[str, Column]) -> Written:
+        """Write columns of a batch; see :meth:`put`."""
+        sizes = _check_columns(columns, len(meta))
+        for partition, ours in meta.by_partition().items():
+            part = columns if len(ours) == len(meta) else {name: take(each, ours) for name, each in columns.items()}
+            await self.put(partition, [meta.keys[at] for at in ours], part)
+        return Written(columns=tuple(columns), sizes=sizes)
+
+
+def _in_order(places: Sequence[Sequence[int]], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Join columns that were read in parts: sample ``i`` of part ``p`` comes to place ``places[p][i]``."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    inverse = {place: index for index, place in enumerate(place for ours in places for place in ours)}
+    order = [inverse[place] for place in range(len(inverse))]
+    return {name: take(concatenate([part[name] for part in parts]), order) for name in parts[0]}
+
+
+def _check_columns(columns: Mapping[str, Column], samples: int) -> tuple[int, ...]:
+    """Refuse columns that break their contract, by name; return the bytes of each sample's values."""
+    sizes = [0] * samples
+    for name, column in columns.items():
+        sizes = [total + size for total, size in zip(sizes, check_column(name, column, samples), strict=True)]
+    return tuple(sizes)

@@ -1,0 +1,111 @@
+"""A queue over the memory backend on a virtual clock, and samples for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import attrs
+import torch
+
+from jackfield.abc.transfer_queue import TransferQueueContext
+from jackfield.clock import VirtualClock
+from jackfield.errors import DeadlineExceeded, QueueFull
+from jackfield.queue import column_from_rows, dense_column
+from jackfield.queue.listing import KeysRequest, KeysResult
+from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport
+from jackfield.queue.transfer_queue import TransferQueue
+from jackfield.queue.values import Values
+from jackfield.queue.memory import MemoryBackend, MemoryConfig
+
+__all__ = ["Bench", "Memory"]
+
+
+class Memory(MemoryBackend):
+    """A store that outlives the queue, and says what it has."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryConfig(), TransferQueueContext())
+
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        return KeysResult(samples={place: tuple(columns) for place, columns in self._cells.items()})
+
+    async def close(self) -> None:
+        return
+
+
+@attrs.define(eq=False)
+class Bench:
+    """What most tests do, in short."""
+
+    queue: TransferQueue
+    clock: VirtualClock
+
+    @property
+    def values(self) -> Values:
+        return Values(self.queue.backend)
+
+    async def claim(self, groups: int = 1, explorer: str = "explorer-0", rollouts: int = 2) -> Batch:
+        batch = await self.queue.claim_batch("train", explorer, groups, rollouts=rollouts)
+        assert batch is not None
+        return batch
+
+    async def vacant(self, batch: Batch) -> list[GroupKey]:
+        """The groups that are to be made now."""
+        found: list[GroupKey] = []
+        with suppress(DeadlineExceeded, QueueFull):
+            async for keys in self.queue.groups_to_fill(batch, 0.0, until="published"):
+                found += keys
+        return found
+
+    async def open(self, key: GroupKey, rollouts: int = 2, minimum: int | None = None, **tags: Any) -> str:
+        new = NewGroup(key=key, task_id=f"task-{key.index}", rollouts=rollouts, minimum_samples=minimum, tags=tags)
+        await self.queue.open_groups([new])
+        return str(key)
+
+    async def end(self, group: str, rollout: int, samples: int = 1, **tags: Any) -> tuple[str, ...]:
+        """End a rollout; the returned keys are those of its samples."""
+        keys = tuple(GroupKey.of(group).sample(rollout, sequence) for sequence in range(samples))
+        report = RolloutReport(group=group, rollout=rollout)
+        if keys:
+            written = await self.values.put("train", keys, self.columns(samples))
+            report = attrs.evolve(
+                report, keys=keys, columns=written.columns, sizes=written.sizes, tags=(tags,) * samples
+            )
+        await self.queue.end_rollouts([report])
+        return keys
+
+    async def fail(self, group: str, rollout: int, error: str) -> None:
+        await self.queue.end_rollouts([RolloutReport(group=group, rollout=rollout, error=error)])
+
+    @staticmethod
+    def columns(samples: int, length: int = 3) -> dict[str, Any]:
+        return {"ids": column_from_rows([torch.full((length,), index) for index in range(samples)])}
+
+    async def publish(self, batch: Batch, rollouts: int = 2, keys: Sequence[GroupKey] | None = None) -> list[str]:
+        """Make all vacant groups, with one sample per rollout."""
+        groups = []
+        for key in await self.vacant(batch) if keys is None else keys:
+            groups.append(await self.open(key, rollouts))
+            for rollout in range(rollouts):
+                await self.end(str(key), rollout)
+        return groups
+
+    async def reward(self, target: BatchMeta | Sequence[str]) -> tuple[str, ...]:
+        keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
+        written = await self.values.put("train", keys, {"reward": dense_column(torch.ones(len(keys)))})
+        return await self.queue.add_columns(target, written)
+
+    async def trainer(self, *columns: str, **options: Any) -> None:
+        await self.queue.register_consumer("trainer", "train", columns or ("ids",), **options)
+
+    async def stage(self) -> None:
+        await self.queue.register_consumer("reward", "train", ("ids",), writes=("reward",))
+
+    async def lease(self, batch: int, groups: int | None = None, seconds: float = 0.0) -> BatchMeta:
+        return await self.queue.lease_batch("trainer", batch, groups, deadline_seconds=seconds)
+
+    async def counts(self, *names: str) -> Mapping[str, int]:
+        found = await self.queue.stats()
+        return {name: found[name] for name in names}
