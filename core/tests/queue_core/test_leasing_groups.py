@@ -32,7 +32,7 @@ def test_a_stage_is_done_when_its_columns_are_there(run: Run) -> None:
         assert [("reward", None, list(meta.keys))] == [(ack["consumer"], ack["step"], ack["keys"]) for ack in acks]
         rest = await bench.queue.lease_groups("reward", deadline_seconds=0)
         await bench.reward([*rest.keys])  # without its lease; it ends all the same
-        assert {"rows_leased": 2} == await bench.counts("rows_leased")
+        assert {"samples_leased": 2} == await bench.counts("samples_leased")
 
     run(test)
 

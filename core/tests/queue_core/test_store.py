@@ -54,7 +54,7 @@ def first_life(checkpoint: Path) -> Use:
 def second_life(checkpoint: Path) -> Use:
     async def use(bench: Any) -> tuple[bool, int]:
         kept = await bench.queue.restore(checkpoint, 0)
-        return kept, (await bench.queue.stats())["rows"]
+        return kept, (await bench.queue.stats())["samples"]
 
     return use
 
@@ -171,7 +171,7 @@ def test_clear_forgets_everything_even_a_file_that_cannot_be_read(tmp_path: Path
     async def use(bench: Any) -> Any:
         await bench.queue.clear()
         assert 0 == (await bench.claim()).number
-        return (await bench.queue.stats())["rows"], (await backend.stats()).rows
+        return (await bench.queue.stats())["samples"], (await backend.stats()).samples
 
     assert (0, 0) == life(tmp_path, backend, use)
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_a_step_leaves_out_what_is_to_be_made_again(tmp_path: Pa
             await bench.publish(await bench.claim())
         await bench.queue.checkpoint(tmp_path / "c", {"train": 1})
         assert not await bench.queue.restore(tmp_path / "c")
-        assert 2 == (await bench.queue.stats())["rows"]
+        assert 2 == (await bench.queue.stats())["samples"]
         assert [0, 1] == [(await bench.claim()).number for _ in range(2)]
         await bench.queue.flush()
 

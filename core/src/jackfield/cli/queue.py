@@ -17,8 +17,8 @@ from jackfield.errors import QueueError, RunError
 
 if TYPE_CHECKING:
     from jackfield.queue.browse import Ancestor
+    from jackfield.queue.remote import QueueServer
     from jackfield.queue.sample_files import StoredSample
-    from jackfield.queue.serving import QueueServer
 
 __all__ = ["queue"]
 
@@ -213,8 +213,7 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
 
         with stop.boundary("with what is under way"):
             await serve_queue(settings, stop.requested, ready=ready)
-        refused = ", ".join(f"{count} {code}" for code, count in sorted(servers[0].refused.items()))
-        click.echo(f"ended; refused: {refused or 'nothing'}")
+        click.echo(f"ended; connections refused: {servers[0].refused}")
 
     with stop.listening():
         asyncio.run(stop.bounded(main()))

@@ -107,7 +107,7 @@ class RunBuilder(RoleParts):
         await weights.first(seconds)
         await self.open_control(replicas)
         await self._explorer(config.name).run()
-        self.queue.done = True
+        self.finished = True
         return self.version.value
 
     async def reward(self) -> int:
@@ -119,7 +119,7 @@ class RunBuilder(RoleParts):
         self.stop.begun()
         self.background(pipeline.run)
         await trainer_finished(self.queue, lambda: pipeline.groups, seconds)
-        self.queue.done = True
+        self.finished = True
         await self.done.advance(pipeline.groups)
         return pipeline.groups
 
@@ -130,7 +130,7 @@ class RunBuilder(RoleParts):
         if self.role == "train":
             await post_finished(self.queue, steps)
         mark_finished(folder, steps)
-        self.queue.done = True
+        self.finished = True
 
     # -- producers
 

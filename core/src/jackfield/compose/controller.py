@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import attrs
 
@@ -16,15 +15,13 @@ from jackfield.compose.resume import folder_lock, storage_errors
 from jackfield.compose.selection import check_distributed, check_plugins, manifests, register_parts
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig
-from jackfield.errors import ConfigError, PluginError
+from jackfield.errors import ConfigError
 from jackfield.plugins import Registry, discover, hook_manager
 from jackfield.queue import TransferQueue
+from jackfield.queue.remote import QueueServer
 from jackfield.queue.store import STORE_FILE
 
-if TYPE_CHECKING:
-    from jackfield.queue.serving import QueueServer
-
-__all__ = ["address_file", "distributed", "local_queue", "remote_queue", "serve_queue"]
+__all__ = ["address_file", "distributed", "local_queue", "serve_queue"]
 
 
 def address_file(config: RunConfig) -> Path:
@@ -70,20 +67,6 @@ def local_queue(config: RunConfig, backend: TransferQueueBackend, clock: Clock) 
     )
 
 
-def remote_queue(config: RunConfig, backend: TransferQueueBackend, clock: Clock, name: str) -> TransferQueue:
-    """A client of a served controller; not started.
-
-    Raises:
-        PluginError: ``plugin.requirement``: pyzmq is not installed.
-        QueueError: ``queue.unreachable``: no controller is served there.
-    """
-    _require_zmq()
-    from jackfield.queue.protocol import ControllerAddress
-    from jackfield.queue.remote import RemoteQueue
-
-    return RemoteQueue(ControllerAddress.read(address_file(config)), backend, clock, name)
-
-
 async def serve_queue(
     config: RunConfig,
     until: asyncio.Event,
@@ -102,13 +85,10 @@ async def serve_queue(
         clock: through which every wait goes.
 
     Raises:
-        PluginError: the backend keeps values in one process; or pyzmq is not installed.
+        PluginError: the backend keeps values in one process.
         RunError: ``run.folder-in-use``: one is served already.
         QueueError: ``queue.store``: nobody can listen there.
     """
-    _require_zmq()
-    from jackfield.queue.serving import QueueServer
-
     registry, clock, settings = registry or discover(), clock or Clock(), config.queue
     check_plugins(config, registry)
     check_distributed(config, registry, "the queue's controller is in a process of its own")
@@ -121,24 +101,11 @@ async def serve_queue(
         queue = local_queue(config, WorkerFactory(config=config, registry=registry, clock=clock).backend(), clock)
         stack.push_async_callback(queue.close)
         await queue.start()
-        silence = config.deadlines.heartbeat
-        server = QueueServer(queue, clock, host=settings.host, port=settings.port, heartbeat_seconds=silence)
+        server = QueueServer(queue, clock, config.deadlines.heartbeat)
         stack.push_async_callback(server.close)
-        address = await server.start()
+        address = await server.listen(settings.host, settings.port)
         file = folder / "address.json"
         address.write(file)
         stack.callback(file.unlink, missing_ok=True)
         ready(server, file)
         await until.wait()
-
-
-def _require_zmq() -> None:
-    try:
-        import zmq  # noqa: F401
-    except ImportError as error:
-        raise PluginError(
-            "a queue's controller in a process of its own needs pyzmq",
-            code="plugin.requirement",
-            found=error,
-            fix="pip install 'jackfield[distributed]'",
-        ) from error

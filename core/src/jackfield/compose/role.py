@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import attrs
 
 from jackfield.clock import Clock
-from jackfield.compose.controller import local_queue, remote_queue
+from jackfield.compose.controller import address_file, local_queue
 from jackfield.compose.crew import Crew, MakeCrew, Needs
 from jackfield.compose.inputs import Tasks
 from jackfield.compose.recipe import Recipe
@@ -19,6 +19,7 @@ from jackfield.compose.stopping import Stop
 from jackfield.config import RunConfig
 from jackfield.plugins import HookManager
 from jackfield.queue import TransferQueue
+from jackfield.queue.remote import connect_queue
 from jackfield.runtime.control import ControlServer
 from jackfield.runtime.replica_metrics import ReplicaMetrics
 from jackfield.runtime.replicas import Replicas
@@ -75,6 +76,7 @@ class RoleParts:
             sync_offset=config.schedule.sync_offset,
             explores=self.explores,
         )
+        self.finished = False  #: whether the role has done its work
         self._tasks: asyncio.TaskGroup
         self._background: list[asyncio.Task[None]] = []
 
@@ -104,12 +106,14 @@ class RoleParts:
         self.crew = await self.make_crew(needs, self.stack)
         if config.queue.address is None:
             self.queue = local_queue(config, self.crew.backend, self.clock)
+            self.stack.push_async_callback(self.queue.close)
+            await self.queue.start()
         else:
+            self.stack.push_async_callback(self.crew.backend.close)
+            await self.crew.backend.start()
             name = f"{_CLIENTS[self.role]} {config.name}"
-            self.queue = remote_queue(config, self.crew.backend, self.clock, name)
-        self.stack.push_async_callback(self.queue.close)
-        await self.queue.start()
-        self.queue.done = False
+            self.queue, connection = await connect_queue(address_file(config), name, self.clock)
+            self.stack.push_async_callback(lambda: connection.close(early=not self.finished))
 
     async def start_replicas(self) -> Replicas | None:
         """Start the rollout servers; None where this role has none."""

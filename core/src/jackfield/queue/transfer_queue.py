@@ -105,7 +105,9 @@ class TransferQueue:
         self.backend = backend
         self.clock = clock
         self.caller: Callable[[], str | None] = lambda: None  #: the client that calls
-        self.on_reset: Callable[[str], None] = lambda reason: None  #: what was begun before is in vain
+        #: is called when the queue has become another one, with the clients whose explorers had batches
+        self.on_reset: Callable[[str, frozenset[str]], None] = lambda reason, explorers: None
+        self.served: Callable[[], Mapping[str, int]] = dict  #: further counts for :meth:`stats`
         self._state = State(clock, is_closed=True)
         self._store = Store(store, durable=durable)
         self._leases = Leases(self._state, lambda groups: self._groups.consume(groups), lambda: self.caller())
@@ -456,11 +458,12 @@ class TransferQueue:
         state = self._state
         leased = [group for each in state.consumers.values() for held in each.leases.values() for group in held]
         return {
-            "rows": state.samples,
+            "samples": state.samples,
             "bytes": state.bytes,
             "batches": sum(len(partition.batches) for partition in state.partitions.values()),
             "groups_open": sum(group.state == "open" for group in state.groups.values()),
-            "rows_leased": sum(len(group.samples) for group in leased),
+            "samples_leased": sum(len(group.samples) for group in leased),
+            **self.served(),
         }
 
     async def post(self, topic: str, value: Mapping[str, Any]) -> None:
@@ -531,7 +534,8 @@ class TransferQueue:
 
     def _begin_again(self) -> None:
         """Offer what there is: the state is another one."""
+        explorers = frozenset(self._explorers)
         self._explorers.clear()
         self._leases.look_again()
         self._batches.offer_unfinished()
-        self.on_reset("the queue was made another one; what was begun before is in vain")
+        self.on_reset("has made the queue another one; what was begun before is in vain", explorers)

@@ -95,7 +95,7 @@ class Connection(Frames):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the connection because its transport was closed."""
-        self.end(f"was cut off: {exc}" if exc else "ended without a word")
+        self.end(f"was cut off: {exc}" if exc else "has ended without a word")
 
     def pause_writing(self) -> None:
         """Make further calls wait until the other end reads."""
@@ -147,6 +147,11 @@ class Connection(Frames):
             return self._lost_error(self.lost.result())
         where = f"{self.name}, {self.process}" if self.process else self.name
         return RpcError(f"{self.name} is lost", code="rpc.lost", where=where, found=f"it {self.lost.result()}")
+
+    @property
+    def iterates(self) -> bool:
+        """Whether the other end iterates over something here."""
+        return bool(self._iterations)
 
     @property
     def doing(self) -> str:

@@ -87,16 +87,18 @@ class Contract:
         cls: type,
         methods: Iterable[str] | None = None,
         *,
+        without: Iterable[str] = (),
         undo: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
             cls: the class; its annotations are the types of what travels.
             methods: names; None: all public ones that are coroutine functions or yield.
+            without: names of public methods that are not called from elsewhere.
             undo: by method: the one that gives back a result that came after its caller had left.
         """
         self.undo = dict(undo or {})
-        names = [name for name in dir(cls) if _is_remote(cls, name)] if methods is None else methods
+        names = {name for name in dir(cls) if _is_remote(cls, name)} - set(without) if methods is None else methods
         self._methods = {name: _method(cls, name) for name in sorted(names)}
         kinds = [kind for each in self._methods.values() for kind in (each.arguments, each.result)]
         described = [str(each.signature) for each in self._methods.values()] + sorted(_fields(kinds, set()))

@@ -22,7 +22,7 @@ import attrs
 import msgspec
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, RpcError
+from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError
 from jackfield.files import replace_file
 from jackfield.rpc.connection import Connection, Service
 from jackfield.rpc.contract import Contract
@@ -96,8 +96,9 @@ class _Guarded(Connection):
         clock: Clock,
         own: Welcome,
         admitted: Callable[[_Guarded, Welcome], None] = lambda *_: None,
+        lost_error: Callable[[str], JackfieldError] | None = None,
     ) -> None:
-        super().__init__("a stranger", services, clock, limit=STRANGER_LIMIT)
+        super().__init__("a stranger", services, clock, limit=STRANGER_LIMIT, lost_error=lost_error)
         self._address, self._admit = address, admitted
         self._own = own if own.session else msgspec.structs.replace(own, session=self.session)
         self._nonce, self._challenge = secrets.token_bytes(32), b""
@@ -231,11 +232,6 @@ class Server:
         if self._on_end is not None:
             await self._on_end(connection, reason)
 
-    async def end_others(self, reason: str, but: Connection) -> None:
-        """End the sessions of all clients but one."""
-        for each in [each for each in self.clients.values() if each is not but]:
-            await each.close(reason)
-
     async def close(self) -> None:
         """Say goodbye to the clients and stop listening. Idempotent."""
         if self._server is not None:
@@ -251,6 +247,7 @@ async def connect(
     clock: Clock,
     contracts: Mapping[str, Contract],
     services: Mapping[str, Service] | None = None,
+    lost_error: Callable[[str], JackfieldError] | None = None,
 ) -> Connection:
     """Connect to a server, and watch it.
 
@@ -260,12 +257,13 @@ async def connect(
         clock: through which every wait goes.
         contracts: of the services that will be called, by name.
         services: what the server may call here.
+        lost_error: makes the error of calls after the end from its reason; None: ``rpc.lost``.
 
     Raises:
         RpcError: ``rpc.lost``: it cannot be reached; ``rpc.version``: its contracts are others.
     """
     own = _welcome(name, services or {})
-    connection = _Guarded(address, services or {}, clock, own)
+    connection = _Guarded(address, services or {}, clock, own, lost_error=lost_error)
     welcome = await _opened(connection, address, clock)
     for service, contract in contracts.items():
         found = welcome.contracts.get(service)

@@ -65,14 +65,12 @@ class RewardPipeline:
 
     async def _score_early(self, tasks: asyncio.TaskGroup) -> None:
         """Have samples scored before their siblings are there."""
-        while True:
-            with suppress(DeadlineExceeded):
-                async for keys in self.queue.new_samples(TRAIN, self.idle_seconds):
-                    groups: dict[str, list[str]] = {}
-                    for key in keys:
-                        groups.setdefault(key.rsplit("/", 2)[0], []).append(key)
-                    for group, mine in groups.items():
-                        tasks.create_task(self._begin(group, mine))
+        async for keys in self.queue.new_samples(TRAIN):
+            groups: dict[str, list[str]] = {}
+            for key in keys:
+                groups.setdefault(key.rsplit("/", 2)[0], []).append(key)
+            for group, mine in groups.items():
+                tasks.create_task(self._begin(group, mine))
 
     async def _begin(self, group: str, keys: list[str]) -> None:
         """Start scores. Whatever goes wrong shows when the group is rewarded."""

@@ -29,7 +29,7 @@ from jackfield.errors import WorkerLost
 from jackfield.heartbeat import Process
 from jackfield.imports import collection_paused, own_process
 from jackfield.queue import BatchMeta
-from jackfield.runtime.agent_worker import RunOrder
+from jackfield.runtime.agent_worker import RolloutJob
 from jackfield.runtime.revival import state_of
 
 __all__ = ["Host", "Place", "Sign", "interface_of"]
@@ -211,7 +211,7 @@ def _described(member: str, arguments: tuple[Any, ...]) -> str:
 def _subject(argument: Any) -> str:
     if isinstance(argument, GenerateRequest):
         return argument.request_id
-    if isinstance(argument, RunOrder):
+    if isinstance(argument, RolloutJob):
         return f"sample {argument.id}"
     keys = argument.keys if isinstance(argument, BatchMeta) else argument
     if not isinstance(keys, list | tuple) or not keys or not isinstance(keys[0], str):

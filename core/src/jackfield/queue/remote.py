@@ -1,0 +1,106 @@
+"""A queue whose controller is in another process: its server, and how a process connects to it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+from jackfield.clock import Clock
+from jackfield.errors import QueueError, RpcError
+from jackfield.queue.transfer_queue import TransferQueue
+from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
+
+__all__ = ["QUEUE", "QueueServer", "connect_queue"]
+
+_SERVICE, _SERVER = "queue", "the queue's controller"
+_LOCAL = {"start", "close", "end_holder", "release_batches"}
+QUEUE = Contract(TransferQueue, without=_LOCAL, undo={"lease_batch": "release", "lease_groups": "release"})
+
+
+class QueueServer:
+    """Serves a queue. What a client holds ends with it: leases, batches of its explorers, and iterations."""
+
+    def __init__(self, queue: TransferQueue, clock: Clock, heartbeat_seconds: float) -> None:
+        """
+        Args:
+            queue: started and closed by the caller.
+            clock: of the queue.
+            heartbeat_seconds: a client that is silent for so long is dead.
+        """
+        service = {_SERVICE: Service(queue, QUEUE)}
+        self._server = Server(_SERVER, service, clock, heartbeat_seconds, self._client_ended)
+        self._queue, self._endings = queue, set[asyncio.Task[None]]()
+        queue.caller = lambda: caller().session
+        queue.on_reset = self._end_others
+        queue.served = lambda: {"clients": len(self._server.clients), "refused": self._server.refused}
+
+    @property
+    def refused(self) -> int:
+        """Connections that did not prove to know the secret."""
+        return self._server.refused
+
+    async def listen(self, host: str, port: int) -> Address:
+        """Listen.
+
+        Raises:
+            QueueError: ``queue.store``: the address is taken, or none of this machine's.
+        """
+        try:
+            return await self._server.listen(host, port)
+        except RpcError as error:
+            raise QueueError(error.message, code="queue.store", where=error.where, fix=error.fix) from error
+
+    async def close(self) -> None:
+        """Say goodbye to the clients and stop listening. Idempotent."""
+        await self._server.close()
+
+    async def _client_ended(self, connection: Connection, _: str) -> None:
+        await self._queue.end_holder(connection.session)
+
+    def _end_others(self, reason: str, explorers: frozenset[str]) -> None:
+        """End the clients that have begun something with the queue that was: it is another one now."""
+        now = self._queue.caller()
+        for client in list(self._server.clients.values()):
+            if client.session != now and (client.session in explorers or client.iterates):
+                task = asyncio.get_running_loop().create_task(client.close(reason))
+                self._endings.add(task)
+                task.add_done_callback(self._endings.discard)
+
+
+async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQueue, Connection]:
+    """Connect to a served queue. Waits end by the deadlines of the queue itself, or with the connection.
+
+    Args:
+        file: the server's address.
+        name: of this process, as the server calls it.
+        clock: through which every wait goes.
+
+    Returns:
+        the queue, and the connection, which the caller closes.
+
+    Raises:
+        QueueError: ``queue.unreachable``: the file is not there; ``queue.session``: no controller answers.
+    """
+    try:
+        address = Address.read(file)
+    except RpcError as error:
+        raise QueueError(
+            "no controller of a queue is served there",
+            code="queue.unreachable",
+            where=str(file),
+            found=error.found,
+            fix="start `jackfield queue serve` first",
+        ) from error
+    lost = lambda reason: _lost(reason, address)  # noqa: E731
+    connection = await connect(address, name, clock, {_SERVICE: QUEUE}, lost_error=lost)
+    return stub(connection, _SERVICE, QUEUE, TransferQueue, math.inf), connection
+
+
+def _lost(reason: str, address: Address) -> QueueError:
+    return QueueError(
+        f"the connection to {_SERVER} is lost: it {reason}",
+        code="queue.session",
+        where=str(address.process),
+        fix="start this process again, once `jackfield queue serve` runs",
+    )
