@@ -21,6 +21,7 @@ import attrs
 import pytest
 import yaml
 
+from jackfield.queue import read_ledger
 from jackfield.trainer import CheckpointStore
 
 from .conftest import metrics
@@ -287,7 +288,7 @@ def test_prompt_longer_than_the_limit(place: Workplace) -> None:
 def kept_first_step(ended: Ended) -> None:
     """What a step before the failure wrote is there, and so is the traceback of the failure."""
     assert 1 in [line["step"] for line in metrics(ended.folder) if line["kind"] == "step"]
-    ledger = [json.loads(line) for line in (ended.folder / "ledger.jsonl").read_text().splitlines()]
+    ledger = list(read_ledger(ended.folder))
     assert "commit" in [entry["event"] for entry in ledger]
     assert list((ended.folder / "checkpoints").iterdir())
     assert (ended.folder / "samples" / "train.jsonl").stat().st_size > 0

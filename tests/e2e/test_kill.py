@@ -186,7 +186,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_and_the_same_command_g
 
 def check_ledger(folder: Path, prompts: int = PROMPTS) -> None:
     """Replay the ledger: what is committed stays; in the end every place of every batch was used once, by its step."""
-    entries = list(read_ledger(folder / "ledger.jsonl"))
+    entries = list(read_ledger(folder))
     committed: Mapping[str, int | None] = {}
     for end, entry in enumerate(entries, start=1):
         trained = effective_acks(entries[:end]).get("trainer", {})

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jackfield.plugins import hookimpl
+from jackfield.queue import read_ledger
 
 from .conftest import Run
 from .test_modes import GRADED, steps
@@ -45,7 +46,7 @@ class Killer:
 
 
 def ledger(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return list(read_ledger(folder))
 
 
 def check_retried(folder: Path, lines: list[dict[str, Any]], *, prompts: int, runs: int) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from jackfield.cli import main
 from jackfield.errors import JackfieldError
 from jackfield.plugins import hookimpl
-from jackfield.queue import Ready, Sampler
+from jackfield.queue import Ready, Sampler, read_ledger
 from jackfield.queue.samplers import SAMPLERS
 
 from .conftest import Run
@@ -28,7 +28,7 @@ REPLAY = "mixing.replay={ratio: 0.5, max_uses: 2, cooldown: 1, max_staleness: 3,
 
 def acked(folder: Path) -> list[tuple[str, int, list[str]]]:
     """What the trainer was done with: consumer, step, keys."""
-    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    entries = list(read_ledger(folder))
     return [
         (entry["consumer"], entry["step"], entry["keys"])
         for entry in entries

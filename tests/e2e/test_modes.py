@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from jackfield.errors import JackfieldError
+from jackfield.queue import read_ledger
 
 from .conftest import QUICKSTART, Run
 
@@ -83,7 +83,7 @@ def test_settings_of_the_loop(small_run: Run, overrides: tuple[str, ...]) -> Non
     result, lines = small_run("run", *GRADED, *overrides)
     assert result.steps == len(steps(lines))
     assert all(math.isfinite(line["policy/loss"]) and line["grad_norm"] >= 0 for line in steps(lines))
-    ledger = [json.loads(line) for line in (result.folder / "ledger.jsonl").read_text().splitlines()]
+    ledger = list(read_ledger(result.folder))
     acked = [key for entry in ledger if entry.get("consumer") == "trainer" for key in entry.get("keys", ())]
     assert len(acked) == len(set(acked)) == 16 * result.steps, "every sample was trained on exactly once"
 

@@ -126,7 +126,7 @@ def test_a_run_by_a_served_controller_is_the_one_by_its_own(
     roles.end_queue()
     assert without_times(expected) == without_times(lines)
     assert 2 == len(steps(lines))
-    acks = effective_acks(read_ledger(folder / "ledger.jsonl"))["trainer"]
+    acks = effective_acks(read_ledger(folder))["trainer"]
     assert {0: 4, 1: 4} == {step: list(acks.values()).count(step) for step in (0, 1)}
     assert not (folder / "queue" / "address.json").exists()
     assert (result.folder / "checkpoints").is_dir()
@@ -191,7 +191,7 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
     assert 0 == roles.ended("rewards again"), roles.printed("rewards again")
     assert re.search("[1-9] groups rewarded", roles.printed("rewards again"))
     roles.end_queue()
-    entries = list(read_ledger(folder / "ledger.jsonl"))
+    entries = list(read_ledger(folder))
     trained = effective_acks(entries)["trainer"]
     assert 3 * 4 == len(trained)
     assert all(step == int(key.split("/")[1]) for key, step in trained.items())
@@ -220,7 +220,7 @@ def test_a_run_outlives_its_controller(roles: Roles, made: Path, tmp_path: Path)
         assert 1 == roles.ended(name), roles.printed(name)
         assert "the connection to the queue's controller is lost: nothing was heard of it" in roles.printed(name)
         assert "queue.session" in roles.printed(name)
-    before = list(read_ledger(folder / "ledger.jsonl"))
+    before = list(read_ledger(folder))
     roles.said.clear()
     roles.start("queue", "queue", "serve", *common)
     roles.until("the queue is served", of="queue")
@@ -229,7 +229,7 @@ def test_a_run_outlives_its_controller(roles: Roles, made: Path, tmp_path: Path)
     assert 0 == roles.ended("trainer"), roles.printed("trainer")
     assert 0 == roles.ended("explorer"), roles.printed("explorer")
     roles.end_queue()
-    entries = list(read_ledger(folder / "ledger.jsonl"))
+    entries = list(read_ledger(folder))
     first, then = effective_acks(before), effective_acks(entries)
     assert 4 * [0] + 4 * [1] == list(first["trainer"].values())
     assert first["trainer"].items() <= then["trainer"].items(), "the same rows are trained on at the same steps"

@@ -422,7 +422,7 @@ class Zygote:
 
     def count(self) -> dict[str, Any]:
         """From the ledger and the controllers' notes."""
-        entries = list(read_ledger(self.folder / "ledger.jsonl"))
+        entries = list(read_ledger(self.folder))
         acks = effective_acks(entries)[TRAINER]
         places = Counter((step, *place(key)) for key, step in acks.items())
         steps = max(int(step or 0) for step in acks.values()) + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jackfield.queue import read_ledger
 from jackfield_commands import Command, CommandServer, Completed
 
 from .test_damaged_checkpoints import arguments, refused
@@ -147,7 +147,7 @@ class Killed:
         return self._jackfield("run", *self._arguments, *overrides)
 
     def ledger(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "ledger.jsonl").read_text().splitlines()]
+        return list(read_ledger(self.folder))
 
     def check_each_place_was_used_once(self) -> None:
         """By the step of its batch, after what was taken back."""

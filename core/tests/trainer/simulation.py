@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,19 +30,20 @@ from jackfield.data.tasks import Task
 from jackfield.errors import QueueError
 from jackfield.plugins import hook_manager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
-from jackfield.queue import BatchMeta, GroupSlot, LocalQueue, Random, Reuse, Rows, TransferQueue, column_from_rows
+from jackfield.queue import BatchMeta, GroupKey, Reuse, SamplerSpec, TransferQueue, Values, column_from_rows
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.store import STORE_FILE
 from jackfield.runtime.advantages import AdvantageEstimation, AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.samples import TRAIN
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import (
+    Answers,
     BatchSource,
     Checkpointer,
     CheckpointStore,
     Critic,
-    Experts,
     Explorer,
     PlacementLease,
     Progress,
@@ -115,7 +115,7 @@ class FakeActor:
         raise AssertionError("not asked for")
 
     async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> Mapping[str, float]:
-        columns = await self.queue.get(batch, ("advantages",))
+        columns = await Values(self.queue.backend).read(batch, ("advantages",))
         await self.clock.sleep(self.seconds)
         self.updates.append((batch, loss))
         self.advantages.append(columns["advantages"].values.tolist())
@@ -187,7 +187,8 @@ class FakeCritic:
 
     async def compute_values(self, batch: BatchMeta, column: str) -> None:
         rows = [torch.full((tags["response_tokens"],), 0.5) for tags in batch.tags]
-        await self.queue.put(batch, {column: column_from_rows(rows)})
+        written = await Values(self.queue.backend).write(batch, {column: column_from_rows(rows)})
+        await self.queue.add_columns(batch, written)
 
     async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> Mapping[str, float]:
         self.updates.append((batch, loss))
@@ -313,20 +314,24 @@ class Simulation:
             store = CheckpointStore(self.folder / "checkpoints")
             store.clean()
             newest = store.newest()
-            ledger = self.folder / "ledger.jsonl"
-        journal = None if self.store is None or self.folder is None else self.folder / "journal"
-        self.queue = queue = LocalQueue(
-            backend, clock, max_retries=self.max_retries, ledger=ledger, journal=journal, max_samples=self.max_samples
+            ledger = self.folder / "queue" / STORE_FILE
+        self.queue = queue = TransferQueue(
+            backend,
+            clock,
+            store=ledger,
+            durable=self.store is not None,
+            max_retries=self.max_retries,
+            max_samples=self.max_samples,
         )
         await queue.start()
-        rows = Rows(backend)
-        agents = Workers([AgentWorker(rows, FakeTokenizer(), clock, lambda _: FakeAgent(self))])
+        values = Values(backend)
+        agents = Workers([AgentWorker(values, FakeTokenizer(), clock, lambda _: FakeAgent(self))])
         reward = FakeReward(clock, self.reward_seconds)
-        scorer = RewardWorker(rows, reward, FakeTokenizer(), clock, score_seconds=self.score_deadline)
+        scorer = RewardWorker(values, reward, FakeTokenizer(), clock, score_seconds=self.score_deadline)
         self.synchronizer = FakeSynchronizer(clock, self.sync_seconds)
         self.actor = FakeActor(queue, clock, self.update_seconds)
         plan = AdvantagePlan(advantages=self.advantages, experts=self.experts > 0)
-        estimator = AdvantageWorker(rows, plan)
+        estimator = AdvantageWorker(values, plan)
         self.critic = FakeCritic(queue)
         critic = None
         if self.critic_warmup is not None:
@@ -389,6 +394,7 @@ class Simulation:
             queue=queue,
             schedule=self.schedule,
             version=version,
+            steps_done=steps_done,
             placement=lease,
             clock=clock,
             stages=stages,
@@ -396,17 +402,17 @@ class Simulation:
             agents=agents,
             sampling={},
             groups=self.groups,
-            runs=self.runs,
+            rollouts=self.runs,
             seed=7,
-            run_seconds=50.0,
+            rollout_seconds=50.0,
             batch_seconds=500.0,
             greedy_baseline=self.greedy_baseline,
-            experts=Experts(rows=self.experts, task_for=_expert) if self.experts else None,
+            answers=Answers(groups=self.experts, task_for=_expert) if self.experts else None,
         )
         try:
             if newest is None or checkpointer is None:
                 restored = None
-                await queue.clear((self.folder or Path(tempfile.gettempdir())) / "empty")
+                await queue.clear()
             else:
                 restored = await checkpointer.load(newest)
             self.first_step = 0 if newest is None else newest.step
@@ -417,8 +423,9 @@ class Simulation:
                 await trainer.run(self.first_step)
                 for task in background:
                     task.cancel()
-            self.rows_left = (await queue.stats())["rows"]
+            self.samples_left = (await queue.stats())["samples"]
         finally:
+            self.ledger = queue.ledger
             await queue.close()
 
     async def _kill_parts(self, backend: DyingBackend) -> None:
@@ -428,14 +435,14 @@ class Simulation:
 
 
 def _replay(reuse: Reuse) -> Source:
-    return Source(partition=TRAIN, ratio=0.5, sampler=Random(seed=5), reuse=reuse)
+    return Source(partition=TRAIN, ratio=0.5, sampler=SamplerSpec(name="random", options={"seed": 5}), reuse=reuse)
 
 
-def _task(slot: GroupSlot) -> Task:
-    name = f"task-{slot.ticket}-{slot.index}-{slot.attempt}"
+def _task(key: GroupKey) -> Task:
+    name = f"task-{key.batch}-{key.index}-{key.retry}"
     return Task(id=name, messages=({"role": "user", "content": name},))
 
 
-def _expert(slot: GroupSlot) -> Task:
-    name = f"expert-{slot.ticket}-{slot.index}"
+def _expert(key: GroupKey) -> Task:
+    name = f"expert-{key.batch}-{key.index}"
     return Task(id=name, messages=({"role": "user", "content": name},), response="abc")

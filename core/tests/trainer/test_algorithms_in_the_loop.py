@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from jackfield.algorithms import KLController
-from jackfield.queue import BatchMeta, Claim
+from jackfield.queue import BatchMeta, Lease
 from jackfield.runtime.samples import global_counts, mini_batches
 from jackfield.trainer import Schedule
 
@@ -44,7 +44,7 @@ def test_groups_of_equal_rewards_are_replaced_inside_their_ticket() -> None:
     assert all(abs(value) == pytest.approx(2**-0.5, abs=1e-4) for row in run.actor.advantages for value in row)
     assert [3.0, 3.0, 3.0] == [step.metrics["groups/retries"] for step in run.recorder.steps]
     assert {} == run.recorder.failed, "a group that a filter replaced has not failed"
-    assert 0 == run.rows_left
+    assert 0 == run.samples_left
 
 
 def test_without_dynamic_sampling_they_stay() -> None:
@@ -68,7 +68,7 @@ def test_a_greedy_run_is_a_baseline_and_not_trained_on() -> None:
         assert 6 == len(batch) == loss.global_counts["global_sequences"]
         assert {0, 1, 2} == {tags["rollout"] for tags in batch.tags}
     assert {0.0} == {value for row in run.actor.advantages for value in row}, "1 less the greedy answer's 1"
-    assert 0 == run.rows_left, "baselines are consumed, too"
+    assert 0 == run.samples_left, "baselines are consumed, too"
 
 
 @pytest.mark.parametrize("mini", [1, 2])
@@ -85,7 +85,7 @@ def test_an_experts_rows_stand_in_every_mini_batch_and_are_counted_apart(mini: i
         )
     names = {tags["task"] for batch, _ in run.actor.updates for tags in batch.tags if tags.get("expert")}
     assert {f"expert-{ticket}-{index}" for ticket in range(2) for index in (2, 3, 4)} == names
-    assert (0, 0) == (run.rows_left, run.recorder.steps[0].metrics["staleness/max"])
+    assert (0, 0) == (run.samples_left, run.recorder.steps[0].metrics["staleness/max"])
 
 
 def test_a_critic_is_trained_first_alone_then_beside_the_actor() -> None:
@@ -117,8 +117,8 @@ def rows(groups: str, experts: str = "") -> BatchMeta:
     return BatchMeta(
         keys=tuple(f"{name}{index}" for index, name in enumerate(names)),
         tags=tuple({"model_tokens": 2, "expert": name.isupper()} for name in names),
-        group_ids=tuple(names),
-        claims=(Claim("train", "trainer", 1),) * len(names),
+        groups=tuple(names),
+        leases=(Lease("train", "trainer", 1),) * len(names),
     )
 
 
@@ -126,9 +126,9 @@ def test_mini_batches_keep_groups_together_where_asked() -> None:
     batch = rows("aaaaabbc")
     assert [4, 4] == [len(part) for part in mini_batches(batch, 2, whole_groups=False)]
     parts = mini_batches(batch, 2, whole_groups=True)
-    assert [("a",) * 5 + ("b",) * 2, ("c",)] == [part.group_ids for part in parts]
+    assert [("a",) * 5 + ("b",) * 2, ("c",)] == [part.groups for part in parts]
     parts = mini_batches(rows("aabb", "xyz"), 2, whole_groups=True)
-    assert ["aaXZ", "bbY"] == ["".join(part.group_ids) for part in parts]
+    assert ["aaXZ", "bbY"] == ["".join(part.groups) for part in parts]
 
 
 def test_counts_are_of_all_rows_and_of_both_kinds() -> None:

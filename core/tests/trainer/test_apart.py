@@ -15,7 +15,7 @@ from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.plugins import hook_manager
-from jackfield.queue import LocalQueue
+from jackfield.queue import TransferQueue
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.trainer import FollowedVersion, PostedVersion, Progress, Stages
 from jackfield.weights import Replica, SyncReport, WeightFollower
@@ -48,7 +48,7 @@ class Server:
 @attrs.define(eq=False)
 class Bench:
     clock: VirtualClock
-    queue: LocalQueue
+    queue: TransferQueue
     server: Server
     weights: Any
     posted: PostedVersion
@@ -64,7 +64,7 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
     clock = VirtualClock()
 
     async def main() -> None:
-        queue = LocalQueue(MemoryBackend(MemoryConfig(), TransferQueueContext()), clock)
+        queue = TransferQueue(MemoryBackend(MemoryConfig(), TransferQueueContext()), clock)
         await queue.start()
         server, weights = Server(), SimpleNamespace(last=None)
         replica: Any = Replica(server, ServerInfo(replica=0))  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from jackfield.errors import RunError
-from jackfield.queue import Ledger, effective_acks, read_ledger
 from jackfield.trainer import CheckpointStore, open_checkpoint
 
 
@@ -67,29 +66,3 @@ def test_a_damaged_checkpoint_is_recognised(tmp_path: Path, damage: str) -> None
         open_checkpoint(tmp_path / "step_00000002").verify()
     assert "run.checkpoint-damaged" == caught.value.code
     assert ("manifest.json" if damage in ("manifest", "format") else "actor/model") in str(caught.value.where)
-
-
-def test_the_ledger_goes_on_after_a_torn_line_and_takes_back_what_is_not_restored(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path)
-    ledger.write({"event": "ack", "consumer": "trainer", "step": 0, "keys": ["a", "b"]})
-    end = ledger.end
-    ledger.write({"event": "ack", "consumer": "trainer", "step": 1, "keys": ["c"]})
-    ledger.write({"event": "ack", "consumer": "reward", "step": 1, "keys": ["d"]})
-    ledger.close()
-    with path.open("a") as file:
-        file.write('{"event": "ack", "consumer": "tr')
-    for _ in range(2):  # and a second kill before anything was done again
-        again = Ledger(path)
-        again.verify(end)
-        again.roll_back(end, step=0)
-        again.close()
-    entries = list(read_ledger(path))
-    assert [("trainer", 0, ["c"]), ("reward", 0, ["d"])] == [
-        (entry["consumer"], entry["step"], entry["keys"]) for entry in entries if entry["event"] == "rollback"
-    ]
-    assert {"trainer": {"a": 0, "b": 0}} == effective_acks(entries)
-    again = Ledger(path)
-    again.clear()
-    again.close()
-    assert [] == list(read_ledger(path))

@@ -32,7 +32,7 @@ def test_each_step_trains_on_its_own_ticket_and_staleness_reaches_but_never_pass
     # on one device they take turns, and a far offset is not always used up
     assert max(staleness) <= k - 1 + o if shared and o == 2 else max(staleness) == k - 1 + o
     assert [step + 1 for step in range(9) if (step + 1) % k == 0] == run.synchronizer.syncs
-    assert 0 == run.rows_left, "every row was consumed exactly once, and deleted"
+    assert 0 == run.samples_left, "every row was consumed exactly once, and deleted"
 
 
 def test_on_policy_takes_the_sum_and_one_step_off_the_longest_stage() -> None:
@@ -65,7 +65,7 @@ def test_advantages_compare_the_runs_of_one_task() -> None:
     for batch, loss in run.actor.updates:
         counts = (loss.global_counts["global_tokens"], loss.global_counts["global_sequences"])
         assert (16, 8) == counts
-        groups = [batch.group_ids[index : index + 2] for index in range(0, 8, 2)]
+        groups = [batch.groups[index : index + 2] for index in range(0, 8, 2)]
         assert all(first == second for first, second in groups)
     for values in run.actor.advantages:
         for row in range(0, 16, 4):

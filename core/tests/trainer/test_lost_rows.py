@@ -42,7 +42,7 @@ def check(run: Simulation) -> int:
         assert GROUPS * RUNS == len(own) == len(set(own))
         assert 1 == len({len(batch) for batch, _ in updates})
     assert [f"{step + 1}" for step in range(STEPS)] == [f"{event.step}" for event in run.recorder.steps]
-    lost = [key for entry in run.queue.ledger if entry["event"] == "lose" for key in entry["keys"]]
+    lost = [key for entry in run.ledger if entry["event"] == "lose" for key in entry["keys"]]
     assert set(Counter(lost).values()) <= {1}
     return len(lost)
 

@@ -28,7 +28,7 @@ def simulate(folder: Path, k: int, o: int, kill_at: float | None, **settings: ob
 
 def trained(folder: Path) -> list[tuple[int | None, int, int, int]]:
     """Step, ticket, slot and run of every sample that was used, and was not taken back; none is used again before."""
-    entries, used = list(read_ledger(folder / "ledger.jsonl")), []
+    entries, used = list(read_ledger(folder)), []
     for index, entry in enumerate(entries):
         if entry["event"] == "ack" and entry["consumer"] == "trainer":
             assert not set(entry["keys"]) & effective_acks(entries[:index]).get("trainer", {}).keys()
@@ -55,7 +55,7 @@ def test_every_sample_is_used_once_by_its_own_step(tmp_path: Path, k: int, o: in
         resumed[run.first_step > 0] += 1
         expected = [(step, step, slot, run) for step in range(STEPS) for slot in range(GROUPS) for run in range(RUNS)]
         assert expected == sorted(trained(folder))
-        assert 0 == run.rows_left
+        assert 0 == run.samples_left
     assert resumed[True] > 1, "some starts went on from a checkpoint"
 
 
@@ -79,7 +79,7 @@ def test_what_is_replayed_does_not_depend_on_kills(tmp_path: Path, o: int) -> No
 def trained_last(folder: Path) -> list[tuple[int, int, int, int]]:
     """Step, ticket, slot and run of the last use of every sample that was not taken back."""
     used = []
-    for key, step in effective_acks(read_ledger(folder / "ledger.jsonl"))["trainer"].items():
+    for key, step in effective_acks(read_ledger(folder))["trainer"].items():
         _, ticket, slot, _, run, _ = key.split("/")
         assert step is not None
         used.append((step, int(ticket), int(slot), int(run.partition("r")[0])))
