@@ -14,10 +14,10 @@ from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, QueueFull
 from jackfield.queue import column_from_rows, dense_column
 from jackfield.queue.listing import KeysRequest, KeysResult
-from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport
+from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.meta import Batch, BatchMeta, GroupKey, Lineage, NewGroup, RolloutReport
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
 
 __all__ = ["Bench", "Memory"]
 
@@ -46,8 +46,10 @@ class Bench:
     def values(self) -> Values:
         return Values(self.queue.backend)
 
-    async def claim(self, groups: int = 1, explorer: str = "explorer-0", rollouts: int = 2) -> Batch:
-        batch = await self.queue.claim_batch("train", explorer, groups, rollouts=rollouts)
+    async def claim(
+        self, groups: int = 1, explorer: str = "explorer-0", rollouts: int = 2, partition: str = "train"
+    ) -> Batch:
+        batch = await self.queue.claim_batch(partition, explorer, groups, rollouts=rollouts)
         assert batch is not None
         return batch
 
@@ -59,20 +61,36 @@ class Bench:
                 found += keys
         return found
 
-    async def open(self, key: GroupKey, rollouts: int = 2, minimum: int | None = None, **tags: Any) -> str:
-        new = NewGroup(key=key, task_id=f"task-{key.index}", rollouts=rollouts, minimum_samples=minimum, tags=tags)
+    async def open(
+        self, key: GroupKey, rollouts: int = 2, minimum: int | None = None, task: str | None = None, **tags: Any
+    ) -> str:
+        task = f"task-{key.index}" if task is None else task
+        new = NewGroup(key=key, task_id=task, rollouts=rollouts, minimum_samples=minimum, tags=tags)
         await self.queue.open_groups([new])
         return str(key)
 
     async def end(self, group: str, rollout: int, samples: int = 1, **tags: Any) -> tuple[str, ...]:
         """End a rollout; the returned keys are those of its samples."""
+        return await self.report(group, rollout, self.columns(samples) if samples else {}, samples, **tags)
+
+    async def report(
+        self,
+        group: str,
+        rollout: int,
+        columns: Mapping[str, Any],
+        samples: int = 1,
+        made: Lineage | None = None,
+        **tags: Any,
+    ) -> tuple[str, ...]:
+        """Write the columns of a rollout's samples, and end it."""
         keys = tuple(GroupKey.of(group).sample(rollout, sequence) for sequence in range(samples))
         report = RolloutReport(group=group, rollout=rollout)
         if keys:
-            written = await self.values.put("train", keys, self.columns(samples))
+            written = await self.values.put(GroupKey.of(group).partition, keys, columns)
             report = attrs.evolve(
-                report, keys=keys, columns=written.columns, sizes=written.sizes, tags=(tags,) * samples
-            )
+                report, keys=keys, columns=written.columns, sizes=written.sizes, tags=(tags,) * samples,
+                lineage={} if made is None else dict.fromkeys(keys, made),
+            )  # fmt: skip
         await self.queue.end_rollouts([report])
         return keys
 

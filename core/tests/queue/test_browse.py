@@ -22,16 +22,16 @@ def folder(run: Callable[..., None], tmp_path: Path) -> Path:
 
     async def fill(bench: Any) -> None:
         await bench.queue.register_consumer("archive", partition="train", columns=("ids",))
-        (slot,) = await bench.vacant(await bench.claim())
-        group = await bench.queue.open_group(slot, task_id="t:1", runs=2)
+        (key,) = await bench.vacant(await bench.claim())
+        group = await bench.open(key, 2, task="t:1")
         for number in range(2):
             columns = {
                 "ids": column_from_rows([torch.arange(20 * number + 1)]),
                 "values": column_from_rows([torch.full((1,), 0.5, dtype=torch.bfloat16)]),
                 "fields": json_column([{"ä": number}]),
             }
-            await bench.queue.put_run(group, number, columns, [{"length": number}])
-        await bench.queue.ack(await bench.queue.lease("archive", deadline_seconds=0), step=0)
+            await bench.report(group, number, columns, length=number)
+        await bench.queue.ack(await bench.queue.lease_groups("archive", deadline_seconds=0), step=0)
         await bench.queue.checkpoint(tmp_path / "saved")
 
     run(fill)

@@ -13,8 +13,8 @@ import pytest
 
 from jackfield.queue import appending, importing
 from jackfield.queue.archive import ArchivedRow, ArchiveWriter
-from jackfield.queue.browse import saved_rows
-from jackfield.queue.importing import ImportedRows
+from jackfield.queue.browse import saved_samples
+from jackfield.queue.importing import ImportedSamples
 from jackfield.queue.sample_files import StoredSample, cell_of, read_samples, write_samples
 
 torch = pytest.importorskip("torch")
@@ -37,10 +37,10 @@ class Rows:
 
 async def contents(bench: Any) -> list[list[int]]:
     """The ids of each group's rows, group by group."""
-    batch = await bench.queue.lease_groups("trainer", 0, deadline_seconds=5)
-    values = (await bench.queue.get(batch, ["ids"]))["ids"].values[::2].tolist()
+    batch = await bench.lease(0, seconds=5)
+    values = (await bench.values.read(batch, ["ids"]))["ids"].values[::2].tolist()
     found: dict[str, list[int]] = {}
-    for group, value in zip(batch.group_ids, values, strict=True):
+    for group, value in zip(batch.groups, values, strict=True):
         found.setdefault(group, []).append(value)
     await bench.queue.release(batch)
     return list(found.values())
@@ -49,8 +49,8 @@ async def contents(bench: Any) -> list[list[int]]:
 def test_groups_come_together_though_their_rows_lie_apart(run: Run) -> None:
     async def test(bench: Any) -> None:
         rows = Rows()
-        await bench.queue.register_consumer("trainer", "train", ("ids",))
-        imported = ImportedRows(bench.queue, "train", rows, "file.jsonl")
+        await bench.trainer()
+        imported = ImportedSamples(bench.queue, bench.values, "train", rows, "file.jsonl")
         assert (6, 2) == (await imported.put(), rows.read), "once to count, once to put"
         assert [[0, 2, 5], [1, 4], [3]] == await contents(bench)
 
@@ -62,15 +62,13 @@ def test_what_was_lost_is_read_again(run: Run) -> None:
 
     async def test(bench: Any) -> None:
         rows = Rows()
-        await bench.queue.register_consumer("trainer", "train", ("ids",))
-        imported = ImportedRows(bench.queue, "train", rows, "file.jsonl")
+        await bench.trainer()
+        imported = ImportedSamples(bench.queue, bench.values, "train", rows, "file.jsonl")
         await imported.put()
         keeping = asyncio.ensure_future(imported.keep())
-        lost = (await bench.queue.group("train/0/1/0")).keys[:1]
-        assert lost == await bench.queue.fail_lost(named=lost)
-        assert "dropped" == (await bench.queue.group("train/0/1/0")).state
+        assert ("train/0/1/0/0/0",) == await bench.queue.fail_lost(keys=["train/0/1/0/0/0"])
         assert [[0, 2, 5], [1, 4], [3]] == await contents(bench)
-        assert (3, "published") == (rows.read, (await bench.queue.group("train/0/1/1")).state)
+        assert 3 == rows.read
         keeping.cancel()
 
     run(test)
@@ -114,7 +112,7 @@ def test_an_import_holds_no_more_rows_than_are_read_together(
         assert count == asyncio.run(importing.import_file(file, folder, "human"))
         assert times * list(range(count)) == written
     assert most <= 2 * together + 2
-    assert 2 * count == len(list(saved_rows(folder)))
+    assert 2 * count == len(list(saved_samples(folder)))
 
 
 def living_tensors() -> int:

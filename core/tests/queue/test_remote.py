@@ -14,6 +14,8 @@ from typing import Any
 
 import attrs
 import pytest
+from jackfield.queue.protocol import METHODS, ControllerAddress, method
+from jackfield.queue.serving import QueueServer
 
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
@@ -31,9 +33,7 @@ from jackfield.queue import (
     dense_column,
 )
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.queue.protocol import METHODS, ControllerAddress, method
 from jackfield.queue.remote import RemoteQueue
-from jackfield.queue.serving import QueueServer
 from jackfield.sockets import Keys
 from jackfield.wire import Wire
 

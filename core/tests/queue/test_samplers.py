@@ -17,16 +17,15 @@ from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import ConfigError, DeadlineExceeded, QueueError
 from jackfield.queue import (
     BatchMeta,
-    LocalQueue,
     Priority,
     Random,
     Ready,
     Reuse,
     Sampler,
+    SamplerSpec,
     Sequential,
     TransferQueue,
     dense_column,
-    effective_acks,
     make_sampler,
     register_sampler,
 )
@@ -39,34 +38,29 @@ Run = Callable[..., None]
 
 
 async def publish(bench: Any, versions: Sequence[int | None], rows: int = 2) -> None:
-    """One ticket, a group of ``rows`` rows for each version."""
-    for slot, version in zip(await bench.vacant(await bench.claim(groups=len(versions))), versions, strict=True):
-        group = await bench.queue.open_group(slot, task_id=f"task-{version}", runs=1)
+    """Publish one batch, with a group of ``rows`` samples for each version."""
+    for key, version in zip(await bench.vacant(await bench.claim(groups=len(versions))), versions, strict=True):
         tags = {} if version is None else {"weight_version_min": version, "weight_version_max": version}
-        await bench.queue.put_run(group, 0, bench.columns(rows), [tags] * rows)
+        await bench.end(await bench.open(key, 1), 0, rows, **tags)
 
 
 def versions(batch: BatchMeta) -> list[int]:
     """Of each group of a batch, in its order."""
-    groups = dict(zip(batch.group_ids, batch.tags, strict=True))
+    groups = dict(zip(batch.groups, batch.tags, strict=True))
     return [tags["weight_version_min"] for tags in groups.values()]
 
 
 async def use(bench: Any, groups: int, step: int, **options: Any) -> list[int]:
     """Sample, ack, and tell the versions."""
-    batch = await bench.queue.sample_groups("trainer", groups, step, deadline_seconds=0, **options)
+    batch = await bench.queue.lease_groups("trainer", groups, step=step, deadline_seconds=0, **options)
     await bench.queue.ack(batch, step=step)
     return versions(batch)
 
 
-def effective(ledger: Sequence[dict[str, Any]]) -> dict[int, int | None]:
-    """What the ledger says: version to the last step that used it."""
-    uses = effective_acks(ledger)["trainer"]
-    return {int(key.split("/")[2]) + 1: step for key, step in uses.items()}
-
-
 async def register(bench: Any, sampler: Sampler | None = None, reuse: Reuse | None = None) -> None:
-    await bench.queue.register_consumer("trainer", "train", ("ids",), sampler=sampler, reuse=reuse)
+    await bench.queue.register_consumer(
+        "trainer", "train", ("ids",), sampler=sampler and SamplerSpec.of(sampler), reuse=reuse
+    )
 
 
 # -- Trinity-RFT: the priority queue of its experience buffer
@@ -93,13 +87,13 @@ def test_a_group_is_used_as_often_as_it_may_and_then_deleted(run: Run) -> None:
         assert [4, 3] == await use(bench, 2, 0)
         assert [4, 2] == await use(bench, 2, 1)
         await bench.queue.commit(1)
-        assert 6 == (await bench.queue.stats())["rows"], "the newest is used up"
+        assert 6 == (await bench.queue.stats())["samples"], "the newest is used up"
         assert [3, 1] == await use(bench, 2, 2)
         await bench.queue.commit(2)
-        assert 4 == (await bench.queue.stats())["rows"]
+        assert 4 == (await bench.queue.stats())["samples"]
         assert [2, 1] == await use(bench, 2, 3)
         await bench.queue.commit(3)
-        assert 0 == (await bench.queue.stats())["rows"]
+        assert 0 == (await bench.queue.stats())["samples"]
         with pytest.raises(DeadlineExceeded, match="2 groups of partition 'train' for consumer 'trainer', 0 are ready"):
             await use(bench, 2, 4)
 
@@ -127,7 +121,7 @@ def test_capacity_keeps_the_used_groups_that_the_sampler_prefers(run: Run) -> No
         assert [5, 4, 2, 1] == await use(bench, 4, 6)
         assert [5, 4] == await use(bench, 4, 7, fresh=False)
         await bench.queue.commit(7)
-        assert 4 == (await bench.queue.stats())["rows"], "the others are gone with the commit"
+        assert 4 == (await bench.queue.stats())["samples"], "the others are gone with the commit"
 
     run(test)
 
@@ -154,15 +148,15 @@ def test_what_is_too_stale_is_let_go(run: Run, sampler: Sampler) -> None:
     async def test(bench: Any) -> None:
         await register(bench, sampler, Reuse(max_uses=1, max_staleness=3))
         await publish(bench, [*range(15), None], rows=1)
-        batch = await bench.queue.sample_groups("trainer", 4, 15, deadline_seconds=0)
+        batch = await bench.queue.lease_groups("trainer", 4, step=15, deadline_seconds=0)
         assert {12, 13, 14, None} == {tags.get("weight_version_min") for tags in batch.tags}
         with pytest.raises(DeadlineExceeded):
             await use(bench, 1, 15)
         (retired,) = [entry for entry in bench.queue.ledger if entry["event"] == "retire"]
         assert (12, 15, "trainer") == (len(retired["keys"]), retired["step"], retired["consumer"])
-        assert 16 == (await bench.queue.stats())["rows"], "until the commit"
+        assert 16 == (await bench.queue.stats())["samples"], "until the commit"
         await bench.queue.commit(15)
-        assert 4 == (await bench.queue.stats())["rows"]
+        assert 4 == (await bench.queue.stats())["samples"]
 
     run(test)
 
@@ -170,7 +164,7 @@ def test_what_is_too_stale_is_let_go(run: Run, sampler: Sampler) -> None:
 def test_a_wait_for_groups_ends_when_there_are_enough(run: Run) -> None:
     async def test(bench: Any) -> None:
         await register(bench, Priority())
-        waiting = asyncio.ensure_future(bench.queue.sample_groups("trainer", 3, 0, deadline_seconds=9))
+        waiting = asyncio.ensure_future(bench.queue.lease_groups("trainer", 3, step=0, deadline_seconds=9))
         await publish(bench, [0, 1])
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -184,8 +178,8 @@ def test_a_wait_for_groups_ends_when_one_may_be_used_again(run: Run) -> None:
     async def test(bench: Any) -> None:
         await register(bench, reuse=Reuse())
         await publish(bench, [3])
-        batch = await bench.queue.sample_groups("trainer", 1, 0, deadline_seconds=0)
-        waiting = asyncio.ensure_future(bench.queue.sample_groups("trainer", 1, 1, deadline_seconds=9))
+        batch = await bench.queue.lease_groups("trainer", 1, step=0, deadline_seconds=0)
+        waiting = asyncio.ensure_future(bench.queue.lease_groups("trainer", 1, step=1, deadline_seconds=9))
         await asyncio.sleep(0)
         assert not waiting.done()
         await bench.queue.ack(batch, step=0)
@@ -200,12 +194,11 @@ def test_a_wait_for_groups_ends_when_one_may_be_used_again(run: Run) -> None:
 
 def test_sequential_gives_what_there_is_in_order(run: Run) -> None:
     async def test(bench: Any) -> None:
-        await bench.queue.register_consumer("a", "train", ("ids",))
-        await bench.publish(await bench.claim(), runs=5)
-        first = await bench.queue.lease("a", 3, deadline_seconds=0)
-        rest = await bench.queue.lease("a", 8, deadline_seconds=0)
-        assert [0, 1, 2] == [tags["rollout"] for tags in first.tags]
-        assert [3, 4] == [tags["rollout"] for tags in rest.tags], "fewer than asked for"
+        await register(bench)
+        await publish(bench, [7, 3, 9, 5, 1])
+        assert [7, 3, 9] == await use(bench, 3, 0)
+        rest = await bench.queue.lease_groups("trainer", None, step=1, deadline_seconds=0)
+        assert [5, 1] == versions(rest), "all that are ready"
 
     run(test)
 
@@ -215,22 +208,22 @@ def test_groups_are_whole_by_their_id_never_by_neighbouring_numbers(run: Run) ->
 
     async def test(bench: Any) -> None:
         await bench.queue.register_consumer("trainer", "train", ("ids", "reward"))
-        slots = await bench.vacant(await bench.claim(groups=3))
+        vacant = await bench.vacant(await bench.claim(groups=3))
         sizes = (3, 2, 3)
-        groups = [await bench.queue.open_group(slot, "t", runs=size) for slot, size in zip(slots, sizes, strict=True)]
+        groups = [await bench.open(key, size) for key, size in zip(vacant, sizes, strict=True)]
         keys: dict[str, list[str]] = {group: [] for group in groups}
         for number in range(3):  # siblings come between each other
             for group, size in zip(groups, sizes, strict=True):
                 if number < size:
-                    keys[group] += await bench.put(group, number)
+                    keys[group] += await bench.end(group, number)
         for group in groups:
             await bench.reward(keys[group][: 2 if group == groups[0] else 3])
-        batch = await bench.queue.sample_groups("trainer", 2, 0, deadline_seconds=0)
+        batch = await bench.queue.lease_groups("trainer", 2, step=0, deadline_seconds=0)
         assert tuple(keys[groups[1]] + keys[groups[2]]) == batch.keys
-        with pytest.raises(DeadlineExceeded, match=rf"1 rows lack columns: {keys[groups[0]][2]} \(reward\)"):
-            await bench.queue.sample_groups("trainer", 1, 0, deadline_seconds=0)
+        with pytest.raises(DeadlineExceeded, match=rf"1 samples lack columns: {keys[groups[0]][2]} \(reward\)"):
+            await bench.queue.lease_groups("trainer", 1, step=0, deadline_seconds=0)
         await bench.reward(keys[groups[0]][2:])
-        assert tuple(keys[groups[0]]) == (await bench.queue.sample_groups("trainer", 1, 0, deadline_seconds=0)).keys
+        assert tuple(keys[groups[0]]) == (await bench.queue.lease_groups("trainer", 1, step=0, deadline_seconds=0)).keys
 
     run(test)
 
@@ -241,32 +234,14 @@ def test_partitions_and_consumers_have_their_own_progress(run: Run) -> None:
 
     async def test(bench: Any) -> None:
         for partition in partitions:
-            await bench.publish(await bench.queue.claim_ticket(partition, "e", 2), runs=1)
+            await bench.publish(await bench.claim(2, partition=partition), rollouts=1)
         for partition in partitions:
             for name in (f"{partition}-a", f"{partition}-b"):
                 await bench.queue.register_consumer(name, partition, ("ids",))
-                taken = await bench.queue.sample_groups(name, 2, 0, deadline_seconds=0)
+                taken = await bench.queue.lease_groups(name, 2, step=0, deadline_seconds=0)
                 assert (f"{partition}/0/0/0/0/0", f"{partition}/0/1/0/0/0") == taken.keys
                 with pytest.raises(DeadlineExceeded):
-                    await bench.queue.sample_groups(name, 1, 0, deadline_seconds=0)
-
-    run(test)
-
-
-def test_rows_are_sampled_as_groups_are(run: Run) -> None:
-    """By the sampler that the consumer was registered with, or by that of the call."""
-
-    async def test(bench: Any) -> None:
-        await bench.queue.register_consumer("a", "train", ("ids",), sampler=Priority(tag="length"))
-        (slot,) = await bench.vacant(await bench.claim())
-        lengths = [3, 9, 1, 7, 5]
-        group = await bench.queue.open_group(slot, "t", runs=1)
-        await bench.queue.put_run(group, 0, bench.columns(5), [{"length": length} for length in lengths])
-        longest = await bench.queue.lease("a", 2, deadline_seconds=0)
-        assert [9, 7] == [tags["length"] for tags in longest.tags]
-        drawn = await bench.queue.lease("a", 2, deadline_seconds=0, sampler=Random(seed=1))
-        rest = await bench.queue.lease("a", deadline_seconds=0)
-        assert [3, 1, 5] == sorted([tags["length"] for tags in (*drawn.tags, *rest.tags)], key=lengths.index)
+                    await bench.queue.lease_groups(name, 1, step=0, deadline_seconds=0)
 
     run(test)
 
@@ -300,7 +275,7 @@ def test_a_restored_queue_samples_what_it_would_have_sampled(run: Run, tmp_path:
     async def test(bench: Any) -> None:
         async def begin(queue: TransferQueue) -> None:
             reuse = Reuse(max_uses=3, cooldown=1, capacity=7)
-            made = make_sampler(sampler, options)
+            made = SamplerSpec(name=sampler, options=options)
             await queue.register_consumer("trainer", "train", ("ids",), sampler=made, reuse=reuse)
 
         await begin(bench.queue)
@@ -312,7 +287,7 @@ def test_a_restored_queue_samples_what_it_would_have_sampled(run: Run, tmp_path:
         ahead = [await use(bench, 2, step, fresh=False) for step in range(3, 8)]
         assert any(ahead)
         backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
-        other = type(bench)(LocalQueue(backend, bench.clock), bench.clock)
+        other = type(bench)(TransferQueue(backend, bench.clock), bench.clock)
         await other.queue.start()
         await begin(other.queue)
         await other.queue.restore(tmp_path)
@@ -325,37 +300,18 @@ def test_a_restored_queue_samples_what_it_would_have_sampled(run: Run, tmp_path:
     run(test)
 
 
-def test_a_rollback_takes_uses_back(run: Run) -> None:
-    async def test(bench: Any) -> None:
-        await register(bench, Priority(decay=0.6), Reuse(max_uses=2))
-        await publish(bench, [1, 2])
-        assert [2] == await use(bench, 1, 0)
-        assert [2] == await use(bench, 1, 1)
-        assert [1] == await use(bench, 1, 2)
-        assert 4 == len(await bench.queue.rollback(0))
-        assert effective(bench.queue.ledger) == {2: 0}
-        assert [2] == await use(bench, 1, 1, fresh=False)
-        assert [1] == await use(bench, 1, 2)
-        await bench.queue.commit(2)
-        assert 2 == (await bench.queue.stats())["rows"]
-
-    run(test)
-
-
 def test_a_used_group_that_is_given_back_waits_for_its_next_use(run: Run) -> None:
     async def test(bench: Any) -> None:
         await register(bench, reuse=Reuse())
         await publish(bench, [0])
         await use(bench, 1, 0)
         for step in (1, 2):
-            batch = await bench.queue.sample_groups("trainer", 1, step, fresh=False)
-            assert 0 == len(await bench.queue.sample_groups("trainer", 1, step, fresh=False)), "it is leased"
-            with pytest.raises(QueueError, match="acked or given back in part"):
+            batch = await bench.queue.lease_groups("trainer", 1, step=step, fresh=False)
+            assert 0 == len(await bench.queue.lease_groups("trainer", 1, step=step, fresh=False)), "it is leased"
+            with pytest.raises(QueueError):
                 await bench.queue.release(batch.select([0]))
             await bench.queue.release(batch)
-        with pytest.raises(DeadlineExceeded):
-            await bench.queue.lease("trainer", deadline_seconds=0)
-        assert 2 == len(await bench.queue.sample_groups("trainer", 1, 3, fresh=False))
+        assert 2 == len(await bench.queue.lease_groups("trainer", 1, step=3, fresh=False))
 
     run(test)
 
@@ -365,14 +321,15 @@ def test_a_batch_of_several_partitions_is_read_written_and_acked_as_one(run: Run
         batches = []
         for partition, value in (("train", 3), ("expert", 5)):
             await bench.queue.register_consumer(partition, partition, ("ids",))
-            await bench.publish(await bench.queue.claim_ticket(partition, "e", 2), runs=value - 1)
-            batches.append(await bench.queue.sample_groups(partition, 2, 0, deadline_seconds=0))
+            await bench.publish(await bench.claim(2, partition=partition), rollouts=value - 1)
+            batches.append(await bench.queue.lease_groups(partition, 2, step=0, deadline_seconds=0))
         batch = batches[0].joined(batches[1]).select([5, 0, 4, 1, 2, 3, 6, 7, 8, 9, 10, 11])
         numbers = torch.arange(12, dtype=torch.float32)
-        await bench.queue.put(batch, {"advantages": dense_column(numbers)})
-        found = await bench.queue.get(batch, ("advantages", "ids"))
+        written = await bench.values.write(batch, {"advantages": dense_column(numbers)})
+        assert batch.keys == await bench.queue.add_columns(batch, written)
+        found = await bench.values.read(batch, ("advantages", "ids"))
         assert torch.equal(numbers, found["advantages"].values)
-        assert batch.keys == await bench.queue.ack(batch, step=0)
+        await bench.queue.ack(batch, step=0)
         assert {"train", "expert"} == {e["consumer"] for e in bench.queue.ledger if e["event"] == "ack"}
 
     run(test)

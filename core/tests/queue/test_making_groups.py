@@ -146,7 +146,7 @@ def test_a_filter_drops_groups_and_nothing_has_failed(run: Run) -> None:
         await bench.queue.drop_groups(groups, "a second time")
         assert {} == await bench.queue.drain_failures()
         assert [1, 1] == [key.retry for key in await bench.vacant(await bench.claim())]
-        assert {"rows": 0, "bytes": 0} == await bench.counts("rows", "bytes")
+        assert {"samples": 0, "bytes": 0} == await bench.counts("samples", "bytes")
 
     run(test)
 
@@ -195,7 +195,7 @@ def test_a_dead_explorers_batch_is_handed_out_again_with_the_same_attempts(run: 
         assert ["train/0/1/0r1", "train/0/2/0r1"] == [str(key) for key in await bench.publish(again)]
         assert 6 == len(await bench.lease(0))
         await bench.queue.flush()
-        assert 6 == (await bench.queue.backend.stats()).rows
+        assert 6 == (await bench.queue.backend.stats()).samples
 
     run(test)
 

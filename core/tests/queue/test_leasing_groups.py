@@ -48,13 +48,13 @@ def test_groups_are_deleted_when_every_consumer_is_done_and_the_step_committed(r
         await bench.reward(read.keys)
         meta = await bench.lease(0)
         await bench.queue.ack(meta, step=3)
-        assert {"rows": 2, "tickets": 1} == await bench.counts("rows", "tickets")
+        assert {"samples": 2, "batches": 1} == await bench.counts("samples", "batches")
         await bench.queue.commit(2)
-        assert {"rows": 2} == await bench.counts("rows")
+        assert {"samples": 2} == await bench.counts("samples")
         await bench.queue.commit(3)
-        assert {"rows": 0, "bytes": 0, "tickets": 0} == await bench.counts("rows", "bytes", "tickets")
+        assert {"samples": 0, "bytes": 0, "batches": 0} == await bench.counts("samples", "bytes", "batches")
         await bench.queue.flush()
-        assert 0 == (await bench.queue.backend.stats()).rows
+        assert 0 == (await bench.queue.backend.stats()).samples
         with pytest.raises(QueueError) as consumed:
             await bench.lease(0)
         assert "queue.invalid" == consumed.value.code
@@ -184,7 +184,7 @@ def test_too_stale_groups_are_given_up(run: Run) -> None:
         meta = await bench.queue.lease_groups("trainer", 1, step=2, deadline_seconds=0)
         assert ("train/0/1/0",) == meta.groups
         await bench.queue.commit(2)
-        assert {"rows": 2} == await bench.counts("rows")
+        assert {"samples": 2} == await bench.counts("samples")
 
     run(test)
 

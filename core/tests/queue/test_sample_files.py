@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from jackfield.cli import main
 from jackfield.errors import QueueError
-from jackfield.queue import Ledger, Lineage, column_from_rows, dense_column, json_column
-from jackfield.queue.browse import saved_rows
+from jackfield.queue import Lineage, column_from_rows, dense_column, json_column
+from jackfield.queue.browse import saved_samples
 from jackfield.queue.cells import Cell
 from jackfield.queue.sample_files import StoredSample, cell_of, from_plain, read_samples, to_plain, write_samples
+from jackfield.queue.store import STORE_FILE
 
 torch = pytest.importorskip("torch")
 
@@ -142,23 +143,22 @@ def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_p
     saved, file, made = tmp_path / "saved", tmp_path / f"rows.{suffix}", tmp_path / "made"
 
     async def fill(bench: Any) -> None:
-        slots = await bench.vacant(await bench.claim(groups=2))
-        for number, slot in enumerate(slots):
-            group = await bench.queue.open_group(slot, task_id=f"t{number}", runs=2)
+        for number, key in enumerate(await bench.vacant(await bench.claim(groups=2))):
+            group = await bench.open(key, 2, task=f"t{number}")
             for index in range(2):
                 columns = {
                     "ids": column_from_rows([torch.arange(5 * number + index)]),
                     "values": dense_column(torch.full((1, 2), 0.1, dtype=torch.bfloat16)),
                     "fields": json_column([{"ä": index}]),
                 }
-                await bench.queue.put_run(group, index, columns, [{"length": index}])
+                await bench.report(group, index, columns, length=index)
         await bench.queue.checkpoint(saved)
 
     run(fill)
     assert f"4 samples in {file}" in call("export", saved, file)
     for _ in range(2):
         assert f"4 samples in {made}" in call("import", file, made, "--partition", "human")
-    before, after = list(saved_rows(saved)), list(saved_rows(made))
+    before, after = list(saved_samples(saved)), list(saved_samples(made))
     assert 2 * content(before) == content(after)
     assert [2] * 4 == [sum(row.group == group for row in after) for group in dict.fromkeys(row.group for row in after)]
     shown = call("trace", made, "human/1/0/0/1/0")
@@ -169,7 +169,7 @@ def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_p
         tree["in_queue"],
         tree["parents"][0]["key"],
     )
-    assert "nobody knows a row 'nobody'" in call("trace", made, "nobody", code=1)
+    assert "the sample 'nobody' is unknown" in call("trace", made, "nobody", code=1)
     call("export", made, file)
     call("import", file, tmp_path / "again")
     lines = call("trace", tmp_path / "again", "train/0/0/0/1/0").splitlines()
@@ -182,38 +182,32 @@ def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_p
     assert "something else than a queue" in call("import", file, other, code=1)
 
 
-def test_the_tree_outlives_the_rows(run: Callable[..., None], tmp_path: Path) -> None:
-    """Grandparents are known after their rows were consumed, from a checkpoint alone and from the ledger alone."""
+def test_the_tree_outlives_the_samples(run: Callable[..., None], tmp_path: Path) -> None:
+    """Grandparents are known after their samples were consumed, from a checkpoint alone and from the store alone."""
     saved, folder = tmp_path / "saved", tmp_path / "run"
-    folder.mkdir()
 
     async def test(bench: Any) -> None:
         queue = bench.queue
-        await queue.register_consumer("trainer", "train", ("ids",))
+        await bench.trainer()
 
-        async def derive(operation: str, parents: list[str], index: int) -> str:
-            (slot,) = await bench.vacant(await bench.claim())
-            group = await queue.open_group(slot, "t", runs=1)
-            lineage = [Lineage(operation, tuple(parents))] if parents else None
-            (key,) = await queue.put_run(group, 0, bench.columns(1), lineage=lineage)
-            return str(key)
+        async def derive(operation: str, parents: list[str]) -> str:
+            (key,) = await bench.vacant(await bench.claim())
+            made = Lineage(operation, tuple(parents)) if parents else None
+            (name,) = await bench.report(await bench.open(key, 1), 0, bench.columns(1), made=made)
+            return str(name)
 
-        first, second = await derive("", [], 0), await derive("", [], 1)
-        repaired = await derive("repair", [first], 2)
-        await queue.ack(await queue.lease("trainer", deadline_seconds=0))
-        await derive("mix", [repaired, second, "else/0/0/0/0/0"], 3)
-        assert 1 == (await queue.stats())["rows"]
-        batch = await queue.lease("trainer", deadline_seconds=0)
+        first, second = await derive("", []), await derive("", [])
+        repaired = await derive("repair", [first])
+        await queue.ack(await queue.lease_groups("trainer", deadline_seconds=0))
+        await derive("mix", [repaired, second, "else/0/0/0/0/0"])
+        assert 1 == (await queue.stats())["samples"]
+        batch = await queue.lease_groups("trainer", deadline_seconds=0)
         assert ("mix", [repaired, second, "else/0/0/0/0/0"]) == (batch.tags[0]["operation"], batch.tags[0]["parents"])
         await queue.checkpoint(saved)
         await queue.restore(saved)
         await queue.checkpoint(saved)
-        ledger = Ledger(folder / "ledger.jsonl")
-        for entry in queue.ledger:
-            ledger.write(entry)
-        ledger.close()
 
-    run(test)
+    run(test, store=folder / "queue" / STORE_FILE)
     lines = [
         "train/3/0/0/0/0  mix",
         "├─ train/2/0/0/0/0  repair  (not in the queue)",
@@ -223,23 +217,3 @@ def test_the_tree_outlives_the_rows(run: Callable[..., None], tmp_path: Path) ->
     ]
     assert lines == call("trace", saved, "train/3/0/0/0/0").splitlines()
     assert [f"{lines[0]}  (not in the queue)", *lines[1:]] == call("trace", folder, "train/3/0/0/0/0").splitlines()
-
-
-def test_lineage_without_living_descendants_is_forgotten(run: Callable[..., None]) -> None:
-    async def test(bench: Any) -> None:
-        queue = bench.queue
-        await queue.register_consumer("trainer", "train", ("ids",))
-        queue._state.lineage_limit = 4
-        for _ in range(9):
-            (slot,) = await bench.vacant(await bench.claim())
-            group = await queue.open_group(slot, "t", runs=1)
-            await queue.put_run(group, 0, bench.columns(1), lineage=[Lineage("copy", ("x",))])
-            await queue.ack(await queue.lease("trainer", deadline_seconds=0))
-            queue._state.lineage_limit = min(queue._state.lineage_limit, 4)
-        assert len(queue._state.lineage) <= 4
-        (slot,) = await bench.vacant(await bench.claim())
-        group = await queue.open_group(slot, "t", runs=1)
-        with pytest.raises(QueueError, match="one lineage, for each row"):
-            await queue.put_run(group, 0, bench.columns(1), lineage=[])
-
-    run(test)
