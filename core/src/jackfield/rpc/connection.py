@@ -227,7 +227,7 @@ class Connection(Frames):
         service = self.services[name]
         method = service.contract.method(member)
         values = self._codec.decode(call.arguments, method.arguments, call.method)
-        work = getattr(service.target, member)(*values)
+        work = method.call(service.target, values)
         if method.streams:
             self._iterations[call.id] = work
             work = _nothing()

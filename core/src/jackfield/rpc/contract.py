@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,6 +71,12 @@ class Method:
         bound = self.signature.bind(*arguments, **keywords)
         bound.apply_defaults()
         return list(bound.arguments.values())
+
+    def call(self, target: Any, values: Sequence[Any]) -> Any:
+        """Call the method of an object with the arguments in the order of the signature."""
+        split = sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in self.signature.parameters.values())
+        keywords = dict(zip(list(self.signature.parameters)[split:], values[split:], strict=True))
+        return getattr(target, self.name)(*values[:split], **keywords)
 
     @functools.cached_property
     def deadline(self) -> int | None:
