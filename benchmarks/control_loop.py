@@ -2,7 +2,7 @@
 
     python benchmarks/control_loop.py [--cluster inline ray] [--samples 256 1024] [--steps N] [--quick] [--json]
 
-Everything else is real: tickets, groups, leases, placement, the queue with its values, workers and their messages;
+Everything else is real: batches, groups, leases, placement, the queue with its values, workers and their messages;
 with ``ray``, agent worker, reward worker, engine rank and storage are actors of a cluster on this machine. A sample
 has 15 prompt and 32 response tokens. ``--quick`` takes few steps.
 """
@@ -30,7 +30,7 @@ from jackfield.clock import Clock
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
 from jackfield.plugins import hook_manager
-from jackfield.queue import BatchMeta, GroupSlot, LocalQueue, Rows
+from jackfield.queue import BatchMeta, GroupKey, TransferQueue, Values
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
@@ -129,19 +129,19 @@ class Crew:
 
 
 def make_agents(backend: TransferQueueBackend) -> AgentWorker:
-    return AgentWorker(Rows(backend), Tokenizer(), Clock(), lambda _: Agent(10**9, None))  # type: ignore[arg-type]
+    return AgentWorker(Values(backend), Tokenizer(), Clock(), lambda _: Agent(10**9, None))  # type: ignore[arg-type]
 
 
 def make_rewards(backend: TransferQueueBackend) -> RewardWorker:
     reward = Reward(None, RewardContext())
-    return RewardWorker(Rows(backend), reward, Tokenizer(), Clock(), score_seconds=SECONDS)
+    return RewardWorker(Values(backend), reward, Tokenizer(), Clock(), score_seconds=SECONDS)
 
 
 def make_storage() -> Storage:
     import torch  # noqa: F401, now rather than at the first row
 
     backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
-    return Storage(backend, AdvantageWorker(Rows(backend), AdvantagePlan()))
+    return Storage(backend, AdvantageWorker(Values(backend), AdvantagePlan()))
 
 
 async def inline_crew() -> Crew:
@@ -174,7 +174,7 @@ async def measure(crew: Crew, samples: int, steps: int) -> list[float]:
     clock = Clock()
     hooks = hook_manager([], []).hook
     stages, version, steps_done = Stages(clock, hooks), Progress(clock), Progress(clock)
-    queue = LocalQueue(crew.backend, clock)
+    queue = TransferQueue(crew.backend, clock)
     await queue.start()
     actor = EngineGroup("actor", [crew.rank], queue, clock, seconds=SECONDS)
     await actor.initialize()
@@ -194,9 +194,9 @@ async def measure(crew: Crew, samples: int, steps: int) -> list[float]:
     )
     await rewards.register()
     explorer = Explorer(
-        name="explorer-0", queue=queue, schedule=schedule, version=version, placement=lease, clock=clock,
-        stages=stages, task_for=task_for, agents=crew.agents, sampling={}, groups=samples // RUNS, runs=RUNS, seed=0,
-        run_seconds=SECONDS, batch_seconds=SECONDS,
+        name="explorer-0", queue=queue, schedule=schedule, version=version, steps_done=steps_done, placement=lease,
+        clock=clock, stages=stages, task_for=task_for, agents=crew.agents, groups=samples // RUNS, rollouts=RUNS,
+        rollout_seconds=SECONDS, batch_seconds=SECONDS,
     )  # fmt: skip
     ends = [clock.time()]
 
@@ -215,8 +215,8 @@ async def measure(crew: Crew, samples: int, steps: int) -> list[float]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def task_for(slot: GroupSlot) -> Task:
-    return Task(id=f"{slot.ticket}-{slot.index}", messages=({"role": "user", "content": "q"},))
+def task_for(key: GroupKey) -> Task:
+    return Task(id=f"{key.batch}-{key.index}", messages=({"role": "user", "content": "q"},))
 
 
 async def run(runtime: str, sizes: Sequence[int], steps: int) -> dict[str, float]:

@@ -478,12 +478,12 @@ def peer(sizes: list[int], repeats: int) -> dict[str, Any]:
 
 
 async def controller(rows: int) -> dict[str, Any]:
-    """Microseconds and bytes per row: groups of 8 rows, tickets of 32 groups, tags as the trainer writes them."""
+    """Microseconds and bytes per row: groups of 8 rows, batches of 32 groups, tags as the trainer writes them."""
     import torch
 
     from jackfield.abc.transfer_queue import Column, DeleteResult, PutResult, TransferQueueContext
     from jackfield.clock import Clock
-    from jackfield.queue import LocalQueue
+    from jackfield.queue import GroupKey, NewGroup, RolloutReport, TransferQueue, Values
     from jackfield.queue.memory import MemoryBackend, MemoryConfig
 
     class Nothing(MemoryBackend):
@@ -495,32 +495,40 @@ async def controller(rows: int) -> dict[str, Any]:
         async def delete(self, request: Any) -> DeleteResult:
             return DeleteResult(samples=0, bytes=0)
 
-    queue = LocalQueue(Nothing(MemoryConfig(), TransferQueueContext()), Clock())
+    backend = Nothing(MemoryConfig(), TransferQueueContext())
+    queue, values = TransferQueue(backend, Clock()), Values(backend)
     await queue.start()
     await queue.register_consumer("trainer", partition="train", columns=("ids",))
     columns = {"ids": Column(values=torch.zeros(1, 8))}
-    tickets, before = max(1, rows // 256), resident_bytes()
+
+    async def rollout(values: Values, key: GroupKey, number: int, columns: dict[str, Column]) -> RolloutReport:
+        tags = {"prompt_tokens": 100, "response_tokens": 200 + number}
+        name = key.sample(number, 0)
+        written = await values.put("train", [name], columns)
+        return RolloutReport(
+            group=str(key), rollout=number, keys=(name,), columns=written.columns, sizes=written.sizes, tags=(tags,)
+        )
+
+    batches, before = max(1, rows // 256), resident_bytes()
     began = time.process_time()
-    for number in range(tickets):
-        ticket = await queue.claim_ticket("train", explorer="e", groups=32)
-        slots = queue.slots(ticket, 1.0)
-        for _ in range(32):
-            group = await queue.open_group(await anext(slots), task_id=f"task-{number}", runs=8)
-            for run in range(8):
-                tags = {"task": f"task-{number}", "rollout": run, "prompt_tokens": 100, "response_tokens": 200 + run}
-                await queue.put_run(group, run, columns, [tags])
-        await slots.aclose()
-        queue.ledger.clear()
+    for number in range(batches):
+        batch = await queue.claim_batch("train", "e", 32, rollouts=8)
+        assert batch is not None
+        groups = queue.groups_to_fill(batch, 1.0)
+        keys = await anext(groups)
+        await queue.open_groups([NewGroup(key=key, task_id=f"task-{number}", rollouts=8) for key in keys])
+        for key in keys:
+            await queue.end_rollouts([await rollout(values, key, number, columns) for number in range(8)])
+        await groups.aclose()  # type: ignore[attr-defined]
     put, grown = time.process_time() - began, resident_bytes() - before
     began = time.process_time()
-    for number in range(tickets):
-        leased = await queue.lease_groups("trainer", number, deadline_seconds=1.0)
+    for number in range(batches):
+        leased = await queue.lease_batch("trainer", number, deadline_seconds=1.0)
         await queue.ack(leased, step=number)
         await queue.commit(number)
-        queue.ledger.clear()
     consume = time.process_time() - began
     await queue.close()
-    count = tickets * 256
+    count = batches * 256
     return {
         "rows": count,
         "put_us": put / count * 1e6,

@@ -12,7 +12,7 @@ import torch
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.algorithms import Shaping, advantages, importance_weights
 from jackfield.errors import ConfigError
-from jackfield.queue import BatchMeta, Claim, Rows, column_from_rows, rows_of
+from jackfield.queue import BatchMeta, Lease, Values, column_from_rows, rows_of
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
 
@@ -26,7 +26,7 @@ def jagged(rows: Sequence[Sequence[float]]) -> Any:
 
 
 class Batch:
-    """Rows in a backend of their own."""
+    """Values in a backend of their own."""
 
     def __init__(self, sizes: Sequence[int] = SIZES, groups: Sequence[str] = GROUPS, **tags: Sequence[Any]) -> None:
         self.sizes = sizes
@@ -41,30 +41,30 @@ class Batch:
         self.meta = BatchMeta(
             keys=tuple(f"train/0/0/0/{row}/0" for row in range(len(sizes))),
             tags=tuple(each),
-            group_ids=tuple(groups),
-            claims=(Claim("train", "trainer", 1),) * len(sizes),
+            groups=tuple(groups),
+            leases=(Lease("train", "trainer", 1),) * len(sizes),
         )
 
     def estimate(self, plan: AdvantagePlan, coefficient: float = 0.0) -> tuple[dict[str, float], dict[str, list[Any]]]:
         """Metrics, and what was written: column to rows as lists, of all rows but baselines."""
 
-        async def main(rows: Rows) -> tuple[dict[str, float], tuple[str, ...]]:
+        async def main(rows: Values) -> tuple[dict[str, float], tuple[str, ...]]:
             metrics, written = await AdvantageWorker(rows, plan).estimate(self.meta, coefficient)
             return metrics, written.columns
 
         return self._run(main)
 
     def prepare(self, plan: AdvantagePlan) -> dict[str, list[Any]]:
-        async def main(rows: Rows) -> tuple[None, tuple[str, ...]]:
+        async def main(rows: Values) -> tuple[None, tuple[str, ...]]:
             return None, (await AdvantageWorker(rows, plan).prepare(self.meta)).columns
 
         return self._run(main)[1]
 
-    def _run(self, main: Callable[[Rows], Any]) -> tuple[Any, dict[str, list[Any]]]:
+    def _run(self, main: Callable[[Values], Any]) -> tuple[Any, dict[str, list[Any]]]:
         async def run() -> tuple[Any, dict[str, list[Any]]]:
             backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
             await backend.start()
-            rows = Rows(backend)
+            rows = Values(backend)
             await rows.put("train", self.meta.keys, self.columns)
             result, names = await main(rows)
             keys = [

@@ -10,7 +10,7 @@ import pytest
 from jackfield.abc.agent import ChatTokenizer
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
-from jackfield.queue import Rows
+from jackfield.queue import Values
 from jackfield.runtime.agent_worker import AgentWorker
 
 
@@ -23,6 +23,6 @@ class Letters:
 
 @pytest.mark.parametrize(("most", "limit", "expected"), [(3, None, "abc"), (3, 2, "ab"), (9, 8, "abcd")])
 def test_a_canary_is_no_longer_than_a_prompt_may_be(most: int, limit: int | None, expected: str) -> None:
-    worker = AgentWorker(cast(Rows, None), cast(ChatTokenizer, Letters()), Clock(), None, max_prompt_tokens=limit)
+    worker = AgentWorker(cast(Values, None), cast(ChatTokenizer, Letters()), Clock(), None, max_prompt_tokens=limit)
     task = Task(id="one", messages=({"role": "user", "content": "abcd"},))
     assert tuple(map(ord, expected)) == asyncio.run(worker.prompt_ids(task, most))

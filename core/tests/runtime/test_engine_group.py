@@ -11,7 +11,7 @@ import pytest
 from jackfield.abc.engine import EngineLayout, LossSpec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError
-from jackfield.queue import BatchMeta, Claim, Written
+from jackfield.queue import BatchMeta, Lease, Written
 from jackfield.runtime.engine_group import EngineGroup, combined, shares
 
 
@@ -49,7 +49,7 @@ class FakeQueue:
     def __init__(self) -> None:
         self.announced: list[tuple[str, ...]] = []
 
-    async def announce(self, batch: BatchMeta, written: Written) -> None:
+    async def add_columns(self, batch: BatchMeta, written: Written) -> None:
         assert len(batch) == len(written.sizes)
         self.announced.append(batch.keys)
 
@@ -58,8 +58,8 @@ def batch(lengths: list[int]) -> BatchMeta:
     return BatchMeta(
         keys=tuple(f"train/0/{index}/0/0/0" for index in range(len(lengths))),
         tags=tuple({"prompt_tokens": 1, "response_tokens": length} for length in lengths),
-        group_ids=("g",) * len(lengths),
-        claims=(Claim("train", "trainer", 1),) * len(lengths),
+        groups=("g",) * len(lengths),
+        leases=(Lease("train", "trainer", 1),) * len(lengths),
     )
 
 

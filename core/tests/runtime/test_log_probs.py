@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from jackfield.data.jagged import jagged
-from jackfield.queue import BatchMeta, Claim
+from jackfield.queue import BatchMeta, Lease
 from jackfield.runtime.engine_group import combined
 from jackfield.runtime.log_probs import PREFIX, Comparison, distances
 
@@ -21,8 +21,8 @@ def batch() -> BatchMeta:
     return BatchMeta(
         keys=tuple(f"row-{index}" for index in range(count)),
         tags=tuple(tags),
-        group_ids=("g",) * count,
-        claims=(Claim("train", "trainer", 1),) * count,
+        groups=("g",) * count,
+        leases=(Lease("train", "trainer", 1),) * count,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
-from jackfield.queue import Rows, column_from_rows, json_column, rows_of
+from jackfield.queue import Values, column_from_rows, json_column, rows_of
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.runtime.reward_worker import RewardWorker, Scored
 
@@ -52,7 +52,7 @@ def reward(answers: Sequence[str], apart: Sequence[int] = (), **settings: Any) -
     async def main() -> tuple[tuple[Scored, ...], dict[str, Any]]:
         backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
         await backend.start()
-        rows, keys = Rows(backend), [f"train/0/0/0/{run}/0" for run in range(len(answers))]
+        rows, keys = Values(backend), [f"train/0/0/0/{run}/0" for run in range(len(answers))]
         tokens = column_from_rows([torch.tensor([ord(letter) for letter in answer]) for answer in answers])
         task = {"data_source": "", "ground_truth": "", "extra_info": {}, "reward": None}
         columns = {"prompt_ids": tokens, "response_ids": tokens, "task": json_column([task] * len(keys))}

@@ -168,7 +168,7 @@ def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(c
 def test_values_cross_bit_by_bit(hosted: Hosted) -> None:
     """Any dtype and shape, by raw buffers; what comes back may be changed."""
     torch = pytest.importorskip("torch")
-    from jackfield.queue import Rows, column_from_rows, dense_column, json_column
+    from jackfield.queue import Values, column_from_rows, dense_column, json_column
     from jackfield.runtime.ray import RemoteBackend
 
     columns = {
@@ -186,7 +186,7 @@ def test_values_cross_bit_by_bit(hosted: Hosted) -> None:
         stub, _ = await hosted("the storage worker", make_memory)
         backend = RemoteBackend(stub)
         await backend.start()
-        rows = Rows(backend)
+        rows = Values(backend)
         await rows.put("train", ["a", "b", "c"], columns)
         found = await rows.get("train", ["a", "b", "c"], tuple(columns))
         for name, column in columns.items():

@@ -8,7 +8,7 @@ import os
 from jackfield.abc.rollout import HealthReport
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import EngineError
-from jackfield.queue import Rows
+from jackfield.queue import Values
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
 from jackfield.runtime.ray import Storage
@@ -68,4 +68,4 @@ def make_failure() -> Counter:
 
 def make_memory() -> Storage:
     backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
-    return Storage(backend, AdvantageWorker(Rows(backend), AdvantagePlan()))
+    return Storage(backend, AdvantageWorker(Values(backend), AdvantagePlan()))
