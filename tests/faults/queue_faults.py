@@ -6,14 +6,15 @@
 journal: it goes on where it was). The last line of the output is a JSON object of what was counted.
 
 Three sorts of processes come from this one, which imports everything once, forks them and starts the controller again
-after it has killed it. The *controller* runs the queue: an explorer fills tickets, a scorer writes a column later, a
-trainer takes whole tickets in order, acks them and makes a checkpoint now and then; it kills the others. *Workers* put
+after it has killed it. The *controller* runs the queue: an explorer fills batches, a scorer writes a column later, a
+trainer takes whole batches in order, acks them and makes a checkpoint now and then; it kills the others. *Workers* put
 and read the values, straight at the store. Values follow from a row's place, so that whoever reads knows what is right.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -35,10 +36,13 @@ from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueCont
 from jackfield.clock import Clock
 from jackfield.errors import QueueError
 from jackfield.queue import (
-    GroupSlot,
-    LocalQueue,
-    Rows,
-    Ticket,
+    Batch,
+    BatchMeta,
+    GroupKey,
+    NewGroup,
+    RolloutReport,
+    TransferQueue,
+    Values,
     Written,
     column_from_rows,
     dense_column,
@@ -46,6 +50,7 @@ from jackfield.queue import (
     read_ledger,
     rows_of,
 )
+from jackfield.queue.store import STORE_FILE
 from jackfield_transport_sql.backend import SQLBackend
 from jackfield_transport_sql.config import Config as SQLConfig
 from jackfield_transport_zmq.backend import ZMQBackend
@@ -66,8 +71,8 @@ class Died(Exception):
 
 def place(key: str) -> tuple[int, int, int]:
     """Batch, group and rollout; the attempt does not matter."""
-    _, ticket, slot, _, run, _ = key.split("/")
-    return int(ticket), int(slot), int(run.partition("r")[0])
+    _, batch, group, _, rollout, _ = key.split("/")
+    return int(batch), int(group), int(rollout.partition("r")[0])
 
 
 def values_of(key: str) -> torch.Tensor:
@@ -83,9 +88,9 @@ def made(name: str, keys: Sequence[str]) -> dict[str, Any]:
     return {"score": dense_column(torch.tensor([float(values_of(key).sum()) for key in keys], dtype=torch.float64))}
 
 
-async def right(rows: Rows, keys: Sequence[str]) -> bool:
+async def right(values: Values, keys: Sequence[str]) -> bool:
     """Whether rows hold what belongs to their places."""
-    found = await rows.get(PARTITION, keys, ("ids", "score"))
+    found = await values.get(PARTITION, keys, ("ids", "score"))
     expected = [values_of(key) for key in keys]
     same = all(torch.equal(*pair) for pair in zip(rows_of(found["ids"]), expected, strict=True))
     return same and [float(each.sum()) for each in expected] == found["score"].values.tolist()
@@ -106,16 +111,16 @@ async def work(name: str, folder: Path, channel: socket.socket) -> None:
     """Do what the controller asks for, until it is gone."""
     backend = backend_for(name, folder, join=True)
     await backend.start()
-    rows = Rows(backend)
+    values = Values(backend)
     reader, writer = await asyncio.open_unix_connection(sock=channel)
     while line := await heard(reader):
         order = json.loads(line)
         try:
             if order["do"] == "read":
-                answer: dict[str, Any] = {"right": await right(rows, order["keys"])}
+                answer: dict[str, Any] = {"right": await right(values, order["keys"])}
             else:
                 columns = made(order["do"], order["keys"])
-                answer = {"sizes": (await rows.put(PARTITION, order["keys"], columns)).sizes}
+                answer = {"sizes": (await values.put(PARTITION, order["keys"], columns)).sizes}
         except QueueError as error:
             answer = {"code": error.code, "message": error.message, "found": error.found}
         writer.write(json.dumps(answer, default=str).encode() + b"\n")
@@ -172,21 +177,24 @@ class Controller:
         self.consumer = Worker(spawner)
         self.backend = backend_for(name, folder, join=False)
         self.step, self.moved = 0, asyncio.Event()
-        self.last = False  #: the trainer takes no further tickets
+        self.last = False  #: the trainer takes no further batches
         self.fills: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Until it is killed, or told to end."""
+        """Run until it is killed, or asked to end."""
         newest = max((int(each.name) for each in (self.folder / "checkpoints").glob("[0-9]*")), default=None)
-        journal = self.folder / "journal.jsonl" if self.name == "sql" else None
-        self.queue = queue = LocalQueue(
-            self.backend, Clock(), ledger=self.folder / "ledger.jsonl", journal=journal, max_retries=1000
+        self.queue = queue = TransferQueue(
+            self.backend,
+            Clock(),
+            store=self.folder / "queue" / STORE_FILE,
+            durable=self.name == "sql",
+            max_retries=1000,
         )
         await queue.start()
-        await queue.register_consumer(SCORER, PARTITION, ("ids",))
+        await queue.register_consumer(SCORER, PARTITION, ("ids",), writes=("score",))
         await queue.register_consumer(TRAINER, PARTITION, ("ids", "score"))
         if newest is None:
-            await queue.clear(self.folder / "empty")
+            await queue.clear()
         else:
             await self.restore(self.folder / "checkpoints" / str(newest), newest)
         async with asyncio.TaskGroup() as tasks:
@@ -200,7 +208,7 @@ class Controller:
                 task.cancel()
         await queue.commit(self.step - 1)
         await queue.fail_lost()
-        self.note("end", rows=(await queue.stats())["rows"], stored=(await self.flushed()))
+        self.note("end", rows=(await queue.stats())["samples"], stored=(await self.flushed()))
         await queue.close()
 
     async def flushed(self) -> int:
@@ -209,12 +217,9 @@ class Controller:
 
     async def restore(self, folder: Path, step: int) -> None:
         self.step = step
-        if await self.queue.recover(folder, step - 1, kept=(SCORER,)):
-            self.note("recovered")
-            return
-        assert self.name != "sql", "there is a journal"
-        await self.queue.restore(folder, step - 1)
-        self.note("restored")
+        kept = await self.queue.restore(folder, step - 1)
+        assert kept or self.name != "sql", "the state is durable"
+        self.note("recovered" if kept else "restored")
 
     def note(self, event: str, **fields: Any) -> None:
         """Append to what the count is made of."""
@@ -223,65 +228,70 @@ class Controller:
 
     async def explore(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            ticket = await self.queue.claim_ticket(PARTITION, "explorer", GROUPS)
-            while ticket.number >= self.step + AHEAD:
+            batch = await self.queue.claim_batch(PARTITION, "explorer", GROUPS, rollouts=RUNS)
+            assert batch is not None
+            while batch.number >= self.step + AHEAD:
                 self.moved.clear()
                 await self.moved.wait()
-            self.fills.append(tasks.create_task(self.fill(ticket)))
+            self.fills.append(tasks.create_task(self.fill(batch)))
 
-    async def fill(self, ticket: Ticket) -> None:
+    async def fill(self, batch: Batch) -> None:
         async with asyncio.TaskGroup() as tasks:
-            async for slot in self.queue.slots(ticket, 60):
-                tasks.create_task(self.make(slot))
+            async for keys in self.queue.groups_to_fill(batch, 60):
+                for key in keys:
+                    tasks.create_task(self.make(key))
 
-    async def make(self, slot: GroupSlot) -> None:
-        group = await self.queue.open_group(slot, f"task-{slot.index}", RUNS)
-        for run in range(RUNS):
+    async def make(self, key: GroupKey) -> None:
+        await self.queue.open_groups([NewGroup(key=key, task_id=f"task-{key.index}", rollouts=RUNS)])
+        for rollout in range(RUNS):
             if self.draw.random() < 0.03:
-                await self.queue.fail_run(group, run, "no answer")
+                report = RolloutReport(group=str(key), rollout=rollout, error="no answer")
+                await self.queue.end_rollouts([report])
                 continue
-            await self.put(group, run)
+            await self.put(key, rollout)
 
-    async def put(self, group: str, run: int) -> None:
-        while True:
-            worker = self.draw.choice(self.producers)
-            size = values_of(f"{group}/{run}/0").nbytes
+    async def put(self, group: GroupKey, rollout: int) -> None:
+        """Have a worker write a sample, under another key where it died over it, and report it."""
+        for attempt in itertools.count():
+            worker, key = self.draw.choice(self.producers), group.sample(rollout, 0, attempt)
             try:
-                async with self.queue.ending_run(group, run, Written(columns=("ids",), sizes=(size,)), [{}]) as keys:
-                    await worker.ask("ids", keys)
-                self.note("put", keys=keys)
-                return
+                sizes = (await worker.ask("ids", [key]))["sizes"]
             except Died:
                 continue
             except QueueError as error:
                 if error.code != "queue.lost":
                     raise
+                continue
+            await self.queue.end_rollouts(
+                [RolloutReport(group=str(group), rollout=rollout, keys=(key,), columns=("ids",), sizes=tuple(sizes))]
+            )
+            self.note("put", keys=[key])
+            return
 
     async def score(self) -> None:
         """A column that comes later."""
         while True:
-            batch = await self.queue.lease(SCORER, max_samples=3, deadline_seconds=600)
-            while True:
-                living = batch.select([index for index, key in enumerate(batch.keys) if key in self.queue._state.rows])
-                if not living.keys:
-                    break
-                try:
-                    sizes = (await self.consumer.ask("score", living.keys))["sizes"]
-                    # by the lease: rows whose ack did not outlive the controller may have been scored before
-                    await self.queue.announce(living, Written(columns=("score",), sizes=tuple(sizes)))
-                    break
-                except Died:
-                    continue
-                except QueueError as error:
-                    if error.code != "queue.lost":
-                        raise
-                    await self.queue.fail_lost(named=error.found)
-            for index, tags in enumerate(batch.tags):
-                await self.queue.ack(batch.select([index]), step=int(tags["batch"]))
+            batch = await self.queue.lease_groups(SCORER, deadline_seconds=600)
+            for indexes in batch.by_group().values():
+                await self.score_group(batch.select(indexes))
+
+    async def score_group(self, group: BatchMeta) -> None:
+        while True:
+            try:
+                sizes = (await self.consumer.ask("score", group.keys))["sizes"]
+                await self.queue.add_columns(group, Written(columns=("score",), sizes=tuple(sizes)))
+                return
+            except Died:
+                continue
+            except QueueError as error:
+                if not set(await self.queue.fail_lost(group, error.found or ())) & set(group.keys):
+                    raise
+                await self.queue.release(group)
+                return
 
     async def train(self) -> None:
         while not self.last:
-            batch = await self.queue.lease_groups(TRAINER, self.step, deadline_seconds=60)
+            batch = await self.queue.lease_batch(TRAINER, self.step, deadline_seconds=60)
             try:
                 assert (await self.consumer.ask("read", batch.keys))["right"], f"wrong values in {batch.keys}"
             except Died:
@@ -426,7 +436,7 @@ class Zygote:
         acks = effective_acks(entries)[TRAINER]
         places = Counter((step, *place(key)) for key, step in acks.items())
         steps = max(int(step or 0) for step in acks.values()) + 1
-        expected = {(step, step, slot, run) for step in range(steps) for slot in range(GROUPS) for run in range(RUNS)}
+        expected = {(step, step, group, run) for step in range(steps) for group in range(GROUPS) for run in range(RUNS)}
         notes = [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
         sorts = Counter(note["sort"] for note in notes if note["event"] == "killed")
         return {

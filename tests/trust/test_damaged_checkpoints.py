@@ -7,7 +7,9 @@ import json
 import pickle
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ import pytest
 import torch
 import xxhash
 
+from jackfield.queue import read_ledger
 from jackfield_commands import CommandServer, Completed
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "grpo.yaml"
 OLDER, NEWER = "step_00000001", "step_00000002"
+LEDGER = "queue/controller.sqlite"
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -232,7 +236,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_names_the_damaged(
 def test_every_bit_of_the_small_files_counts(jackfield: CommandServer, pristine: Path, tmp_path: Path) -> None:
     """Many flips at once, without a run for each: exporting finds the checkpoint damaged, or it is not damaged."""
     draw = random.Random(3)
-    for name in ("manifest.json", "state.json", "actor/engine.json", "queue/controller.json"):
+    for name in ("manifest.json", "state.json", "actor/engine.json", "queue/controller.sqlite"):
         for _ in range(3):
             folder = Path(shutil.copytree(pristine, tmp_path / "flipped"))
             damage(folder / "checkpoints" / NEWER / name, "flip", draw)
@@ -314,44 +318,54 @@ def test_checkpoints_are_listed_with_their_damage(jackfield: CommandServer, copi
     assert (copied / "checkpoints" / NEWER).is_dir(), "looking changes nothing"
 
 
-@pytest.mark.parametrize("how", ["half", "delete", "flip", "line"])
+@pytest.mark.parametrize("how", ["half", "delete", "flip", "entry"])
 def test_a_ledger_that_is_not_the_checkpoint_s_is_refused(copied: Path, run: Start, how: str) -> None:
-    ledger = copied / "ledger.jsonl"
-    lines = ledger.read_bytes().splitlines(keepends=True)
-    content = b"".join(lines)
-    if how == "delete":
+    ledger = copied / LEDGER
+    content = ledger.read_bytes()
+    if how == "half":
+        break_ledger(copied)
+    elif how == "delete":
         ledger.unlink()
     elif how == "flip":
-        damage(ledger, "flip", random.Random(9))
+        flip_ledger(copied)
     else:
-        middle = len(lines) // 2
-        ledger.write_bytes({
-            "half": b"".join(lines[:middle]),
-            "line": b"".join([*lines[:middle], *lines[middle + 1 :]]),
-        }[how])  # fmt: skip
+        change(ledger, "delete from ledger where number = 2")
     ended = run()
     refused(ended, "queue.ledger")
     assert "checkpoint.resume=false" in ended.error
     if how == "half":
-        ledger.write_bytes(content)  # from a copy
+        before = entries(copied, content)
         assert 0 == run().code
         assert [1, 2, 3] == steps(copied)
-        assert content == ledger.read_bytes()[: len(content)]
+        assert before == entries(copied)[: len(before)]
     if how == "delete":
         assert 0 == run("checkpoint.resume=false", steps=1).code
         assert [1] == steps(copied)
 
 
+def entries(folder: Path, restored: bytes | None = None) -> list[Any]:
+    """Read the ledger, put back from a copy where one is given."""
+    if restored is not None:
+        (folder / LEDGER).write_bytes(restored)
+    return list(read_ledger(folder))
+
+
+def change(ledger: Path, statement: str) -> None:
+    with closing(sqlite3.connect(ledger)) as db:
+        db.execute(statement)
+        db.commit()
+
+
 def test_a_ledger_that_is_damaged_after_the_checkpoint_is_cut_there(copied: Path, run: Start) -> None:
     """What is beyond the checkpoint is done again anyway."""
-    ledger = copied / "ledger.jsonl"
-    before = ledger.read_bytes()
-    ledger.write_bytes(before + b'{"event": "ack", "digest": "00"}\n' + b"\0" * 50 + b"\n")
+    before = entries(copied)
+    row = (len(before) + 1, '{"event":"ack"}')
+    change(copied / LEDGER, f"insert into ledger values({row[0]}, 'ack', null, null, '{row[1]}', '00')")
     ended = run()
     assert 0 == ended.code, ended.error
-    assert "ledger.jsonl is damaged after the checkpoint" in ended.error
+    assert "the ledger is damaged after the checkpoint" in ended.error
     assert [1, 2, 3] == steps(copied)
-    assert before == ledger.read_bytes()[: len(before)]
+    assert before == entries(copied)[: len(before)]
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -361,14 +375,16 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def break_ledger(folder: Path) -> None:
-    ledger = folder / "ledger.jsonl"
-    ledger.write_bytes(ledger.read_bytes()[: ledger.stat().st_size // 2])  # in the middle of a line
+    """Cut the file in half."""
+    ledger = folder / LEDGER
+    ledger.write_bytes(ledger.read_bytes()[: ledger.stat().st_size // 2])
 
 
 def flip_ledger(folder: Path) -> None:
-    content = bytearray((folder / "ledger.jsonl").read_bytes())
-    content[len(content) // 3] ^= 1
-    (folder / "ledger.jsonl").write_bytes(content)
+    """Flip a bit inside of an entry."""
+    content = bytearray((folder / LEDGER).read_bytes())
+    content[content.index(b'{"event":"ack"') + len('{"event":"')] ^= 1
+    (folder / LEDGER).write_bytes(content)
 
 
 def break_every_checkpoint(folder: Path) -> None:
@@ -386,7 +402,7 @@ def break_newer(folder: Path) -> None:
     [
         (break_ledger, "queue.ledger", ""),
         (flip_ledger, "queue.ledger", ""),
-        (lambda folder: (folder / "ledger.jsonl").unlink(), "queue.ledger", ""),
+        (lambda folder: (folder / LEDGER).unlink(), "queue.ledger", ""),
         (break_every_checkpoint, "run.checkpoint-damaged", ""),
         (break_newer, "run.changed", "seed=9"),
     ],
@@ -403,9 +419,6 @@ def test_a_refused_start_changes_nothing(
     refused(ended, code)
     assert before == contents(copied)
     assert "resumed" not in ended.out + ended.error
-    if code == "queue.ledger":
-        size = f"{len(before['ledger.jsonl'])} bytes" if "ledger.jsonl" in before else "no file"
-        assert size in ended.error or damage is flip_ledger, ended.error
 
 
 def test_a_manifest_that_is_no_object_is_damaged(run: Start, copied: Path) -> None:

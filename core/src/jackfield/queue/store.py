@@ -228,7 +228,7 @@ def check_ledger(path: Path, end: LedgerEnd) -> None:
     """
     if not path.is_file():
         raise _damaged(path, f"entry {end.number} with the digest {end.digest}", "no file")
-    with closing(_readable(path, "mode=ro")) as db:
+    with closing(_readable(path)) as db:
         _checked(db, path, end)
 
 
@@ -269,7 +269,7 @@ def read_lineage(path: Path) -> dict[str, Lineage]:
     Raises:
         QueueError: ``queue.ledger`` where the file is damaged.
     """
-    with _errors(path, "queue.ledger"), closing(_readable(path, "mode=ro")) as db:
+    with _errors(path, "queue.ledger"), closing(_readable(path)) as db:
         return _lineage(db)
 
 
@@ -286,7 +286,7 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, Lineage]]:
     """
     if not path.is_file():
         raise QueueError("the folder holds no checkpoint of a queue", where=str(path.parent), expected=path.name)
-    with _errors(path, "queue.invalid"), closing(_readable(path, "immutable=1")) as db:
+    with _errors(path, "queue.invalid"), closing(_readable(path)) as db:
         return _rows(db, path), _lineage(db)
 
 
@@ -304,7 +304,7 @@ def read_ledger(folder: Path) -> Iterator[dict[str, Any]]:
     path = find_store(folder)
     if path is None:
         raise _damaged(folder / "queue" / STORE_FILE, "the ledger of a run", "no file")
-    with closing(_readable(path, "mode=ro")) as db:
+    with closing(_readable(path)) as db:
         for _, entry in _entries(db, path):
             yield entry
 
@@ -346,7 +346,9 @@ def _opened(path: Path | None) -> sqlite3.Connection:
     return db
 
 
-def _readable(path: Path, how: str) -> sqlite3.Connection:
+def _readable(path: Path) -> sqlite3.Connection:
+    """Open a file to read it. Where no process writes it, and none was killed, nothing is put beside it."""
+    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     return sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
 
 
