@@ -44,11 +44,11 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.compose import run
 from jackfield.config import make_config
-from jackfield.data.jagged import jagged, rows
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import EngineError, PluginError, QueueError, RolloutError, WeightsError
 from jackfield.plugins import Registry
 from jackfield.queue import column_from_rows, dense_column, json_column, rows_of
+from jackfield.sdk.jagged import jagged, rows
 from jackfield.weights import Replica, WeightReceiver, WeightSender, WeightSynchronizer, digest
 
 NAMES = {

@@ -25,9 +25,9 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import EngineContext, ModelSpec, SaveCheckpointRequest
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams
 from jackfield.clock import Clock
-from jackfield.data.jagged import jagged
 from jackfield.errors import EngineError, JackfieldError
 from jackfield.plugins import Registry, discover
+from jackfield.sdk.jagged import jagged
 from jackfield.weights import WeightSender, WeightSynchronizer, digest
 from jackfield_architectures import ARCHITECTURES, NOT_SERVED, REFUSED, save_model
 

@@ -272,7 +272,7 @@ def test_without_a_whole_checkpoint_the_run_says_so_and_resume_false_begins_anew
     refused(jackfield("checkpoint", "export", str(copied), str(tmp_path / "out")), "run.checkpoint-damaged")
     refused(jackfield("queue", "ls", str(copied / "checkpoints" / "absent")), "run.no-checkpoint")
     for path in copied.rglob("*"):
-        if path.is_file() and path.suffix in (".json", ".jsonl", ".bin") and "model" not in path.parts:
+        if path.is_file() and path.suffix in (".json", ".jsonl", ".arrow", ".bin") and "model" not in path.parts:
             path.write_bytes(b"\x80\x04}\xff")
     (copied / "checkpoints" / "step_00000007").write_text("a file")
     ended = run("checkpoint.resume=false", steps=1)

@@ -13,7 +13,6 @@ from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, QueueFull
 from jackfield.queue import column_from_rows, dense_column
-from jackfield.queue.listing import KeysRequest, KeysResult
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, Lineage, NewGroup, RolloutReport
 from jackfield.queue.transfer_queue import TransferQueue
@@ -23,13 +22,10 @@ __all__ = ["Bench", "Memory"]
 
 
 class Memory(MemoryBackend):
-    """A store that outlives the queue, and says what it has."""
+    """A store that outlives the queue."""
 
     def __init__(self) -> None:
         super().__init__(MemoryConfig(), TransferQueueContext())
-
-    async def keys(self, request: KeysRequest) -> KeysResult:
-        return KeysResult(samples={place: tuple(columns) for place, columns in self._cells.items()})
 
     async def close(self) -> None:
         return

@@ -29,7 +29,8 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
-    LostResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -42,7 +43,6 @@ from jackfield.abc.transfer_queue import (
 from jackfield.clock import VirtualClock, _VirtualTimeLoop
 from jackfield.errors import DeadlineExceeded, LeaseError, QueueError
 from jackfield.queue import dense_column
-from jackfield.queue.listing import KeysRequest, KeysResult
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.meta import BatchMeta, GroupKey, NewGroup, RolloutReport, partition_of
 from jackfield.queue.saving import every_row, load
@@ -160,9 +160,6 @@ class Memory(MemoryBackend):
     def __init__(self) -> None:
         super().__init__(MemoryConfig(), TransferQueueContext())
 
-    async def keys(self, request: KeysRequest) -> KeysResult:
-        return KeysResult(samples={place: tuple(columns) for place, columns in self._cells.items()})
-
     async def close(self) -> None:
         return
 
@@ -211,8 +208,8 @@ class Elsewhere(TransferQueueBackend):
     async def put_tags(self, request: TagsRequest) -> None:
         self._do(self._backend.put_tags(request))
 
-    async def lost(self, request: GetRequest) -> LostResult:
-        return self._do(self._backend.lost(request))  # type: ignore[no-any-return]
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        return self._do(self._backend.keys(request))  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         return

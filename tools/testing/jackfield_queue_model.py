@@ -32,7 +32,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError
 from jackfield.queue import column_from_rows, concatenate, dense_column, json_column, take
-from jackfield.queue.archive import write_archive
+from jackfield.sdk.archive import write_archive
 
 __all__ = ["check_against_model"]
 

@@ -162,7 +162,7 @@ def test_a_truncated_checkpoint_is_refused(tmp_path: Path) -> None:
         store = backend()
         await put(store, "a", x=dense_column(torch.zeros(1, 4)))
         await store.checkpoint(SnapshotRequest(folder=str(tmp_path)))
-        [values] = tmp_path.glob("values-*.bin")
+        [values] = tmp_path.glob("samples-*.arrow")
         values.write_bytes(b"12")
         with pytest.raises(QueueError, match="incomplete"):
             await store.restore(SnapshotRequest(folder=str(tmp_path)))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from jackfield.data.jagged import jagged
 from jackfield.queue import BatchMeta, Lease
 from jackfield.runtime.engine_group import combined
 from jackfield.runtime.log_probs import PREFIX, Comparison, distances
+from jackfield.sdk.jagged import jagged
 
 LENGTHS = (3, 1, 4, 2, 5)
 VERSIONS: tuple[int | None, ...] = (7, 7, 6, None, 7)  #: None: an expert's

@@ -19,7 +19,8 @@ from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, Score
 from jackfield.abc.transfer_queue import (
     GetRequest,
     GetResult,
-    LostResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     TransferQueueContext,
@@ -171,8 +172,9 @@ class DyingBackend(MemoryBackend):
     async def close(self) -> None:
         return
 
-    async def lost(self, request: GetRequest) -> LostResult:
-        return LostResult(keys=tuple(key for key in request.keys if key in self.gone))
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        samples = (await super().keys(request)).samples
+        return KeysResult(samples={place: names for place, names in samples.items() if place[1] not in self.gone})
 
 
 class FakeCritic:

@@ -40,8 +40,8 @@ from jackfield.abc.engine import (
     TokenOutput,
 )
 from jackfield.algorithms import resolve_loss
-from jackfield.data.jagged import jagged
 from jackfield.errors import EngineError
+from jackfield.sdk.jagged import jagged
 from jackfield.weights.model_folder import CheckpointNames
 
 __all__ = ["Micro", "PlainConfig", "PlainEngine"]

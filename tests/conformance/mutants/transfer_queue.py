@@ -25,6 +25,8 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -172,6 +174,16 @@ class ReferenceBackend(TransferQueueBackend):
         if row is not None:
             self.append(where, None)
         return row
+
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        self.check_open()
+        wanted = request.partition
+        return KeysResult(
+            samples={place: self.names(row) for place, row in self.rows.items() if wanted in (None, place[0])}
+        )
+
+    def names(self, row: Row) -> tuple[str, ...]:
+        return tuple(row)
 
     async def stats(self) -> StatsResult:
         self.check_open()
@@ -754,6 +766,20 @@ class ForgetsDeletes(ReferenceBackend):
             super().append(where, row)
 
 
+class ForgetsColumns(ReferenceBackend):
+    """It lists the first column of each row alone."""
+
+    def names(self, row: Row) -> tuple[str, ...]:
+        return tuple(row)[:1]
+
+
+class ListsEveryPartition(ReferenceBackend):
+    """It lists the rows of all partitions."""
+
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        return await super().keys(KeysRequest())
+
+
 def _mutant(cls: type, what: str, *killed_by: str) -> Mutant:
     return Mutant(cls=cls, killed_by=tuple(f"TRQ-{number}" for number in killed_by), what=what)
 
@@ -771,14 +797,14 @@ MUTANTS: Mapping[str, Mutant] = {
         _mutant(WritesJsonAnew, "JSON is parsed and written anew", "014"),
         _mutant(ForgetsThatItIsJson, "JSON comes back as plain bytes", "014"),
         _mutant(LosesTheEndOfLargeRows, "the end of a large row is zero", "015"),
-        _mutant(DropsJson, "putting a column drops the row's JSON", "016"),
+        _mutant(DropsJson, "putting a column drops the row's JSON", "016", "046"),
         _mutant(KeepsWhatFits, "a value is not replaced by a longer one", "017"),
         _mutant(KeepsTheCallersTensors, "the caller's tensors are kept", "018"),
         _mutant(KeepsASingleRow, "the caller's tensor is kept where it has a single row", "018"),
         _mutant(MixesPartitions, "rows for evaluation are put among those for training", "019"),
         _mutant(DeletesInEveryPartition, "a delete reaches into other partitions", "019"),
         _mutant(IgnoresCase, "keys that differ in case are one", "020"),
-        _mutant(JoinsNames, "partition and key are joined with a slash", "020"),
+        _mutant(JoinsNames, "partition and key are joined with a slash", "020", "046"),
         _mutant(RacesWithItself, "two puts of one row at a time lose a column", "021"),
         _mutant(SortsKeys, "rows come back in the order of sorted keys", "022"),
         _mutant(KeepsTheOrderOfPuts, "rows come back in the order in which they were put", "022"),
@@ -816,6 +842,8 @@ MUTANTS: Mapping[str, Mutant] = {
         _mutant(WritesAtTheEnd, "what was put is on disk when the backend is closed", "044"),
         _mutant(ForgetsDeletes, "deleted rows are back after a restart", "043", "044"),
         _mutant(JoinsACopy, "who joins has a copy of what was there then", "045"),
+        _mutant(ForgetsColumns, "the columns of a row are listed in part", "046"),
+        _mutant(ListsEveryPartition, "rows of other partitions are listed", "046"),
         _mutant(TakesItsRowsAlong, "who has joined deletes everything when it closes", "045"),
     )
 }

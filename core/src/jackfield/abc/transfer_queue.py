@@ -20,7 +20,8 @@ __all__ = [
     "DeleteResult",
     "GetRequest",
     "GetResult",
-    "LostResult",
+    "KeysRequest",
+    "KeysResult",
     "PutRequest",
     "PutResult",
     "SnapshotRequest",
@@ -113,10 +114,17 @@ class DeleteResult:
 
 
 @attrs.frozen(kw_only=True)
-class LostResult:
-    """Rows whose values went with a part of the store."""
+class KeysRequest:
+    """List samples and their columns."""
 
-    keys: tuple[str, ...] = ()
+    partition: str | None = None  #: None: all
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class KeysResult:
+    """What is there; samples that went with a part of the store are not."""
+
+    samples: Mapping[tuple[str, str], tuple[str, ...]]  #: by partition and key: the columns
 
 
 @attrs.frozen(kw_only=True)
@@ -187,6 +195,14 @@ class TransferQueueBackend(ABC):
         """Read; when it returns, every byte is there."""
 
     @abstractmethod
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """List what is kept, without reading values.
+
+        What is listed may be read; values that are not what was put are reported by :meth:`get` (``queue.lost``, with
+        the keys as ``found``).
+        """
+
+    @abstractmethod
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget."""
 
@@ -209,11 +225,3 @@ class TransferQueueBackend(ABC):
     async def put_tags(self, request: TagsRequest) -> None:
         """Show tags to people; the core keeps its own copy."""
         return
-
-    async def lost(self, request: GetRequest) -> LostResult:
-        """Which of these rows, all of whose columns were put, are gone: a part of the store has died, or was removed.
-
-        For a store that can lose some rows and keep others; it reads no values. Values that are there and are not what
-        was put are told by :meth:`get` (``queue.lost``, with the keys as ``found``).
-        """
-        return LostResult()

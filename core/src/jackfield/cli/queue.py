@@ -18,7 +18,7 @@ from jackfield.errors import QueueError, RunError
 if TYPE_CHECKING:
     from jackfield.queue.browse import Ancestor
     from jackfield.queue.remote import QueueServer
-    from jackfield.queue.sample_files import StoredSample
+    from jackfield.sdk.arrow import SavedSample
 
 __all__ = ["queue"]
 
@@ -70,6 +70,8 @@ def ls(folder: Path, partition: str | None, as_json: bool) -> None:
 def show(folder: Path, key: str, as_json: bool) -> None:
     """Show the sample KEY with its tags and values; long tensors are cut, with --json they are whole."""
     from jackfield.queue.browse import plain_values
+    from jackfield.queue.sample_files import shape_of
+    from jackfield.sdk.cells import ColumnType
 
     for sample in _samples(folder, None):
         if sample.key == key:
@@ -86,9 +88,10 @@ def show(folder: Path, key: str, as_json: bool) -> None:
         click.echo(f"  tag {name}: {value}")
     for name, cell in sorted(sample.cells.items()):
         values = plain_values(cell)
-        cut = isinstance(values, list) and len(values) > _SHOWN and cell.kind != "json"
+        kind = ColumnType.parse(cell[0])
+        cut = isinstance(values, list) and len(values) > _SHOWN and kind.kind != "json"
         shown = f"{json.dumps(values[:_SHOWN])[:-1]}, …]" if cut else json.dumps(values, ensure_ascii=False)
-        click.echo(f"  {name} ({cell.kind}, {cell.dtype}, {list(cell.shape)}): {shown}")
+        click.echo(f"  {name} ({kind.kind}, {kind.dtype}, {shape_of(cell)}): {shown}")
 
 
 @queue.command()
@@ -105,10 +108,10 @@ def stats(folder: Path, as_json: bool) -> None:
         partition["bytes"] += sample.bytes
         for name in sample.acked_by:
             partition["acked"][name] += 1
-        for name, cell in sample.cells.items():
+        for name, (_, content) in sample.cells.items():
             column = partition["columns"].setdefault(name, {"samples": 0, "bytes": 0})
             column["samples"] += 1
-            column["bytes"] += len(cell.content)
+            column["bytes"] += len(content)
     if as_json:
         click.echo(json.dumps(counts, indent=2, ensure_ascii=False))
         return
@@ -237,7 +240,7 @@ def _branches(sample: Ancestor, first: str = "", others: str = "") -> Iterator[s
         yield from _branches(parent, others + ("└─ " if last else "├─ "), others + ("   " if last else "│  "))
 
 
-def _plain(sample: StoredSample) -> dict[str, Any]:
+def _plain(sample: SavedSample) -> dict[str, Any]:
     from jackfield.queue.browse import plain_values
 
     return {
@@ -249,7 +252,7 @@ def _plain(sample: StoredSample) -> dict[str, Any]:
     }
 
 
-def _samples(folder: Path, partition: str | None) -> Iterator[StoredSample]:
+def _samples(folder: Path, partition: str | None) -> Iterator[SavedSample]:
     from jackfield.compose.export import find_queue
     from jackfield.queue.browse import saved_samples
 

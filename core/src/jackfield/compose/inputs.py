@@ -16,10 +16,10 @@ import attrs
 
 from jackfield.compose.recipe import Recipe
 from jackfield.config import RunConfig
-from jackfield.data.rotary import length_limits
 from jackfield.data.tasks import TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError
+from jackfield.sdk.rotary import length_limits
 
 __all__ = ["ModelDescription", "Tasks", "check_tokens", "read_model", "read_tasks"]
 

@@ -14,8 +14,9 @@ from jackfield.compose.export import find_queue
 from jackfield.config import MixConfig, MixingConfig, ReplayConfig
 from jackfield.errors import ConfigError
 from jackfield.queue import Reuse, SamplerSpec, TransferQueue, Values, make_sampler
-from jackfield.queue.sample_files import StoredSample, cell_of, read_samples
+from jackfield.queue.sample_files import cell_of, read_samples, shape_of
 from jackfield.runtime.samples import TRAIN
+from jackfield.sdk.arrow import SavedSample
 from jackfield.trainer import Source
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _source(name: str, partition: str, settings: ReplayConfig | MixConfig) -> So
     return Source(partition=partition, ratio=settings.ratio, sampler=sampler, reuse=Reuse(**limits))
 
 
-def _read(mixed: MixConfig) -> Iterator[StoredSample]:
+def _read(mixed: MixConfig) -> Iterator[SavedSample]:
     path = Path(mixed.samples)
     if path.is_dir():
         from jackfield.queue.browse import saved_samples
@@ -104,21 +105,21 @@ def _read(mixed: MixConfig) -> Iterator[StoredSample]:
     return read_samples(path)
 
 
-def _completed(row: StoredSample, *, expert: bool) -> StoredSample:
+def _completed(row: SavedSample, *, expert: bool) -> SavedSample:
     """Tags that a run counts by, and of an expert's row the columns that an expert does not write.
 
     Versions of other runs' weights say nothing here.
     """
-    length = row.cells["response_ids"].shape[0]
+    length = shape_of(row.cells["response_ids"])[0]
     cells = dict(row.cells)
     cells.setdefault("response_mask", cell_of("response_mask", [True] * length))
     if expert:
         cells.setdefault("rollout_log_probs", cell_of("rollout_log_probs", [0.0] * length))
         cells.setdefault("reward", cell_of("reward", 0.0))
     counts = {
-        "prompt_tokens": row.cells["prompt_ids"].shape[0],
+        "prompt_tokens": shape_of(row.cells["prompt_ids"])[0],
         "response_tokens": length,
-        "model_tokens": sum(bytes(cells["response_mask"].content)),
+        "model_tokens": sum(bytes(cells["response_mask"][1])),
     }
     kept = {name: value for name, value in row.tags.items() if not name.startswith("weight_version_")}
     return attrs.evolve(row, cells=cells, tags={**kept, **counts, **({"expert": True} if expert else {})})

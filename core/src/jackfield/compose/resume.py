@@ -19,9 +19,9 @@ import attrs
 from jackfield.config import RunConfig, as_plain
 from jackfield.errors import RunError
 from jackfield.files import replace_file, seal, unseal
-from jackfield.queue.namespace import NAME_FILE
 from jackfield.queue.restoring import Checkpoint as QueueCheckpoint
 from jackfield.queue.store import STORE_FILE, check_ledger
+from jackfield.sdk.archive import NAME_FILE
 from jackfield.settings import flatten
 from jackfield.trainer import Checkpoint, CheckpointStore
 

@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-from jackfield.queue.columns import (
-    byte_size,
-    column_from_rows,
-    concatenate,
-    dense_column,
-    from_nested,
-    json_column,
-    row_bytes,
-    rows_of,
-    take,
-    to_nested,
-)
 from jackfield.queue.meta import (
     Batch,
     BatchMeta,
@@ -40,6 +28,18 @@ from jackfield.queue.samplers import (
 from jackfield.queue.store import effective_acks, read_ledger
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
+from jackfield.sdk.columns import (
+    byte_size,
+    column_from_rows,
+    concatenate,
+    dense_column,
+    from_nested,
+    json_column,
+    row_bytes,
+    rows_of,
+    take,
+    to_nested,
+)
 
 __all__ = [
     "SAMPLERS",

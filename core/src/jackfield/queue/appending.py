@@ -10,6 +10,8 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -18,9 +20,9 @@ from jackfield.abc.transfer_queue import (
     TransferQueueBackend,
     TransferQueueContext,
 )
-from jackfield.errors import QueueError
-from jackfield.queue.archive import ArchivedRow, ArchiveWriter, read_archive
-from jackfield.queue.cells import cells_of
+from jackfield.sdk.archive import BATCH_BYTES, BATCH_ROWS, ArchiveWriter, read_archive
+from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.cells import Cell, split_request, unknown_sample
 
 __all__ = ["AppendingBackend"]
 
@@ -40,58 +42,70 @@ class AppendingBackend(TransferQueueBackend):
         """
         super().__init__(None, TransferQueueContext())
         self._folder = folder
-        self._restores = False
-        self._forgotten: set[tuple[str, str]] = set()  #: rows that are there and will not be
+        self._restored: set[tuple[str, str]] = set()  #: samples that are there, and stay
+        self._columns: dict[tuple[str, str], tuple[str, ...]] = {}  #: of all samples
+        self._bytes = 0  #: that were put
+        self._pending: list[SavedSample] = []  #: not written yet: fewer than 500, or about 32 MiB
+        self._pending_bytes = 0
         self._open: ArchiveWriter | None = None
-        self._rows = self._bytes = 0  #: that were put
 
-    def _writer(self) -> ArchiveWriter:
-        """Made with the rows that are there."""
+    def _write(self) -> ArchiveWriter:
+        """Write what is pending, behind the samples that are there."""
         if self._open is None:
             self._open = ArchiveWriter(self._folder)
-            for row in read_archive(self._folder) if self._restores else ():
-                if (row.partition, row.key) not in self._forgotten:
-                    self._open.add(row)
+            if self._restored:
+                kept = (each for each in read_archive(self._folder) if (each.partition, each.key) in self._restored)
+                self._open.add(kept)
+        pending, self._pending, self._pending_bytes = self._pending, [], 0
+        self._open.add(pending)
         return self._open
 
     async def put(self, request: PutRequest) -> PutResult:
         """Append."""
-        writer, before = self._writer(), self._bytes
-        columns = {name: cells_of(column) for name, column in request.columns.items()}
-        for index, key in enumerate(request.keys):
-            cells = {name: rows[index] for name, rows in columns.items()}
-            row = ArchivedRow(partition=request.partition, key=key, cells=cells)
-            writer.add(row)
-            self._bytes += row.bytes
-        self._rows += len(request.keys)
-        return PutResult(bytes=self._bytes - before)
+        stored = 0
+        for key, cells in zip(request.keys, split_request(request), strict=True):
+            copied: dict[str, Cell] = {name: (text, bytes(content)) for name, (text, content) in cells.items()}
+            self._pending.append(SavedSample(partition=request.partition, key=key, cells=copied))
+            self._columns[request.partition, key] = tuple(copied)
+            stored += self._pending[-1].bytes
+        self._bytes += stored
+        self._pending_bytes += stored
+        if len(self._pending) >= BATCH_ROWS or self._pending_bytes >= BATCH_BYTES:
+            self._write()
+        return PutResult(bytes=stored)
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Nobody reads while rows are imported.
+        """Refuse: samples are not read while others are imported.
 
         Raises:
             QueueError: ``queue.unknown-sample``.
         """
-        raise QueueError(
-            "rows are imported, and cannot be read yet", code="queue.unknown-sample", where=request.partition
-        )
+        raise unknown_sample(request.partition, request.keys[0])
+
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """List what was put, and what was there before."""
+        return KeysResult(samples=self._columns)
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
-        """Leave rows out that are there. An import that gives up a row of its own fails, and is no checkpoint."""
-        self._forgotten |= {(request.partition, key) for key in request.keys}
+        """Leave samples out that are there. An import that gives up one of its own fails, and is no checkpoint."""
+        for key in request.keys:
+            self._restored.discard((request.partition, key))
+            self._columns.pop((request.partition, key), None)
         return DeleteResult(samples=len(request.keys), bytes=0)
 
     async def stats(self) -> StatsResult:
         """Count what was put."""
-        return StatsResult(samples=self._rows, bytes=self._bytes)
+        return StatsResult(samples=len(self._columns) - len(self._restored), bytes=self._bytes)
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Make what was put the folder's checkpoint."""
-        return self._writer().finish()
+        return self._write().finish()
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
-        """Keep the rows that are there."""
-        self._restores = True
+        """Keep the samples that are there."""
+        for sample in read_archive(self._folder):
+            self._restored.add((sample.partition, sample.key))
+            self._columns[sample.partition, sample.key] = tuple(sample.cells)
         return SnapshotResult(samples=0, bytes=0)
 
     async def close(self) -> None:

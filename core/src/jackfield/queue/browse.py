@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,29 +10,29 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import QueueError
-from jackfield.queue.archive import read_archive
-from jackfield.queue.cells import Cell
 from jackfield.queue.checkpoints import VALUES_FOLDER
 from jackfield.queue.meta import Lineage
 from jackfield.queue.restoring import Checkpoint
-from jackfield.queue.sample_files import StoredSample
 from jackfield.queue.store import STORE_FILE, read_lineage
+from jackfield.sdk.archive import read_archive
+from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.cells import Cell, join
+from jackfield.sdk.columns import rows_of
 
 __all__ = ["Ancestor", "plain_values", "saved_samples", "trace"]
 
 
-def saved_samples(folder: Path) -> Iterator[StoredSample]:
+def saved_samples(folder: Path) -> Iterator[SavedSample]:
     """Read the samples that :meth:`~jackfield.queue.TransferQueue.checkpoint` wrote to ``folder``.
 
     Raises:
         QueueError: ``queue.invalid`` where there is no whole checkpoint, or one of another format.
     """
     state = Checkpoint.read(folder / STORE_FILE).state(Clock())
-    for row in read_archive(folder / VALUES_FOLDER):
-        sample = StoredSample(partition=row.partition, key=row.key, cells=row.cells)
-        found = state.sample(row.key) if state.knows(row.key) else None
+    for sample in read_archive(folder / VALUES_FOLDER):
+        found = state.sample(sample.key) if state.knows(sample.key) else None
         if found is None:
-            yield sample  # it waited to be deleted
+            yield attrs.evolve(sample, tags={})  # it waited to be deleted
             continue
         group, known = found
         yield attrs.evolve(
@@ -48,9 +47,9 @@ def saved_samples(folder: Path) -> Iterator[StoredSample]:
 
 def plain_values(cell: Cell) -> Any:
     """Return a cell as JSON values: what a JSON column holds, or lists of numbers; complex numbers as texts."""
-    if cell.kind == "json":
-        return json.loads(bytes(cell.content))
-    values = cell.tensor()
+    values = rows_of(join("", [cell]))[0]
+    if not hasattr(values, "is_complex"):
+        return values
     if values.is_complex():
         return [str(number) for number in values.reshape(-1).tolist()]
     return (values.double() if values.is_floating_point() else values).tolist()

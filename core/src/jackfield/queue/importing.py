@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.appending import AppendingBackend
-from jackfield.queue.cells import column_of
 from jackfield.queue.checkpoints import VALUES_FOLDER
 from jackfield.queue.meta import Batch, GroupKey, Lineage, NewGroup, RolloutReport
-from jackfield.queue.sample_files import StoredSample, read_samples
+from jackfield.queue.sample_files import read_samples
 from jackfield.queue.store import STORE_FILE
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
+from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.cells import join
 
 __all__ = ["ImportedSamples", "import_file"]
 
@@ -38,9 +38,9 @@ class ImportedSamples:
         queue: TransferQueue,
         values: Values,
         partition: str,
-        read: Callable[[], Iterable[StoredSample]],
+        read: Callable[[], Iterable[SavedSample]],
         origin: str,
-        complete: Callable[[StoredSample], StoredSample] = lambda sample: sample,
+        complete: Callable[[SavedSample], SavedSample] = lambda sample: sample,
     ) -> None:
         """
         Args:
@@ -121,13 +121,14 @@ class ImportedSamples:
             await self._put_sample(key, opened[place], self._complete(sample))
             opened[place] += 1
 
-    async def _put_sample(self, group: GroupKey, rollout: int, sample: StoredSample) -> None:
-        parent = self._origin if sample.key is None else f"{self._origin}:{sample.key}"
+    async def _put_sample(self, group: GroupKey, rollout: int, sample: SavedSample) -> None:
+        parent = self._origin if not sample.key else f"{self._origin}:{sample.key}"
         key = group.sample(rollout, 0)
         lineage = {key: Lineage(_WHO, (parent,))}
         if "operation" in sample.tags and "parents" in sample.tags:
             lineage[parent] = Lineage(sample.tags["operation"], tuple(sample.tags["parents"]))
-        written = await self._values.put(self._partition, [key], _columns(sample), [sample.tags])
+        columns = {name: join(name, [cell]) for name, cell in sample.cells.items()}
+        written = await self._values.put(self._partition, [key], columns, [sample.tags])
         report = RolloutReport(
             group=str(group), rollout=rollout, keys=(key,), columns=written.columns, sizes=written.sizes,
             tags=(sample.tags,), lineage=lineage,
@@ -135,12 +136,8 @@ class ImportedSamples:
         await self._queue.end_rollouts([report])
 
 
-def _group_of(sample: StoredSample, number: int) -> object:
+def _group_of(sample: SavedSample, number: int) -> object:
     return number if sample.group is None else (sample.partition, sample.group)
-
-
-def _columns(sample: StoredSample) -> Mapping[str, Column]:
-    return {name: column_of(name, [cell]) for name, cell in sample.cells.items()}
 
 
 async def import_file(file: Path, folder: Path, partition: str) -> int:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import attrs
 
 from jackfield.abc.transfer_queue import (
-    Column,
     DeleteRequest,
     DeleteResult,
     GetRequest,
     GetResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -24,19 +25,13 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.queue.archive import ArchivedRow, read_archive, write_archive
-from jackfield.queue.cells import Cell, Kind, column_kind
-from jackfield.queue.columns import split_rows
-
-if TYPE_CHECKING:
-    import torch
+from jackfield.sdk.archive import read_archive, write_archive
+from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.cells import Cell, join, lacking_column, split_request, unknown_sample
 
 __all__ = ["MemoryBackend", "MemoryConfig"]
 
 _INLINE_BYTES = 1 << 24  #: smaller checkpoints are written without a thread
-
-Kept = tuple["torch.Tensor", Kind]
-Cells = dict[tuple[str, str], dict[str, Kept]]
 
 
 @attrs.frozen(kw_only=True)
@@ -45,78 +40,60 @@ class MemoryConfig:
 
 
 class MemoryBackend(TransferQueueBackend):
-    """A dict of row tensors by partition, key and column. Each row is a copy of its own, freed with the row."""
+    """A dict of cells by partition, key and column. Each cell is a copy of its own, freed with its sample."""
 
     durable: ClassVar[bool] = False
 
     def __init__(self, config: MemoryConfig, context: TransferQueueContext) -> None:
         super().__init__(config, context)
-        self._cells: Cells = {}
+        self._cells: dict[tuple[str, str], dict[str, Cell]] = {}
         self._bytes = 0
         self._closed = False
 
     async def put(self, request: PutRequest) -> PutResult:
         """Store copies."""
         self._check_open()
-        if len(set(request.keys)) != len(request.keys):
-            raise QueueError("a row is named twice", expected="distinct keys", found=list(request.keys)[:4])
-        rows = {name: split_rows(column) for name, column in request.columns.items()}
-        for name, tensors in rows.items():
-            if len(tensors) != len(request.keys):
-                raise QueueError(f"column {name!r} has {len(tensors)} rows", expected=len(request.keys), where=name)
         stored = 0
-        cells = [self._cells.setdefault((request.partition, key), {}) for key in request.keys]
-        for name, tensors in rows.items():
-            kind = column_kind(request.columns[name])
-            for cell, values in zip(cells, tensors, strict=True):
-                stored += values.nbytes
-                if name in cell:
-                    self._bytes -= cell[name][0].nbytes
-                cell[name] = (values.detach() if values.requires_grad else values).clone(), kind
+        for key, cells in zip(request.keys, split_request(request), strict=True):
+            kept = self._cells.setdefault((request.partition, key), {})
+            for name, (text, content) in cells.items():
+                stored += len(content)
+                if name in kept:
+                    self._bytes -= len(kept[name][1])
+                kept[name] = text, bytes(content)
         self._bytes += stored
         return PutResult(bytes=stored)
 
     async def get(self, request: GetRequest) -> GetResult:
         """Read copies."""
         self._check_open()
-        rows = [self._row(request.partition, key) for key in request.keys]
-        return GetResult(columns={name: self._column(request, rows, name) for name in request.columns})
+        cells = self._cells
+        for key in request.keys:
+            if (request.partition, key) not in cells:
+                raise unknown_sample(request.partition, key)
+        samples = [cells[request.partition, key] for key in request.keys]
+        for name in request.columns:
+            lacking = [key for key, sample in zip(request.keys, samples, strict=True) if name not in sample]
+            if lacking:
+                raise lacking_column(request.partition, name, lacking, cells[request.partition, lacking[0]])
+        return GetResult(columns={name: join(name, [sample[name] for sample in samples]) for name in request.columns})
 
-    def _row(self, partition: str, key: str) -> dict[str, Kept]:
-        cells = self._cells.get((partition, key))
-        if cells is None:
-            raise QueueError(
-                f"no row {key!r} is in the queue", code="queue.unknown-sample", where=f"{partition}: {key}"
-            )
-        return cells
-
-    def _column(self, request: GetRequest, rows: Sequence[dict[str, Kept]], name: str) -> Column:
-        if not rows:
-            raise QueueError("no rows are named", expected="one key at least")
-        try:
-            cells = [row[name] for row in rows]
-        except KeyError:
-            lacking = [key for key, row in zip(request.keys, rows, strict=True) if name not in row]
-            raise QueueError(
-                f"column {name!r} is not there in {len(lacking)} rows, {lacking[0]} first",
-                code="queue.column",
-                where=f"{request.partition}: {lacking[0]}",
-                expected=f"one of {', '.join(sorted(rows[request.keys.index(lacking[0])])) or '(none)'}",
-                found=name,
-            ) from None
-        return _join(cells, name)
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """List."""
+        self._check_open()
+        wanted = request.partition
+        return KeysResult(
+            samples={place: tuple(cells) for place, cells in self._cells.items() if wanted in (None, place[0])}
+        )
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget."""
         self._check_open()
-        rows, freed = 0, 0
-        for key in request.keys:
-            cells = self._cells.pop((request.partition, key), None)
-            if cells is not None:
-                rows += 1
-                freed += sum(values.nbytes for values, _ in cells.values())
+        found = [self._cells.pop((request.partition, key), None) for key in request.keys]
+        gone = [cells for cells in found if cells is not None]
+        freed = sum(map(_size, gone))
         self._bytes -= freed
-        return DeleteResult(samples=rows, bytes=freed)
+        return DeleteResult(samples=len(gone), bytes=freed)
 
     async def stats(self) -> StatsResult:
         """Count."""
@@ -126,19 +103,24 @@ class MemoryBackend(TransferQueueBackend):
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Write everything that is there at the call; what is large is written by a thread, and producers go on."""
         self._check_open()
-        cells = {where: dict(columns) for where, columns in self._cells.items()}  # tensors are never changed in place
-        folder, size = Path(request.folder), self._bytes
-        if size < _INLINE_BYTES:
-            write_archive(folder, _archived(cells))
-        else:
-            await asyncio.to_thread(write_archive, folder, _archived(cells))
-        return SnapshotResult(samples=len(cells), bytes=size)
+        samples = [
+            SavedSample(partition=partition, key=key, cells=dict(cells))
+            for (partition, key), cells in self._cells.items()
+        ]
+        if self._bytes < _INLINE_BYTES:
+            return write_archive(Path(request.folder), samples)
+        return await asyncio.to_thread(write_archive, Path(request.folder), samples)
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         """Replace everything by a checkpoint."""
         self._check_open()
-        self._cells = _read(Path(request.folder))
-        self._bytes = sum(values.nbytes for columns in self._cells.values() for values, _ in columns.values())
+        self._cells = {
+            (sample.partition, sample.key): {
+                name: (text, bytes(content)) for name, (text, content) in sample.cells.items()
+            }
+            for sample in read_archive(Path(request.folder))
+        }
+        self._bytes = sum(map(_size, self._cells.values()))
         return SnapshotResult(samples=len(self._cells), bytes=self._bytes)
 
     async def close(self) -> None:
@@ -152,38 +134,9 @@ class MemoryBackend(TransferQueueBackend):
             raise QueueError("the memory backend is closed", code="queue.closed")
 
 
-def _join(cells: Sequence[Kept], name: str) -> Column:
-    import torch
-
-    values, kind = cells[0]
-    shape = values.shape if kind == "dense" else values.shape[1:]
-    for other, other_kind in cells:
-        other_shape = other.shape if other_kind == "dense" else other.shape[1:]
-        if (other_kind, other.dtype, other_shape) != (kind, values.dtype, shape):
-            raise QueueError(
-                f"rows of column {name!r} do not fit together",
-                code="queue.column",
-                where=name,
-                expected=f"{kind}, {values.dtype}, {list(shape)}",
-                found=f"{other_kind}, {other.dtype}, {list(other_shape)}",
-                fix="put all rows of a column with one dtype, encoding and trailing shape, all jagged or all dense",
-            )
-    tensors = [cell[0] for cell in cells]
-    if kind == "dense":
-        return Column(values=torch.stack(tensors))
-    offsets = torch.zeros(len(tensors) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64), 0, out=offsets[1:])
-    return Column(values=torch.cat(tensors), offsets=offsets, encoding="json" if kind == "json" else "tensor")
+def _copied(cells: Mapping[str, Cell]) -> dict[str, Cell]:
+    return {name: (text, bytes(content)) for name, (text, content) in cells.items()}
 
 
-def _archived(cells: Cells) -> Iterator[ArchivedRow]:
-    for (partition, key), columns in cells.items():
-        archived = {name: Cell.of(values, kind) for name, (values, kind) in columns.items()}
-        yield ArchivedRow(partition=partition, key=key, cells=archived)
-
-
-def _read(folder: Path) -> Cells:
-    return {
-        (row.partition, row.key): {name: (cell.tensor(), cell.kind) for name, cell in row.cells.items()}
-        for row in read_archive(folder)
-    }
+def _size(cells: dict[str, Cell]) -> int:
+    return sum(len(content) for _, content in cells.values())

@@ -1,8 +1,8 @@
-"""Rows in files that people and other programs read and write: JSON lines and Parquet.
+"""Samples in files that people and other programs read and write: JSON lines and Parquet.
 
-A line of JSONL, like a record of Parquet, has a row's key, group, task, tags and columns. What the queue wrote carries
-each column's encoding, dtype and shape and comes back bit for bit. What somebody else wrote may leave out everything
-but the columns: their encoding then follows from the values.
+A line of JSONL, like a record of Parquet, has a sample's key, group, task, tags and columns. What the queue wrote
+carries each column's type and comes back bit for bit. What another program wrote may leave out everything but the
+columns: their types then follow from the values.
 """
 
 from __future__ import annotations
@@ -10,73 +10,52 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from jackfield.errors import QueueError
-from jackfield.files import replacing
-from jackfield.queue.cells import Cell, cells_of
-from jackfield.queue.columns import dense_column, json_column
+from jackfield.sdk.archive import batches
+from jackfield.sdk.arrow import SavedSample, column_types, from_arrow, import_pyarrow, to_arrow
+from jackfield.sdk.cells import Cell, ColumnType, join, split
+from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
 
-__all__ = ["EXACT", "StoredSample", "cell_of", "from_plain", "read_samples", "to_plain", "write_samples"]
+__all__ = ["cell_of", "from_plain", "read_samples", "shape_of", "to_plain", "write_samples"]
 
 #: Dtypes whose finite values are the same numbers in JSON.
-EXACT = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"})
+_EXACT = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
 
 #: Dtypes of well-known columns, where a file does not say them.
 _KNOWN = {"prompt_ids": "int64", "response_ids": "int64", "response_mask": "bool", "task": "json"}
 _FLOATS = ("rollout_log_probs", "reward", "reward_dimensions", "old_log_probs", "ref_log_probs", "values", "advantages")
 _KNOWN |= dict.fromkeys((*_FLOATS, "returns"), "float32")
 
-
-@attrs.frozen(kw_only=True, eq=False)
-class StoredSample:
-    """One row of a file or of a checkpoint."""
-
-    cells: Mapping[str, Cell]  #: by column
-    tags: Mapping[str, Any] = attrs.field(factory=dict)
-    partition: str | None = None
-    key: str | None = None  #: that it had in the queue that wrote it
-    batch: int | None = None  #: of a checkpoint; None: nobody knows the row any more, it waited to be deleted
-    group: str | None = None  #: rows of one group come together again
-    task: str | None = None
-    acked_by: tuple[str, ...] = ()  #: consumers that are done with it
-
-    @property
-    def bytes(self) -> int:
-        """Of values."""
-        return sum(len(cell.content) for cell in self.cells.values())
+_WRONG = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, QueueError)  #: what foreign records raise
 
 
-def write_samples(file: Path, rows: Callable[[], Iterable[StoredSample]]) -> int:
-    """Write rows to a JSONL file, or to a Parquet file where its name ends so; returns their number.
+def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
+    """Write a JSONL file, or a Parquet file where its name ends so; return the number of samples.
 
     Args:
         file: is replaced when it is whole.
-        rows: yields them; it is called twice for Parquet, whose schema comes first.
+        samples: yields them; it is called twice for Parquet, whose schema comes first.
 
     Raises:
         QueueError: ``plugin.requirement`` where pyarrow is missing.
     """
-    with replacing(file) as partial:
-        if file.suffix == ".parquet":
-            from jackfield.queue.parquet import write_parquet
-
-            count = write_parquet(partial, rows)
-        else:
-            count = 0
-            with partial.open("w", encoding="utf-8") as lines:
-                for row in rows():
-                    lines.write(json.dumps(_as_json(row), ensure_ascii=False, allow_nan=False) + "\n")
-                    count += 1
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        count = (_write_parquet if file.suffix == ".parquet" else _write_lines)(partial, samples)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
     return count
 
 
-def read_samples(file: Path) -> Iterator[StoredSample]:
-    """The rows of a JSONL or Parquet file.
+def read_samples(file: Path) -> Iterator[SavedSample]:
+    """Yield the samples of a JSONL or Parquet file.
 
     Raises:
         QueueError: ``queue.invalid`` where the file, or a line of it, is not what it should be;
@@ -84,50 +63,52 @@ def read_samples(file: Path) -> Iterator[StoredSample]:
     """
     if not file.is_file():
         raise QueueError("there is no such file of rows", where=str(file), expected="a .jsonl or .parquet file")
-    if file.suffix == ".parquet":
-        from jackfield.queue.parquet import read_parquet
+    return _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
 
-        yield from read_parquet(file)
-        return
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _from_json(line, f"{file}, line {number}")
+
+def shape_of(cell: Cell) -> list[int]:
+    """Return the shape of a sample; that of a jagged one begins with its length."""
+    kind = ColumnType.parse(cell[0])
+    return [*([] if kind.kind == "dense" else [kind.length(cell[1])]), *kind.shape]
 
 
 def to_plain(cell: Cell) -> Any:
-    """A cell as JSON that is exactly its value: the value of a JSON column, nested lists, a number, or base64."""
-    if cell.kind == "json":
-        value = json.loads(bytes(cell.content))
-        if _json_cell(value).content == cell.content and not _is_base64(value):
+    """Return a cell as JSON that is exactly its value: a JSON column's value, nested lists, a number, or base64."""
+    kind = ColumnType.parse(cell[0])
+    if kind.kind == "json":
+        value = json.loads(bytes(cell[1]))
+        if cell_of("task", value)[1] == cell[1] and not _is_base64(value):
             return value
-    elif cell.dtype in EXACT:
-        values = cell.tensor()
+    elif kind.dtype in _EXACT:
+        values = rows_of(join("", [cell]))[0]
         if not values.is_floating_point() or bool(values.isfinite().all()):
             return (values.double() if values.is_floating_point() else values).tolist()
-    return {"base64": base64.b64encode(cell.content).decode()}
+    return {"base64": base64.b64encode(cell[1]).decode()}
 
 
-def from_plain(header: list[Any], value: Any) -> Cell:
-    """What :func:`to_plain` wrote.
+def from_plain(text: str, value: Any) -> Cell:
+    """Return the cell that :func:`to_plain` wrote.
 
     Raises:
-        QueueError: ``queue.store`` where header and value do not fit together; whatever torch raises for a wrong dtype
-            or shape.
+        QueueError: ``queue.store`` where type and value do not fit together; whatever torch raises.
     """
     import torch
 
-    kind, dtype, shape = header
+    kind = ColumnType.parse(text)
     if _is_base64(value):
-        return Cell.checked(kind, dtype, shape, base64.b64decode(value["base64"]))
-    if kind == "json":
-        return _json_cell(value)
-    made = torch.tensor(value, dtype=getattr(torch, dtype)).reshape(shape)
-    return Cell.checked(kind, dtype, shape, Cell.of(made, kind).content)
+        content = base64.b64decode(value["base64"])
+        kind.length(content)
+        return text, content
+    if kind.kind == "json":
+        return cell_of("task", value)
+    values = torch.tensor(value, dtype=getattr(torch, kind.dtype))
+    if kind.kind == "dense":
+        return _cell(dense_column(values.reshape(1, *kind.shape)))
+    return _cell(column_from_rows([values.reshape(len(values), *kind.shape)]))
 
 
 def cell_of(name: str, value: Any) -> Cell:
-    """A cell of a column whose encoding nobody has said: lists of numbers are jagged tensors, numbers are dense.
+    """Return a cell of a column whose type is not known: lists of numbers are jagged, numbers are dense.
 
     Integers are int64, others float32, but for well-known columns; anything else is JSON.
     """
@@ -135,11 +116,16 @@ def cell_of(name: str, value: Any) -> Cell:
 
     wanted = _KNOWN.get(name)
     if wanted == "json" or not _is_numeric(value):
-        return _json_cell(value)
+        return _cell(json_column([value]))
     made = torch.tensor(value)
-    dtype = wanted or ("float32" if made.is_floating_point() else str(made.dtype).removeprefix("torch."))
-    made = made.to(getattr(torch, dtype))
-    return cells_of(dense_column(made.unsqueeze(0)))[0] if made.dim() == 0 else Cell.of(made, "jagged")
+    if wanted is not None or made.is_floating_point():
+        made = made.to(getattr(torch, wanted or "float32"))
+    return _cell(dense_column(made.unsqueeze(0)) if made.dim() == 0 else column_from_rows([made]))
+
+
+def _cell(column: Any) -> Cell:
+    text, (content,) = split(column)
+    return text, content
 
 
 def _is_numeric(value: Any) -> bool:
@@ -152,21 +138,29 @@ def _is_base64(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"base64"}
 
 
-def _json_cell(value: Any) -> Cell:
-    return cells_of(json_column([value]))[0]
+# -- JSON lines --------------------------------------------------------------------------------------------------------
 
 
-def _as_json(row: StoredSample) -> dict[str, Any]:
-    return {
-        **{name: getattr(row, name) for name in ("partition", "key", "batch", "group", "task")},
-        "tags": dict(row.tags),
-        "acked_by": list(row.acked_by),
-        "columns": {name: to_plain(cell) for name, cell in row.cells.items()},
-        "types": {name: [cell.kind, cell.dtype, list(cell.shape)] for name, cell in row.cells.items()},
-    }
+def _write_lines(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
+    count = 0
+    with file.open("w", encoding="utf-8") as lines:
+        for sample in samples():
+            count += 1
+            record = attrs.asdict(sample, recurse=False, filter=lambda field, _: field.name != "cells")
+            record["columns"] = {name: to_plain(cell) for name, cell in sample.cells.items()}
+            record["types"] = {name: text for name, (text, _) in sample.cells.items()}
+            lines.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+    return count
 
 
-def _from_json(line: str, where: str) -> StoredSample:
+def _read_lines(file: Path) -> Iterator[SavedSample]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _from_json(line, f"{file}, line {number}")
+
+
+def _from_json(line: str, where: str) -> SavedSample:
     try:
         record = json.loads(line)
         columns, types = record["columns"], record.get("types", {})
@@ -174,13 +168,50 @@ def _from_json(line: str, where: str) -> StoredSample:
             name: from_plain(types[name], value) if name in types else cell_of(name, value)
             for name, value in columns.items()
         }
-        names = {field.name for field in attrs.fields(StoredSample)} - {"cells", "acked_by"}
+        names = {field.name for field in attrs.fields(SavedSample)} - {"cells", "acked_by"}
         given = {name: record[name] for name in names & record.keys() if record[name] is not None}
-        return StoredSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, QueueError) as error:
+        return SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
+    except _WRONG as error:
         raise QueueError(
             "a line is no row of a queue",
             where=where,
             expected='{"columns": {"prompt_ids": [1, 2], …}, "tags": {…}, "group": …, "task": …}',
             found=f"{type(error).__name__}: {error}",
         ) from error
+
+
+# -- Parquet -----------------------------------------------------------------------------------------------------------
+
+
+def _write_parquet(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
+    import_pyarrow()
+    from pyarrow import parquet
+
+    types, count = column_types(samples()), 0
+    with parquet.ParquetWriter(file, to_arrow([], types).schema, use_dictionary=False) as writer:
+        for batch in batches(samples(), lambda sample: sample.bytes):
+            writer.write_batch(to_arrow(batch, types))
+            count += len(batch)
+    return count
+
+
+def _read_parquet(file: Path) -> Iterator[SavedSample]:
+    pyarrow = import_pyarrow()
+    from pyarrow import parquet
+
+    try:
+        opened = parquet.ParquetFile(file)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise QueueError("the file is no Parquet file", where=str(file), found=error) from error
+    with opened:
+        names = opened.schema_arrow.names
+        if not any(name.startswith("columns.") for name in names):
+            found = ", ".join(names)
+            raise QueueError("the file has no columns of rows", where=str(file), expected="columns.NAME", found=found)
+        for batch in opened.iter_batches(batch_size=500):
+            try:
+                samples = from_arrow(batch, cell_of)
+            except _WRONG as error:
+                found = f"{type(error).__name__}: {error}"
+                raise QueueError("a record is no row of a queue", where=str(file), found=found) from error
+            yield from samples

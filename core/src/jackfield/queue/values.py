@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jackfield.abc.transfer_queue import Column, GetRequest, PutRequest, TagsRequest, TransferQueueBackend
-from jackfield.queue.columns import check_column, concatenate, take
 from jackfield.queue.meta import BatchMeta, Written
+from jackfield.sdk.columns import check_column, concatenate, take
 
 __all__ = ["Values"]
 

@@ -12,7 +12,6 @@ import attrs
 
 from jackfield.algorithms import Shaping, advantages, importance_weights, kl_in_reward, part, prepare
 from jackfield.clock import Clock
-from jackfield.data.jagged import from_padded, lengths, to_padded
 from jackfield.queue import (
     BatchMeta,
     TransferQueue,
@@ -25,6 +24,7 @@ from jackfield.queue import (
     to_nested,
 )
 from jackfield.runtime.samples import is_baseline, is_expert, naming_samples, trained
+from jackfield.sdk.jagged import from_padded, lengths, to_padded
 
 if TYPE_CHECKING:
     import torch

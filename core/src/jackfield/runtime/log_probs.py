@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from jackfield.data.jagged import to_padded
 from jackfield.queue import BatchMeta
+from jackfield.sdk.jagged import to_padded
 
 if TYPE_CHECKING:
     import torch

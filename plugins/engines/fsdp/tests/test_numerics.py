@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from jackfield.data.jagged import jagged
-from jackfield.data.jagged import rows as unpack
+from jackfield.sdk.jagged import jagged
+from jackfield.sdk.jagged import rows as unpack
 from jackfield_engine_fsdp.config import Config
 
 TOLERANCE = 1e-5

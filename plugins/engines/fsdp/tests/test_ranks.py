@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jackfield.abc.engine import LoadCheckpointRequest, LoraSpec, SaveCheckpointRequest
-from jackfield.data.jagged import rows as unpack
+from jackfield.sdk.jagged import rows as unpack
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from jackfield.data.jagged import rows as unpack
+from jackfield.sdk.jagged import rows as unpack
 
 Rows = list[dict[str, list[Any]]]
 Build = Callable[..., Any]

@@ -23,7 +23,7 @@ from jackfield.abc.engine import (
     OptimizerSpec,
     SaveCheckpointRequest,
 )
-from jackfield.data.jagged import jagged
+from jackfield.sdk.jagged import jagged
 from jackfield_engine_fsdp.config import Config
 from jackfield_engine_fsdp.engine import FSDPEngine
 

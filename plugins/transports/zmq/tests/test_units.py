@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from jackfield.abc.transfer_queue import DeleteRequest, GetRequest, PutRequest, SnapshotRequest, TransferQueueContext
+from jackfield.abc.transfer_queue import (
+    DeleteRequest,
+    GetRequest,
+    KeysRequest,
+    PutRequest,
+    SnapshotRequest,
+    TransferQueueContext,
+)
 from jackfield.errors import QueueError, QueueFull
 from jackfield.queue import dense_column
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
@@ -149,10 +156,13 @@ async def test_a_killed_unit_fails_exactly_its_rows_by_name(opened: Any, tmp_pat
                     await get(each, [key])
                 assert "queue.lost" == caught.value.code
         await put(joined, lost[:1], dense_column(torch.ones(1)), "reward")  # a column alone is no row
-        request = GetRequest(partition="p", keys=tuple(keys), columns=("x",))
-        assert [tuple(lost)] * 2 == [(await each.lost(request)).keys for each in (backend, joined)]
+        there = {("p", key): ("x",) for key in kept} | {("p", lost[0]): ("reward",)}
+        for each in (backend, joined):
+            assert there == (await each.keys(KeysRequest())).samples
         await put(joined, lost, dense_column(torch.arange(float(len(lost)))))  # made anew, elsewhere
-        assert () == (await backend.lost(request)).keys
+        assert {*keys} == {
+            key for (_, key), names in (await backend.keys(KeysRequest())).samples.items() if "x" in names
+        }
         assert list(map(float, range(len(lost)))) == (await get(backend, lost)).tolist()
         stats = await backend.stats()
         assert (24, 2.0, 1.0) == (stats.samples, stats.details["units"], stats.details["lost units"])

@@ -18,8 +18,6 @@ ALLOWED = (
     "jackfield.files",
     "jackfield.sdk",
     "jackfield.algorithms",
-    "jackfield.data.jagged",
-    "jackfield.data.rotary",
     "jackfield.plugins",
     "jackfield.heartbeat",
     "jackfield.queue",

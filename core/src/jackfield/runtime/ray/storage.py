@@ -14,7 +14,8 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
-    LostResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -69,9 +70,9 @@ class Storage:
         """Show tags."""
         await self._backend.put_tags(request)
 
-    async def lost(self, request: GetRequest) -> LostResult:
-        """Say what is gone."""
-        return await self._backend.lost(request)
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """List."""
+        return await self._backend.keys(request)
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget."""
@@ -118,10 +119,10 @@ class RemoteBackend(TransferQueueBackend):
         columns = await self._storage.get(request)
         return GetResult(columns={name: _column(buffers) for name, buffers in columns.items()})
 
-    async def lost(self, request: GetRequest) -> LostResult:
-        """Ask there."""
-        lost: LostResult = await self._storage.lost(request)
-        return lost
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """List what is there."""
+        listed: KeysResult = await self._storage.keys(request)
+        return listed
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget there."""

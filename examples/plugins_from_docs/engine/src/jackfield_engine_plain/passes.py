@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from jackfield.abc.engine import EngineOutput, LossFunction, TokenOutput
-from jackfield.data.jagged import jagged, rows
+from jackfield.sdk.jagged import jagged, rows
 
 __all__ = ["Pass", "micro_batches"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,8 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -24,7 +25,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield_transport_sqlite.cells import Cell, cells_of, column_of
+from jackfield.sdk.cells import Cell, join, lacking_column, split_request, unknown_sample
 from jackfield_transport_sqlite.config import Config
 
 __all__ = ["SQLiteBackend"]
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS cells (
-    partition TEXT, key TEXT, name TEXT, kind TEXT, dtype TEXT, shape TEXT, content BLOB,
+    partition TEXT, key TEXT, name TEXT, type TEXT, content BLOB,
     PRIMARY KEY (partition, key, name)
 ) WITHOUT ROWID
 """
@@ -68,14 +69,14 @@ class SQLiteBackend(TransferQueueBackend):
     async def put(self, request: PutRequest) -> PutResult:
         """All columns of all rows in one transaction: a reader sees all of them or none."""
         rows = [
-            (request.partition, key, name, cell.kind, cell.dtype, json.dumps(cell.shape), cell.content)
-            for name, column in request.columns.items()
-            for key, cell in zip(request.keys, cells_of(column), strict=True)
+            (request.partition, key, name, *cell)
+            for key, cells in zip(request.keys, split_request(request), strict=True)
+            for name, cell in cells.items()
         ]
 
         def write(database: sqlite3.Connection) -> None:
             with database:
-                database.executemany("INSERT OR REPLACE INTO cells VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+                database.executemany("INSERT OR REPLACE INTO cells VALUES (?, ?, ?, ?, ?)", rows)
 
         await self._with(write)
         return PutResult(bytes=sum(len(row[-1]) for row in rows))
@@ -87,19 +88,27 @@ class SQLiteBackend(TransferQueueBackend):
         for name in request.columns:
             lacking = [key for key in request.keys if name not in found[key]]
             if lacking:
-                raise QueueError(f"column {name!r} of row {lacking[0]} is not there", code="queue.column", where=name)
-            columns[name] = column_of(name, [found[key][name] for key in request.keys])
+                raise lacking_column(request.partition, name, lacking, found[lacking[0]])
+            columns[name] = join(name, [found[key][name] for key in request.keys])
         return GetResult(columns=columns)
 
     def _cells(self, database: sqlite3.Connection, partition: str, keys: Sequence[str]) -> dict[str, dict[str, Cell]]:
-        query = "SELECT name, kind, dtype, shape, content FROM cells WHERE partition = ? AND key = ?"
+        query = "SELECT name, type, content FROM cells WHERE partition = ? AND key = ?"
         found = {}
         for key in keys:
-            rows = database.execute(query, (partition, key)).fetchall()
-            if not rows:
-                raise QueueError(f"no row {key!r} is in the queue", code="queue.unknown-sample", where=partition)
-            found[key] = {name: Cell(kind, dtype, tuple(json.loads(shape)), c) for name, kind, dtype, shape, c in rows}
+            found[key] = {name: (kind, content) for name, kind, content in database.execute(query, (partition, key))}
+            if not found[key]:
+                raise unknown_sample(partition, key)
         return found
+
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """Samples and their columns."""
+        samples: dict[tuple[str, str], tuple[str, ...]] = {}
+        query = "SELECT partition, key, name FROM cells"
+        for partition, key, name in await self._with(lambda database: database.execute(query).fetchall()):
+            if request.partition in (None, partition):
+                samples[partition, key] = (*samples.get((partition, key), ()), name)
+        return KeysResult(samples=samples)
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget rows; unknown keys are ignored."""

@@ -12,9 +12,9 @@ import attrs
 import torch
 from tensordict import TensorDict
 
-from jackfield.data.jagged import jagged
-from jackfield.data.jagged import lengths as jagged_lengths
 from jackfield.errors import EngineError
+from jackfield.sdk.jagged import jagged
+from jackfield.sdk.jagged import lengths as jagged_lengths
 from jackfield_engine_fsdp.rotary import Rotary
 
 __all__ = ["Jagged", "MicroBatch", "RowBatch", "TokenBuffer", "plan"]

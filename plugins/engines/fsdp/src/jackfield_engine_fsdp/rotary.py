@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from jackfield.data.rotary import length_limits
+from jackfield.sdk.rotary import length_limits
 
 __all__ = ["Rotary"]
 

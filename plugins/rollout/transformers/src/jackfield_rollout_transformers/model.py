@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from jackfield.abc.rollout import RolloutContext
-from jackfield.data.rotary import length_limits
 from jackfield.errors import RolloutError
+from jackfield.sdk.rotary import length_limits
 from jackfield.weights.model_folder import CheckpointNames, auto_class
 from jackfield_rollout_transformers import attention
 from jackfield_rollout_transformers.config import Config

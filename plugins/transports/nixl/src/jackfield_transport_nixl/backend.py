@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,8 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -27,7 +30,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.queue.cells import Cell, cells_of, column_of
+from jackfield.sdk.cells import Cell, content_of, join, lacking_column, split_request, unknown_sample
 from jackfield.wire import Message
 from jackfield_transport_nixl.agents import Agent, Place, devices_of, place_of
 from jackfield_transport_nixl.client import Client
@@ -126,46 +129,44 @@ class NIXLBackend(TransferQueueBackend):
             QueueError: ``queue.full`` where the store's memory stays full; ``queue.unreachable`` naming the store.
         """
         client = self._open()
-        if len(set(request.keys)) != len(request.keys):
-            raise QueueError("a row is named twice", expected="distinct keys", found=list(request.keys)[:4])
-        columns: list[list[Cell]] = []
-        for name, column in request.columns.items():
-            if len(column) != len(request.keys):
-                raise QueueError(f"column {name!r} has {len(column)} rows", expected=len(request.keys), where=name)
-            columns.append(cells_of(column))
-        size = sum(len(cell.content) for cells in columns for cell in cells)
+        samples = split_request(request)
+        size = sum(len(content) for cells in samples for _, content in cells.values())
         rows = {"partition": request.partition, "keys": list(request.keys), "columns": list(request.columns)}
-        starts, total = _laid(columns)
-        entries = [
-            (cells[row].kind, cells[row].dtype, list(cells[row].shape), starts[number][row], len(cells[row].content))
-            for row in range(len(request.keys))
-            for number, cells in enumerate(columns)
-        ]
+        contents = [content_of(column) for column in request.columns.values()]
+        starts = [0, *accumulate(aligned(len(content)) for content in contents)]
+        total, begins = starts[-1], dict(zip(request.columns, starts, strict=False))
+        entries = []
+        for cells in samples:
+            for name, (text, content) in cells.items():
+                entries.append((text, begins[name], len(content)))
+                begins[name] += len(content)
         if total < client.inline_bytes or not total:
-            content = bytearray(total)
-            for cells, begins in zip(columns, starts, strict=True):
-                for cell, begin in zip(cells, begins, strict=True):
-                    content[begin : begin + len(cell.content)] = cell.content
-            await client.ask("put", {**rows, "cells": entries}, [content] if total else ())
+            packed = bytearray(total)
+            for content, start in zip(contents, starts, strict=False):
+                packed[start : start + len(content)] = content
+            await client.ask("put", {**rows, "cells": entries}, [packed] if total else ())
         else:
-            sources = [column.values.detach().contiguous() for column in request.columns.values()]
-            await self._written(client, sources, [begins[0] for begins in starts if begins], total, rows, entries)
+            sources = [
+                (torch.frombuffer(content, dtype=torch.uint8), start)
+                for content, start in zip(contents, starts, strict=False)
+                if len(content)
+            ]
+            await self._written(client, sources, total, rows, entries)
         return PutResult(bytes=size)
 
     @staticmethod
     async def _written(
-        client: Client, sources: Sequence[torch.Tensor], starts: Sequence[int], total: int, rows: Any, entries: Any
+        client: Client, sources: Sequence[tuple[torch.Tensor, int]], total: int, rows: Any, entries: Any
     ) -> None:
         """Write columns into memory of the store that was asked for, and have it kept."""
         room = await client.ask("room", {"size": total})
         kept = False
         try:
             region = await client.region(room["region"])
-            pairs = [(source, start) for source, start in zip(sources, starts, strict=True) if source.nbytes]
-            theirs = [region.part(room["start"] + start, source.nbytes) for source, start in pairs]
+            theirs = [region.part(room["start"] + start, source.nbytes) for source, start in sources]
 
             def write() -> None:
-                agent, registered = client.agent, [source for source, _ in pairs]
+                agent, registered = client.agent, [source for source, _ in sources]
                 for source in registered:
                     agent.register_now(source)
                 try:
@@ -205,26 +206,26 @@ class NIXLBackend(TransferQueueBackend):
                 client.tell_after("done", {"lease": reply["lease"]})
 
     async def _column(self, client: Client, name: str, entries: Sequence[Any], reply: Message) -> Column:
-        if all(entry[3] < 0 for entry in entries):
-            return column_of(name, [_inline(entry, reply) for entry in entries])
+        if all(entry[1] < 0 for entry in entries):
+            return join(name, [_inline(entry, reply) for entry in entries])
         assert self._landing is not None
-        total = sum(entry[5] for entry in entries)
+        total = sum(entry[3] for entry in entries)
         block = await self._landing.take(total)
         assert block is not None
         regions, landing, content = self._landing, block, block.bytes[:total]
         values = shown(block, total, lambda: regions.give(landing))
-        cells, start = [], 0
+        cells, start = list[Cell](), 0
         theirs: list[Place] = []
         ours: list[Place] = []
         view = content.numpy().data
         for entry in entries:
-            kind, dtype, shape, number, offset, size = entry
+            text, number, offset, size = entry
             here = block.place.part(start, size)
             if number < 0:
-                view[start : start + size] = _inline(entry, reply).content
+                view[start : start + size] = _inline(entry, reply)[1]
             elif size:
                 _append(theirs, ours, (await client.region(number)).part(offset, size), here)
-            cells.append(Cell.checked(kind, dtype, shape, view[start : start + size]))
+            cells.append((text, view[start : start + size]))
             start += size
 
         def read(_: Any = values) -> None:  # the memory is not used again before this has ended
@@ -232,7 +233,15 @@ class NIXLBackend(TransferQueueBackend):
 
         if theirs:
             await client.done(client.agent.run(read))
-        return column_of(name, cells, lambda _: values)
+        return join(name, cells, lambda _: values)
+
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """List what the store has."""
+        reply = await self._open().ask("keys", {})
+        wanted = request.partition
+        return KeysResult(
+            samples={(part, key): tuple(names) for part, key, names in reply["samples"] if wanted in (None, part)}
+        )
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget rows; unknown keys are ignored."""
@@ -259,20 +268,6 @@ class NIXLBackend(TransferQueueBackend):
         return SnapshotResult(samples=reply["rows"], bytes=reply["bytes"])
 
 
-def _laid(columns: Sequence[Sequence[Cell]]) -> tuple[list[list[int]], int]:
-    """Where cells lie, column after column; and the size of all."""
-    starts: list[list[int]] = []
-    start = 0
-    for cells in columns:
-        begins = []
-        for cell in cells:
-            begins.append(start)
-            start += len(cell.content)
-        starts.append(begins)
-        start = aligned(start)
-    return starts, start
-
-
 def _append(theirs: list[Place], ours: list[Place], there: Place, here: Place) -> None:
     """One more stretch; together with the last one, where both go on."""
     if theirs and (last := theirs[-1]).address + last.size == there.address:
@@ -284,26 +279,17 @@ def _append(theirs: list[Place], ours: list[Place], there: Place, here: Place) -
 
 
 def _inline(entry: Sequence[Any], reply: Message) -> Cell:
-    kind, dtype, shape, _, start, size = entry
-    content = memoryview(reply.buffers[0])[start : start + size] if size else b""
-    return Cell.checked(kind, dtype, shape, content)
+    text, _, start, size = entry
+    return text, memoryview(reply.buffers[0])[start : start + size] if size else b""
 
 
 def _name_what_lacks(request: GetRequest, reply: Message) -> None:
     if reply["unknown"]:
-        key = request.keys[reply["unknown"][0]]
-        message = f"no row {key!r} is in the queue"
-        raise QueueError(message, code="queue.unknown-sample", where=f"{request.partition}: {key}")
+        raise unknown_sample(request.partition, request.keys[reply["unknown"][0]])
     if reply["lacking"]:
-        number, name, others = reply["lacking"][0]
-        first, count = request.keys[number], sum(name == other for _, other, _ in reply["lacking"])
-        raise QueueError(
-            f"column {name!r} is not there in {count} rows, {first} first",
-            code="queue.column",
-            where=f"{request.partition}: {first}",
-            expected=f"one of {', '.join(others) or '(none)'}",
-            found=name,
-        )
+        _, name, there = reply["lacking"][0]
+        keys = [request.keys[number] for number, other, _ in reply["lacking"] if other == name]
+        raise lacking_column(request.partition, name, keys, there)
     if not request.keys:
         raise QueueError("no rows are named", expected="one key at least")
 

@@ -11,8 +11,9 @@ import attrs
 import torch
 
 from jackfield.errors import JackfieldError, QueueError, RpcError
-from jackfield.queue.archive import ArchivedRow, batches, read_archive, write_archive
-from jackfield.queue.cells import Cell
+from jackfield.sdk.archive import batches, read_archive, write_archive
+from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.cells import Cell, ColumnType
 from jackfield.wire import Buffer, Message, Wire
 from jackfield_transport_nixl.agents import Agent, place_of
 from jackfield_transport_nixl.config import QueueConfig
@@ -26,9 +27,7 @@ __all__ = ["Store"]
 class _Kept:
     """One cell."""
 
-    kind: str
-    dtype: str
-    shape: list[int]
+    type: str
     size: int  #: bytes
     content: Buffer = b""  #: where it is in no block
     block: Block | None = None
@@ -40,7 +39,7 @@ class _Kept:
         if self.block is not None:
             memory = self.block.region.memory[self.start : self.start + self.size]
             content = memory.cpu().numpy().data
-        return Cell.checked(self.kind, self.dtype, self.shape, content)
+        return self.type, content
 
 
 @attrs.define(eq=False)
@@ -181,9 +180,10 @@ class Store:
         (content,) = message.buffers or (b"",)
         view = memoryview(content)
         made = []
-        for kind, dtype, shape, start, size in message["cells"]:
-            cell = Cell.checked(kind, dtype, shape, bytes(view[start : start + size]))
-            made.append(_Kept(kind, dtype, shape, size, cell.content))
+        for text, start, size in message["cells"]:
+            value = bytes(view[start : start + size])
+            ColumnType.parse(text).length(value)
+            made.append(_Kept(text, size, value))
         return self._stored(message, made)
 
     async def _do_keep(self, client: _Client, message: Message) -> Any:
@@ -192,10 +192,10 @@ class Store:
             raise QueueError("a put is about memory that it was not given", code="queue.store")
         made = []
         try:
-            for kind, dtype, shape, start, size in message["cells"]:
+            for text, start, size in message["cells"]:
                 if start < 0 or start + size > block.size:
                     raise QueueError("a cell lies outside of its memory", code="queue.store")
-                made.append(_Kept(kind, dtype, shape, size, block=block, start=block.start + start))
+                made.append(_Kept(text, size, block=block, start=block.start + start))
             reply = self._stored(message, made)
         except BaseException:
             self._free(block)
@@ -242,11 +242,11 @@ class Store:
         entries, start = [], 0
         for cell in found:
             if inline or cell.block is None:
-                parts.append(cell.cell().content)
-                entries.append((cell.kind, cell.dtype, cell.shape, -1, start, cell.size))
+                parts.append(cell.cell()[1])
+                entries.append((cell.type, -1, start, cell.size))
                 start += cell.size
             else:
-                entries.append((cell.kind, cell.dtype, cell.shape, cell.block.region.number, cell.start, cell.size))
+                entries.append((cell.type, cell.block.region.number, cell.start, cell.size))
         blocks = [] if inline else list({id(cell.block): cell.block for cell in found if cell.block}.values())
         lease = next(self._numbers) if blocks else 0
         for block in blocks:
@@ -270,6 +270,9 @@ class Store:
         self._bytes -= size
         return "counted", {"rows": rows, "bytes": size}, ()
 
+    async def _do_keys(self, client: _Client, message: Message) -> Any:
+        return "samples", {"samples": [(*place, list(row)) for place, row in self._rows.items()]}, ()
+
     async def _do_stats(self, client: _Client, message: Message) -> Any:
         refused = {f"refused {code}": float(count) for code, count in self._wire.refused.items()}
         details = {"clients": float(len(self._clients)), "registered bytes": float(self._regions.bytes), **refused}
@@ -283,10 +286,10 @@ class Store:
         for block in blocks:
             block.uses += 1
 
-        def archived() -> Iterator[ArchivedRow]:
+        def archived() -> Iterator[SavedSample]:
             for (partition, key), row in rows.items():
                 cells = {name: kept.cell() for name, kept in row.items()}
-                yield ArchivedRow(partition=partition, key=key, cells=cells)
+                yield SavedSample(partition=partition, key=key, cells=cells)
 
         try:
             written = await asyncio.to_thread(write_archive, Path(message["folder"]), archived())
@@ -310,22 +313,23 @@ class Store:
         self._bytes = sum(cell.size for row in staged.values() for cell in row.values())
         return "counted", {"rows": len(staged), "bytes": self._bytes}, ()
 
-    async def _stage(self, staged: dict[tuple[str, str], dict[str, _Kept]], batch: Sequence[ArchivedRow]) -> None:
+    async def _stage(self, staged: dict[tuple[str, str], dict[str, _Kept]], batch: Sequence[SavedSample]) -> None:
         """Rows of a checkpoint into memory, in one block."""
-        block = await self._regions.take(sum(aligned(len(c.content)) for row in batch for c in row.cells.values()))
+        block = await self._regions.take(
+            sum(aligned(len(content)) for row in batch for _, content in row.cells.values())
+        )
         if block is None:
             raise QueueError("registered memory is full", code="queue.full", fix="raise max_bytes")
         start = 0
         block.uses += 1
         for row in batch:
             kept = staged.setdefault((row.partition, row.key), {})
-            for name, cell in row.cells.items():
-                size = len(cell.content)
+            for name, (text, content) in row.cells.items():
+                size = len(content)
                 if size:
-                    content = torch.frombuffer(bytearray(cell.content), dtype=torch.uint8)
-                    block.bytes[start : start + size].copy_(content)
-                begin, shape = block.start + start, list(cell.shape)
-                kept[name] = _Kept(cell.kind, cell.dtype, shape, size, block=block, start=begin)
+                    values = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                    block.bytes[start : start + size].copy_(values)
+                kept[name] = _Kept(text, size, block=block, start=block.start + start)
                 block.uses += 1
                 start += aligned(size)
         self._let_go([block])

@@ -15,7 +15,7 @@ __all__ = ["REPLIES", "REQUESTS", "Stream", "limits"]
 _COUNT = struct.Struct(">I")
 _SIZE = struct.Struct(">Q")
 
-_CELL: Schema = (str, str, [int], int, int)  #: kind, dtype, shape, offset in the block or the buffer, size
+_CELL: Schema = (str, int, int)  #: type, offset in the block or the buffer, size
 _ROWS: dict[str, Schema] = {"id": int, "partition": str, "keys": [str], "columns": [str]}
 
 REQUESTS: dict[str, dict[str, Schema]] = {
@@ -28,6 +28,7 @@ REQUESTS: dict[str, dict[str, Schema]] = {
     "done": {"id": int, "lease": int},  # no reply
     "delete": {"id": int, "partition": str, "keys": [str]},
     "stats": {"id": int},
+    "keys": {"id": int},
     "checkpoint": {"id": int, "folder": str},
     "restore": {"id": int, "folder": str},
 }
@@ -40,7 +41,8 @@ REPLIES: dict[str, dict[str, Schema]] = {
     "room": {"id": int, "block": int, "region": int, "start": int},
     # region: -1 for what is in the buffer
     "cells": {"id": int, "unknown": [int], "lacking": [(int, str, [str])], "lease": int,
-              "cells": [(str, str, [int], int, int, int)]},
+              "cells": [(str, int, int, int)]},
+    "samples": {"id": int, "samples": [(str, str, [str])]},
     "state": {"id": int, "rows": int, "bytes": int, "details": {float}},
     "error": {"id": int, "code": str, "message": str, "where": str},
 }  # fmt: skip

@@ -20,7 +20,8 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
-    LostResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -30,8 +31,9 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.queue.archive import ArchivedRow, batches, read_archive, write_archive
-from jackfield.queue.cells import Cell, cells_of, column_of
+from jackfield.sdk.archive import batches, read_archive, write_archive
+from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.cells import Cell, content_of, join, lacking_column, split_request, unknown_sample
 from jackfield_transport_ray.clusters import joined
 from jackfield_transport_ray.config import Config
 from jackfield_transport_ray.index import Entry, Found, Index
@@ -129,18 +131,14 @@ class RayBackend(TransferQueueBackend):
         """
         self._open()
         keys, name = request.keys, uuid.uuid4().hex
-        if len(set(keys)) != len(keys):
-            raise QueueError("a row is named twice", expected="distinct keys", found=list(keys)[:4])
-        columns: list[list[Entry]] = []
-        for column_name, column in request.columns.items():
-            if len(column) != len(keys):
-                raise QueueError(
-                    f"column {column_name!r} has {len(column)} rows", expected=len(keys), where=column_name
-                )
-            columns.append(_entries(cells_of(column), name, len(columns)))
-        arrays = [_bytes(column.values) for column in request.columns.values()]
+        samples, entries = split_request(request), list[Entry]()
+        starts = dict.fromkeys(request.columns, 0)
+        for cells in samples:
+            for number, (column, (text, content)) in enumerate(cells.items()):
+                entries.append((text, name, number, starts[column], len(content)))
+                starts[column] += len(content)
+        arrays = [np.frombuffer(content_of(column), dtype=np.uint8) for column in request.columns.values()]
         reference = await self._in_thread(lambda: ray.put(arrays))
-        entries = [entries[row] for row in range(len(keys)) for entries in columns]
         names = list(request.columns)
         await self._ask("put", request.partition, list(keys), names, entries, {name: reference}, self._owner)
         return PutResult(bytes=sum(array.nbytes for array in arrays))
@@ -174,14 +172,18 @@ class RayBackend(TransferQueueBackend):
             raise _rows_lost(request.partition, rows_of(lost)) from None
         return dict(zip(names, arrays, strict=True))
 
-    async def lost(self, request: GetRequest) -> LostResult:
-        """Rows of other processes that went with them or their node."""
-        others: dict[str, tuple[Any, list[str]]]
-        others = await self._ask("of_others", request.partition, list(request.keys), self._owner)
-        references, seconds = {name: reference for name, (reference, _) in others.items()}, self._settings.seconds
-        gone = await self._in_thread(lambda: _lost(references, seconds)) if references else set()
-        rows = {key for name in gone for key in others[name][1]}
-        return LostResult(keys=tuple(key for key in request.keys if key in rows))
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """List what is there; cells of other processes that went with them or their node are not."""
+        rows, objects = await self._ask("everything", self._owner)
+        seconds = self._settings.seconds
+        gone = await self._in_thread(lambda: _lost(objects, seconds)) if objects else set()
+        return KeysResult(
+            samples={
+                place: tuple(name for name, entry in row.items() if entry[1] not in gone)
+                for place, row in rows.items()
+                if request.partition in (None, place[0])
+            }
+        )
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget rows; unknown keys are ignored. An object goes with its last cell and its last reader."""
@@ -209,39 +211,24 @@ class RayBackend(TransferQueueBackend):
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
 
-def _bytes(values: torch.Tensor) -> Any:
-    """uint8 ``[bytes]``, which numpy and Ray take whatever the dtype was."""
-    return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _entries(cells: Sequence[Cell], name: str, number: int) -> list[Entry]:
-    """Of a column that lies in array ``number`` of an object."""
-    made: list[Entry] = []
-    start = 0
-    for cell in cells:
-        made.append((cell.kind, cell.dtype, cell.shape, name, number, start, len(cell.content)))
-        start += len(cell.content)
-    return made
-
-
 def _cell(entry: Entry, arrays: Mapping[str, Sequence[Any]]) -> Cell:
-    kind, dtype, shape, name, number, start, size = entry
-    return Cell.checked(kind, dtype, shape, memoryview(arrays[name][number])[start : start + size])
+    text, name, number, start, size = entry
+    return text, memoryview(arrays[name][number])[start : start + size]
 
 
 def _column(name: str, entries: Sequence[Entry], arrays: Mapping[str, Sequence[Any]]) -> Column:
-    _, _, _, first, number, start, _ = entries[0]
+    _, first, number, start, _ = entries[0]
     end, together = start, True
     for entry in entries:
-        together = together and entry[3:6] == (first, number, end)
-        end += entry[6]
+        together = together and entry[1:4] == (first, number, end)
+        end += entry[4]
 
     def memory(size: int) -> torch.Tensor | None:
         if size < _SHOWN or not together:
             return None
         return torch.from_numpy(np.asarray(_Shown(arrays[first][number], start, size)))
 
-    return column_of(name, [_cell(entry, arrays) for entry in entries], memory)
+    return join(name, [_cell(entry, arrays) for entry in entries], memory)
 
 
 class _Shown:
@@ -258,16 +245,16 @@ class _Shown:
 
 def _archived(
     rows: Mapping[tuple[str, str], Mapping[str, Entry]], objects: Mapping[str, Any], seconds: float
-) -> Iterator[ArchivedRow]:
+) -> Iterator[SavedSample]:
     for (partition, key), row in rows.items():
-        names = list(dict.fromkeys(entry[3] for entry in row.values()))
+        names = list(dict.fromkeys(entry[1] for entry in row.values()))
         try:
             found = ray.get([objects[name] for name in names], timeout=seconds)
         except exceptions.ObjectLostError:
             raise _rows_lost(partition, [key]) from None
         arrays = dict(zip(names, found, strict=True))
         cells = {column: _cell(entry, arrays) for column, entry in row.items()}
-        yield ArchivedRow(partition=partition, key=key, cells=cells)
+        yield SavedSample(partition=partition, key=key, cells=cells)
 
 
 def _staged(folder: Path) -> tuple[dict[tuple[str, str], dict[str, Entry]], dict[str, Any]]:
@@ -278,10 +265,10 @@ def _staged(folder: Path) -> tuple[dict[tuple[str, str], dict[str, Entry]], dict
         name, content, start = uuid.uuid4().hex, [], 0
         for row in batch:
             entries = rows.setdefault((row.partition, row.key), {})
-            for column, cell in row.cells.items():
-                entries[column] = (cell.kind, cell.dtype, cell.shape, name, 0, start, len(cell.content))
-                content.append(cell.content)
-                start += len(cell.content)
+            for column, (text, value) in row.cells.items():
+                entries[column] = (text, name, 0, start, len(value))
+                content.append(value)
+                start += len(value)
         if content:
             objects[name] = ray.put([np.frombuffer(b"".join(content), dtype=np.uint8)])
     return rows, objects
@@ -306,7 +293,7 @@ def _rows_of(found: Found, names: set[str], keys: Sequence[str], width: int) -> 
     return [
         key
         for number, key in enumerate(keys)
-        if any(entry[3] in names for entry in found.entries[number * width : (number + 1) * width])
+        if any(entry[1] in names for entry in found.entries[number * width : (number + 1) * width])
     ]
 
 
@@ -324,16 +311,8 @@ def _name_what_lacks(request: GetRequest, found: Found) -> None:
     if not request.keys:
         raise QueueError("no rows are named", expected="one key at least")
     if found.unknown:
-        key = found.unknown[0]
-        message = f"no row {key!r} is in the queue"
-        raise QueueError(message, code="queue.unknown-sample", where=f"{request.partition}: {key}")
+        raise unknown_sample(request.partition, found.unknown[0])
     if found.lacking:
-        first, name, others = found.lacking[0]
-        count = sum(name == other for _, other, _ in found.lacking)
-        raise QueueError(
-            f"column {name!r} is not there in {count} rows, {first} first",
-            code="queue.column",
-            where=f"{request.partition}: {first}",
-            expected=f"one of {', '.join(others) or '(none)'}",
-            found=name,
-        )
+        _, name, there = found.lacking[0]
+        keys = [key for key, other, _ in found.lacking if other == name]
+        raise lacking_column(request.partition, name, keys, there)

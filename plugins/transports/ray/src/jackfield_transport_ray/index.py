@@ -9,8 +9,8 @@ import attrs
 
 __all__ = ["Entry", "Found", "Index"]
 
-#: A cell: kind, dtype, shape, name of its object, number of the array in it, start there and size, in bytes.
-Entry: TypeAlias = "tuple[str, str, tuple[int, ...], str, int, int, int]"
+#: A cell: its type, the name of its object, the number of the array in it, start there and size, in bytes.
+Entry: TypeAlias = "tuple[str, str, int, int, int]"
 
 
 @attrs.frozen
@@ -55,8 +55,8 @@ class Index:
             row = self._rows.setdefault((partition, key), {})
             for column in columns:
                 entry = next(following)
-                self._objects[entry[3]].cells += 1
-                self._bytes += entry[6]
+                self._objects[entry[1]].cells += 1
+                self._bytes += entry[4]
                 if column in row:
                     self._forget([row[column]])
                 row[column] = entry
@@ -67,11 +67,11 @@ class Index:
     def _forget(self, entries: Iterable[Entry]) -> int:
         size = 0
         for entry in entries:
-            known = self._objects[entry[3]]
+            known = self._objects[entry[1]]
             known.cells -= 1
-            size += entry[6]
+            size += entry[4]
             if not known.cells:
-                del self._objects[entry[3]]
+                del self._objects[entry[1]]
         self._bytes -= size
         return size
 
@@ -89,19 +89,7 @@ class Index:
                 else:
                     found.lacking.append((key, column, sorted(row)))
         if not found.unknown and not found.lacking:
-            found.objects.update({entry[3]: self._objects[entry[3]].reference for entry in found.entries})
-        return found
-
-    def of_others(self, partition: str, keys: Sequence[str], owner: str) -> dict[str, tuple[Any, list[str]]]:
-        """Objects of all others with cells of these rows: reference and rows, by name."""
-        found: dict[str, tuple[Any, list[str]]] = {}
-        for key in keys:
-            for entry in self._rows.get((partition, key), {}).values():
-                known = self._objects[entry[3]]
-                if known.owner != owner:
-                    rows = found.setdefault(entry[3], (known.reference, []))[1]
-                    if key not in rows:
-                        rows.append(key)
+            found.objects.update({entry[1]: self._objects[entry[1]].reference for entry in found.entries})
         return found
 
     def delete(self, partition: str, keys: Sequence[str]) -> tuple[int, int]:
@@ -113,10 +101,10 @@ class Index:
         """Rows, bytes, objects."""
         return len(self._rows), self._bytes, len(self._objects)
 
-    def everything(self) -> tuple[dict[tuple[str, str], dict[str, Entry]], dict[str, Any]]:
-        """Rows of this moment, and references."""
+    def everything(self, but: str | None = None) -> tuple[dict[tuple[str, str], dict[str, Entry]], dict[str, Any]]:
+        """Return the rows of this moment, and references to the objects; without those of the owner ``but``."""
         rows = {place: dict(row) for place, row in self._rows.items()}
-        return rows, {name: known.reference for name, known in self._objects.items()}
+        return rows, {name: known.reference for name, known in self._objects.items() if known.owner != but}
 
     def replace(
         self, rows: Mapping[tuple[str, str], Mapping[str, Entry]], objects: Mapping[str, Any], owner: str
@@ -127,6 +115,6 @@ class Index:
         self._bytes = 0
         for row in self._rows.values():
             for entry in row.values():
-                self._objects[entry[3]].cells += 1
-                self._bytes += entry[6]
+                self._objects[entry[1]].cells += 1
+                self._bytes += entry[4]
         return len(self._rows), self._bytes

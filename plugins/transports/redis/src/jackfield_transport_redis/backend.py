@@ -16,7 +16,8 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
-    LostResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -27,9 +28,17 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.queue.archive import BATCH_BYTES, BATCH_ROWS, ArchivedRow, ArchiveWriter, batches, read_archive
-from jackfield.queue.cells import Cell, cells_of, column_of, damaged_rows
-from jackfield.queue.namespace import queue_name
+from jackfield.sdk.archive import BATCH_BYTES, BATCH_ROWS, ArchiveWriter, batches, queue_name, read_archive
+from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.cells import (
+    Cell,
+    cell_digest,
+    damaged_samples,
+    join,
+    lacking_column,
+    split_request,
+    unknown_sample,
+)
 from jackfield_transport_redis.config import Config
 from jackfield_transport_redis.scripts import ANNOUNCE, BEGIN, DELETE, END, STAGE, SWAP, TAKE
 from jackfield_transport_redis.server import Server
@@ -38,7 +47,7 @@ __all__ = ["RedisBackend"]
 
 T = TypeVar("T")
 
-FORMAT = b"2"
+FORMAT = b"3"
 _CELL_BYTES = 512_000_000  #: Redis ends at 512 MiB
 _DIGEST = 16  #: characters, before a cell's header
 _SAVING_SECONDS = 60  #: after which a checkpoint whose writer died no longer holds rows
@@ -84,19 +93,13 @@ class RedisBackend(TransferQueueBackend):
     async def put(self, request: PutRequest) -> PutResult:
         """A transaction for up to 500 rows or 32 MiB: a reader sees all columns of a row or none."""
         server = self._open()
-        if len(set(request.keys)) != len(request.keys):
-            raise QueueError("a row is named twice", expected="distinct keys", found=list(request.keys)[:4])
-        columns = {}
-        for name, column in request.columns.items():
-            if len(column) != len(request.keys):
-                raise QueueError(f"column {name!r} has {len(column)} rows", expected=len(request.keys), where=name)
-            columns[name] = cells_of(column)
+        columns = list(request.columns)
+        rows = [
+            (_row_id(request.partition, key), key, cells)
+            for key, cells in zip(request.keys, split_request(request), strict=True)
+        ]
         async with self._entrance:
             pass
-        rows = [
-            (_row_id(request.partition, key), key, {name: cells[index] for name, cells in columns.items()})
-            for index, key in enumerate(request.keys)
-        ]
         stored = 0
         for some in batches(rows, lambda row: sum(map(_size, row[2].values()))):
             sizes = [part for row, _, cells in some for part in (row, *map(_size, cells.values()))]
@@ -138,8 +141,7 @@ class RedisBackend(TransferQueueBackend):
             there, *rows = await server.run(read)
             unknown = [key for key, known in zip(some, there, strict=True) if not known]
             if unknown:
-                message = f"no row {unknown[0]!r} is in the queue"
-                raise QueueError(message, code="queue.unknown-sample", where=f"{request.partition}: {unknown[0]}")
+                raise unknown_sample(request.partition, unknown[0])
             found.update(zip(some, rows, strict=False))
         columns: dict[str, list[Cell]] = {}
         damaged: set[str] = set()
@@ -152,20 +154,13 @@ class RedisBackend(TransferQueueBackend):
             damaged.update(key for key, cell in cells.items() if cell is None)
             columns[name] = [cell for key in request.keys if (cell := cells[key]) is not None]
         if damaged:
-            raise damaged_rows(request.partition, damaged, f"{server.label} {self._prefix}")
-        return GetResult(columns={name: column_of(name, cells) for name, cells in columns.items()})
+            raise damaged_samples(request.partition, damaged, f"{server.label} {self._prefix}")
+        return GetResult(columns={name: join(name, cells) for name, cells in columns.items()})
 
     async def _lacks(self, server: Server, partition: str, name: str, keys: Sequence[str]) -> QueueError:
         row = f"{self._prefix}row:{_row_id(partition, keys[0])}"
         fields = await server.run(lambda client: client.hkeys(row))
-        known = sorted(field[2:].decode() for field in fields if field.startswith(b"h:"))
-        return QueueError(
-            f"column {name!r} is not there in {len(keys)} rows, {keys[0]} first",
-            code="queue.column",
-            where=f"{partition}: {keys[0]}",
-            expected=f"one of {', '.join(known) or '(none)'}",
-            found=name,
-        )
+        return lacking_column(partition, name, keys, _names(fields))
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget rows; unknown keys are ignored."""
@@ -180,31 +175,25 @@ class RedisBackend(TransferQueueBackend):
             count, size = count + freed[0], size + freed[1]
         return DeleteResult(samples=count, bytes=size)
 
-    async def lost(self, request: GetRequest) -> LostResult:
-        """Rows, or columns of them, that somebody has removed from the server."""
-        server, lost = self._open(), []
-        for start in range(0, len(request.keys), BATCH_ROWS):
-            some = request.keys[start : start + BATCH_ROWS]
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """List what the server has, whoever removed the rest: a column has a value and a header."""
+        server = self._open()
+        places = {row: _place(row) for row in await server.run(lambda client: client.smembers(f"{self._prefix}rows"))}
+        rows = [row for row, place in places.items() if request.partition in (None, place[0])]
+        samples: dict[tuple[str, str], tuple[str, ...]] = {}
+        for start in range(0, len(rows), BATCH_ROWS):
+            some = rows[start : start + BATCH_ROWS]
 
-            async def look(client: Any, some: Sequence[str] = some) -> list[Any]:
-                async with client.pipeline(transaction=True) as pipeline:
-                    rows = [_row_id(request.partition, key) for key in some]
-                    pipeline.smismember(f"{self._prefix}rows", rows)
-                    for row in rows:
-                        for name in request.columns:
-                            pipeline.hexists(f"{self._prefix}row:{row}", f"h:{name}")
-                            pipeline.hexists(f"{self._prefix}row:{row}", f"v:{name}")
+            async def look(client: Any, some: Sequence[bytes] = some) -> list[Any]:
+                async with client.pipeline(transaction=False) as pipeline:
+                    for row in some:
+                        pipeline.hkeys(f"{self._prefix}row:".encode() + row)
                     result: list[Any] = await pipeline.execute()
                 return result
 
-            known, *there = await server.run(look)
-            count = 2 * len(request.columns)
-            lost += [
-                key
-                for number, key in enumerate(some)
-                if not (known[number] and all(there[number * count : (number + 1) * count]))
-            ]
-        return LostResult(keys=tuple(lost))
+            found = await server.run(look)
+            samples |= {places[row]: tuple(_names(fields)) for row, fields in zip(some, found, strict=True)}
+        return KeysResult(samples=samples)
 
     async def stats(self) -> StatsResult:
         """Rows and bytes of this queue, and the memory of the server."""
@@ -282,7 +271,7 @@ class RedisBackend(TransferQueueBackend):
         count = size = 0
         while batch:
 
-            async def stage(client: Any, batch: list[ArchivedRow] = batch) -> None:
+            async def stage(client: Any, batch: list[SavedSample] = batch) -> None:
                 async with client.pipeline(transaction=True) as pipeline:
                     for row in batch:
                         place = _row_id(row.partition, row.key)
@@ -322,43 +311,50 @@ def _row_id(partition: str, key: str) -> str:
     return f"{len(partition)}:{partition}:{key}"
 
 
-def _write(writer: ArchiveWriter, batch: Sequence[Any], where: str) -> None:
-    for row, fields in batch:
-        writer.add(_archived(row, fields, where))
-
-
-def _archived(row: bytes, fields: Sequence[bytes], where: str) -> ArchivedRow:
+def _place(row: bytes) -> tuple[str, str]:
     length, _, rest = row.decode().partition(":")
-    partition, key = rest[: int(length)], rest[int(length) + 1 :]
+    return rest[: int(length)], rest[int(length) + 1 :]
+
+
+def _names(fields: Sequence[bytes]) -> list[str]:
+    """Return the columns of a row's hash that have a header and a value."""
+    values = {field[2:] for field in fields if field.startswith(b"v:")}
+    return sorted(field[2:].decode() for field in fields if field.startswith(b"h:") and field[2:] in values)
+
+
+def _write(writer: ArchiveWriter, batch: Sequence[Any], where: str) -> None:
+    writer.add(_archived(row, fields, where) for row, fields in batch)
+
+
+def _archived(row: bytes, fields: Sequence[bytes], where: str) -> SavedSample:
+    partition, key = _place(row)
     values = dict(zip(fields[::2], fields[1::2], strict=True))
-    names = sorted(field[2:].decode() for field in values if field.startswith(b"h:"))
-    found = {name: _cell(partition, key, name, *(values.get(f"{at}:{name}".encode()) for at in "hv")) for name in names}
-    cells = {name: cell for name, cell in found.items() if cell is not None}
-    if len(cells) < len(found):
-        raise damaged_rows(partition, [key], where)
-    tags = json.loads(values[b"tags"]) if b"tags" in values else None
-    return ArchivedRow(partition=partition, key=key, cells=cells, tags=tags)
+    cells: dict[str, Cell] = {}
+    for name in sorted(field[2:].decode() for field in values if field.startswith(b"h:")):
+        cell = _cell(partition, key, name, *(values.get(f"{at}:{name}".encode()) for at in "hv"))
+        if cell is None:
+            raise damaged_samples(partition, [key], where)
+        cells[name] = cell
+    return SavedSample(partition=partition, key=key, cells=cells, tags=json.loads(values.get(b"tags", b"{}")))
 
 
 def _fields(partition: str, key: str, cells: Mapping[str, Cell]) -> dict[str, Any]:
-    """A row's hash: of each cell the digest and the header, and the bytes."""
+    """Return a row's hash: of each cell the digest and the type, and the bytes."""
     fields: dict[str, Any] = {}
-    for name, cell in cells.items():
-        fields |= {f"h:{name}": cell.digest(partition, key, name) + cell.header, f"v:{name}": cell.content}
+    for name, (kind, content) in cells.items():
+        fields |= {f"h:{name}": cell_digest(partition, key, name, kind, content) + kind, f"v:{name}": content}
     return fields
 
 
 def _cell(partition: str, key: str, name: str, header: bytes | None, content: bytes | None) -> Cell | None:
-    """What was kept; None where it is not what was put."""
-    try:
-        cell = Cell.parse((header or b"")[_DIGEST:], content or b"")
-    except QueueError:
-        return None
-    return cell if cell.digest(partition, key, name).encode() == (header or b"")[:_DIGEST] else None
+    """Return what was kept; None where it is not what was put."""
+    text, value = (header or b"").decode(errors="replace"), content or b""
+    digest, kind = text[:_DIGEST], text[_DIGEST:]
+    return (kind, value) if cell_digest(partition, key, name, kind, value) == digest else None
 
 
 def _size(cell: Cell) -> int:
-    size = len(cell.content)
+    size = len(cell[1])
     if size > _CELL_BYTES:
         raise QueueError("a value is too large for Redis", expected=f"{_CELL_BYTES} bytes at most", found=size)
     return size

@@ -15,7 +15,8 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
-    LostResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -26,9 +27,9 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.queue.archive import ArchivedRow, batches, read_archive, write_archive
-from jackfield.queue.cells import Cell, cells_of, column_of
-from jackfield.queue.namespace import queue_name
+from jackfield.sdk.archive import batches, queue_name, read_archive, write_archive
+from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.cells import Cell, join, lacking_column, split_request, unknown_sample
 from jackfield_transport_sql.config import Config
 from jackfield_transport_sql.database import Database
 from jackfield_transport_sql.rows import Rows
@@ -76,27 +77,13 @@ class SQLBackend(TransferQueueBackend):
     async def put(self, request: PutRequest) -> PutResult:
         """All columns of all rows in one transaction: a reader sees all of them or none."""
         database, rows = self._open()
-        if len(set(request.keys)) != len(request.keys):
-            raise QueueError("a row is named twice", expected="distinct keys", found=list(request.keys)[:4])
-        for name, column in request.columns.items():
-            if len(column) != len(request.keys):
-                raise QueueError(f"column {name!r} has {len(column)} rows", expected=len(request.keys), where=name)
+        samples = [
+            SavedSample(partition=request.partition, key=key, cells=cells)
+            for key, cells in zip(request.keys, split_request(request), strict=True)
+        ]
         async with self._entrance:
             pass
-
-        def write(connection: sql.Connection) -> int:
-            columns = {name: cells_of(column) for name, column in request.columns.items()}
-            put = [
-                ArchivedRow(
-                    partition=request.partition,
-                    key=key,
-                    cells={name: cells[index] for name, cells in columns.items()},
-                )
-                for index, key in enumerate(request.keys)
-            ]
-            return rows.write(connection, put)
-
-        return PutResult(bytes=await database.run(write, "write"))
+        return PutResult(bytes=await database.run(lambda connection: rows.write(connection, samples), "write"))
 
     async def get(self, request: GetRequest) -> GetResult:
         """Columns in the order of the keys, all of one moment.
@@ -114,7 +101,14 @@ class SQLBackend(TransferQueueBackend):
 
         found = await database.run(read, "read")
         return GetResult(
-            columns={name: column_of(name, [found[key, name] for key in request.keys]) for name in request.columns}
+            columns={name: join(name, [found[key, name] for key in request.keys]) for name in request.columns}
+        )
+
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """List what the tables have, whoever removed the rest."""
+        database, rows = self._open()
+        return KeysResult(
+            samples=await database.run(lambda connection: rows.names(connection, request.partition), "read")
         )
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
@@ -123,14 +117,6 @@ class SQLBackend(TransferQueueBackend):
         async with self._entrance:
             pass
         return await database.run(lambda connection: rows.delete(connection, request.partition, request.keys), "write")
-
-    async def lost(self, request: GetRequest) -> LostResult:
-        """Rows, or columns of them, that somebody has removed from the database."""
-        database, rows = self._open()
-        found = await database.run(
-            lambda connection: rows.lacking(connection, request.partition, request.keys, request.columns), "read"
-        )
-        return LostResult(keys=tuple(sorted(found)))
 
     async def stats(self) -> StatsResult:
         """Rows and bytes of this queue."""
@@ -190,19 +176,11 @@ class SQLBackend(TransferQueueBackend):
 def _name_what_lacks(
     connection: sql.Connection, rows: Rows, request: GetRequest, found: Mapping[tuple[str, str], Cell]
 ) -> None:
-    there = rows.known(connection, request.partition, request.keys)
+    there = rows.names(connection, request.partition)
     for key in request.keys:
-        if key not in there:
-            message = f"no row {key!r} is in the queue"
-            raise QueueError(message, code="queue.unknown-sample", where=f"{request.partition}: {key}")
+        if (request.partition, key) not in there:
+            raise unknown_sample(request.partition, key)
     for name in request.columns:
         lacking = [key for key in request.keys if (key, name) not in found]
         if lacking:
-            has = rows.cells(connection, request.partition, lacking[:1])
-            raise QueueError(
-                f"column {name!r} is not there in {len(lacking)} rows, {lacking[0]} first",
-                code="queue.column",
-                where=f"{request.partition}: {lacking[0]}",
-                expected=f"one of {', '.join(sorted(column for _, column in has)) or '(none)'}",
-                found=name,
-            )
+            raise lacking_column(request.partition, name, lacking, there[request.partition, lacking[0]])

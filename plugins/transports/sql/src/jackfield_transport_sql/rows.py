@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -12,14 +13,15 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from jackfield.abc.transfer_queue import DeleteResult, StatsResult
 from jackfield.errors import QueueError
-from jackfield.queue.archive import BATCH_ROWS, ArchivedRow, batches
-from jackfield.queue.cells import Cell, damaged_rows
+from jackfield.sdk.archive import BATCH_ROWS, batches
+from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.cells import Cell, ColumnType, cell_digest, damaged_samples
 from jackfield_transport_sql.schema import CELLS, HISTORY, SAMPLES
 from jackfield_transport_sql.text import Reader
 
 __all__ = ["Rows"]
 
-_VALUE = ("kind", "dtype", "shape", "text", "content")  #: a cell's columns
+_VALUE = ("type", "text", "content")  #: a cell's columns
 _CELL_BYTES = 900_000_000  #: both databases end at about 1 GB
 
 
@@ -37,7 +39,7 @@ def _upserts(dialect: Any) -> tuple[Any, Any]:
     kept = {
         name: sql.func.coalesce(samples.excluded[name], SAMPLES.c[name]) for name in ("reward", "prompt", "response")
     }
-    replaced = {name: cells.excluded[name] for name in ("kind", "dtype", "shape", "bytes", "digest", "text", "content")}
+    replaced = {name: cells.excluded[name] for name in ("type", "bytes", "digest", "text", "content")}
     return (
         samples.on_conflict_do_update(index_elements=list(SAMPLES.primary_key), set_=kept),
         cells.on_conflict_do_update(index_elements=list(CELLS.primary_key), set_=replaced),
@@ -61,7 +63,7 @@ class Rows:
         self._reader = reader
         self._history = history
 
-    def write(self, connection: sql.Connection, rows: Iterable[ArchivedRow]) -> int:
+    def write(self, connection: sql.Connection, rows: Iterable[SavedSample]) -> int:
         """Insert rows, or replace those of their cells that are given; bytes of values."""
         ordered = sorted(rows, key=lambda row: (row.partition, row.key))  # one order for all writers: no deadlocks
         if not ordered:
@@ -104,26 +106,15 @@ class Rows:
                 else:
                     found[key, name] = cell
         if damaged:
-            raise damaged_rows(partition, damaged, connection.engine.url.render_as_string(hide_password=True))
+            raise damaged_samples(partition, damaged, connection.engine.url.render_as_string(hide_password=True))
         return found
 
-    def lacking(
-        self, connection: sql.Connection, partition: str, keys: Sequence[str], names: Sequence[str]
-    ) -> set[str]:
-        """Those of the keys that are not there with all of these cells."""
-        lacking = set(keys) - self.known(connection, partition, keys)
-        query = sql.select(CELLS.c.key).where(CELLS.c.name.in_(names)).group_by(CELLS.c.key)
-        query = query.having(sql.func.count() == len(set(names)))
-        for some in _chunks(keys) if names else ():
-            lacking |= set(some) - set(connection.execute(query.where(*self._at(CELLS, partition, some))).scalars())
-        return lacking
-
-    def known(self, connection: sql.Connection, partition: str, keys: Sequence[str]) -> set[str]:
-        """Those of the keys that are there."""
-        found: set[str] = set()
-        for some in _chunks(keys):
-            query = sql.select(SAMPLES.c.key).where(*self._at(SAMPLES, partition, some))
-            found |= set(connection.execute(query).scalars())
+    def names(self, connection: sql.Connection, partition: str | None) -> dict[tuple[str, str], tuple[str, ...]]:
+        """Return the columns of each sample of a partition, or of all."""
+        found: dict[tuple[str, str], tuple[str, ...]] = dict.fromkeys(self.places(connection, partition), ())
+        query = sql.select(CELLS.c.partition, CELLS.c.key, CELLS.c.name).where(*self._in(CELLS, partition))
+        for part, key, name in connection.execute(query):
+            found[part, key] = (*found.get((part, key), ()), name)
         return found
 
     def delete(self, connection: sql.Connection, partition: str, keys: Iterable[str]) -> DeleteResult:
@@ -140,7 +131,7 @@ class Rows:
             rows += len(connection.execute(sql.delete(SAMPLES).where(*where).returning(SAMPLES.c.key)).all())
         return DeleteResult(samples=rows, bytes=size)
 
-    def queued_again(self, connection: sql.Connection, rows: Iterable[ArchivedRow]) -> None:
+    def queued_again(self, connection: sql.Connection, rows: Iterable[SavedSample]) -> None:
         """Rows that a restore brings back are not done."""
         for partition, group in groupby(rows, key=lambda row: row.partition):
             for some in _chunks([row.key for row in group]):
@@ -166,13 +157,13 @@ class Rows:
         if updates:
             connection.execute(_UPDATE_TAGS, updates)
 
-    def places(self, connection: sql.Connection) -> list[tuple[str, str]]:
-        """Partition and key of each row."""
-        query = sql.select(SAMPLES.c.partition, SAMPLES.c.key).where(SAMPLES.c.queue == self._name)
+    def places(self, connection: sql.Connection, partition: str | None = None) -> list[tuple[str, str]]:
+        """Return partition and key of each sample, in order."""
+        query = sql.select(SAMPLES.c.partition, SAMPLES.c.key).where(*self._in(SAMPLES, partition))
         ordered = query.order_by(SAMPLES.c.partition, SAMPLES.c.key)
-        return [(partition, key) for partition, key in connection.execute(ordered)]
+        return [(part, key) for part, key in connection.execute(ordered)]
 
-    def archived(self, connection: sql.Connection, places: Sequence[tuple[str, str]]) -> Iterator[ArchivedRow]:
+    def archived(self, connection: sql.Connection, places: Sequence[tuple[str, str]]) -> Iterator[SavedSample]:
         """Rows with all that they have, as many at a time as may be in memory."""
         sizes = sql.select(CELLS.c.key, sql.func.sum(CELLS.c.bytes)).group_by(CELLS.c.key)
         tags = sql.select(SAMPLES.c.key, SAMPLES.c.tags)
@@ -186,51 +177,47 @@ class Rows:
                         found[key][name] = cell
                     for key in few:
                         row_tags = json.loads(shown[key])
-                        yield ArchivedRow(partition=partition, key=key, cells=found[key], tags=row_tags)
+                        yield SavedSample(partition=partition, key=key, cells=found[key], tags=row_tags)
+
+    def _in(self, table: sql.Table, partition: str | None) -> list[sql.ColumnElement[bool]]:
+        return [table.c.queue == self._name, *([] if partition is None else [table.c.partition == partition])]
 
     def _at(self, table: sql.Table, partition: str, keys: Sequence[str]) -> list[sql.ColumnElement[bool]]:
         return [table.c.queue == self._name, table.c.partition == partition, table.c.key.in_(keys)]
 
 
-def _cell(
-    place: tuple[str, str, str], digest: str, kind: str, dtype: str, shape: str, text: str | None, content: bytes | None
-) -> Cell | None:
-    """What was kept; None where it is not what was put."""
+def _cell(place: tuple[str, str, str], digest: str, kind: str, text: str | None, content: bytes | None) -> Cell | None:
+    """Return what was kept; None where it is not what was put."""
     try:
-        cell = Cell.checked(kind, dtype, json.loads(shape), text.encode() if text else content or b"")
-        return cell if cell.digest(*place) == digest else None
-    except (QueueError, ValueError, TypeError, AttributeError):  # somebody else's types
+        value = text.encode() if text else content or b""
+        return (kind, value) if cell_digest(*place, kind, value) == digest else None
+    except (TypeError, AttributeError):  # another program's types
         return None
 
 
-def _stored(name: str, row: ArchivedRow, cell: Cell) -> dict[str, Any]:
-    """A cell's columns: JSON as text, where it is text that databases take, all else as bytes."""
-    size = len(cell.content)
-    if size > _CELL_BYTES:
+def _stored(name: str, row: SavedSample, cell: Cell) -> dict[str, Any]:
+    """Return a cell's columns: JSON as text, where it is text that databases take, all else as bytes."""
+    kind, content = cell
+    if len(content) > _CELL_BYTES:
         raise QueueError(
             f"a value of column {name!r} is too large for a database",
             where=row.key,
             expected=f"{_CELL_BYTES} bytes at most",
-            found=size,
+            found=len(content),
             fix="put smaller rows, or use another backend",
         )
     text = None
-    if cell.kind == "json" and size:
-        try:
-            text = str(cell.content, "utf-8")
-        except UnicodeDecodeError:
-            text = None
+    if ColumnType.parse(kind).kind == "json" and content:
+        with suppress(UnicodeDecodeError):
+            text = str(content, "utf-8")
     if text is not None and "\0" in text:
         text = None
-    content = cell.content if text is None else None
     return {
-        "kind": cell.kind,
-        "dtype": cell.dtype,
-        "shape": json.dumps(cell.shape),
-        "bytes": size,
-        "digest": cell.digest(row.partition, row.key, name),
+        "type": kind,
+        "bytes": len(content),
+        "digest": cell_digest(row.partition, row.key, name, kind, content),
         "text": text,
-        "content": content,
+        "content": content if text is None else None,
     }
 
 

@@ -14,7 +14,7 @@ from jackfield_transport_sql.config import TAG_COLUMNS
 
 __all__ = ["CELLS", "FORMAT", "HISTORY", "SAMPLES", "VIEW", "prepare"]
 
-FORMAT = 2
+FORMAT = 3
 VIEW = "jackfield_experiences"
 _LOCK = 0x6A61636B  #: PostgreSQL's advisory lock under which one process makes the tables
 
@@ -54,9 +54,7 @@ CELLS = sql.Table(
     _METADATA,
     *_row_key(),
     sql.Column("name", sql.Text, primary_key=True),
-    sql.Column("kind", sql.Text, nullable=False),
-    sql.Column("dtype", sql.Text, nullable=False),
-    sql.Column("shape", sql.Text, nullable=False),
+    sql.Column("type", sql.Text, nullable=False),
     sql.Column("bytes", sql.BigInteger, nullable=False),
     sql.Column("digest", sql.Text, nullable=False),  # of the value and its place: what is altered is not read
     sql.Column("text", sql.Text),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.errors import ConfigError, PluginError
-from jackfield.queue.cells import Cell
+from jackfield.sdk.cells import Cell, ColumnType, join
 
 __all__ = ["Reader"]
 
@@ -28,14 +28,14 @@ class Reader:
             found["reward"] = _sum(cells["reward"])
         for name, column in _TEXTS.items():
             if self._tokenizer is not None and name in cells:
-                ids = cells[name].tensor().reshape(-1).tolist()
+                ids = join(name, [cells[name]]).values.reshape(-1).tolist()
                 found[column] = self._tokenizer.decode(ids, skip_special_tokens=False).replace("\0", "\ufffd")
         return found
 
 
 def _sum(cell: Cell) -> float | None:
-    values = cell.tensor()
-    if not values.numel() or values.is_complex() or cell.kind == "json":
+    values = join("reward", [cell]).values
+    if not values.numel() or values.is_complex() or ColumnType.parse(cell[0]).kind == "json":
         return None
     total = float(values.double().sum())
     return total if math.isfinite(total) else None

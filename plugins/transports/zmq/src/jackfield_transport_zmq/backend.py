@@ -16,7 +16,8 @@ from jackfield.abc.transfer_queue import (
     DeleteResult,
     GetRequest,
     GetResult,
-    LostResult,
+    KeysRequest,
+    KeysResult,
     PutRequest,
     PutResult,
     SnapshotRequest,
@@ -185,7 +186,7 @@ class ZMQBackend(TransferQueueBackend):
         """
         client = self._open()
         made = outgoing(request)
-        size = sum(len(cell.content) for row in made.rows for cell in row)
+        size = sum(len(content) for row in made.rows for _, content in row)
         threshold = self._settings.shared_from_bytes
         block = None
         if threshold is not None and size >= threshold and client.shares:
@@ -239,19 +240,17 @@ class ZMQBackend(TransferQueueBackend):
         finally:
             reading.close()
 
-    async def lost(self, request: GetRequest) -> LostResult:
-        """Rows that no living unit has whole, of those that may have been at one that died."""
-        client = self._open()
-        directory, partition = client.directory, request.partition
-        left = [key for key in request.keys if directory.was_at_a_lost_unit(partition, key)]
-
-        async def look(known: int) -> None:
-            nonlocal left
-            nowhere = await client.nowhere(partition, left, request.columns, known)
-            left = [key for key in left if key in nowhere]
-
-        await self._again(look)
-        return LostResult(keys=tuple(left))
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """List the rows of all units that live."""
+        replies = await self._open().ask_all("keys", {})
+        return KeysResult(
+            samples={
+                (partition, key): tuple(names)
+                for reply in replies.values()
+                for partition, key, names in reply["samples"]
+                if request.partition in (None, partition)
+            }
+        )
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget rows; unknown keys, and rows of units that died, are ignored."""

@@ -167,7 +167,8 @@ class Client:
 
         async def look(unit: int, some: list[str]) -> None:
             with suppress(Lost):
-                homes.update((key, unit) for key in await self._known(unit, partition, some, (), known))
+                reply = await self.ask(unit, "has", {"units": known, "partition": partition, "keys": some})
+                homes.update((some[number], unit) for number in reply["known"])
 
         if asked:
             await all_of(look(unit, some) for unit, some in asked.items())
@@ -175,33 +176,6 @@ class Client:
         for number, key in enumerate(keys):
             found[homes[key]].append(number)
         return found
-
-    async def nowhere(self, partition: str, keys: Sequence[str], columns: Sequence[str], known: int) -> set[str]:
-        """Rows that no living unit has with all these columns.
-
-        Raises:
-            Stale: there are more units.
-        """
-        left = set(keys)
-        asked: defaultdict[int, list[str]] = defaultdict(list)
-        for key, units in self.places(partition, keys).items():
-            for unit in units:
-                asked[unit].append(key)
-
-        async def look(unit: int, some: list[str]) -> None:
-            with suppress(Lost):
-                left.difference_update(await self._known(unit, partition, some, columns, known))
-
-        await all_of(look(unit, some) for unit, some in asked.items())
-        return left
-
-    async def _known(
-        self, unit: int, partition: str, keys: Sequence[str], columns: Sequence[str], known: int
-    ) -> list[str]:
-        """The rows that a unit has, with all these columns."""
-        fields = {"units": known, "partition": partition, "keys": list(keys), "columns": list(columns)}
-        reply = await self.ask(unit, "has", fields)
-        return [keys[number] for number in reply["known"]]
 
     # -- requests
 

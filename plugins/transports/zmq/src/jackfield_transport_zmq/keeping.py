@@ -12,7 +12,7 @@ import attrs
 
 from jackfield.wire import Buffer
 from jackfield_transport_zmq.arenas import Mapping, has_ended
-from jackfield_transport_zmq.protocol import CellEntry, Packer, content_of
+from jackfield_transport_zmq.protocol import CellEntry, Packer, bytes_of
 
 __all__ = ["Client", "Kept", "Memory", "Shared"]
 
@@ -59,9 +59,7 @@ class Shared:
 class Kept:
     """One cell."""
 
-    kind: str
-    dtype: str
-    shape: list[int]
+    type: str
     size: int  #: bytes
     content: Buffer  #: where it is not in shared memory
     block: Shared | None = None
@@ -138,14 +136,14 @@ class Memory:
         Raises:
             ValueError: it points beyond its message or its arena.
         """
-        kind, dtype, shape, source, offset, size = entry
+        text, source, offset, size = entry
         if source < 0:
             block = blocks[-1 - source]
             if offset < block.start or size < 0 or offset + size > block.arena.size:
                 raise ValueError("a cell lies outside of its block")
-            return Kept(kind, dtype, shape, size, b"", block, offset)
-        content = content_of(entry, buffers)
-        return Kept(kind, dtype, shape, size, bytes(content) if size < _OWN else content)
+            return Kept(text, size, b"", block, offset)
+        content = bytes_of(entry, buffers)
+        return Kept(text, size, bytes(content) if size < _OWN else content)
 
     def use(self, cells: Iterable[Kept]) -> None:
         """Somebody needs these cells."""
@@ -187,7 +185,7 @@ class Memory:
                 source, offset = packer.add(bytes(cell.block.arena.view[cell.offset : cell.offset + cell.size]))
             else:
                 source, offset = packer.add(cell.content)
-            entries.append([cell.kind, cell.dtype, cell.shape, source, offset, cell.size])
+            entries.append([cell.type, source, offset, cell.size])
         lease = 0
         if blocks and client is not None:
             self._leases += 1

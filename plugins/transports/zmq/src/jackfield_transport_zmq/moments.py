@@ -11,7 +11,8 @@ from typing import Any
 
 from jackfield.abc.transfer_queue import SnapshotResult
 from jackfield.errors import QueueError
-from jackfield.queue.archive import ArchivedRow, ArchiveWriter, batches, read_archive
+from jackfield.sdk.archive import ArchiveWriter, batches, read_archive
+from jackfield.sdk.arrow import SavedSample
 from jackfield.wire import Message
 from jackfield_transport_zmq.client import Client
 from jackfield_transport_zmq.line import Lost
@@ -38,7 +39,7 @@ async def written(client: Client, reader: Reader, folder: Path, in_thread: InThr
                 while (reply := await _asked(client, unit, "take", {"mark": mark}))["rows"]:
                     lease = client.lease(unit, reply["lease"]) if reply["lease"] else None
                     try:
-                        await in_thread(_write, writer, _rows(reader, reply, lease))
+                        await in_thread(writer.add, _rows(reader, reply, lease))
                     finally:
                         if lease is not None:
                             lease.done()
@@ -98,22 +99,17 @@ async def _asked(client: Client, unit: int, kind: str, fields: dict[str, Any], b
         ) from None
 
 
-def _rows(reader: Reader, reply: Message, lease: Lease | None) -> list[ArchivedRow]:
+def _rows(reader: Reader, reply: Message, lease: Lease | None) -> list[SavedSample]:
     slots = iter(reader.slots(reply["cells"], reply["blocks"], reply.buffers, lease))
     return [
-        ArchivedRow(partition=partition, key=key, cells={name: next(slots).cell for name in columns})
+        SavedSample(partition=partition, key=key, cells={name: next(slots).cell for name in columns})
         for partition, key, columns in reply["rows"]
     ]
 
 
-def _write(writer: ArchiveWriter, rows: Sequence[ArchivedRow]) -> None:
-    for row in rows:
-        writer.add(row)
-
-
-def _by_unit(client: Client, rows: Sequence[ArchivedRow]) -> dict[tuple[int, str, tuple[str, ...]], list[ArchivedRow]]:
+def _by_unit(client: Client, rows: Sequence[SavedSample]) -> dict[tuple[int, str, tuple[str, ...]], list[SavedSample]]:
     """Rows of one unit, partition and set of columns together."""
-    found: defaultdict[tuple[int, str, tuple[str, ...]], list[ArchivedRow]] = defaultdict(list)
+    found: defaultdict[tuple[int, str, tuple[str, ...]], list[SavedSample]] = defaultdict(list)
     for row in rows:
         (places,) = client.places(row.partition, [row.key]).values()
         if not places:

@@ -1,6 +1,6 @@
 """What clients and storage units say to each other: the messages, and values in them.
 
-A value is a *cell* as :mod:`jackfield.queue.cells` has it: ``[kind, dtype, shape, source, offset, size]``. Its bytes
+A value is a *cell* as :mod:`jackfield.sdk.cells` has it: ``[type, source, offset, size]``. Its bytes
 are in the message's buffer ``source``, or, where that is negative, in shared memory: in block ``-1 - source`` of the
 message. A block is a piece of an arena, a ``memfd`` that its maker keeps open: ``[pid, descriptor, bytes, device,
 inode, start]``; offsets are those in the arena. ``inode`` and ``start`` are the block's name.
@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 from jackfield.wire import Buffer, Schema
 
-__all__ = ["BLOCK", "CELL", "REPLIES", "REQUESTS", "UNIT", "CellEntry", "Packer", "content_of"]
+__all__ = ["BLOCK", "CELL", "REPLIES", "REQUESTS", "UNIT", "CellEntry", "Packer", "bytes_of"]
 
 CellEntry: TypeAlias = "Sequence[Any]"
 
-CELL = (str, str, [int], int, int, int)
+CELL = (str, int, int, int)
 BLOCK = (int, int, int, int, int, int)
 UNIT = (int, int, str, str)  #: number, pid, address, where it runs
 
@@ -29,7 +29,8 @@ REQUESTS: dict[str, dict[str, Schema]] = {
     "hello": {"pid": int, "place": str},
     "put": {**_ROWS, "columns": [str], **_VALUES},
     "get": {**_ROWS, "columns": [str]},
-    "has": {**_ROWS, "columns": [str]},
+    "has": _ROWS,
+    "keys": {"id": int},
     "delete": _ROWS,
     "stats": {"id": int},
     "hold": _MARK,  # puts and deletions wait, until begin, swap or end of the same mark
@@ -50,6 +51,7 @@ REPLIES: dict[str, dict[str, Schema]] = {
     "counted": {**_REPLY, "rows": int, "bytes": int},
     "cells": {**_REPLY, "unknown": [int], "lacking": [(int, str, [str])], **_VALUES, "lease": int},
     "known": {**_REPLY, "known": [int]},
+    "samples": {**_REPLY, "samples": [(str, str, [str])]},
     "state": {**_REPLY, "rows": int, "bytes": int, "details": {int}},
     "batch": {**_REPLY, "rows": [(str, str, [str])], **_VALUES, "lease": int},
     "stale": {**_REPLY, "units": [UNIT]},
@@ -81,13 +83,13 @@ class Packer:
         return [bytes(self._small), *self._large]
 
 
-def content_of(entry: CellEntry, buffers: Sequence[Buffer]) -> memoryview:
+def bytes_of(entry: CellEntry, buffers: Sequence[Buffer]) -> memoryview:
     """The bytes of a cell that is not in shared memory.
 
     Raises:
         ValueError: it points beyond its message.
     """
-    _, _, _, source, offset, size = entry
+    _, source, offset, size = entry
     buffer = memoryview(buffers[source]) if 0 <= source < len(buffers) else memoryview(b"")
     if offset < 0 or size < 0 or offset + size > len(buffer):
         raise ValueError("a cell lies outside of its message")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jackfield.abc.transfer_queue import Column, GetRequest
 from jackfield.errors import QueueError
+from jackfield.sdk.cells import lacking_column, unknown_sample
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.line import Lost
 from jackfield_transport_zmq.values import Lease, Reader, Slot
@@ -81,24 +82,16 @@ class Reading:
         lost = [key for key in keys if directory.was_at_a_lost_unit(partition, key)]
         if lost:
             return lost_rows(max(directory.lost), partition, lost)
-        message = f"no row {keys[0]!r} is in the queue"
-        return QueueError(message, code="queue.unknown-sample", where=f"{partition}: {keys[0]}")
+        return unknown_sample(partition, keys[0])
 
     def _lacks(self) -> QueueError:
         partition, directory = self._request.partition, self._client.directory
         lost = [key for key in self._lacking if directory.was_at_a_lost_unit(partition, key)]
         if lost:  # what was written since is there, and what was there before is not
             return lost_rows(max(directory.lost), partition, lost)
-        first = next(key for key in self._keys if key in self._lacking)
-        name, others = self._lacking[first]
-        count = sum(name == other for other, _ in self._lacking.values())
-        return QueueError(
-            f"column {name!r} is not there in {count} rows, {first} first",
-            code="queue.column",
-            where=f"{partition}: {first}",
-            expected=f"one of {', '.join(others) or '(none)'}",
-            found=name,
-        )
+        keys = [key for key in self._keys if key in self._lacking]
+        name, there = self._lacking[keys[0]]
+        return lacking_column(partition, name, [key for key in keys if self._lacking[key][0] == name], there)
 
     def columns(self) -> dict[str, Column]:
         """The columns, in the order of the keys.

@@ -203,10 +203,12 @@ class Unit:
         self._reply(identity, message, "cells", {"unknown": unknown, "lacking": lacking, **packed}, buffers)
 
     def _do_has(self, identity: bytes, message: Message) -> None:
-        partition, columns = message["partition"], set(message["columns"])
-        rows = [self._rows.get((partition, key)) for key in message["keys"]]
-        known = [number for number, row in enumerate(rows) if row is not None and columns <= row.keys()]
+        known = [number for number, key in enumerate(message["keys"]) if (message["partition"], key) in self._rows]
         self._reply(identity, message, "known", {"known": known})
+
+    def _do_keys(self, identity: bytes, message: Message) -> None:
+        samples = [(*place, list(row)) for place, row in self._rows.items()]
+        self._reply(identity, message, "samples", {"samples": samples})
 
     def _do_delete(self, identity: bytes, message: Message) -> None:
         count = size = 0

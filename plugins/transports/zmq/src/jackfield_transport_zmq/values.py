@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import attrs
+import torch
 
 from jackfield.abc.transfer_queue import Column, PutRequest
 from jackfield.errors import QueueError
-from jackfield.queue.cells import Buffer, Cell, cells_of, column_of
+from jackfield.sdk.cells import Buffer, Cell, content_of, join, split_request
 from jackfield_transport_zmq.arenas import Arenas, Block, Held, Mapping
-from jackfield_transport_zmq.protocol import Packer, content_of
+from jackfield_transport_zmq.protocol import Packer, bytes_of
 
 __all__ = ["COPIERS", "Lease", "Outgoing", "Reader", "Slot", "copied_columns", "outgoing"]
 
@@ -43,9 +44,9 @@ class Outgoing:
         """Fields ``cells`` and ``blocks`` for these rows, and buffers."""
         if self.block is not None:
             entries = [
-                [cell.kind, cell.dtype, cell.shape, -1, offset, len(cell.content)]
+                [text, -1, offset, len(content)]
                 for number in numbers
-                for cell, offset in zip(self.rows[number], self.offsets[number], strict=True)
+                for (text, content), offset in zip(self.rows[number], self.offsets[number], strict=True)
             ]
             return {"cells": entries, "blocks": [self.block.entry]}, []
         return packed_cells([cell for number in numbers for cell in self.rows[number]])
@@ -54,37 +55,29 @@ class Outgoing:
 def packed_cells(cells: Sequence[Cell]) -> tuple[dict[str, Any], list[Buffer]]:
     """Fields ``cells`` and ``blocks`` with the values in the message's buffers."""
     packer = Packer()
-    entries = [[cell.kind, cell.dtype, cell.shape, *packer.add(cell.content), len(cell.content)] for cell in cells]
+    entries = [[text, *packer.add(content), len(content)] for text, content in cells]
     return {"cells": entries, "blocks": []}, packer.buffers()
 
 
 def outgoing(request: PutRequest) -> Outgoing:
-    """What a put is about; its values stay where they are.
+    """Return what a put is about; its values stay where they are.
 
     Raises:
         QueueError: ``queue.invalid`` for rows that are named twice or columns of other lengths.
     """
-    keys = request.keys
-    if len(set(keys)) != len(keys):
-        raise QueueError("a row is named twice", expected="distinct keys", found=list(keys)[:4])
-    columns = []
-    for name, column in request.columns.items():
-        if len(column) != len(keys):
-            raise QueueError(f"column {name!r} has {len(column)} rows", expected=len(keys), where=name)
-        columns.append(cells_of(column))
-    return Outgoing([list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in keys])
+    return Outgoing([list(cells.values()) for cells in split_request(request)])
 
 
 async def copied_columns(request: PutRequest, made: Outgoing, block: Block, threads: ThreadPoolExecutor) -> Outgoing:
-    """The same with all values in a block of shared memory, column after column."""
+    """Return the same with all values in a block of shared memory, column after column."""
     start, jobs = block.start, list[tuple[int, Any, int]]()
     offsets: list[list[int]] = [[] for _ in made.rows]
     for number, column in enumerate(request.columns.values()):
         size = 0
         for row, cells in enumerate(made.rows):
             offsets[row].append(start + size)
-            size += len(cells[number].content)
-        values = column.values.detach().contiguous()
+            size += len(cells[number][1])
+        values = torch.frombuffer(content_of(column), dtype=torch.uint8) if size else torch.empty(0)
         jobs.append((block.arena.address + start, values, size))
         start = aligned(start + size)
 
@@ -182,11 +175,11 @@ class Reader:
 
     @staticmethod
     def _slot(entry: Any, mappings: Sequence[Mapping], buffers: Sequence[Buffer], lease: Lease | None) -> Slot:
-        kind, dtype, shape, source, offset, size = entry
+        text, source, offset, size = entry
         if source >= 0:
-            return Slot(Cell.checked(kind, dtype, shape, content_of(entry, buffers)))
+            return Slot((text, bytes_of(entry, buffers)))
         mapping = mappings[-1 - source]
-        return Slot(Cell.checked(kind, dtype, shape, mapping.view[offset : offset + size]), mapping, offset, lease)
+        return Slot((text, mapping.view[offset : offset + size]), mapping, offset, lease)
 
     def column(self, name: str, slots: Sequence[Slot]) -> Column:
         """Rows as one column: shown where they lie in shared memory, if they are large and lie together.
@@ -200,7 +193,7 @@ class Reader:
                 return None
             return self._shown(slots, size) if _together(slots) else self._gathered(slots, size)
 
-        return column_of(name, [slot.cell for slot in slots], memory)
+        return join(name, [slot.cell for slot in slots], memory)
 
     @staticmethod
     def _shown(slots: Sequence[Slot], size: int) -> Any:
@@ -217,8 +210,8 @@ class Reader:
             return None
         target, start = memoryview(block.arena.memory), block.start
         for slot in slots:
-            end = start + len(slot.cell.content)
-            target[start:end] = slot.cell.content
+            end = start + len(slot.cell[1])
+            target[start:end] = slot.cell[1]
             start = end
         own = self._own
         return Held(block, block.address, size, lambda: own.give(block)).tensor()
@@ -234,5 +227,5 @@ def _together(slots: Sequence[Slot]) -> bool:
     for slot in slots:
         if slot.mapping is not mapping or slot.offset != end:
             return False
-        end += len(slot.cell.content)
+        end += len(slot.cell[1])
     return mapping is not None

@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from jackfield.abc.engine import BaseEngine, EngineContext, EngineOutput, ModelSpec, OptimizerSpec, TokenOutput
-from jackfield.data.jagged import jagged, rows
+from jackfield.sdk.jagged import jagged, rows
 from jackfield_conformance.subject import Subject
 
 __all__ = [

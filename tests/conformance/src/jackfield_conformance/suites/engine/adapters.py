@@ -19,7 +19,7 @@ from jackfield.abc.engine import (
     SaveCheckpointRequest,
     TokenOutput,
 )
-from jackfield.data.jagged import rows
+from jackfield.sdk.jagged import rows
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support

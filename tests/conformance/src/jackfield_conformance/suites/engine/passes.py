@@ -9,7 +9,7 @@ import torch
 
 from jackfield.abc.engine import LossSpec, TokenOutput
 from jackfield.algorithms import resolve_loss
-from jackfield.data.jagged import jagged, rows
+from jackfield.sdk.jagged import jagged, rows
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support

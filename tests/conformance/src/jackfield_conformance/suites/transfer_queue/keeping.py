@@ -11,6 +11,7 @@ import torch
 
 from jackfield.abc.transfer_queue import (
     DeleteRequest,
+    KeysRequest,
     SnapshotRequest,
     TagsRequest,
     TransferQueueBackend,
@@ -307,3 +308,20 @@ async def a_further_client_shares_the_store(subject: Subject) -> None:
         rows = (await first.stats()).samples
         assert 5 == rows, f"five rows were there when a client that had joined closed, {rows} are left"
         assert_same(columns["reward"], (await get(first, ["a", "b", "c"], ["reward"]))["reward"], "reward")
+
+
+@check("TRQ-046", page=PAGE + "loss")
+async def what_is_there_is_listed(subject: Subject) -> None:
+    """What is listed are the rows that were put and not deleted, with their columns, of one partition or of all."""
+    columns = sample_columns()
+    async with opened(subject) as backend:
+        await put(backend, ["a", "b", "c"], columns)
+        await put(backend, ["b"], {"late": dense(numbers(0, 1))})
+        await put(backend, ["x"], {"n": dense(numbers(0, 1))}, "other")
+        await backend.delete(DeleteRequest(partition="train", keys=("c",)))
+        whole = {("train", "a"): {*columns}, ("train", "b"): {*columns, "late"}, ("other", "x"): {"n"}}
+        for partition in (None, "train", "other", "elsewhere"):
+            expected = {place: names for place, names in whole.items() if partition in (None, place[0])}
+            listed = (await backend.keys(KeysRequest(partition=partition))).samples
+            found = {place: {*names} for place, names in listed.items()}
+            assert expected == found, f"of partition {partition!r} there is {expected}, and it lists {found}"

@@ -22,7 +22,7 @@ from jackfield.queue import (
     take,
     to_nested,
 )
-from jackfield.queue.columns import check_column
+from jackfield.sdk.columns import check_column
 
 torch = pytest.importorskip("torch")
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.data.jagged import from_padded, jagged, lengths, rows, to_padded
 from jackfield.errors import DataError
+from jackfield.sdk.jagged import from_padded, jagged, lengths, rows, to_padded
 
 torch = pytest.importorskip("torch")
 

@@ -1,0 +1,180 @@
+"""Samples as Arrow record batches: the form of checkpoints and of Parquet files.
+
+Each column of samples is ``columns.NAME``. Where its samples have one type, the field's metadata says it, and numbers
+are numbers, JSON is text. Other dtypes are bytes; where types differ, ``types.NAME`` has them, sample by sample.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import attrs
+
+from jackfield.errors import QueueError
+from jackfield.sdk.cells import Cell, ColumnType
+
+__all__ = ["SavedSample", "column_types", "from_arrow", "import_pyarrow", "to_arrow"]
+
+_META = b"jackfield"
+_NATIVE = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_TEXTS = ("partition", "key", "group", "task")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class SavedSample:
+    """One sample of a file or of a checkpoint."""
+
+    cells: Mapping[str, Cell]  #: by column
+    tags: Mapping[str, Any] = attrs.field(factory=dict)
+    partition: str = ""
+    key: str = ""  #: that it had in the queue that wrote it
+    batch: int | None = None  #: None in a checkpoint: the sample was consumed, and waits for its deletion
+    group: str | None = None  #: samples of one group come together again
+    task: str | None = None
+    acked_by: tuple[str, ...] = ()  #: consumers that are done with it
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its values."""
+        return sum(len(content) for _, content in self.cells.values())
+
+
+def import_pyarrow() -> Any:
+    """Return the package pyarrow.
+
+    Raises:
+        QueueError: ``plugin.requirement`` where it is missing.
+    """
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        raise QueueError(
+            "pyarrow is not installed; checkpoints of samples and Parquet files need it",
+            code="plugin.requirement",
+            fix="pip install 'jackfield[train]'",
+        ) from error
+    return pyarrow
+
+
+def column_types(samples: Iterable[SavedSample]) -> dict[str, str | None]:
+    """Return the type of each column's cells, by name; None where they differ."""
+    found: dict[str, str | None] = {}
+    for sample in samples:
+        for name, (text, _) in sample.cells.items():
+            if found.setdefault(name, text) != text:
+                found[name] = None
+    return found
+
+
+def to_arrow(samples: Sequence[SavedSample], types: Mapping[str, str | None]) -> Any:
+    """Return a record batch; with equal ``types`` its schema is the same."""
+    pa = import_pyarrow()
+    strings = pa.list_(pa.string())
+    fields = [(pa.field(name, pa.string()), [getattr(sample, name) for sample in samples]) for name in _TEXTS]
+    fields += [
+        (pa.field("batch", pa.int64()), [sample.batch for sample in samples]),
+        (pa.field("tags", pa.string()), [_json(sample.tags) for sample in samples]),
+        (pa.field("acked_by", strings), [list(sample.acked_by) for sample in samples]),
+    ]
+    made = [(field, pa.array(values, type=field.type)) for field, values in fields]
+    for name, text in sorted(types.items()):
+        cells = [sample.cells.get(name) for sample in samples]
+        values = _array(pa, [None if cell is None else cell[1] for cell in cells], text)
+        made.append((pa.field(f"columns.{name}", values.type, metadata=text and {_META: text}), values))
+        if text is None:
+            texts = pa.array([cell and cell[0] for cell in cells], type=pa.string())
+            made.append((pa.field(f"types.{name}", texts.type), texts))
+    return pa.record_batch([values for _, values in made], schema=pa.schema([field for field, _ in made]))
+
+
+def from_arrow(batch: Any, foreign: Callable[[str, Any], Cell]) -> list[SavedSample]:
+    """Return the samples of a record batch.
+
+    Args:
+        batch: of :func:`to_arrow`, or of another program.
+        foreign: makes a cell of the name of a column and a value, where the batch does not say its type.
+
+    Raises:
+        QueueError: ``queue.store`` for damaged types and values; whatever pyarrow and ``foreign`` raise.
+    """
+    names = [name.removeprefix("columns.") for name in batch.schema.names if name.startswith("columns.")]
+    cells = {name: _cells(batch, name, foreign) for name in names}
+    plain = {name: batch[name].to_pylist() for name in batch.schema.names if "." not in name}
+    return [
+        SavedSample(
+            cells={name: cell for name in names if (cell := cells[name][row]) is not None},
+            tags=json.loads(plain["tags"][row] or "{}") if "tags" in plain else {},
+            acked_by=tuple(plain["acked_by"][row] or ()) if "acked_by" in plain else (),
+            partition=plain["partition"][row] or "" if "partition" in plain else "",
+            key=plain["key"][row] or "" if "key" in plain else "",
+            **{name: plain[name][row] for name in ("group", "task", "batch") if name in plain},
+        )
+        for row in range(batch.num_rows)
+    ]
+
+
+def _json(tags: Mapping[str, Any]) -> str:
+    return json.dumps(dict(tags), ensure_ascii=False)
+
+
+def _element(pa: Any, text: str | None) -> Any:
+    """Return Arrow's type of the numbers of a column; None where the column is bytes or text."""
+    kind = None if text is None else ColumnType.parse(text)
+    if kind is None or kind.kind == "json" or not kind.unit or kind.dtype not in (*_NATIVE, "bool"):
+        return None
+    return getattr(pa, kind.dtype.replace("bool", "uint8"))()
+
+
+def _array(pa: Any, contents: Sequence[Any], text: str | None) -> Any:
+    """Return an array of the cells' own bytes; None is null."""
+    kind, element = None if text is None else ColumnType.parse(text), _element(pa, text)
+    there = pa.array([content is not None for content in contents], type=pa.bool_()).buffers()[1]
+    if kind is not None and element is not None and kind.kind == "dense" and not kind.shape:
+        data = b"".join(bytes(kind.unit) if content is None else content for content in contents)
+        return pa.Array.from_buffers(element, len(contents), [there, pa.py_buffer(data)])
+    width = 1 if element is None else element.bit_width // 8
+    data = pa.py_buffer(b"".join(content or b"" for content in contents))
+    offsets = pa.py_buffer(array("q", [0, *accumulate(len(content or b"") // width for content in contents)]))
+    if element is None:
+        shown = pa.large_string() if kind and kind.kind == "json" else pa.large_binary()
+        return pa.Array.from_buffers(shown, len(contents), [there, offsets, data])
+    values = pa.Array.from_buffers(element, data.size // width, [None, data])
+    return pa.Array.from_buffers(pa.large_list(element), len(contents), [there, offsets], children=[values])
+
+
+def _cells(batch: Any, name: str, foreign: Callable[[str, Any], Cell]) -> list[Cell | None]:
+    values, metadata = batch[f"columns.{name}"], batch.schema.field(f"columns.{name}").metadata or {}
+    if f"types.{name}" in batch.schema.names:
+        texts = batch[f"types.{name}"].to_pylist()
+    elif _META in metadata:
+        texts = [metadata[_META].decode()] * len(values)
+    else:
+        return [None if value is None else foreign(name, value) for value in values.to_pylist()]
+    there, found = values.is_valid().to_pylist(), list[Cell | None]()
+    for text, is_there, content in zip(texts, there, _contents(values), strict=True):
+        if is_there:
+            ColumnType.parse(text).length(content)
+        found.append((text, content) if is_there else None)
+    return found
+
+
+def _contents(values: Any) -> list[memoryview]:
+    """Return the bytes of each value of an array that :func:`_array` made; they share its memory."""
+    buffers = values.buffers()
+    if values.type.num_buffers == 2 and not values.type.num_fields:  # numbers
+        bounds = list(range(values.offset, values.offset + len(values) + 1))
+        data, width, base = buffers[1], values.type.bit_width // 8, 0
+    else:
+        whole = memoryview(buffers[1] or bytes(8)).cast("q")
+        bounds = whole[values.offset : values.offset + len(values) + 1].tolist()
+        inner = values.values if values.type.num_fields else None
+        data, width, base = buffers[2], 1, 0
+        if inner is not None:
+            data, width, base = inner.buffers()[1], inner.type.bit_width // 8, inner.offset
+    content = memoryview(data or b"").cast("B")
+    return [content[(base + start) * width : (base + end) * width] for start, end in pairwise(bounds)]

@@ -1,0 +1,266 @@
+"""A sample of a column as typed bytes: what stores and files keep.
+
+A *cell* is the text of the column's type and the bytes of one sample. No pickle, no class names of Python. Stores that
+other programs can change keep a *digest* with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import attrs
+import xxhash
+
+from jackfield.abc.transfer_queue import Column, PutRequest
+from jackfield.errors import QueueError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Buffer",
+    "Cell",
+    "ColumnType",
+    "cell_digest",
+    "content_of",
+    "damaged_samples",
+    "dtype_of",
+    "join",
+    "lacking_column",
+    "offsets_of",
+    "split",
+    "split_request",
+    "tensor_of",
+    "unknown_sample",
+    "unlike_types",
+]
+
+Kind: TypeAlias = Literal["dense", "jagged", "json"]
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Cell: TypeAlias = tuple[str, Buffer]  #: the text of a ColumnType, and the bytes of one sample
+
+
+@attrs.frozen
+class ColumnType:
+    """What all samples of a column share; a sample's length follows from its bytes."""
+
+    kind: Kind
+    dtype: str  #: torch's name, without ``torch.``
+    shape: tuple[int, ...]  #: of a sample; without the length of a jagged one
+
+    @classmethod
+    def of(cls, column: Column) -> ColumnType:
+        """Return the type of a column."""
+        kind: Kind = "dense" if column.offsets is None else "json" if column.encoding == "json" else "jagged"
+        return cls(kind, str(column.values.dtype).removeprefix("torch."), tuple(column.values.shape[1:]))
+
+    @classmethod
+    @functools.lru_cache(maxsize=1024)
+    def parse(cls, text: str) -> ColumnType:
+        """Return the type whose ``text`` this is.
+
+        Raises:
+            QueueError: ``queue.store`` where it is none.
+        """
+        try:
+            kind, dtype, shape = json.loads(text)
+            made = cls(kind, dtype, tuple(shape))
+            if kind in ("dense", "jagged", "json") and made.unit >= 0:
+                return made
+        except (ValueError, TypeError, AttributeError):
+            pass
+        raise QueueError(
+            "the type of a value is damaged",
+            code="queue.store",
+            expected='["dense" | "jagged" | "json", dtype, [length, ...]]',
+            found=text,
+        )
+
+    @property
+    def text(self) -> str:
+        """The form in which stores keep it."""
+        return json.dumps([self.kind, self.dtype, self.shape], separators=(",", ":"))
+
+    @property
+    def unit(self) -> int:
+        """Bytes of a dense sample, or of each index of a jagged one."""
+        return math.prod(self.shape) * int(dtype_of(self.dtype).itemsize)
+
+    def length(self, content: Buffer) -> int:
+        """Return the length of a jagged sample, 1 for a dense one.
+
+        Raises:
+            QueueError: ``queue.store`` where the bytes are not those of a sample of this type.
+        """
+        size = len(content)
+        if self.kind == "dense":
+            length, rest = 1, size - self.unit
+        elif self.unit:
+            length, rest = divmod(size, self.unit)
+        else:
+            length, rest = int.from_bytes(content, "little"), size - 8
+        if rest:
+            raise QueueError(
+                "the bytes of a value do not fit its type",
+                code="queue.store",
+                expected=self.text,
+                found=f"{size} bytes",
+            )
+        return length
+
+
+def content_of(column: Column) -> memoryview:
+    """Return the bytes of all samples, in order: elements in C order, little-endian; the memory is the column's.
+
+    Where jagged samples have no bytes, since a trailing length is 0, they are their lengths instead, as int64.
+    """
+    import torch
+
+    values = column.values
+    if column.offsets is not None and not math.prod(values.shape[1:]):
+        values = column.offsets.diff()
+    raw: Any = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(raw)
+
+
+def split(column: Column) -> tuple[str, list[memoryview]]:
+    """Return the text of a column's type, and the bytes of each sample; they share its memory."""
+    kind, content = ColumnType.of(column), content_of(column)
+    if column.offsets is None:
+        bounds = [number * kind.unit for number in range(len(column) + 1)]
+    elif kind.unit:
+        bounds = (column.offsets * kind.unit).tolist()
+    else:
+        bounds = [number * 8 for number in range(len(column) + 1)]
+    return kind.text, [content[start:end] for start, end in pairwise(bounds)]
+
+
+def join(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Tensor | None] | None = None) -> Column:
+    """Return cells as one column.
+
+    Args:
+        name: of the column, for errors.
+        cells: of the samples, one at least.
+        memory: asked for uint8 ``[bytes]`` in which the cells' bytes lie already, in order; None from it: they do not.
+            Without it, or then, they are copied into memory of the column's own.
+
+    Raises:
+        QueueError: ``queue.column`` for cells of different types, ``queue.invalid`` for none, ``queue.store`` for
+            damage.
+    """
+    if not cells:
+        raise QueueError("no rows are named", expected="one key at least")
+    types = {text for text, _ in cells}
+    if len(types) > 1:
+        raise unlike_types(f"rows of column {name!r} do not fit together", types, name)
+    kind = ColumnType.parse(cells[0][0])
+    contents = [content for _, content in cells]
+    lengths = [kind.length(content) for content in contents]
+    there = memory(sum(map(len, contents))) if memory is not None and kind.unit else None
+    if there is None:
+        values = tensor_of(bytearray().join(contents if kind.unit else ()), kind.dtype, (sum(lengths), *kind.shape))
+    else:
+        values = there.view(dtype_of(kind.dtype)).reshape((sum(lengths), *kind.shape))
+    if kind.kind == "dense":
+        return Column(values=values)
+    return Column(values=values, offsets=offsets_of(lengths), encoding="json" if kind.kind == "json" else "tensor")
+
+
+def cell_digest(partition: str, key: str, name: str, kind: str, content: Buffer) -> str:
+    """Return the digest of a cell and of its place: xxh3_64, 16 hexadecimal digits.
+
+    A store that other programs can change keeps it: cells that were altered or swapped are found.
+    """
+    hashed = xxhash.xxh3_64(json.dumps([partition, key, name, kind]).encode())
+    hashed.update(content)
+    return hashed.hexdigest()
+
+
+def split_request(request: PutRequest) -> list[dict[str, Cell]]:
+    """Return the cells of each sample of a put, by column; they share the columns' memory.
+
+    Raises:
+        QueueError: ``queue.invalid`` for samples that are named twice or columns of other lengths.
+    """
+    keys = request.keys
+    if len(set(keys)) != len(keys):
+        raise QueueError("a row is named twice", expected="distinct keys", found=list(keys)[:4])
+    samples: list[dict[str, Cell]] = [{} for _ in keys]
+    for name, column in request.columns.items():
+        if len(column) != len(keys):
+            raise QueueError(f"column {name!r} has {len(column)} rows", expected=len(keys), where=name)
+        text, contents = split(column)
+        for sample, content in zip(samples, contents, strict=True):
+            sample[name] = text, content
+    return samples
+
+
+def unknown_sample(partition: str, key: str) -> QueueError:
+    """Return the error of a get that names a sample which is not there."""
+    return QueueError(f"no row {key!r} is in the queue", code="queue.unknown-sample", where=f"{partition}: {key}")
+
+
+def lacking_column(partition: str, name: str, keys: Sequence[str], there: Iterable[str]) -> QueueError:
+    """Return the error of a get that names a column which samples lack; ``there``: what the first of them has."""
+    return QueueError(
+        f"column {name!r} is not there in {len(keys)} rows, {keys[0]} first",
+        code="queue.column",
+        where=f"{partition}: {keys[0]}",
+        expected=f"one of {', '.join(sorted(there)) or '(none)'}",
+        found=name,
+    )
+
+
+def damaged_samples(partition: str, keys: Iterable[str], where: str) -> QueueError:
+    """Return the error of a store whose cells are not what was put: the samples are lost, and can be made again."""
+    found = sorted(set(keys))
+    shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+    return QueueError(
+        f"values of {len(found)} rows of partition {partition!r} are not those that were put: {shown}",
+        code="queue.lost",
+        where=where,
+        expected="bytes with the digests that were put with them",
+        found=found,
+    )
+
+
+def unlike_types(message: str, types: Iterable[str], where: str | None = None) -> QueueError:
+    """Return the error of columns or cells of several types that are read as one."""
+    return QueueError(
+        message,
+        code="queue.column",
+        where=where,
+        expected="one dtype, encoding and trailing shape, all jagged or all dense",
+        found=sorted(types),
+    )
+
+
+def tensor_of(content: bytearray, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor that keeps its bytes in ``content``."""
+    import torch
+
+    found = dtype_of(dtype)
+    values = torch.frombuffer(content, dtype=found) if content else torch.empty(0, dtype=found)
+    return values.reshape(tuple(shape))
+
+
+def dtype_of(name: str) -> Any:
+    """Return torch's dtype of a name; ``TypeError`` or ``AttributeError`` where there is none."""
+    import torch
+
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
+
+
+def offsets_of(lengths: Iterable[int]) -> torch.Tensor:
+    """Return the offsets of jagged samples of these lengths, int64 ``[samples + 1]``."""
+    import torch
+
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)

@@ -1,0 +1,208 @@
+"""Columns of samples: made, read and put together.
+
+A jagged column keeps its samples back to back in one tensor with offsets, and is never padded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from jackfield.abc.transfer_queue import Column
+from jackfield.errors import QueueError
+from jackfield.sdk.cells import ColumnType, offsets_of, split, tensor_of, unlike_types
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "byte_size",
+    "check_column",
+    "column_from_rows",
+    "concatenate",
+    "dense_column",
+    "from_nested",
+    "json_column",
+    "row_bytes",
+    "rows_of",
+    "take",
+    "to_nested",
+]
+
+
+def dense_column(values: torch.Tensor) -> Column:
+    """Return a column of samples of one shape.
+
+    Args:
+        values: ``[samples, ...]``, any dtype.
+    """
+    if values.dim() == 0:
+        raise _invalid("a dense column needs one row per index of its first dimension", "[rows, ...]", "a scalar")
+    return Column(values=_plain(values))
+
+
+def column_from_rows(rows: Sequence[torch.Tensor]) -> Column:
+    """Return a jagged column.
+
+    Args:
+        rows: each ``[length, ...]``; lengths may differ and be 0, dtypes and trailing shapes may not. No rows at all
+            give an empty float32 column.
+
+    Raises:
+        QueueError: ``queue.invalid`` where dtypes or trailing shapes differ, or a row is a scalar.
+    """
+    import torch
+
+    if not rows:
+        return Column(values=torch.empty(0), offsets=torch.zeros(1, dtype=torch.int64))
+    first = rows[0]
+    for index, row in enumerate(rows):
+        if row.dim() == 0 or row.dtype != first.dtype or row.shape[1:] != first.shape[1:]:
+            expected = f"{first.dtype}, [length, {', '.join(map(str, first.shape[1:]))}]"
+            raise _invalid(f"row {index} does not fit into the column", expected, f"{row.dtype}, {list(row.shape)}")
+    values = torch.cat([row.detach() for row in rows])
+    return Column(values=_plain(values), offsets=offsets_of(row.shape[0] for row in rows))
+
+
+def json_column(values: Sequence[object]) -> Column:
+    """Return a column of JSON values, kept as UTF-8 texts.
+
+    Raises:
+        QueueError: ``queue.invalid`` for a value that JSON cannot hold; NaN and infinity are among them.
+    """
+    try:
+        texts = [
+            json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() for value in values
+        ]
+    except (TypeError, ValueError) as error:
+        raise _invalid(f"a value cannot be written as JSON: {error}", "plain JSON values", error) from error
+    content = tensor_of(bytearray().join(texts), "uint8", (-1,))
+    return Column(values=content, offsets=offsets_of(map(len, texts)), encoding="json")
+
+
+def from_nested(nested: Any) -> Column:
+    """Return a nested tensor (``[samples, j, ...]``, layout ``torch.jagged``) as a jagged column."""
+    import torch
+
+    if not nested.is_nested or nested.layout != torch.jagged:
+        raise _invalid("the tensor is not nested with layout torch.jagged", "[rows, j, ...]", nested.layout)
+    offsets, lengths, values = nested.offsets(), nested.lengths(), nested.values()
+    if lengths is not None or (len(offsets) and (int(offsets[0]) != 0 or int(offsets[-1]) != len(values))):
+        return column_from_rows(list(nested.unbind()))  # a view with holes
+    return Column(values=_plain(values), offsets=offsets.to("cpu", torch.int64))
+
+
+def rows_of(column: Column) -> list[Any]:
+    """Return the samples: tensors that share the column's memory, or the values of a JSON column."""
+    if column.encoding == "json":
+        return [json.loads(bytes(text)) for text in split(column)[1]]
+    return list(_tensors(column))
+
+
+def to_nested(column: Column) -> torch.Tensor:
+    """Return a jagged column as ``torch.nested`` ``[samples, j, ...]`` (``torch.jagged``), without a copy."""
+    import torch
+
+    if column.offsets is None or column.encoding != "tensor":
+        raise _invalid("only a jagged column of tensors becomes a nested tensor", "jagged", ColumnType.of(column).kind)
+    return torch.nested.nested_tensor_from_jagged(column.values, column.offsets)
+
+
+def byte_size(column: Column) -> int:
+    """Return the bytes of the column's values."""
+    return column.values.numel() * column.values.element_size()
+
+
+def row_bytes(column: Column) -> list[int]:
+    """Return the bytes of the values of each sample."""
+    unit = column.values.element_size() * math.prod(column.values.shape[1:])
+    return [unit] * len(column) if column.offsets is None else [length * unit for length in _lengths(column)]
+
+
+def take(column: Column, indexes: Sequence[int]) -> Column:
+    """Return the samples at ``indexes``, in that order, as a column of their own."""
+    import torch
+
+    if column.offsets is None:
+        return Column(values=column.values[torch.tensor(indexes, dtype=torch.int64)])
+    rows = _tensors(column)
+    chosen = [rows[index] for index in indexes]
+    values = torch.cat(chosen) if chosen else column.values[:0]
+    return Column(values=values, offsets=offsets_of(map(len, chosen)), encoding=column.encoding)
+
+
+def concatenate(columns: Sequence[Column]) -> Column:
+    """Return the samples of all columns, in order.
+
+    Raises:
+        QueueError: ``queue.column`` where their types differ; also without any column.
+    """
+    import torch
+
+    if not columns:
+        raise QueueError("there is nothing to concatenate", code="queue.column", expected="at least one column")
+    types = {ColumnType.of(column).text for column in columns}
+    if len(types) > 1:
+        raise unlike_types("columns do not fit together", types)
+    values = torch.cat([column.values for column in columns])
+    if columns[0].offsets is None:
+        return Column(values=values)
+    lengths = (length for column in columns for length in _lengths(column))
+    return Column(values=values, offsets=offsets_of(lengths), encoding=columns[0].encoding)
+
+
+def check_column(name: str, column: Column, rows: int) -> list[int]:
+    """Refuse a column that breaks the contract of :class:`~jackfield.abc.transfer_queue.Column`.
+
+    Returns:
+        the bytes of each sample's values (see :func:`row_bytes`).
+
+    Raises:
+        QueueError: ``queue.invalid``, naming the column.
+    """
+    import torch
+
+    where = f"column {name!r}"
+    if not isinstance(column, Column):
+        raise _invalid("not a Column", "a jackfield.abc.transfer_queue.Column", type(column).__name__, where)
+    values, offsets, is_json = column.values, column.offsets, column.encoding == "json"
+    if not values.is_cpu or not values.is_contiguous() or values.dim() == 0:
+        expected = "[rows, ...], contiguous, on the CPU"
+        raise _invalid("the values are in the wrong place", expected, f"{list(values.shape)}, {values.device}", where)
+    if offsets is not None and (offsets.dtype != torch.int64 or offsets.dim() != 1):
+        raise _invalid("offsets have to be int64 [rows + 1]", "int64", offsets.dtype, where)
+    if len(column) != rows:
+        raise _invalid(f"{where} has {len(column)} rows", f"{rows}, one per key", len(column), where)
+    if is_json and (offsets is None or values.dtype != torch.uint8 or values.dim() != 1):
+        raise _invalid("JSON texts are one-dimensional uint8 with offsets", "uint8", values.dtype, where)
+    if offsets is not None:
+        bounds, size = offsets.tolist(), values.shape[0]
+        if bounds[0] != 0 or bounds[-1] != size or bounds != sorted(bounds):
+            message = "offsets go from 0 to the number of values and never fall"
+            raise _invalid(message, f"0 … {size}", bounds[:8], where)
+    return row_bytes(column)
+
+
+def _invalid(message: str, expected: object, found: object, where: object = None) -> QueueError:
+    return QueueError(message, code="queue.invalid", where=where, expected=expected, found=found)
+
+
+def _plain(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().cpu().contiguous()
+
+
+def _lengths(column: Column) -> list[int]:
+    assert column.offsets is not None
+    return [end - start for start, end in pairwise(column.offsets.tolist())]
+
+
+def _tensors(column: Column) -> Sequence[torch.Tensor]:
+    """Return the samples' tensors, views of the column's values; JSON texts stay encoded."""
+    if column.offsets is None:
+        return column.values.unbind(0)
+    values: Any = column.values  # torch leaves split untyped
+    rows: Sequence[torch.Tensor] = values.split(_lengths(column)) if len(column) else ()
+    return rows
