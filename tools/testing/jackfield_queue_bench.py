@@ -82,7 +82,9 @@ class Bench:
         keys = tuple(GroupKey.of(group).sample(rollout, sequence) for sequence in range(samples))
         report = RolloutReport(group=group, rollout=rollout)
         if keys:
-            written = await self.values.put(GroupKey.of(group).partition, keys, columns)
+            derived = {} if made is None else {"operation": made.operation, "parents": list(made.parents)}
+            shown = ({**tags, **derived},) * samples
+            written = await self.values.put(GroupKey.of(group).partition, keys, columns, shown)
             report = attrs.evolve(
                 report, keys=keys, columns=written.columns, sizes=written.sizes, tags=(tags,) * samples,
                 lineage={} if made is None else dict.fromkeys(keys, made),

@@ -128,7 +128,8 @@ class ImportedSamples:
         if "operation" in sample.tags and "parents" in sample.tags:
             lineage[parent] = Lineage(sample.tags["operation"], tuple(sample.tags["parents"]))
         columns = {name: join(name, [cell]) for name, cell in sample.cells.items()}
-        written = await self._values.put(self._partition, [key], columns, [sample.tags])
+        tags = {**sample.tags, "operation": _WHO, "parents": [parent]}
+        written = await self._values.put(self._partition, [key], columns, [tags])
         report = RolloutReport(
             group=str(group), rollout=rollout, keys=(key,), columns=written.columns, sizes=written.sizes,
             tags=(sample.tags,), lineage=lineage,

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from jackfield.abc.transfer_queue import GetRequest, TransferQueueContext
+from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
-from jackfield.queue import Lineage, LocalQueue, TransferQueue, column_from_rows, dense_column
+from jackfield.queue import Lineage, TransferQueue, column_from_rows, dense_column
 from jackfield.queue.browse import trace
+from jackfield_queue_bench import Bench
 from jackfield_transport_sql.backend import SQLBackend
 from jackfield_transport_sql.config import Config
 
@@ -33,81 +34,80 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each moment, which a process that was killed then has left."""
     folder = tmp_path_factory.mktemp("killed")
     command = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert 0 == done.returncode, done.stderr
     return folder
 
 
-async def opened(folder: Path) -> TransferQueue:
+async def opened(folder: Path) -> Bench:
     backend = SQLBackend(Config(), TransferQueueContext(folder=str(folder / "queue")))
-    queue = LocalQueue(backend, Clock())
+    queue = TransferQueue(backend, Clock())
     await queue.start()
-    await queue.register_consumer("trainer", "train", ("ids", "reward"))
-    return queue
+    bench = Bench(queue, Clock())  # type: ignore[arg-type]
+    await bench.trainer("ids", "reward")
+    return bench
+
+
+def columns_of(length: int) -> dict[str, Any]:
+    return {"ids": column_from_rows([torch.arange(length)])}
 
 
 async def live_and_be_killed(folder: Path, moment: str) -> None:
-    """Two rows, one of them with its reward, and a checkpoint; then the other's reward comes, or not in time."""
-    queue = await opened(folder)
-    ticket = await queue.claim_ticket("train", "explorer", 2)
+    """Two samples, one of them with its reward, and a checkpoint; then the other's reward comes, or not in time."""
+    bench = await opened(folder)
     keys: list[str] = []
-    async for slot in queue.slots(ticket, 0.0, until="published"):
-        group = await queue.open_group(slot, "task", runs=1)
-        keys += await queue.put_run(group, 0, {"ids": column_from_rows([torch.arange(slot.index + 1)])})
-    reward = {"reward": dense_column(torch.ones(1))}
-    await queue.put(keys[:1], reward)
-    await queue.checkpoint(folder / "checkpoint")
+    for key in await bench.vacant(await bench.claim(2)):
+        keys += await bench.report(await bench.open(key, 1), 0, columns_of(key.index + 1))
+    await bench.reward(keys[:1])
+    await bench.queue.checkpoint(folder / "checkpoint")
+    written = await bench.values.put("train", keys[1:], {"reward": dense_column(torch.ones(1))})
     if moment == "rewards announced":
-        await queue.put(keys[1:], reward)
-    elif moment == "rewards written":
-        queue._controller.end_columns = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
-        await queue.put(keys[1:], reward)
+        await bench.queue.add_columns(keys[1:], written)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_row_is_ready_when_its_reward_is_there_and_not_before(killed: Path, moment: str) -> None:
-    """Whatever came after the checkpoint is made again: a reward that nobody remembers is not believed."""
+def test_a_sample_is_ready_when_its_reward_is_there_and_not_before(killed: Path, moment: str) -> None:
+    """Whatever came after the checkpoint is made again: a reward that the queue does not know is not believed."""
     folder = killed / moment
 
     async def main() -> None:
-        queue = await opened(folder)
+        bench = await opened(folder)
         try:
-            await queue.restore(folder / "checkpoint")
-            first = await queue.lease("trainer", deadline_seconds=0)
+            await bench.queue.restore(folder / "checkpoint")
+            first = await bench.queue.lease_groups("trainer", deadline_seconds=0)
             assert ("train/0/0/0/0/0",) == first.keys
-            missing = r"1 rows lack columns: train/0/1/0/0/0 \(reward\); 1 rows are leased"
-            with pytest.raises(DeadlineExceeded, match=missing):
-                await queue.lease("trainer", deadline_seconds=0)
-            waiting = asyncio.ensure_future(queue.lease("trainer", deadline_seconds=60))
+            with pytest.raises(DeadlineExceeded) as late:
+                await bench.queue.lease_groups("trainer", deadline_seconds=0)
+            assert "1 samples lack columns: train/0/1/0/0/0 (reward)" in late.value.message
+            waiting = asyncio.ensure_future(bench.queue.lease_groups("trainer", deadline_seconds=60))
             await asyncio.sleep(0)
             assert not waiting.done()
-            await queue.put(["train/0/1/0/0/0"], {"reward": dense_column(torch.tensor([0.5]))})
+            await bench.reward(["train/0/1/0/0/0"])
             second = await waiting
-            found: Any = await queue.get(second, ("ids", "reward"))
-            assert ([0, 1], [0.5]) == (found["ids"].values.tolist(), found["reward"].values.tolist())
-            request = GetRequest(partition="train", keys=first.keys, columns=("reward",))
-            assert [1.0] == (await queue.backend.get(request)).columns["reward"].values.tolist()
+            found: Any = await bench.values.read(second, ("ids", "reward"))
+            assert ([0, 1], [1.0]) == (found["ids"].values.tolist(), found["reward"].values.tolist())
+            found = await bench.values.read(first, ("reward",))
+            assert [1.0] == found["reward"].values.tolist()
         finally:
-            await queue.close()
+            await bench.queue.close()
 
     asyncio.run(main())
 
 
 async def derive_and_be_killed(folder: Path) -> None:
-    """A row that was repaired, from one that is consumed before the checkpoint."""
-    queue = await opened(folder)
-    first, second = await queue.claim_ticket("train", "explorer", 1), await queue.claim_ticket("train", "explorer", 1)
+    """Make a sample of one that is consumed before the checkpoint."""
+    bench = await opened(folder)
     keys: list[str] = []
-    for ticket in (first, second):
-        async for slot in queue.slots(ticket, 0.0, until="published"):
-            group = await queue.open_group(slot, "task", runs=1)
-            columns = {"ids": column_from_rows([torch.arange(2)]), "reward": dense_column(torch.ones(1))}
-            lineage = [Lineage("repair", tuple(keys))] if keys else None
-            keys += await queue.put_run(group, 0, columns, [{"length": 2}], lineage=lineage)
-            if len(keys) == 1:
-                await queue.ack(await queue.lease("trainer", deadline_seconds=0))
-    await queue.checkpoint(folder / "checkpoint")
+    for number in range(2):
+        (key,) = await bench.vacant(await bench.claim())
+        columns = {"ids": column_from_rows([torch.arange(2)]), "reward": dense_column(torch.ones(1))}
+        made = Lineage("repair", tuple(keys)) if keys else None
+        keys += await bench.report(await bench.open(key, 1), 0, columns, made=made, length=2)
+        if not number:
+            await bench.queue.ack(await bench.queue.lease_groups("trainer", deadline_seconds=0))
+    await bench.queue.checkpoint(folder / "checkpoint")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -119,12 +119,12 @@ def test_what_a_row_was_made_of_survives_in_database_and_checkpoint(killed: Path
     assert {"length": 2, "operation": "repair", "parents": ["train/0/0/0/0/0"]} == json.loads(tags)
 
     async def main() -> None:
-        queue = await opened(folder)
+        bench = await opened(folder)
         try:
-            await queue.restore(folder / "checkpoint")
-            await queue.checkpoint(folder / "again")
+            await bench.queue.restore(folder / "checkpoint")
+            await bench.queue.checkpoint(folder / "again")
         finally:
-            await queue.close()
+            await bench.queue.close()
 
     asyncio.run(main())
     root = trace("train/1/0/0/0/0", folder / "again", None)
