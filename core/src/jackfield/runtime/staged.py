@@ -7,14 +7,12 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import attrs
 
-from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.rollout import RolloutContext, UpdateWeightsRequest
 from jackfield.errors import WeightsError
-from jackfield.plugins import load_plugin
+from jackfield.sdk.receiver import open_receiver
 from jackfield.weights.staging import stage_adapter, stage_weights, tensors_of
 
 __all__ = ["Staged", "StagingArea"]
@@ -77,16 +75,7 @@ class StagingArea:
             raise
 
     async def _write(self, request: UpdateWeightsRequest, folder: Path) -> dict[str, str]:
-        context = CheckpointEngineContext(
-            end="receiver",
-            rank=request.first_worker,
-            world_size=request.total_workers,
-            device="cpu",
-            host=self._context.host,
-            deadline_seconds=request.deadline_seconds,
-        )
-        settings = dict(request.checkpoint_engine_config)
-        engine: Any = load_plugin("checkpoint_engine", request.checkpoint_engine).build(settings, context)
+        engine = open_receiver(request, host=self._context.host)
         arguments = request.connect[0]
         if request.kind == "adapter":
             return await stage_adapter(engine, arguments, request.version, dict(request.peft_config or {}), folder)

@@ -9,9 +9,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jackfield.abc.checkpoint_engine import CheckpointEngine
 from jackfield.errors import WeightsError
-from jackfield.weights.ends import WeightReceiver
+from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights.model_folder import shapes_of
 
 if TYPE_CHECKING:
@@ -27,13 +26,13 @@ _FILE_BYTES = 1 << 30  #: of one file; as much waits in memory to be written
 
 
 async def stage_weights(
-    engine: CheckpointEngine, arguments: Mapping[str, Any], version: int, expected: Mapping[str, tuple[int, ...]],
+    receiver: WeightReceiver, arguments: Mapping[str, Any], version: int, expected: Mapping[str, tuple[int, ...]],
     folder: Path, *, tied: bool,
 ) -> dict[str, str]:  # fmt: skip
     """Receive a model's tensors and write them to safetensors files in ``folder``, which is empty.
 
     Args:
-        engine: the receiving end.
+        receiver: the receiving end.
         arguments: its share of the topology.
         version: of the weights.
         expected: shapes by name; see :func:`tensors_of`.
@@ -46,7 +45,6 @@ async def stage_weights(
     Raises:
         WeightsError: ``weights.missing``, ``weights.transfer``, ``weights.storage``.
     """
-    receiver = WeightReceiver(engine)
     waiting: dict[str, torch.Tensor] = {}
     files = size = 0
     wrong: WeightsError | None = None  # raised at the end: the sender is not cut off, and does not fail for it
@@ -71,14 +69,13 @@ async def stage_weights(
 
 
 async def stage_adapter(
-    engine: CheckpointEngine, arguments: Mapping[str, Any], version: int, peft_config: Mapping[str, Any], folder: Path
+    receiver: WeightReceiver, arguments: Mapping[str, Any], version: int, peft_config: Mapping[str, Any], folder: Path
 ) -> dict[str, str]:
     """Receive a LoRA adapter and write it to ``folder`` as PEFT would; digests of its tensors, by name.
 
     Raises:
         WeightsError: ``weights.missing``, ``weights.transfer``, ``weights.storage``.
     """
-    receiver = WeightReceiver(engine)
     tensors: dict[str, torch.Tensor] = {}
     async with aclosing(receiver.tensors(arguments, version)) as stream:
         async for name, tensor in stream:

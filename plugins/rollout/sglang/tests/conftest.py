@@ -96,7 +96,6 @@ async def sync(
         [WeightSender(engine, source)],
         [replica],
         "in_process",
-        InProcessCheckpointEngine,
         Clock(),
         deadline_seconds=30.0,
     )

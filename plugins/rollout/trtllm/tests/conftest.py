@@ -165,7 +165,5 @@ async def sync(server: ServerOnFake, version: int, tensors: Mapping[str, torch.T
     engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(end="sender"))
     assert server.info is not None
     senders, replicas = [WeightSender(engine, source)], [Replica(server, server.info)]
-    synchronizer = WeightSynchronizer(
-        senders, replicas, "in_process", InProcessCheckpointEngine, Clock(), deadline_seconds=30.0
-    )
+    synchronizer = WeightSynchronizer(senders, replicas, "in_process", Clock(), deadline_seconds=30.0)
     return await synchronizer.sync(version)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from jackfield.abc.rollout import UpdateWeightsRequest
 from jackfield.errors import PluginError, WeightsError
-from jackfield.weights import HeldWeights, MergedAdapter
+from jackfield.sdk.receiver import HeldWeights
+from jackfield.weights import MergedAdapter
 from jackfield.weights.model_folder import TensorGroup
 from jackfield_rollout_transformers.float8 import rounded
 from jackfield_rollout_transformers.model import LoadedModel
@@ -73,7 +74,7 @@ class ModelWeights:
 
     @torch.no_grad()
     def apply(self, changes: Mapping[str, Tensor], version: int) -> dict[str, str]:
-        """Load what :meth:`~jackfield.weights.WeightReceiver.changes` received; digests of what has changed, by name.
+        """Load what ``WeightReceiver.changes`` received, and return the digests of what has changed, by name.
 
         Raises:
             WeightsError: ``weights.missing`` for a name, ``weights.transfer`` for a shape or blocks that do not fit.
