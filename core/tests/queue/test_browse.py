@@ -62,11 +62,11 @@ def test_rows_are_listed_shown_and_counted(folder: Path) -> None:
         counts["acked"],
         counts["columns"]["ids"],
     )
-    assert "train: 2 rows" in call("stats", folder)
+    assert "train: 2 samples" in call("stats", folder)
 
 
 def test_rows_are_exported(folder: Path, tmp_path: Path) -> None:
-    assert "2 rows" in call("export", folder, tmp_path / "rows.jsonl")
+    assert "2 samples" in call("export", folder, tmp_path / "rows.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [{"length": 0}, {"length": 1}] == [row["tags"] for row in rows]
     assert [[0], list(range(21))] == [row["columns"]["ids"] for row in rows]

@@ -129,7 +129,7 @@ def test_a_remote_queue_does_what_a_local_one_does() -> None:
             assert tuple(keys) == await explorer.put(keys, {"reward": dense_column(torch.ones(4))}, [{"a": 1}] * 4)
             batch = await leasing
             assert tuple(keys) == batch.keys
-            assert {"hard": 0, "run": 1, "a": 1}.items() <= batch.tags[1].items()
+            assert {"hard": 0, "rollout": 1, "a": 1}.items() <= batch.tags[1].items()
             assert [1, 2.5, None, "x"] == batch.tags[0]["list"]
             assert ids()["ids"].values.tolist() * 4 == (await trainer.get(batch, ["ids"]))["ids"].values.tolist()
             await trainer.renew(batch)

@@ -188,7 +188,7 @@ def test_several_rewards() -> None:
 
 def test_a_runs_steps_and_states_are_told_apart_by_tags_and_prompts() -> None:
     """Two runs of two steps of one task; the second step of both is taken in one state."""
-    batch = scored((0.0, 1.0, 0.0, 3.0), groups=("a",) * 4, run=(0, 0, 1, 1), step_id=(0, 1, 0, 1))
+    batch = scored((0.0, 1.0, 0.0, 3.0), groups=("a",) * 4, rollout=(0, 0, 1, 1), step_id=(0, 1, 0, 1))
     batch.columns["prompt_ids"] = column_from_rows([torch.tensor(row) for row in ([1], [7, 7], [2], [7, 7])])
     plain = {"normalize_by_std": False}
     _, by_run = batch.estimate(AdvantagePlan(advantages="step_wise_grpo", advantages_options=plain))

@@ -33,7 +33,7 @@ class Judge(RewardAgent):
         self.asked: list[tuple[str, int]] = []
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
-        self.asked.append((request.idempotency_key, request.attempt))
+        self.asked.append((request.idempotency_key, request.retry))
         if request.solution_str == "again" and request.retry == 0:
             raise ConnectionResetError("try again")
         if "x" in request.solution_str:
@@ -78,7 +78,7 @@ def test_a_sample_is_tried_again_under_its_own_key() -> None:
     """An agent that calls a service can have it answer once."""
     judge, scored, columns = reward(["again", "x", "a"], retries=1)
     again, never, once = (f"train/0/0/0/{run}/0" for run in range(3))
-    assert sorted([(again, 1), (again, 2), (never, 1), (never, 2), (once, 1)]) == sorted(judge.asked)
+    assert sorted([(again, 0), (again, 1), (never, 0), (never, 1), (once, 0)]) == sorted(judge.asked)
     assert [5.0, None, 1.0] == [one.score for one in scored]
     assert {"reward": [[5.0], [1.0]]} == columns
 

@@ -156,4 +156,4 @@ class MetricsObserver(Observer):
         """Record how long a synchronisation took, of it the longest pause of a replica, in seconds, and bytes sent."""
         paused = max((receipt.paused_seconds for receipt in event.receipts), default=0.0)
         sizes = {"replicas": len(event.receipts), "sent_bytes": event.sent_bytes}
-        self.record("sync", event.version, {"seconds": event.seconds, "paused_seconds": paused, **sizes})
+        self.record("weights", event.version, {"seconds": event.seconds, "paused_seconds": paused, **sizes})

@@ -43,8 +43,8 @@ class TensorBoardFiles(MetricsObserver):
         """Write scalars."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        group = {"step": "train", "sync": "weights"}.get(kind, kind)
-        values = {"sync_seconds": metrics["seconds"]} if kind == "sync" else metrics
+        group = "train" if kind == "step" else kind
+        values = {"seconds": metrics["seconds"]} if kind == "weights" else metrics
         scalars = [Summary.Value(tag=f"{group}/{name}", simple_value=number(each)) for name, each in values.items()]
         self._write(step=step, summary=Summary(value=scalars))
 
