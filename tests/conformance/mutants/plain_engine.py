@@ -42,7 +42,7 @@ from jackfield.abc.engine import (
 from jackfield.algorithms import resolve_loss
 from jackfield.data.jagged import jagged
 from jackfield.errors import EngineError
-from jackfield.weights.model_folder import CheckpointNames
+from jackfield_huggingface.names import CheckpointNames
 
 __all__ = ["Micro", "PlainConfig", "PlainEngine"]
 

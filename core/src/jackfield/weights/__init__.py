@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from jackfield.weights.adapters import MergedAdapter
 from jackfield.weights.probe import ProbeAnswer, ReplicaProbe, Scorer
 from jackfield.weights.sender import PreparedSender, WeightSender, WeightSource
 from jackfield.weights.synchronizer import Replica, SyncReport, WeightSynchronizer, verify
 
 __all__ = [
-    "MergedAdapter",
     "PreparedSender",
     "ProbeAnswer",
     "Replica",

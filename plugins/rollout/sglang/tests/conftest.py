@@ -73,9 +73,9 @@ def make_request(name: str, *prompt: int, **sampling: Any) -> GenerateRequest:
 
 def weights_of(server: ServerOnFake) -> dict[str, torch.Tensor]:
     """New values for all of the model's tensors."""
-    assert server._staging is not None
+    assert server._weight_folder is not None
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=generator) for name, shape in server._staging.expected.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in server._weight_folder.expected.items()}
 
 
 async def sync(

@@ -20,18 +20,15 @@ ALLOWED = (
     "jackfield.algorithms",
     "jackfield.data.jagged",
     "jackfield.data.rotary",
-    "jackfield.plugins",
     "jackfield.heartbeat",
     "jackfield.queue",
     "jackfield.runtime.generation",
     "jackfield.runtime.openai",
     "jackfield.runtime.ray.loopback",
     "jackfield.runtime.relay",
-    "jackfield.runtime.staged",
     "jackfield.runtime.worker",
     "jackfield.sockets",
     "jackfield.settings",
-    "jackfield.weights",
     "jackfield.wire",
 )
 

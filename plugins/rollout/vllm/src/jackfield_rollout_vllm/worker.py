@@ -25,8 +25,8 @@ from jackfield.abc.rollout import UpdateWeightsRequest
 from jackfield.errors import error_fields
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import HeldWeights, WeightReceiver, open_receiver
-from jackfield.weights import MergedAdapter
-from jackfield.weights.staging import check_complete, check_tensor, tensors_of
+from jackfield_huggingface.adapters import MergedAdapter
+from jackfield_huggingface.folders import check_complete, check_tensor, tensors_of
 from jackfield_rollout_vllm.sampling import RawLogProbs
 
 __all__ = ["BACKEND", "CheckpointEngineReceiver", "WorkerExtension"]
