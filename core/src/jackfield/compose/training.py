@@ -243,7 +243,7 @@ class TrainerBuilder:
             prompt=lambda: resubmitted(
                 lambda: agents.of("probe").prompt_ids(task, _PROBE_PROMPT), "the probe's prompt"
             ),
-            scorer=self.actor,
+            score=self.actor.score,
             clock=self.clock,
             tokens=config.log_prob_check.probe_tokens,
             temperature=config.sampling.temperature if self.run.explores else 1.0,

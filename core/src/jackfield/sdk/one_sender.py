@@ -40,7 +40,8 @@ class SessionSettings:
 class OneSenderEngine(CheckpointEngine):
     """One end of a transfer. The trainer's rank 0 sends to all workers; its other ranks only exhaust the generator.
 
-    A subclass moves the tensors. The session notices who is late, died or broke off.
+    A subclass moves the tensors. The session notices who is late, died or broke off: ``WeightsError`` with
+    ``weights.transfer`` or ``weights.version``, and ``DeadlineExceeded`` naming the peers.
     """
 
     config: Any  #: a :class:`SessionSettings`
@@ -95,11 +96,7 @@ class OneSenderEngine(CheckpointEngine):
     # -- the order of calls --------------------------------------------------------------------------------------------
 
     async def prepare(self) -> PrepareResult:
-        """Listen, as rank 0, on loopback unless the context names another interface.
-
-        Raises:
-            WeightsError: a port is taken.
-        """
+        """Listen, as rank 0, on loopback unless the context names another interface."""
         if self.context.rank != 0:
             return PrepareResult()
         await self.leave()  # it may have been prepared before, without a worker
@@ -128,12 +125,7 @@ class OneSenderEngine(CheckpointEngine):
         )
 
     async def connect(self, request: ConnectRequest) -> None:
-        """Wait for every worker as rank 0, or connect to rank 0 as a worker.
-
-        Raises:
-            WeightsError: ``weights.transfer`` where they cannot; ``weights.version`` for weights of another version.
-            DeadlineExceeded: names who has not come.
-        """
+        """Wait for every worker as rank 0, or connect to rank 0 as a worker."""
         place = request.arguments
         if self.context.end == "receiver":
             self.session = session = self._begin()
@@ -150,12 +142,7 @@ class OneSenderEngine(CheckpointEngine):
         return self.session
 
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
-        """Send every tensor to all workers, and wait until all have taken all.
-
-        Raises:
-            WeightsError: ``weights.transfer`` when a worker breaks off.
-            DeadlineExceeded: names the workers that are late.
-        """
+        """Send every tensor to all workers, and wait until all have taken all."""
         if self.context.rank != 0:
             for _ in weights:  # gathering a tensor needs every rank
                 pass
@@ -171,12 +158,7 @@ class OneSenderEngine(CheckpointEngine):
         self.whole = True
 
     async def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield every tensor.
-
-        Raises:
-            WeightsError: ``weights.transfer`` when the sender, or with it a worker, breaks off.
-            DeadlineExceeded: names the sender.
-        """
+        """Yield every tensor, then tell the sender that this worker has all."""
         session = self._required("the receiver is not connected", self.connected)
         async with aclosing(self.receive(session)) as stream:
             async for item in stream:

@@ -68,24 +68,17 @@ class WeightReceiver:
     """The receiving end of one inference worker. It can be used again."""
 
     def __init__(self, engine: CheckpointEngine, held: HeldWeights | None = None) -> None:
-        """
-        Args:
-            engine: This worker's checkpoint engine, of the end ``receiver``.
-            held: The worker's, which outlives the receiver; None: no delta will come.
-        """
-        self._engine, self._held = engine, held
+        self._engine = engine  #: of the end ``receiver``
+        self._held = held  #: the worker's, which outlives the receiver; None: no delta will come
         self.digests: dict[str, str] = {}  #: of what was received last, by name
 
     async def tensors(
         self, arguments: Mapping[str, Any], version: int
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Connect, yield every tensor (each valid until the next one is drawn), and release everything.
+        """Connect with this worker's share of the topology, yield every tensor of a version, and release everything.
 
-        Iterate inside of ``contextlib.aclosing`` where the loop may be left early.
-
-        Args:
-            arguments: This worker's share of the topology.
-            version: The version of the weights.
+        A tensor is valid until the next one is drawn. Iterate inside of ``contextlib.aclosing`` where the loop may be
+        left early.
 
         Raises:
             WeightsError: ``weights.missing`` for a name that arrives twice; ``weights.transfer``.
@@ -110,7 +103,6 @@ class WeightReceiver:
 
         Raises:
             WeightsError: ``weights.base``: another version is held; as :meth:`tensors`.
-            DeadlineExceeded: names the sender.
         """
         assert self._held is not None, "a worker that takes deltas holds weights"
         check_base(self._held.version, base)
@@ -158,11 +150,7 @@ class HeldWeights:
     """
 
     def __init__(self, find: Callable[[str], torch.Tensor | None] = lambda _: None) -> None:
-        """
-        Args:
-            find: Returns the loaded parameter, or the part of one, that holds a tensor's bytes as they were sent.
-        """
-        self._find = find
+        self._find = find  #: returns the (part of a) loaded parameter that holds a tensor's bytes as they were sent
         self._copies: dict[str, torch.Tensor] = {}
         self._held: dict[str, None] = {}  #: names
         self.version: int | None = None  #: that is held, whole; None: a delta cannot be loaded

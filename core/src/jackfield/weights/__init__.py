@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jackfield.weights.probe import ProbeAnswer, ReplicaProbe, Scorer
+from jackfield.weights.probe import ProbeAnswer, ReplicaProbe
 from jackfield.weights.sender import PreparedSender, WeightSender, WeightSource
 from jackfield.weights.synchronizer import Replica, SyncReport, WeightSynchronizer, verify
 
@@ -11,7 +11,6 @@ __all__ = [
     "ProbeAnswer",
     "Replica",
     "ReplicaProbe",
-    "Scorer",
     "SyncReport",
     "WeightSender",
     "WeightSource",

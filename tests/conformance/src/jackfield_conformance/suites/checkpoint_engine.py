@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
-from jackfield.abc.checkpoint_engine import Topology, TopologyRequest
-from jackfield.abc.rollout import UpdateWeightsRequest, WeightReceipt, WorkerReceipt
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext, Topology, TopologyRequest
+from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import HeldWeights, WeightReceiver
-from jackfield.weights import WeightSender, WeightSynchronizer
+from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield_conformance.registry import Capability, check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import checkpoint_engine as support
@@ -435,8 +435,6 @@ class _Worker:
         self._replica = replica
 
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
-        from jackfield.abc.checkpoint_engine import CheckpointEngineContext
-
         receipts = []
         for worker, arguments in enumerate(request.connect):
             context = CheckpointEngineContext(
@@ -458,9 +456,6 @@ class _Worker:
 @check("CKE-042", page=_TOPOLOGY)
 async def a_synchronisation_is_proved(subject: Subject) -> None:
     """The core's coordinator brings two versions to two replicas of two workers, with receipts that prove them."""
-    from jackfield.abc.rollout import ServerInfo
-    from jackfield.weights import Replica
-
     version = 0
     replicas = [Replica(_Worker(subject, number), ServerInfo(replica=number, workers=2)) for number in (0, 1)]  # type: ignore[arg-type]
     async with support.ends(subject, workers=0) as made:
