@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -66,6 +67,26 @@ def test_what_is_posted_arrives_in_order(host: str) -> None:
             await worker.close()
 
     run(test, host=host)
+
+
+def test_what_sends_heartbeats_to_another_machine_ends_with_the_session() -> None:
+    async def test(sender: TransferSession, address: dict[str, Any]) -> None:
+        elsewhere = {**address, "process": {**address["process"], "place": "another machine"}}
+        (worker,) = await met(sender, elsewhere, 1)
+        assert _beating()
+        await worker.close()
+        await Clock().wait_for(_silent(), 10.0, "the thread that sends heartbeats")
+
+    run(test)
+
+
+def _beating() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "jackfield-heartbeat"]
+
+
+async def _silent() -> None:
+    while _beating():
+        await asyncio.sleep(0.01)
 
 
 def test_a_stranger_that_does_not_know_the_secret_is_refused() -> None:

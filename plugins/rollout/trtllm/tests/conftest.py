@@ -129,10 +129,10 @@ def serve(tmp_path: Path) -> Serve:
 
     @contextlib.asynccontextmanager
     async def started(fails: bool = False, **settings: Any) -> AsyncIterator[ServerOnFake]:
-        staging = tmp_path / "staging"
-        staging.mkdir(exist_ok=True)
+        weights = tmp_path / "weights"
+        weights.mkdir(exist_ok=True)
         context = RolloutContext(model=ModelSpec(path=model_folder()))
-        server = ServerOnFake(Config(staging=str(staging), **settings), context)
+        server = ServerOnFake(Config(weight_folder=str(weights), **settings), context)
         server.fake.fails = fails
         server.info = await server.start()
         try:
@@ -140,7 +140,7 @@ def serve(tmp_path: Path) -> Serve:
         finally:
             await server.stop()
         assert server.fake.ended
-        assert [] == list(staging.iterdir()), "received weights were left behind"
+        assert [] == list(weights.iterdir()), "received weights were left behind"
 
     return started
 

@@ -72,7 +72,7 @@ class WeightFolder:
             raise WeightsError(
                 "there is no folder for new weights",
                 code="weights.storage",
-                where="rollout.staging",
+                where="rollout.weight_folder",
                 expected="an existing folder",
                 found=self._where,
             )

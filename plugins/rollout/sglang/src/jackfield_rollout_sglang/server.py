@@ -57,7 +57,7 @@ class SglangServer(InterruptingServer):
         """
         self._begin()
         self._require_sglang()
-        self._weight_folder = WeightFolder(self.context, self.config.staging)
+        self._weight_folder = WeightFolder(self.context, self.config.weight_folder)
         port = free_port(self.context.host)
         self._sglang = SglangProcess(self._clock, self.context.host, port)
         await self._open(self._sglang, launch_arguments(self.config, self.context, port))

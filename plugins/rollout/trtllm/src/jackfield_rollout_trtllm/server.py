@@ -57,7 +57,7 @@ class TrtllmServer(InterruptingServer):
         """
         self._begin()
         self._llm = self._make()
-        self._weight_folder = WeightFolder(self.context, self.config.staging)
+        self._weight_folder = WeightFolder(self.context, self.config.weight_folder)
         try:
             await self._clock.wait_for(
                 self._llm.setup_async(), self.config.start_seconds, "TensorRT-LLM to load the model"
