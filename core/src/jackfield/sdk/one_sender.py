@@ -175,5 +175,7 @@ class OneSenderEngine(CheckpointEngine):
 
     async def finalize(self) -> None:
         """Leave the session and release the rest."""
-        await self.leave()
-        await self.close()
+        try:
+            await self.leave()
+        finally:
+            await self.close()

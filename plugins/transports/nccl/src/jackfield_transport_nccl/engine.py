@@ -149,29 +149,21 @@ class NCCLCheckpointEngine(OneSenderEngine):
             if self._arriving:  # else said with the next one, before which the sender needs no more
                 session.tell({"room": room})
 
-    async def finalize(self) -> None:
-        """Leave session and group; whoever still needs this end is told so. Whoever asks again waits for the same."""
-        if self.session is not None or self._group is not None:
-            self._closing = asyncio.ensure_future(self._close(self._closing))
+    async def close(self) -> None:
+        """Leave the group, although the caller is cancelled meanwhile. A second call waits for the first."""
+        self._arriving.clear()
+        store, self._store = self._store, None
+        group, self._group = self._group, None
+        if store is not None:
+            store.close()
+        if group is not None:
+            self._closing = asyncio.ensure_future(group.close())
         closing = self._closing
         if closing is None:
             return
         try:
             await asyncio.shield(closing)
-        except asyncio.CancelledError:
+        finally:
             if not closing.done():
-                await closing  # a caller that is cancelled must not leave it half done
-            raise
-        self._closing = None
-
-    async def _close(self, before: asyncio.Future[None] | None) -> None:
-        group, self._group = self._group, None
-        store, self._store = self._store, None
-        self._arriving.clear()
-        if before is not None:
-            await before
-        if store is not None:
-            store.close()
-        await self.leave()
-        if group is not None:
-            await group.close()
+                await closing
+            self._closing = None
