@@ -90,7 +90,7 @@ class TransferSession:
         """
         self._ends = _now() + self._seconds
         self._expected, self._version = workers, version
-        self._notify()
+        self.notify()
 
         def missing() -> str:
             late = [f"worker {number}" for number in range(workers) if number not in self.peers]
@@ -143,7 +143,7 @@ class TransferSession:
     def _new_peer(self, name: str, number: int, connection: Connection) -> Peer:
         peer = self.peers[number] = Peer(name, number, connection)
         connection.lost.add_done_callback(lambda done: self._gone(peer, done.result()))
-        self._notify()
+        self.notify()
         return peer
 
     def _gone(self, peer: Peer, reason: str) -> None:
@@ -151,7 +151,7 @@ class TransferSession:
         if peer.broken is None and "done" not in peer.said:
             said = reason.startswith((_BROKE, LEFT))
             peer.broken = reason if said else f"died or was cut off: it {reason}"
-        self._notify()
+        self.notify()
 
     # -- the conversation ----------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class TransferSession:
         peer.said.update(values)
         peer.broken = peer.broken or values.get("broken")
         self._heard(peer, values)
-        self._notify()
+        self.notify()
 
     def tell(self, values: Mapping[str, Any]) -> None:
         """Post values to every peer that still listens."""
@@ -209,7 +209,7 @@ class TransferSession:
             DeadlineExceeded: names ``who``.
         """
         future = asyncio.ensure_future(awaitable)
-        future.add_done_callback(lambda _: self._notify())
+        future.add_done_callback(lambda _: self.notify())
         try:
             await self._wait(future.done, lambda: who)
         except BaseException:
@@ -250,7 +250,8 @@ class TransferSession:
             fix="look at why the peer did not answer, or raise the deadline of the sync",
         )
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Look at the conditions of all waits again, because of something beside the session."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -80,12 +80,10 @@ class NIXLCheckpointEngine(OneSenderEngine):
 
     async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield tensors out of one buffer while the next one is filled."""
-        receiving, sender = self._receiving, session.peers[0]
+        receiving = self._receiving
         assert receiving is not None, "it is connected"
         while True:
-            while not receiving.arrived and sender.said.get("pieces") != receiving.pieces:
-                await receiving.more()
-            await session.until(lambda _: True, "")  # a sender that broke off is believed no more
+            await receiving.ready()
             if not receiving.arrived:
                 return
             arrived = receiving.arrived.popleft()

@@ -14,7 +14,7 @@ import torch
 
 from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import Entry, aligned, entry_of, put, raw
-from jackfield.sdk.transfer import TransferSession
+from jackfield.sdk.transfer import Peer, TransferSession
 from jackfield_transport_nixl.agents import Agent, Place, place_of
 
 __all__ = ["Arrived", "Receiving", "Sending", "finished"]
@@ -206,8 +206,7 @@ class Receiving:
         self._shown: deque[Mapping[str, Any]] = deque()
         self._name = ""  #: of the sender's agent
         self._places: list[Place] = []
-        self._changed: asyncio.Future[None] | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self.arrived: deque[Arrived] = deque()
         self.pieces = 0  #: that have been read
 
@@ -240,7 +239,6 @@ class Receiving:
         if "piece" in message:
             self._shown.append(message)
             self._pump()
-        self._notify()
 
     def _pump(self) -> None:
         """Read what there is room for."""
@@ -286,13 +284,13 @@ class Receiving:
             if job.cancelled():
                 return
             error = job.exception()
-            self._failure = self._failure or error
-            if self._failure is None:
+            self.failure = self.failure or error
+            if self.failure is None:
                 self.pieces += 1
                 self._session.tell({"got": self.pieces})
                 if size is not None:
                     self.arrived.append(Arrived(slot.buffer[:size], entries, slot))
-            self._notify()
+            self._session.notify()
 
         return ended
 
@@ -301,19 +299,18 @@ class Receiving:
         arrived.slot.free = True
         self._pump()
 
-    async def more(self) -> None:
-        """Wait for something to come.
+    async def ready(self) -> None:
+        """Wait until something has come, or everything has been read.
 
         Raises:
             WeightsError: the sender broke off, or cannot be read.
             DeadlineExceeded: naming the sender.
         """
-        if self._failure is not None:
-            await self._session.cause()
-            raise WeightsError(f"the sender's memory cannot be read: {self._failure}")
-        self._changed = asyncio.get_running_loop().create_future()
-        await self._session.wait_for(self._changed, f"the sender to have bucket {self.pieces} read")
 
-    def _notify(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
+        def goes_on(sender: Peer) -> bool:
+            return bool(self.failure or self.arrived) or sender.said.get("pieces") == self.pieces
+
+        await self._session.until(goes_on, f"have bucket {self.pieces} read")
+        if self.failure is not None:
+            await self._session.cause()
+            raise WeightsError(f"the sender's memory cannot be read: {self.failure}")

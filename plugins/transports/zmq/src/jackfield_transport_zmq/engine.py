@@ -72,11 +72,9 @@ class ZMQCheckpointEngine(OneSenderEngine):
         self._receiving = Receiving(place, session, self._buffers)
 
     def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """What a worker has and has room for, or that the sender has ended."""
+        """Go on sending: a worker says what it has and has room for."""
         if self._sending is not None and self.connected:
             self._sending.heard()
-        if self._receiving is not None:
-            self._receiving.changed()
 
     # -- the transfer
 
@@ -93,13 +91,15 @@ class ZMQCheckpointEngine(OneSenderEngine):
 
     async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield tensors as they come, a bucket at a time."""
-        receiving, sender = self._receiving, session.peers[0]
+        receiving = self._receiving
         assert receiving is not None, "it is connected"
+
+        def ready(sender: Peer) -> bool:
+            return bool(receiving.arrived) or sender.said.get("chunks") == receiving.chunks
+
         receiving.begin()
         while True:
-            while not receiving.arrived and sender.said.get("chunks") != receiving.chunks:
-                await receiving.more()
-            await session.until(lambda _: True, "")  # a sender that broke off is believed no more
+            await session.until(ready, f"send chunk {receiving.chunks}")
             if not receiving.arrived:
                 return
             arrived = receiving.arrived.popleft()

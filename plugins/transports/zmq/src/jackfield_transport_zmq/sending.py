@@ -254,7 +254,6 @@ class Receiving:
         self._room = self._told = _WINDOW  #: chunks that may come; and that the sender knows of
         self._pieces: list[Entry] = []  #: of the large tensor that is coming,
         self._buffer = torch.empty(0, dtype=torch.uint8)  #: and where to
-        self._changed: asyncio.Future[None] | None = None
         keys = None if place["keys"] is None else Keys(**place["keys"])
         self._context = zmq.Context[Any]()
         socket = dealer(self._context, keys, bytes.fromhex(place["session"]["secret"]))
@@ -279,7 +278,7 @@ class Receiving:
                 self._told = self._room
                 self._session.tell({"got": self.chunks, "room": self._told})
                 self._put(message)
-                self.changed()
+                self._session.notify()
 
     def _put(self, message: Message) -> None:
         content = torch.from_numpy(np.frombuffer(message.buffers[0], dtype=np.uint8))
@@ -318,24 +317,9 @@ class Receiving:
             self._told = self._room
             self._session.tell({"room": self._told})
 
-    def changed(self) -> None:
-        """Something has come, by this way or by the session."""
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
     def begin(self) -> None:
         """Have the sender send."""
         self._session.tell({"room": self._room})
-
-    async def more(self) -> None:
-        """Wait for something to come.
-
-        Raises:
-            WeightsError: the sender broke off.
-            DeadlineExceeded: naming the sender.
-        """
-        self._changed = asyncio.get_running_loop().create_future()
-        await self._session.wait_for(self._changed, f"the sender to send chunk {self.chunks}")
 
     def close(self) -> None:
         """Hang up."""
