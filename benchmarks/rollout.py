@@ -199,15 +199,17 @@ async def run_update(server: Any, folder: Path, requests: list[Request]) -> dict
     from safetensors.torch import load_file
 
     from jackfield.abc.checkpoint_engine import CheckpointEngineContext
+    from jackfield.abc.rollout import ServerInfo
     from jackfield.clock import Clock
     from jackfield.plugins import load_plugin
-    from jackfield.weights import WeightSender, WeightSynchronizer
+    from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 
     loaded = load_plugin("checkpoint_engine", "in_process")
     engine: Any = loaded.build({}, CheckpointEngineContext(end="sender", rank=0, world_size=1))
     tensors = load_file(folder / "model.safetensors")
     sender = WeightSender(engine, lambda: ((item for item in tensors.items()), None))
-    synchronizer = WeightSynchronizer([sender], [server], "in_process", type(engine), Clock())
+    info = ServerInfo(replica=server.context.replica)
+    synchronizer = WeightSynchronizer([sender], [Replica(server, info)], "in_process", Clock())
     running = asyncio.gather(*(server.generate(asked(number, each)) for number, each in enumerate(requests)))
     while (await server.health()).running < len(requests):
         await asyncio.sleep(0)

@@ -400,7 +400,7 @@ class End:
         """The topology."""
         from jackfield.abc.checkpoint_engine import TopologyRequest
 
-        metadata = self.engine.prepare().metadata
+        metadata = self.runner.run(self.engine.prepare()).metadata
         topology = self.engine.build_topology(TopologyRequest(trainer_metadata=(metadata,), rollout_workers=workers))
         return topology.trainer[0], topology.rollout
 
@@ -430,7 +430,8 @@ class End:
         return self.runner.run(self._receive_delta(share, version, base))
 
     async def _receive_delta(self, share: Any, version: int, base: int | None) -> tuple[float, dict[str, str]]:
-        from jackfield.weights import HeldWeights, WeightReceiver, digest
+        from jackfield.sdk.buckets import digest
+        from jackfield.sdk.receiver import HeldWeights, WeightReceiver
 
         own = {f"layer.{n}.weight": tensor for n, tensor in enumerate(self.own)}
         held = self.held = self.held or HeldWeights(own.get)
@@ -477,7 +478,7 @@ class End:
         return self.runner.run(self._receive(share, version, digests, hold, load))
 
     async def _receive(self, share: Any, version: int, digests: bool, hold: bool, load: bool) -> int:
-        from jackfield.weights import WeightReceiver
+        from jackfield.sdk.receiver import WeightReceiver
 
         if hold:
             inner = self.engine.receive_weights

@@ -46,7 +46,7 @@ def public_modules(package: str = "jackfield") -> list[str]:
         if each.name.startswith("_") or each.name in {"cli"}:
             continue
         names.append(name)
-        if name == "jackfield.abc":
+        if name in ("jackfield.abc", "jackfield.sdk"):
             names += [f"{name}.{inner.name}" for inner in pkgutil.iter_modules(importlib.import_module(name).__path__)]
         if name == "jackfield.plugins":
             names.append(f"{name}.hooks")
@@ -57,7 +57,7 @@ def write_api_pages() -> None:
     """Write ``reference/api/MODULE.rst`` where it is not what it should be; remove pages of modules that are gone."""
     folder = DOCS / "reference" / "api"
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {f"{name}.rst": page(name) for name in public_modules()}
+    wanted = {f"{name}.rst": page(name) for name in (*public_modules(), *public_modules("jackfield_huggingface"))}
     for file in folder.glob("*.rst"):
         if file.name not in wanted:
             file.unlink()

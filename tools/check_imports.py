@@ -56,7 +56,8 @@ def contracts(packages: dict[str, Package]) -> str:
     """``.importlinter`` with the packages that were found added, as the text of a configuration file."""
     config = configparser.ConfigParser()
     config.read_string((ROOT / ".importlinter").read_text(encoding="utf-8"))
-    plugins = [each.import_name for each in _plugins(packages)]
+    libraries = {each.import_name for each in _plugins(packages) if each.folder.parent.name == "libraries"}
+    plugins = [each.import_name for each in _plugins(packages) if each.import_name not in libraries]
     others = [each.import_name for each in packages.values() if each.import_name != "jackfield"]
     config["importlinter"]["root_packages"] = _lines(["jackfield", *others])
     if others:
@@ -71,6 +72,13 @@ def contracts(packages: dict[str, Package]) -> str:
             "name": "Plugins import no plugin",
             "type": "independence",
             "modules": _lines(plugins),
+        }
+    if libraries:
+        config["importlinter:contract:libraries"] = {
+            "name": "Libraries import no plugin",
+            "type": "forbidden",
+            "source_modules": _lines(sorted(libraries)),
+            "forbidden_modules": _lines(plugins),
         }
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         config.write(file)

@@ -48,8 +48,10 @@ from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import EngineError, PluginError, QueueError, RolloutError, WeightsError
 from jackfield.plugins import Registry
 from jackfield.queue import column_from_rows, dense_column, json_column, rows_of
+from jackfield.sdk.buckets import digest
 from jackfield.sdk.jagged import jagged, rows
-from jackfield.weights import Replica, WeightReceiver, WeightSender, WeightSynchronizer, digest
+from jackfield.sdk.receiver import WeightReceiver
+from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 
 NAMES = {
     "engine": "plain",
@@ -325,7 +327,6 @@ def test_a_synchronisation_over_tcp_is_proved_by_digests(build: Any, documented:
             [WeightSender(sender, trainer.get_per_tensor_param)],
             [Replica(replica, info)],
             name="tcp",
-            engine_class=loaded.cls,
             clock=replica._clock,
             deadline_seconds=20,
         )
@@ -356,8 +357,7 @@ async def transfer(build: Any, source: Any, workers: int) -> list[Any]:
         context = CheckpointEngineContext(end="receiver", rank=rank, world_size=workers, deadline_seconds=5)
         ends.append(build("checkpoint_engine", "tcp", context))
     sender, receivers = WeightSender(ends[0], lambda: (source, None)), [WeightReceiver(end) for end in ends[1:]]
-    sender.open()
-    request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=workers)
+    request = TopologyRequest(trainer_metadata=((await sender.prepare()).metadata,), rollout_workers=workers)
     topology = type(ends[0]).build_topology(request)
     json.dumps([topology.trainer, topology.rollout])
 

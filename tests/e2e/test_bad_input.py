@@ -359,7 +359,8 @@ from jackfield.abc.rollout import (
     BaseRolloutServer, GenerateResult, HealthReport, ServerInfo, WeightReceipt, WorkerReceipt
 )
 from jackfield.plugins import load_plugin
-from jackfield.weights import WeightReceiver, digest
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import WeightReceiver
 
 PROGRAM = """
 import json, sys

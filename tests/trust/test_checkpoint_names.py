@@ -23,12 +23,13 @@ from transformers import AutoModelForCausalLM
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import EngineContext, ModelSpec, SaveCheckpointRequest
-from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams
+from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams, ServerInfo
 from jackfield.clock import Clock
 from jackfield.errors import EngineError, JackfieldError
 from jackfield.plugins import Registry, discover
+from jackfield.sdk.buckets import digest
 from jackfield.sdk.jagged import jagged
-from jackfield.weights import WeightSender, WeightSynchronizer, digest
+from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield_architectures import ARCHITECTURES, NOT_SERVED, REFUSED, save_model
 
 pytestmark = [
@@ -72,9 +73,8 @@ async def synchronise(registry: Registry, engine: Any, server: Any, **settings: 
     block_bytes = 256 if settings.get("kind") == "delta" else 0
     synchronizer = WeightSynchronizer(
         [WeightSender(sender, lambda: engine.get_per_tensor_param(), block_bytes=block_bytes)],
-        [server],
+        [Replica(server, ServerInfo(replica=server.context.replica))],
         "in_process",
-        loaded.cls,
         Clock(),
         deadline_seconds=60,
         **settings,

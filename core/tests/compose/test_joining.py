@@ -12,8 +12,9 @@ from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRe
 from jackfield.clock import VirtualClock
 from jackfield.compose.joining import following
 from jackfield.plugins import hook_manager
-from jackfield.trainer import PlacementLease, Stages
-from jackfield.weights import Posted, Replica, WeightFollower
+from jackfield.trainer import PlacementLease, Progress, Stages, WeightSubscriber
+from jackfield.trainer.distributed import PublishedWeights
+from jackfield.weights import Replica
 
 
 def replica(clock: VirtualClock, number: int) -> Any:
@@ -35,14 +36,24 @@ def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) 
 
     async def main() -> None:
         members = [replica(clock, 0)]
-        follower = WeightFollower(members, "file", {}, clock, 60.0)
         stages = Stages(clock, hook_manager([], []).hook)
-        joining = following(follower, PlacementLease(clock, 60.0), stages)
-        await follower.load(Posted(version=1, connect={}))
+        subscriber = WeightSubscriber(
+            queue=cast(Any, None),
+            replicas=members,
+            name="file",
+            settings={},
+            version=Progress(clock),
+            clock=clock,
+            stages=stages,
+            seconds=60.0,
+            idle_seconds=60.0,
+        )
+        joining = following(subscriber, PlacementLease(clock, 60.0), stages)
+        await subscriber.load_all(PublishedWeights(version=1, connect={}))
         later = asyncio.ensure_future(clock.sleep(4.0))
-        later.add_done_callback(lambda _: loads.append(asyncio.ensure_future(follower.load(newer))))
+        later.add_done_callback(lambda _: loads.append(asyncio.ensure_future(subscriber.load_all(newer))))
         loads: list[asyncio.Task[None]] = []
-        newer = Posted(version=2, connect={})
+        newer = PublishedWeights(version=2, connect={})
         await clock.sleep(seconds)
         async with joining.hold():
             second = replica(clock, 1)

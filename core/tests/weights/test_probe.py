@@ -60,7 +60,7 @@ def check(*replicas: FakeReplica, stops: bool = True, versions: Sequence[int] = 
         return prompts.pop()
 
     probe = ReplicaProbe(
-        prompt=prompt, scorer=engine, clock=clock, tokens=2, temperature=0.7, bound=0.01, stops=stops, seconds=9.0,
+        prompt=prompt, score=engine.score, clock=clock, tokens=2, temperature=0.7, bound=0.01, stops=stops, seconds=9.0,
         report=reported.append,
     )  # fmt: skip
 

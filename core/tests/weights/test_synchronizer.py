@@ -14,15 +14,9 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, WeightsError
-from jackfield.weights import (
-    Replica,
-    SyncReport,
-    WeightReceiver,
-    WeightSender,
-    WeightSynchronizer,
-    digest,
-    in_process,
-)
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import WeightReceiver
+from jackfield.weights import Replica, SyncReport, WeightSender, WeightSynchronizer, in_process
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
 
 torch = pytest.importorskip("torch")
@@ -148,7 +142,6 @@ def synchronizer(
         senders=[WeightSender(engine, trainer.get_per_tensor_param)],
         replicas=[replica.started() for replica in replicas],
         name="in_process",
-        engine_class=InProcessCheckpointEngine,
         clock=clock,
         settings=settings,
         deadline_seconds=30.0,
@@ -164,7 +157,7 @@ def sync(trainer: FakeTrainer, *replicas: FakeReplica, version: int = 1) -> Sync
             return await synchronizer(clock, trainer, *replicas).sync(version)
         finally:
             assert tasks == asyncio.all_tasks(), "a side was left running"
-            assert {} == in_process._MEETINGS
+            assert {} == in_process._SESSIONS
             assert 0 == trainer.open_generators
 
     return clock.run(main())
@@ -196,7 +189,7 @@ def test_every_worker_of_every_replica_gets_the_weights_and_proves_it() -> None:
             len(request.connect),
             request.deadline_seconds,
         )
-    numbers = [place["receiver"] for replica in replicas for place in replica.requests[0].connect]
+    numbers = [place["worker"] for replica in replicas for place in replica.requests[0].connect]
     assert list(range(6)) == numbers
 
 
@@ -276,6 +269,19 @@ def test_a_replica_that_raises_is_named_and_ends_all_others() -> None:
     assert waiting.cancelled
 
 
+def test_a_transfer_that_breaks_off_is_repeated_once() -> None:
+    """As where a connection is cut: every end makes the whole transfer again, and all of them get the weights."""
+    breaks = [True]
+
+    async def once() -> None:
+        if breaks:
+            raise ConnectionError(breaks.pop())
+
+    replicas = FakeReplica(0), FakeReplica(1, before=once)
+    assert 2 == len(sync(FakeTrainer(), *replicas).receipts)
+    assert [2, 2] == [len(replica.requests) for replica in replicas]
+
+
 def test_an_engine_that_dies_while_it_sends_is_named() -> None:
     replica = FakeReplica(0)
     error = refused(FakeTrainer(breaks_after=3), replica)
@@ -319,7 +325,7 @@ def test_a_cancelled_sync_leaves_nothing_running() -> None:
         with pytest.raises(asyncio.CancelledError):
             await syncing
         assert replica.cancelled
-        assert {} == in_process._MEETINGS
+        assert {} == in_process._SESSIONS
         assert 1 == len(asyncio.all_tasks())
 
     clock.run(main())
@@ -327,7 +333,7 @@ def test_a_cancelled_sync_leaves_nothing_running() -> None:
 
 def test_a_cause_that_has_just_ended_is_found_before_its_callbacks_run() -> None:
     """The sender hears of a break in the same moment in which the replica that broke it off ends."""
-    from jackfield.weights.sides import cause_of
+    from jackfield.weights.together import cause_of
 
     async def raising(error: WeightsError) -> None:
         raise error

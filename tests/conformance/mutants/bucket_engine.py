@@ -101,7 +101,7 @@ class BucketEngine(CheckpointEngine):
         self.deadline = 0.0
         self.for_late: list[tuple[str, torch.Tensor]] | None = None  #: of who comes late
 
-    def prepare(self) -> PrepareResult:
+    async def prepare(self) -> PrepareResult:
         if self.context.rank:
             return PrepareResult()
         self.leave()

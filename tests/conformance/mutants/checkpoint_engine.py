@@ -327,9 +327,9 @@ class AnyVersion(BucketEngine):
 class FinalizeOnce(BucketEngine):
     """A second finalize raises."""
 
-    def prepare(self) -> PrepareResult:
+    async def prepare(self) -> PrepareResult:
         self.finalized = False
-        return super().prepare()
+        return await super().prepare()
 
     async def finalize(self) -> None:
         if self.context.end == "sender" and self.__dict__.get("finalized"):
@@ -439,10 +439,10 @@ class StuckAfterFailure(BucketEngine):
         super().broken(meeting, error)
         self.failed = True
 
-    def prepare(self) -> PrepareResult:
+    async def prepare(self) -> PrepareResult:
         if self.__dict__.get("failed"):
             raise WeightsError("an earlier transfer broke off")
-        return super().prepare()
+        return await super().prepare()
 
 
 # -- topology ----------------------------------------------------------------------------------------------------------
@@ -452,8 +452,8 @@ class StuckAfterFailure(BucketEngine):
 class BytesInTheMetadata(BucketEngine):
     """The metadata holds bytes."""
 
-    def prepare(self) -> PrepareResult:
-        prepared = super().prepare()
+    async def prepare(self) -> PrepareResult:
+        prepared = await super().prepare()
         return attrs.evolve(prepared, metadata={**prepared.metadata, "key": b"\x00"})
 
 
@@ -522,10 +522,10 @@ class KnowsTheTensorsOfTheFirstTransfer(BucketEngine):
 
 
 class _Leaking(BucketEngine):
-    def prepare(self) -> PrepareResult:
+    async def prepare(self) -> PrepareResult:
         if self.context.rank == 0:
             self.leak()
-        return super().prepare()
+        return await super().prepare()
 
     def leak(self) -> None:
         raise NotImplementedError

@@ -42,7 +42,7 @@ from jackfield.abc.engine import (
 from jackfield.algorithms import resolve_loss
 from jackfield.errors import EngineError
 from jackfield.sdk.jagged import jagged
-from jackfield.weights.model_folder import CheckpointNames
+from jackfield_huggingface.names import CheckpointNames
 
 __all__ = ["Micro", "PlainConfig", "PlainEngine"]
 

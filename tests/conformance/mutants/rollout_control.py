@@ -33,7 +33,8 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WeightsError
-from jackfield.weights import WeightReceiver, digest
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import WeightReceiver
 from mutants.rollout_server import Job, Model, ReferenceServer
 from mutants.rollout_tokens import mutant
 

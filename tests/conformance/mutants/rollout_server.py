@@ -42,7 +42,8 @@ from jackfield.errors import JackfieldError, RolloutError, WeightsError
 from jackfield.plugins import load_plugin
 from jackfield.runtime.openai import EndpointConfig
 from jackfield.runtime.openai.endpoint import OpenAIEndpoint
-from jackfield.weights import HeldWeights, WeightReceiver, digest
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import HeldWeights, WeightReceiver, check_base
 
 __all__ = ["Config", "Job", "Model", "ReferenceServer"]
 
@@ -486,7 +487,7 @@ class ReferenceServer(BaseRolloutServer):
         return load(received, request)
 
     def check_base(self, request: UpdateWeightsRequest) -> None:
-        self.held.check(request.base_version)
+        check_base(self.held.version, request.base_version)
 
     async def receive_delta(self, receiver: WeightReceiver, request: UpdateWeightsRequest) -> dict[str, str]:
         changes = await receiver.changes(request.connect[0], request.version, request.base_version)

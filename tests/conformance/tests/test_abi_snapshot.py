@@ -12,7 +12,14 @@ import pytest
 
 from jackfield.abc import CONTRACTS
 from jackfield_conformance import abi_snapshot
-from jackfield_conformance.abi_snapshot import check_kind, compare, describe, next_version, required_bump
+from jackfield_conformance.abi_snapshot import (
+    check_kind,
+    compare,
+    describe,
+    describe_sdk,
+    next_version,
+    required_bump,
+)
 
 BASE = """
 from __future__ import annotations
@@ -314,3 +321,28 @@ def test_check_with_the_right_bump_reminds_of_write(folder: Folder, capsys: pyte
 def test_the_committed_snapshots_are_those_of_the_code(kind: str):
     file = Path(__file__).parents[3] / "core" / "abi" / f"{kind}.json"
     assert json.loads(file.read_text(encoding="utf-8")) == describe(kind, CONTRACTS[kind])
+
+
+def test_the_committed_snapshot_of_the_sdk_is_that_of_the_code():
+    file = Path(__file__).parents[3] / "core" / "abi" / "sdk.json"
+    assert json.loads(file.read_text(encoding="utf-8")) == describe_sdk()
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "level"),
+    [
+        ("methods", lambda names: names.pop("buckets.digest"), "major"),
+        ("methods", lambda names: names["buckets.put"]["parameters"].pop(), "major"),
+        ("methods", lambda names: names.update({"buckets.new": names["buckets.digest"]}), "minor"),
+        ("classes", lambda names: names.pop("receiver.WeightReceiver"), "major"),
+        ("classes", lambda names: names["receiver.WeightReceiver"].pop("tensors"), "major"),
+        ("classes", lambda names: names["one_sender.OneSenderEngine"]["heard"].update(abstract=True), "major"),
+        ("aliases", lambda names: names.pop("transfer.LEFT"), "major"),
+    ],
+    ids=["function", "parameter", "new function", "class", "method", "abstract method", "constant"],
+)
+def test_a_change_of_the_sdk_demands_a_version(section: str, change: Any, level: str):
+    before, after = describe_sdk(), describe_sdk()
+    change(after[section])
+    assert level == required_bump(compare(before, after))
+    assert check_kind(before, after)[0]

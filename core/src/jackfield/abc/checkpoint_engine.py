@@ -88,7 +88,7 @@ class CheckpointEngine(ABC):
         self.context = context
 
     @abstractmethod
-    def prepare(self) -> PrepareResult:
+    async def prepare(self) -> PrepareResult:
         """Allocate buffers and listen (sender)."""
 
     @classmethod

@@ -173,6 +173,7 @@ class SaveCheckpointRequest:
     folder: str
     #: ``huggingface``: for ``from_pretrained``: weights, config, and the tokenizer's files of the model's folder
     format: Literal["native", "huggingface"] = "native"
+    merge_adapter: bool = False  #: with ``huggingface``: write base model and adapter as one model
 
 
 @attrs.frozen(kw_only=True)

@@ -281,7 +281,7 @@ class UpdateWeightsRequest:
 
 @attrs.frozen(kw_only=True)
 class WorkerReceipt:
-    """What one inference worker loaded: a digest (``jackfield.weights.digest``) of the loaded bytes by tensor name."""
+    """What one inference worker loaded: a digest (:func:`jackfield.sdk.buckets.digest`) of each tensor, by name."""
 
     worker: int
     digests: Mapping[str, str]

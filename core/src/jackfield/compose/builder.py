@@ -21,14 +21,13 @@ from jackfield.settings import unstructure
 from jackfield.trainer import (
     Answers,
     Explorer,
-    FollowedVersion,
     PlacementLease,
     RewardPipeline,
-    post_finished,
+    WeightSubscriber,
+    publish_end,
     trainer_begun,
     trainer_finished,
 )
-from jackfield.weights import WeightFollower
 
 __all__ = ["RunBuilder"]
 
@@ -91,16 +90,18 @@ class RunBuilder(RoleParts):
         assert replicas is not None
         self.rollout_placement = PlacementLease(self.clock, seconds)
         engine = config.checkpoint_engine
-        follower = WeightFollower(replicas.members, engine.name, engine.settings, self.clock, config.deadlines.sync)
-        replicas.connect(following(follower, self.rollout_placement, self.stages))
-        weights = FollowedVersion(
+        weights = WeightSubscriber(
             queue=self.queue,
-            follower=follower,
+            replicas=replicas.members,
+            name=engine.name,
+            settings=engine.settings,
             version=self.version,
             clock=self.clock,
             stages=self.stages,
+            seconds=config.deadlines.sync,
             idle_seconds=seconds,
         )
+        replicas.connect(following(weights, self.rollout_placement, self.stages))
         self.stop.begun()
         self.background(replicas.keep)
         self.background(weights.run)
@@ -128,7 +129,7 @@ class RunBuilder(RoleParts):
         folder = Path(self.config.folder)
         await export_model(actor, folder / "model")
         if self.role == "train":
-            await post_finished(self.queue, steps)
+            await publish_end(self.queue, steps)
         mark_finished(folder, steps)
         self.finished = True
 

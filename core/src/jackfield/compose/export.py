@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
 
 import attrs
 
-from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, ModelSpec, SaveCheckpointRequest
+from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.config import RunConfig, make_config
 from jackfield.errors import EngineError, JackfieldError, RunError
 from jackfield.plugins import Registry, discover
 from jackfield.queue.store import STORE_FILE
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.trainer import Checkpoint, CheckpointStore, open_checkpoint
-from jackfield.weights import MergedAdapter
-from jackfield.weights.model_folder import auto_class
 
 __all__ = ["export_checkpoint", "export_model", "find_checkpoint", "find_queue", "run_checkpoints"]
 
@@ -103,33 +100,14 @@ def export_checkpoint(
     try:
         engine.initialize()
         engine.load_checkpoint(LoadCheckpointRequest(folder=str(checkpoint.folder / "actor"), model_only=True))
-        engine.save_checkpoint(SaveCheckpointRequest(folder=str(out), format="huggingface"))
-        if merge:
-            _merge(config.model, out)
+        engine.save_checkpoint(SaveCheckpointRequest(folder=str(out), format="huggingface", merge_adapter=merge))
+        if merge and (out / "adapter_config.json").is_file():
+            message = f"the engine {config.engine.name} does not merge adapters"
+            raise EngineError(message, code="plugin.capability", where=str(out), fix="leave out --merge")
     except OSError as error:
         raise EngineError(f"the model could not be written: {error}", where=str(out)) from error
     finally:
         engine.close()
-
-
-def _merge(spec: ModelSpec, folder: Path) -> None:
-    """Replace the adapter in ``folder`` by its base model with the adapter merged; other files stay there."""
-    import torch
-    from safetensors.torch import load_file
-
-    file, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    model = auto_class(Path(spec.path), spec.trust_remote_code).from_pretrained(
-        spec.path,
-        dtype=getattr(torch, spec.dtype),
-        trust_remote_code=spec.trust_remote_code,
-        local_files_only=True,
-    )
-    weights = model.state_dict(keep_vars=True)
-    named = {name.removesuffix(".weight"): weight.data for name, weight in weights.items() if name.endswith(".weight")}
-    MergedAdapter(named.get, lambda: named).merge(load_file(file), json.loads(settings.read_text(encoding="utf-8")))
-    model.save_pretrained(folder)
-    file.unlink()
-    settings.unlink()
 
 
 def _engine(config: RunConfig, registry: Registry) -> BaseEngine:

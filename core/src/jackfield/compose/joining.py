@@ -10,8 +10,8 @@ from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.ray.replica import LastingReplica
 from jackfield.runtime.replicas import Joining
 from jackfield.runtime.shared_device import SharedDevice
-from jackfield.trainer import PlacementLease, Stages, Trainer
-from jackfield.weights import Replica, WeightFollower, WeightSynchronizer
+from jackfield.trainer import PlacementLease, Stages, Trainer, WeightSubscriber
+from jackfield.weights import Replica, WeightSynchronizer
 
 __all__ = ["following", "joining"]
 
@@ -62,34 +62,36 @@ def joining(
     )
 
 
-def following(follower: WeightFollower, placement: PlacementLease, stages: Stages) -> Joining:
-    """The same where the engine is in another process: replicas get the newest weights that it has posted.
+def following(subscriber: WeightSubscriber, placement: PlacementLease, stages: Stages) -> Joining:
+    """The same where the engine is in another process: replicas get the newest weights that it has published.
 
     Args:
-        follower: of these weights.
+        subscriber: of these weights.
         placement: of the explorer.
         stages: measure how long it takes.
     """
 
     @asynccontextmanager
     async def hold() -> AsyncIterator[None]:
-        async with placement.hold("rollout"), follower.bringing:  # else it would miss weights that come meanwhile
+        async with placement.hold("rollout"), subscriber.loading:  # else it would miss weights that come meanwhile
             yield
 
     async def join(replica: Replica) -> None:
-        async with stages.measure("load_weights", "weights", 0 if follower.newest is None else follower.newest.version):
-            await follower.bring(replica)
+        async with stages.measure(
+            "load_weights", "weights", 0 if subscriber.newest is None else subscriber.newest.version
+        ):
+            await subscriber.load(replica)
 
     async def bring_up(server: LastingReplica) -> None:
         assert server.info is not None
-        async with follower.bringing:
+        async with subscriber.loading:
             await join(Replica(server, server.info))
         await server.admit()
 
     return Joining(
         hold=hold,
         join=join,
-        catch_up=follower.bring,
+        catch_up=subscriber.load,
         bring_up=bring_up,
         takes_turns=False,
     )

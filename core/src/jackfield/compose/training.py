@@ -28,7 +28,7 @@ from jackfield.trainer import (
     Evaluator,
     LogProbCheck,
     PlacementLease,
-    PostedVersion,
+    PublishedVersion,
     StepReport,
     Trainer,
 )
@@ -66,7 +66,7 @@ class TrainerBuilder:
         synchronizer = self._synchronizer(members) if replicas or run.role == "train" else None
         if run.role == "train":
             assert synchronizer is not None
-            run.version = PostedVersion(run.clock, run.queue, synchronizer)
+            run.version = PublishedVersion(run.clock, run.queue, synchronizer)
         reference, critic = await self._reference(), await self._critic()
         publisher, shared = self._device(members, synchronizer)
         lasts = any(isinstance(each.server, LastingServer) for each in members)
@@ -197,7 +197,6 @@ class TrainerBuilder:
             senders=[rank.sender for rank in ranks if rank.sender is not None],
             replicas=replicas,
             name=section.name,
-            engine_class=ranks[0],
             clock=self.clock,
             settings=section.settings,
             deadline_seconds=self.config.deadlines.sync,
@@ -244,7 +243,7 @@ class TrainerBuilder:
             prompt=lambda: resubmitted(
                 lambda: agents.of("probe").prompt_ids(task, _PROBE_PROMPT), "the probe's prompt"
             ),
-            scorer=self.actor,
+            score=self.actor.score,
             clock=self.clock,
             tokens=config.log_prob_check.probe_tokens,
             temperature=config.sampling.temperature if self.run.explores else 1.0,

@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import attrs
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from jackfield.errors import PluginError
 from jackfield.plugins.interpreters import environment_of, environment_python, resolve_interpreter
@@ -61,6 +64,7 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
         PluginError: ``plugin.environment``, with the step that failed; ``plugin.interpreter``.
     """
     base = resolve_interpreter(settings.python, "environments.*.python")
+    installed = _with_local(installed)
     ours = [part for name in installed for part in requirement_as_installed(name)]
     stamp, digests = folder / _STAMP, _digests(settings, base, installed, ours)
     made = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else {}
@@ -108,6 +112,24 @@ def requirement_as_installed(name: str) -> list[str]:
         return [f"{distribution.name}=={distribution.version}"]
     path = unquote(urlsplit(url).path)
     return ["--editable", path] if origin.get("dir_info", {}).get("editable") else [path]
+
+
+def _with_local(names: Sequence[str]) -> list[str]:
+    """Add the distributions that these require and that are installed here from files, as no index may have them."""
+    found = list(names)
+    for name in found:  # it grows meanwhile
+        for line in importlib.metadata.requires(name) or ():
+            required = Requirement(line)
+            known = canonicalize_name(required.name) in map(canonicalize_name, found)
+            if required.marker is None and not known and _is_local(required.name):
+                found.append(required.name)
+    return found
+
+
+def _is_local(name: str) -> bool:
+    with suppress(PluginError):
+        return not requirement_as_installed(name)[-1].startswith(f"{name}==")
+    return False
 
 
 def _run(command: Sequence[str], ends: float, folder: Path) -> None:

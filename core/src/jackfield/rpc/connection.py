@@ -154,6 +154,12 @@ class Connection(Frames):
         return bool(self._iterations)
 
     @property
+    def local_host(self) -> str:
+        """The address of this machine on the way to the other end; loopback where both share the host."""
+        name = None if self._transport is None else self._transport.get_extra_info("sockname")
+        return str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
+
+    @property
     def doing(self) -> str:
         """What the other end was asked to do and has not done, for messages."""
         return ", ".join(each.what for each in itertools.islice(self._asked.values(), 4))

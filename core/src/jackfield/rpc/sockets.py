@@ -16,6 +16,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -213,6 +214,7 @@ class Server:
         owner = self.clients.get(welcome.session)
         if owner is not None:  # a second connection of a client, over which its thread sends heartbeats
             connection.handle = lambda *_: setattr(owner, "heard", True)  # type: ignore[method-assign]
+            owner.lost.add_done_callback(lambda _: connection.end("its client has ended"))
             return
         self.clients[connection.session] = connection
         task = asyncio.get_running_loop().create_task(self._keep(connection))
@@ -301,10 +303,12 @@ async def _opened(connection: _Guarded, address: Address, clock: Clock) -> Welco
 async def _beating(address: Address, own: Welcome, lost: asyncio.Future[str]) -> None:
     """Send heartbeats over a connection of their own, in a thread: the event loop may be busy for long."""
     connection = _Guarded(address, {}, Clock(), own)
-    await _opened(connection, address, Clock())
+    with suppress(RpcError):  # the server may have ended meanwhile
+        await _opened(connection, address, Clock())
     while not (lost.done() or connection.lost.done()):
         connection.send(Heartbeat())
-        await asyncio.sleep(address.heartbeat_seconds / LOOKS)
+        await asyncio.wait((connection.lost,), timeout=address.heartbeat_seconds / LOOKS)
+    await connection.leave(_ENDED)
 
 
 async def watch(connection: Connection, seconds: float, clock: Clock) -> str:

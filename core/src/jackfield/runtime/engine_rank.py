@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
-from jackfield.abc.checkpoint_engine import CheckpointEngine, Topology, TopologyRequest
+from jackfield.abc.checkpoint_engine import CheckpointEngine
 from jackfield.abc.engine import (
     BaseEngine,
     EngineLayout,
@@ -58,7 +58,6 @@ class EngineRank:
         self._values = values
         self._loss_columns = tuple(loss_columns)
         self._renamed = dict(renamed or {})
-        self._transport = transport
         self.sender = None
         if transport is not None:
             self.sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=block_bytes)
@@ -139,11 +138,6 @@ class EngineRank:
     async def to(self, device: str) -> None:
         """Move everything to ``device``."""
         await self._in_thread(lambda: self._engine.to(device))
-
-    async def build_topology(self, request: TopologyRequest) -> Topology:
-        """Who sends weights to whom: the checkpoint engine's own rule."""
-        assert self._transport is not None, "a rank that publishes has a transport"
-        return type(self._transport).build_topology(request)
 
     async def close(self) -> None:
         """Release the engine."""

@@ -29,7 +29,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
 from jackfield.runtime.generation import Running, check_request, own_seed
-from jackfield.weights.delta import check_base
+from jackfield.sdk.receiver import check_base
 
 __all__ = ["MEMORY", "InterruptingServer", "RelayServer"]
 

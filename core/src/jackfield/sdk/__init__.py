@@ -1,4 +1,4 @@
-"""What plugins use of the core beside the contracts of :mod:`jackfield.abc`; versioned like these."""
+"""What plugins need beside the contracts in :mod:`jackfield.abc`. It has an ABI version of its own."""
 
 from __future__ import annotations
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from jackfield.trainer.apart import (
-    FollowedVersion,
-    PostedVersion,
-    post_finished,
-    trainer_begun,
-    trainer_finished,
-)
 from jackfield.trainer.batches import BatchSource
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore, open_checkpoint
+from jackfield.trainer.distributed import (
+    PublishedVersion,
+    WeightSubscriber,
+    publish_end,
+    trainer_begun,
+    trainer_finished,
+)
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.explorer import Answers, Explorer
 from jackfield.trainer.log_prob_check import LogProbCheck
@@ -34,11 +34,10 @@ __all__ = [
     "EngineGroup",
     "Evaluator",
     "Explorer",
-    "FollowedVersion",
     "LogProbCheck",
     "PlacementLease",
-    "PostedVersion",
     "Progress",
+    "PublishedVersion",
     "RewardPipeline",
     "Schedule",
     "Source",
@@ -47,8 +46,9 @@ __all__ = [
     "StepReport",
     "Trainer",
     "WeightPublisher",
+    "WeightSubscriber",
     "open_checkpoint",
-    "post_finished",
+    "publish_end",
     "trainer_begun",
     "trainer_finished",
 ]

@@ -1,4 +1,4 @@
-"""Whether replicas compute what the training engine computes: log-probs of a few tokens, compared after each update.
+"""The log-prob check of replicas: each generates a few tokens after an update, and the engine scores them.
 
 Digests prove what lies in a replica's parameters. What it makes of them (packed copies, caches, kernels, numerics) only
 shows in what it generates.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
 
 import attrs
 
@@ -17,15 +17,7 @@ from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateRe
 from jackfield.clock import Clock
 from jackfield.errors import WeightsError
 
-__all__ = ["ProbeAnswer", "ReplicaProbe", "Scorer"]
-
-
-class Scorer(Protocol):
-    """The training engine, or what stands for it."""
-
-    async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of each response's tokens behind the prompt."""
-        ...
+__all__ = ["ProbeAnswer", "ReplicaProbe"]
 
 
 @attrs.frozen
@@ -42,7 +34,8 @@ class ReplicaProbe:
     """Has every replica generate a few tokens, and the engine score them."""
 
     prompt: Callable[[], Awaitable[Sequence[int]]]  #: its tokens; asked for once
-    scorer: Scorer
+    #: the engine's log-probs of each response's tokens, from a prompt and responses
+    score: Callable[[Sequence[int], Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
     clock: Clock
     tokens: int  #: that each replica generates
     temperature: float  #: of the engine's log-probs
@@ -65,11 +58,10 @@ class ReplicaProbe:
         """Have every replica (by number) generate; one that has older weights refuses."""
         if not self._prompt_ids:
             self._prompt_ids = tuple(await self.prompt())
-        sampling = SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True)
         request = GenerateRequest(
             request_id=f"probe-{version}",
             prompt_ids=self._prompt_ids,
-            sampling=sampling,
+            sampling=SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True),
             minimum_weight_version=version,
         )
         asked = asyncio.gather(*(server.generate(request) for server in servers.values()))
@@ -82,13 +74,11 @@ class ReplicaProbe:
         Raises:
             WeightsError: ``weights.log-probs``, naming the replica that is farthest away, if it is beyond the bound.
         """
-        scored = await self.scorer.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
-        distances = [
-            _mean_distance(answer.result.log_probs, log_probs)
-            for answer, log_probs in zip(answers, scored, strict=True)
-        ]
-        farthest = max(range(len(answers)), key=lambda index: _order(distances[index]))
-        answer, distance = answers[farthest], distances[farthest]
+        scored = await self.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
+        pairs = list(zip(answers, scored, strict=True))
+        distances = [_distance(answer.result.log_probs, expected) for answer, expected in pairs]
+        distance = max(distances, key=lambda value: math.inf if math.isnan(value) else value)
+        answer, expected = pairs[distances.index(distance)]
         self.report(distance)
         if distance <= self.bound:
             return
@@ -97,8 +87,8 @@ class ReplicaProbe:
             f"{answer.version}",
             code="weights.log-probs",
             where=f"replica {answer.replica}",
-            expected=f"a mean distance of at most {self.bound:.3g} nats over {len(scored[farthest])} tokens",
-            found=f"{distance:.3g}: engine {_shown(scored[farthest])}, replica {_shown(answer.result.log_probs)}",
+            expected=f"a mean distance of at most {self.bound:.3g} nats over {len(expected)} tokens",
+            found=f"{distance:.3g}: engine {_shown(expected)}, replica {_shown(answer.result.log_probs)}",
             fix="if these numerics are what you want, raise log_prob_check.bound, or set "
             "log_prob_check.on_mismatch: correct",
         )
@@ -107,14 +97,8 @@ class ReplicaProbe:
         logging.getLogger("jackfield").warning("%s (%s)", error.message, error.found)
 
 
-def _mean_distance(found: Sequence[float], expected: Sequence[float]) -> float:
-    distances = [abs(one - other) for one, other in zip(found, expected, strict=True)]
-    return sum(distances) / len(distances)
-
-
-def _order(distance: float) -> float:
-    """What is no number is farthest away."""
-    return distance if distance == distance else float("inf")
+def _distance(found: Sequence[float], expected: Sequence[float]) -> float:
+    return sum(abs(one - other) for one, other in zip(found, expected, strict=True)) / len(expected)
 
 
 def _shown(log_probs: Sequence[float]) -> str:

@@ -3,64 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import attrs
 
-from jackfield.abc.checkpoint_engine import PrepareResult, Topology, TopologyRequest
+from jackfield.abc.checkpoint_engine import TopologyRequest
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt
 from jackfield.clock import Clock
 from jackfield.errors import WeightsError
 from jackfield.weights.probe import ReplicaProbe
-from jackfield.weights.sides import GRACE_SECONDS, run_all
+from jackfield.weights.sender import WeightSender
+from jackfield.weights.together import GRACE_SECONDS, run_together
 
-__all__ = ["Replica", "Sender", "SyncReport", "Topologist", "WeightSynchronizer", "verify"]
+__all__ = ["Replica", "SyncReport", "WeightSynchronizer", "verify"]
 
 Kind: TypeAlias = Literal["full", "adapter", "delta"]
-T = TypeVar("T")
 
 _SHOWN = 4  #: names in a message
-
-
-class Sender(Protocol):
-    """A trainer's rank: a :class:`~jackfield.weights.WeightSender`, or a stand-in for one elsewhere."""
-
-    sent_bytes: int
-
-    def open(self) -> Mapping[str, Any] | Awaitable[Mapping[str, Any] | None] | None:
-        """Take the weights from their source; the PEFT config when they are an adapter's."""
-        ...
-
-    def prepare(self) -> PrepareResult | Awaitable[PrepareResult]:
-        """Listen."""
-        ...
-
-    async def connect(self, arguments: Mapping[str, Any], version: int) -> None:
-        """Meet the workers."""
-        ...
-
-    def knows(self, version: int) -> bool | Awaitable[bool]:
-        """Whether a delta to ``version`` can be sent."""
-        ...
-
-    async def send(self, *, base: int | None = None) -> dict[str, str]:
-        """Send the weights, or what has changed of them since version ``base``; digests of all by name."""
-        ...
-
-    async def finalize(self) -> None:
-        """Release everything; idempotent."""
-        ...
-
-
-class Topologist(Protocol):
-    """Who decides which rank sends to which worker: a class of checkpoint engines, or a stand-in elsewhere."""
-
-    def build_topology(self, request: TopologyRequest) -> Topology | Awaitable[Topology]:
-        """See :meth:`~jackfield.abc.checkpoint_engine.CheckpointEngine.build_topology`."""
-        ...
 
 
 @attrs.frozen(eq=False)
@@ -81,20 +42,9 @@ class SyncReport:
     paused_seconds: float  #: of the replica that paused longest
     bytes: int  #: that were sent to a worker
     kind: Kind = "full"
-    digests: Mapping[str, str] = attrs.field(factory=dict)  #: of all tensors, by name
+    digests: Mapping[str, str] = attrs.field(factory=dict)  #: of all tensors, sent or left as they were, by name
     peft_config: Mapping[str, Any] | None = None
     retained: Mapping[str, Any] | None = None  #: connect arguments of any worker that comes later; None: in vain
-
-
-@attrs.frozen(kw_only=True)
-class _Transfer:
-    """What went, and what came back."""
-
-    kind: Kind
-    digests: Mapping[str, str]  #: what was sent or left as it was, by name
-    receipts: Sequence[WeightReceipt]  #: by replica
-    peft_config: Mapping[str, Any] | None
-    retained: Mapping[str, Any] | None
 
 
 class WeightSynchronizer:
@@ -102,10 +52,9 @@ class WeightSynchronizer:
 
     def __init__(
         self,
-        senders: Sequence[Sender],
-        replicas: Sequence[Replica | BaseRolloutServer],
+        senders: Sequence[WeightSender],
+        replicas: Sequence[Replica],
         name: str,
-        engine_class: Topologist,
         clock: Clock,
         *,
         settings: Mapping[str, Any] | None = None,
@@ -116,100 +65,88 @@ class WeightSynchronizer:
     ) -> None:
         """
         Args:
-            senders: by trainer rank.
-            replicas: all of them, started; a bare server counts as one worker. Read at the beginning of each
-                synchronisation: somebody may add or remove some in between.
-            name: of the checkpoint engine's plugin, by which each worker builds its receiver.
-            engine_class: of the checkpoint engine, or what stands for it; decides the topology.
-            clock: the run's.
-            settings: of the checkpoint engine; workers get the same.
-            deadline_seconds: of one synchronisation.
-            probe: compares what replicas compute with what the engine computes, at the end of each
-                synchronisation; None: nobody does, or somebody else.
-            kind: delta: send what has changed since the last version that everybody acknowledged.
-            on_missing_base: where somebody does not hold that version; full: send everything, stop: ``weights.base``.
+            senders: One for each trainer rank, in order; or their stubs.
+            replicas: All of them, started. The list is read at the beginning of each synchronisation.
+            name: The checkpoint engine's plugin, by which each worker builds its receiver.
+            clock: Time source for all waits and deadlines.
+            settings: Those of the checkpoint engine; workers get the same.
+            deadline_seconds: The longest time of one transfer.
+            probe: Compares what replicas compute with what the engine computes, at the end of each synchronisation;
+                None: that is left out, or done elsewhere.
+            kind: delta: send what has changed since the last version that every replica acknowledged.
+            on_missing_base: Where that version is not held everywhere; full: send everything, stop: ``weights.base``.
         """
-        self._senders = list(senders)
-        self._replicas = replicas
-        self._name = name
-        self._engine_class = engine_class
-        self._clock = clock
+        self._senders, self._replicas, self._name = senders, replicas, name
+        self._clock, self._deadline_seconds = clock, deadline_seconds
         self._settings = dict(settings or {})
-        self._deadline_seconds = deadline_seconds
-        self._probe = probe
-        self._kind = kind
-        self._on_missing_base: Literal["full", "stop"] = on_missing_base
-        self.version: int | None = None  #: the last one that every replica has acknowledged
-        self.last: SyncReport | None = None  #: of that version
+        self._probe, self._kind, self._on_missing_base = probe, kind, on_missing_base
+        self.last: SyncReport | None = None  #: of the last version that every replica has acknowledged
+
+    @property
+    def version(self) -> int | None:
+        """The last version that every replica has acknowledged."""
+        return None if self.last is None else self.last.version
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring ``version`` to every replica.
+        """Bring ``version`` to every replica. A transfer that breaks off is repeated once.
 
         Raises:
             WeightsError: ``weights.version`` when it is not newer than the last one or a replica acknowledges another;
                 ``weights.missing`` or ``weights.digest`` naming replica, worker and tensors; ``weights.transfer`` when
-                a side fails, and the other sides are then cancelled; ``weights.base``; ``weights.log-probs``. Every end
-                is finalized.
-            DeadlineExceeded: naming who had not finished.
+                an end fails, and the others are then cancelled; ``weights.base``; ``weights.log-probs``. Every end is
+                finalized.
+            DeadlineExceeded: names the ends that had not finished.
         """
         if self.version is not None and version <= self.version:
             message = "a weight version goes backwards"
             raise WeightsError(message, code="weights.version", expected=f"above {self.version}", found=version)
-        start = self._clock.time()
-        replicas = [
-            each if isinstance(each, Replica) else Replica(each, ServerInfo(replica=each.context.replica))
-            for each in self._replicas
-        ]
-        done = await self._transferred(replicas, version)
-        for replica, receipt in zip(replicas, done.receipts, strict=True):
-            verify(replica.info, receipt, version, done.digests)
-        if self._probe is not None:
-            await self._probe.check({each.info.replica: each.server for each in replicas}, version)
-        self.version = version
-        self.last = SyncReport(
-            version=version,
-            receipts=tuple(done.receipts),
-            seconds=self._clock.time() - start,
-            paused_seconds=max((receipt.paused_seconds for receipt in done.receipts), default=0.0),
-            bytes=self._senders[0].sent_bytes,
-            kind=done.kind,
-            digests=done.digests,
-            peft_config=done.peft_config,
-            retained=done.retained,
-        )
+        self.last = await self._repeated(list(self._replicas), version, self._kind == "delta")
         return self.last
 
     async def catch_up(self, replica: Replica, version: int) -> SyncReport:
-        """Bring the engine's weights to one replica that was made anew, or is to join the others.
+        """Bring the engine's weights, whole, to one replica that was restarted or joins.
 
         Args:
-            replica: started.
-            version: of the weights that the engine has now; it must not train meanwhile.
+            replica: A started replica.
+            version: The version of the weights that the engine has; it must not train meanwhile.
         """
-        alone = WeightSynchronizer(
-            self._senders,
-            [replica],
-            self._name,
-            self._engine_class,
-            self._clock,
-            settings=self._settings,
-            deadline_seconds=self._deadline_seconds,
-            probe=self._probe,
-            kind=self._kind,
-        )
-        return await alone.sync(version)
+        return await self._repeated([replica], version, delta=False)
+
+    async def _repeated(self, replicas: Sequence[Replica], version: int, delta: bool) -> SyncReport:
+        try:
+            return await self._proved(replicas, version, delta)
+        except WeightsError as error:
+            if error.code != "weights.transfer":
+                raise
+            logging.getLogger("jackfield").warning("the transfer is repeated: %s", error.message)
+            return await self._proved(replicas, version, delta)
+
+    async def _proved(self, replicas: Sequence[Replica], version: int, delta: bool) -> SyncReport:
+        """Transfer, whole where a delta cannot be applied, and verify the receipts."""
+        start = self._clock.time()
+        base = await self._base(replicas) if delta else None
+        try:
+            report = await self._transfer(replicas, version, base)
+        except WeightsError as error:
+            if base is None or error.code != "weights.base":
+                raise
+            self._without(error.message, error)
+            report = await self._transfer(replicas, version, None)
+        for replica, receipt in zip(replicas, report.receipts, strict=True):
+            verify(replica.info, receipt, version, report.digests)
+        if self._probe is not None:
+            await self._probe.check({each.info.replica: each.server for each in replicas}, version)
+        return attrs.evolve(report, seconds=self._clock.time() - start)
 
     async def _base(self, replicas: Sequence[Replica]) -> int | None:
-        """The version that a delta can be made to; None: everything has to be sent.
+        """Return the version that a delta can be made to; None: everything has to be sent.
 
         Raises:
             WeightsError: ``weights.base``, where that is to stop the run.
         """
-        if self._kind != "delta" or self.version is None:
+        if self.version is None:
             return None
-        lacking = [
-            f"sender {rank}" for rank, each in enumerate(self._senders) if not await _result(each.knows(self.version))
-        ]
+        lacking = [f"sender {rank}" for rank, each in enumerate(self._senders) if not await each.knows(self.version)]
         asked = asyncio.gather(*(replica.server.health() for replica in replicas))
         who = f"replicas to say which weights they hold, before version {self.version} is followed by another"
         reports = await self._clock.wait_for(asked, self._deadline_seconds, who)
@@ -222,7 +159,7 @@ class WeightSynchronizer:
         return None
 
     def _without(self, why: str, error: WeightsError | None) -> None:
-        """Send everything, or stop."""
+        """Go on with a whole transfer, or stop."""
         if self._on_missing_base == "stop":
             raise WeightsError(
                 f"a delta cannot be sent: {why}",
@@ -232,102 +169,68 @@ class WeightSynchronizer:
             ) from error
         logging.getLogger("jackfield").info("weights are sent as a whole, not as a delta: %s", why)
 
-    async def _transferred(self, replicas: Sequence[Replica], version: int) -> _Transfer:
-        """Transfer, once more as a whole where a delta is refused."""
-        base = await self._base(replicas)
+    async def _transfer(self, replicas: Sequence[Replica], version: int, base: int | None) -> SyncReport:
         try:
-            return await self._transfer(replicas, version, base)
-        except WeightsError as error:
-            if base is None or error.code != "weights.base":
-                raise
-            self._without(error.message, error)
+            return await self._transferred(replicas, version, base)
         finally:
-            await self._finalize()
-        try:
-            return await self._transfer(replicas, version, None)
-        finally:
-            await self._finalize()
+            for rank, sender in enumerate(self._senders):
+                await self._clock.wait_for(sender.finalize(), GRACE_SECONDS, f"sender {rank} to finalize")
 
-    async def _transfer(self, replicas: Sequence[Replica], version: int, base: int | None) -> _Transfer:
-        peft_configs = [await _result(sender.open()) for sender in self._senders]
-        base = base if peft_configs[0] is None else None  # an adapter is sent whole
-        prepared = [await _result(sender.prepare()) for sender in self._senders]
-        workers = sum(replica.info.workers for replica in replicas)
-        metadata = tuple(result.metadata for result in prepared)
+    async def _transferred(self, replicas: Sequence[Replica], version: int, base: int | None) -> SyncReport:
+        prepared = [await sender.prepare() for sender in self._senders]
+        peft_config = prepared[0].peft_config
+        base = base if peft_config is None else None  # an adapter is sent whole
+        kind: Kind = "adapter" if peft_config is not None else "full" if base is None else "delta"
+        metadata, workers = tuple(each.metadata for each in prepared), sum(replica.info.workers for replica in replicas)
         request = TopologyRequest(trainer_metadata=metadata, rollout_workers=workers)
-        topology: Topology = await _result(self._engine_class.build_topology(request))
-        sides: dict[str, Coroutine[Any, Any, Any]] = {
-            f"sender {rank}": self._send(sender, topology.trainer[rank], version, base)
+        topology = await self._senders[0].build_topology(request)
+        ends: dict[str, Coroutine[Any, Any, Any]] = {
+            f"sender {rank}": _send(sender, topology.trainer[rank], version, base)
             for rank, sender in enumerate(self._senders)
         }
-        for replica, update in self._requests(replicas, topology, version, base, peft_configs[0]):
-            sides[f"replica {replica.info.replica}"] = replica.server.update_weights(update)
-        results = await run_all(sides, self._clock, self._deadline_seconds, f"weight version {version}")
-        senders = len(self._senders)
-        return _Transfer(
-            kind=_kind(base, peft_configs[0]),
-            digests=results[0],
-            receipts=results[senders:],
-            peft_config=peft_configs[0],
-            retained=topology.retained,
-        )
-
-    @staticmethod
-    async def _send(sender: Sender, arguments: Mapping[str, Any], version: int, base: int | None) -> dict[str, str]:
-        await sender.connect(arguments, version)
-        return await (sender.send() if base is None else sender.send(base=base))
-
-    def _requests(
-        self,
-        replicas: Sequence[Replica],
-        topology: Topology,
-        version: int,
-        base: int | None,
-        peft_config: Mapping[str, Any] | None,
-    ) -> list[tuple[Replica, UpdateWeightsRequest]]:
-        """Each replica's request, with its workers' share of the topology."""
-        requests, first = [], 0
+        first = 0
         for replica in replicas:
-            request = UpdateWeightsRequest(
+            update = UpdateWeightsRequest(
                 version=version,
                 checkpoint_engine=self._name,
                 checkpoint_engine_config=self._settings,
                 connect=topology.rollout[first : first + replica.info.workers],
                 first_worker=first,
-                total_workers=len(topology.rollout),
-                kind=_kind(base, peft_config),
+                total_workers=workers,
+                kind=kind,
                 peft_config=peft_config,
                 base_version=base,
                 deltas_follow=self._kind == "delta",
                 deadline_seconds=self._deadline_seconds,
             )
-            requests.append((replica, request))
+            ends[f"replica {replica.info.replica}"] = replica.server.update_weights(update)
             first += replica.info.workers
-        return requests
+        results = await run_together(ends, self._clock, self._deadline_seconds, f"weight version {version}")
+        receipts: tuple[WeightReceipt, ...] = tuple(results[len(self._senders) :])
+        return SyncReport(
+            version=version,
+            receipts=receipts,
+            seconds=0.0,
+            paused_seconds=max((receipt.paused_seconds for receipt in receipts), default=0.0),
+            bytes=self._senders[0].sent_bytes,
+            kind=kind,
+            digests=results[0],
+            peft_config=peft_config,
+            retained=topology.retained,
+        )
 
-    async def _finalize(self) -> None:
-        for rank, sender in enumerate(self._senders):
-            await self._clock.wait_for(sender.finalize(), GRACE_SECONDS, f"sender {rank} to finalize")
 
-
-def _kind(base: int | None, peft_config: Mapping[str, Any] | None) -> Kind:
-    if peft_config is not None:
-        return "adapter"
-    return "full" if base is None else "delta"
-
-
-async def _result(value: T | Awaitable[T]) -> T:
-    return await value if inspect.isawaitable(value) else value
+async def _send(sender: WeightSender, arguments: Mapping[str, Any], version: int, base: int | None) -> dict[str, str]:
+    await sender.connect(arguments, version)
+    return await sender.send(base=base)
 
 
 def verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping[str, str]) -> None:
     """Refuse a receipt that does not prove that every worker has loaded just what was sent."""
     where = f"replica {info.replica}"
     if receipt.version != version:
-        raise WeightsError(
-            f"{where} acknowledges another version", code="weights.version", where=where, expected=version,
-            found=receipt.version,
-        )  # fmt: skip
+        message = f"{where} acknowledges another version"
+        raise WeightsError(message, code="weights.version", where=where, expected=version, found=receipt.version)
     workers = sorted(worker.worker for worker in receipt.workers)
     if receipt.replica != info.replica or workers != list(range(info.workers)):
         raise WeightsError(

@@ -52,17 +52,17 @@ def serve(tmp_path: Path) -> Serve:
 
     @contextlib.asynccontextmanager
     async def started(lora: bool = False, folder: str | None = None, **settings: Any) -> AsyncIterator[ServerOnFake]:
-        staging = tmp_path / "staging"
-        staging.mkdir(exist_ok=True)
+        weights = tmp_path / "weights"
+        weights.mkdir(exist_ok=True)
         model = ModelSpec(path=folder or model_folder(), lora=LoraSpec(rank=2) if lora else None)
-        server = ServerOnFake(Config(staging=str(staging), **settings), RolloutContext(model=model))
+        server = ServerOnFake(Config(weight_folder=str(weights), **settings), RolloutContext(model=model))
         server.info = await server.start()
         try:
             yield server
         finally:
             await server.stop()
             await server.fake.close()
-        assert [] == list(staging.iterdir()), "received weights were left behind"
+        assert [] == list(weights.iterdir()), "received weights were left behind"
 
     return started
 
@@ -73,9 +73,9 @@ def make_request(name: str, *prompt: int, **sampling: Any) -> GenerateRequest:
 
 def weights_of(server: ServerOnFake) -> dict[str, torch.Tensor]:
     """New values for all of the model's tensors."""
-    assert server._staging is not None
+    assert server._weight_folder is not None
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=generator) for name, shape in server._staging.expected.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in server._weight_folder.expected.items()}
 
 
 async def sync(
@@ -96,7 +96,6 @@ async def sync(
         [WeightSender(engine, source)],
         [replica],
         "in_process",
-        InProcessCheckpointEngine,
         Clock(),
         deadline_seconds=30.0,
     )

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext, PrepareResult, Topology
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams, UpdateWeightsRequest
-from jackfield_rollout_transformers import server as server_module
+from jackfield.sdk import receiver
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.server import TransformersServer
 
@@ -122,7 +122,7 @@ def make_model_fixture() -> Callable[..., Any]:
 class QueueEngine(CheckpointEngine):
     """The rollout's end of a transfer whose tensors the test puts into ``arguments["queue"]``; None ends it."""
 
-    def prepare(self) -> PrepareResult:
+    async def prepare(self) -> PrepareResult:
         return PrepareResult()
 
     @classmethod
@@ -153,7 +153,7 @@ class _Loaded:
 @pytest.fixture
 def send(monkeypatch: pytest.MonkeyPatch) -> Callable[..., UpdateWeightsRequest]:
     """``send(version, tensors)``: an update request whose tensors lie ready; ``complete=False`` leaves the end out."""
-    monkeypatch.setattr(server_module, "load_plugin", lambda kind, name: _Loaded())
+    monkeypatch.setattr(receiver, "load_plugin", lambda kind, name: _Loaded())
 
     def make(
         version: int, tensors: Mapping[str, Any] | list[Any], complete: bool = True, **fields: Any

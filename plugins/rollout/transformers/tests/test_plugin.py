@@ -13,11 +13,11 @@ import torch
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import ModelSpec
-from jackfield.abc.rollout import PauseRequest, ResumeRequest, RolloutContext
+from jackfield.abc.rollout import PauseRequest, ResumeRequest, RolloutContext, ServerInfo
 from jackfield.clock import Clock
 from jackfield.errors import ConfigError, WeightsError
 from jackfield.plugins import load_plugin
-from jackfield.weights import WeightSender, WeightSynchronizer
+from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 
 
 def build(folder: str, replica: int = 0, **settings: Any) -> Any:
@@ -48,7 +48,12 @@ def synchronizer(source: Any, servers: list[Any], bucket_bytes: int) -> WeightSy
     engine: Any = plugin.build(settings, CheckpointEngineContext(end="sender"))
     sender = WeightSender(engine, source)
     return WeightSynchronizer(
-        [sender], servers, "in_process", plugin.cls, Clock(), settings=settings, deadline_seconds=30
+        [sender],
+        [Replica(server, ServerInfo(replica=server.context.replica)) for server in servers],
+        "in_process",
+        Clock(),
+        settings=settings,
+        deadline_seconds=30,
     )
 
 

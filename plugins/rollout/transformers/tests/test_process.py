@@ -133,8 +133,8 @@ def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> Non
             replicas = [Replica(server, await server.start()) for server in servers]
             plugin = load_plugin("checkpoint_engine", "zmq")
             engine: Any = plugin.build({"bucket_bytes": 1 << 12}, CheckpointEngineContext(end="sender"))
-            sender, cls = WeightSender(engine, lambda: (export(), None)), plugin.cls
-            synchronizer = WeightSynchronizer([sender], replicas, "zmq", cls, Clock(), deadline_seconds=30.0)  # type: ignore[arg-type]
+            sender = WeightSender(engine, lambda: (export(), None))
+            synchronizer = WeightSynchronizer([sender], replicas, "zmq", Clock(), deadline_seconds=30.0)
             router = ReplicaRouter(dict(enumerate(servers)), Clock())
             running = [asyncio.create_task(router.generate(greedy(f"running-{n}", LONG))) for n in range(2)]
             report = await LastingWeights(synchronizer, replicas).sync(1)

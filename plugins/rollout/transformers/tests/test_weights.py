@@ -11,8 +11,8 @@ import torch
 
 from jackfield.abc.rollout import GenerateResult, PauseRequest, ResumeRequest, SleepRequest, WakeUpRequest
 from jackfield.errors import RolloutError, WeightsError
-from jackfield.weights import digest
-from jackfield.weights.delta import SentVersions
+from jackfield.sdk.buckets import digest
+from jackfield.weights.sender import SentVersions
 from jackfield_rollout_transformers.float8 import rounded
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft

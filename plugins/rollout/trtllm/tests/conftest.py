@@ -129,10 +129,10 @@ def serve(tmp_path: Path) -> Serve:
 
     @contextlib.asynccontextmanager
     async def started(fails: bool = False, **settings: Any) -> AsyncIterator[ServerOnFake]:
-        staging = tmp_path / "staging"
-        staging.mkdir(exist_ok=True)
+        weights = tmp_path / "weights"
+        weights.mkdir(exist_ok=True)
         context = RolloutContext(model=ModelSpec(path=model_folder()))
-        server = ServerOnFake(Config(staging=str(staging), **settings), context)
+        server = ServerOnFake(Config(weight_folder=str(weights), **settings), context)
         server.fake.fails = fails
         server.info = await server.start()
         try:
@@ -140,7 +140,7 @@ def serve(tmp_path: Path) -> Serve:
         finally:
             await server.stop()
         assert server.fake.ended
-        assert [] == list(staging.iterdir()), "received weights were left behind"
+        assert [] == list(weights.iterdir()), "received weights were left behind"
 
     return started
 
@@ -151,9 +151,9 @@ def make_request(name: str, *prompt: int, **sampling: Any) -> GenerateRequest:
 
 def weights_of(server: ServerOnFake) -> dict[str, torch.Tensor]:
     """New values for all of the model's tensors."""
-    assert server._staging is not None
+    assert server._weight_folder is not None
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=generator) for name, shape in server._staging.expected.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in server._weight_folder.expected.items()}
 
 
 async def sync(server: ServerOnFake, version: int, tensors: Mapping[str, torch.Tensor]) -> SyncReport:
@@ -165,7 +165,5 @@ async def sync(server: ServerOnFake, version: int, tensors: Mapping[str, torch.T
     engine = InProcessCheckpointEngine(InProcessConfig(), CheckpointEngineContext(end="sender"))
     assert server.info is not None
     senders, replicas = [WeightSender(engine, source)], [Replica(server, server.info)]
-    synchronizer = WeightSynchronizer(
-        senders, replicas, "in_process", InProcessCheckpointEngine, Clock(), deadline_seconds=30.0
-    )
+    synchronizer = WeightSynchronizer(senders, replicas, "in_process", Clock(), deadline_seconds=30.0)
     return await synchronizer.sync(version)

@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext, ConnectRequest, TopologyRequest
 from jackfield.errors import DeadlineExceeded, WeightsError
-from jackfield.weights import WeightReceiver, WeightSender, digest
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import WeightReceiver
+from jackfield.weights import WeightSender
 from jackfield_transport_file.config import Config
 from jackfield_transport_file.engine import FileCheckpointEngine
 from jackfield_transport_file.failures import guarded
@@ -56,7 +58,7 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 async def send(config: Config, version: int) -> None:
     """Publish to nobody: explorers come when they like."""
     sender = WeightSender(engine(config, "sender"))
-    request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=0)
+    request = TopologyRequest(trainer_metadata=((await sender.prepare()).metadata,), rollout_workers=0)
     topology = FileCheckpointEngine.build_topology(request)
     await sender.connect(topology.trainer[0], version)
     await sender.send(pair for pair in model(version).items())
@@ -160,14 +162,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = Config(folder=str(tmp_path / "file" / "weights"))
     with pytest.raises(WeightsError) as caught:
-        engine(config, "sender").prepare()
+        asyncio.run(engine(config, "sender").prepare())
     assert "weights.storage" == caught.value.code
 
 
 def test_an_error_of_the_training_engine_is_not_one_of_the_folder(config: Config) -> None:
     async def main() -> None:
         sender = WeightSender(engine(config, "sender"))
-        sender.prepare()
+        await sender.prepare()
         await sender.connect({"workers": 0}, 1)
 
         def failing() -> Any:

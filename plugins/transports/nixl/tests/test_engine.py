@@ -13,7 +13,8 @@ import torch
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext, TopologyRequest
 from jackfield.errors import WeightsError
-from jackfield.weights import WeightReceiver, WeightSender
+from jackfield.sdk.receiver import WeightReceiver
+from jackfield.weights import WeightSender
 from jackfield_testing import in_loop
 from jackfield_transport_nixl.config import EngineConfig
 from jackfield_transport_nixl.engine import NIXLCheckpointEngine
@@ -46,7 +47,7 @@ def listening() -> set[str]:
 async def test_within_a_host_nobody_listens_beyond_loopback() -> None:
     """While tensors are taken; what arrives is what was sent."""
     sender, receiver = WeightSender(engine("sender", bucket_bytes=1 << 16)), WeightReceiver(engine("receiver"))
-    request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=1)
+    request = TopologyRequest(trainer_metadata=((await sender.prepare()).metadata,), rollout_workers=1)
     topology = NIXLCheckpointEngine.build_topology(request)
 
     async def send() -> dict[str, str]:
@@ -65,7 +66,7 @@ async def test_within_a_host_nobody_listens_beyond_loopback() -> None:
 @in_loop
 async def test_devices_that_are_not_there_are_named() -> None:
     sender, receiver = WeightSender(engine("sender", devices="nowhere0")), WeightReceiver(engine("receiver"))
-    request = TopologyRequest(trainer_metadata=(sender.prepare().metadata,), rollout_workers=1)
+    request = TopologyRequest(trainer_metadata=((await sender.prepare()).metadata,), rollout_workers=1)
     topology = NIXLCheckpointEngine.build_topology(request)
 
     async def receive() -> None:
@@ -82,12 +83,14 @@ async def test_devices_that_are_not_there_are_named() -> None:
     assert "weights.transfer" == caught.value.code
 
 
-def test_a_taken_port_is_refused_by_name() -> None:
+@in_loop
+async def test_a_taken_port_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         sender = engine("sender", port=port)
-        with pytest.raises(WeightsError, match=rf"(?s)cannot listen.*127\.0\.0\.1:{port}"):
-            sender.prepare()
-    sender.prepare()
-    sender.prepare()  # as after a synchronisation that failed before anybody came
-    asyncio.run(sender.finalize())
+        with pytest.raises(WeightsError) as caught:
+            await sender.prepare()
+        assert ("weights.transfer", f"127.0.0.1:{port}") == (caught.value.code, caught.value.where)
+    await sender.prepare()
+    await sender.prepare()  # as after a synchronisation that failed before a worker came
+    await sender.finalize()

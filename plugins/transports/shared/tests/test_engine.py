@@ -15,7 +15,9 @@ import torch
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext, TopologyRequest
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.plugins import discover
-from jackfield.weights import WeightReceiver, WeightSender, digest
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import WeightReceiver
+from jackfield.weights import WeightSender
 from jackfield_transport_shared.segments import Pool, mapped
 
 
@@ -39,7 +41,7 @@ class Transfer:
 
     async def run(self, version: int, reading: Any = None) -> dict[str, str]:
         """A transfer; ``reading`` in the place of the worker's own iteration."""
-        request = TopologyRequest(trainer_metadata=(self.sender.prepare().metadata,), rollout_workers=1)
+        request = TopologyRequest(trainer_metadata=((await self.sender.prepare()).metadata,), rollout_workers=1)
         topology = self.engine.build_topology(request)
         receiver = WeightReceiver(build("receiver"))
         stream = receiver.tensors(topology.rollout[0], version)

@@ -4,7 +4,8 @@
 they differ and ``abi_version`` was not bumped accordingly, or was bumped for nothing. ``write`` renews the files, and
 refuses likewise. A snapshot holds, for each kind: the methods and properties of the contract and its ``__init__``
 (abstractness, what a call yields, parameters, return annotation), its class attributes, the methods of protocols that
-the host implements, the fields of the frozen attrs classes in its module, and type aliases.
+the host implements, the fields of the frozen attrs classes in its module, and type aliases. ``core/abi/sdk.json`` holds
+the same of the public names of :mod:`jackfield.sdk`.
 
 *Major*: a new abstract method, a method that becomes abstract, a new parameter on a method, any changed parameter,
 return or flavour (synchronous, asynchronous, …), a removed method, class or field, a changed field type, a new required
@@ -15,8 +16,10 @@ field that gets a default, a new class or alias. *None*: another order.
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
+import pkgutil
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,11 +28,12 @@ from typing import Any, Literal, Protocol
 
 import attrs
 
+import jackfield.sdk
 from jackfield.abc import CONTRACTS
 from jackfield.plugins.manifest import parse_version
 from jackfield.plugins.structure import annotation_text, flavour, is_frozen, public_members, signature_of
 
-__all__ = ["Change", "check_kind", "compare", "describe", "main", "next_version", "required_bump"]
+__all__ = ["Change", "check_kind", "compare", "describe", "describe_sdk", "main", "next_version", "required_bump"]
 
 Level = Literal["major", "minor", "none"]
 Snapshot = Mapping[str, Any]
@@ -77,6 +81,35 @@ def describe(kind: str, contract: type, module: types.ModuleType | None = None) 
         "protocols": protocols,
         "records": records,
         "aliases": _aliases(module),
+    }
+
+
+def describe_sdk(package: types.ModuleType = jackfield.sdk) -> dict[str, Any]:
+    """Make the snapshot of a package's public names, those of its modules included: plain values that fit into JSON."""
+    functions: dict[str, Any] = {}
+    classes: dict[str, type] = {}
+    aliases: dict[str, str] = {}
+    for found in (None, *pkgutil.iter_modules(package.__path__)):
+        module = package if found is None else importlib.import_module(f"{package.__name__}.{found.name}")
+        for name in set(module.__all__) - {"abi_version"}:
+            value, path = getattr(module, name), name if found is None else f"{found.name}.{name}"
+            if inspect.isclass(value):
+                classes[path] = value
+            elif inspect.isroutine(value):
+                functions[path] = staticmethod(value)
+            else:
+                aliases[path] = str(value) if isinstance(value, str | int | float) else type(value).__name__
+    holder = type("Functions", (), functions)
+    return {
+        "kind": "sdk",
+        "abi_version": package.abi_version,
+        "contract": package.__name__,
+        "methods": {path: _method(holder, path) for path in sorted(functions)},
+        "attributes": {},
+        "protocols": {},
+        "classes": {path: _methods(classes[path]) for path in sorted(classes)},
+        "records": {path: _fields(cls) for path, cls in sorted(classes.items()) if attrs.has(cls) and is_frozen(cls)},
+        "aliases": dict(sorted(aliases.items())),
     }
 
 
@@ -145,15 +178,17 @@ def compare(old: Snapshot, new: Snapshot) -> list[Change]:
     changes += _members("attributes", old["attributes"], new["attributes"], _compare_field)
     changes += _members("aliases", old["aliases"], new["aliases"], _compare_value)
     changes += _members("", {"contract": old["contract"]}, {"contract": new["contract"]}, _compare_value)
-    for section, judge in (("protocols", _compare_host_method), ("records", _compare_field)):
-        for name in old[section].keys() | new[section].keys():
+    judges = {"protocols": _compare_host_method, "classes": _compare_method, "records": _compare_field}
+    for section, judge in judges.items():
+        before, after = old.get(section, {}), new.get(section, {})
+        for name in before.keys() | after.keys():
             path = f"{section}.{name}"
-            if name not in old[section]:
+            if name not in before:
                 changes.append(Change("minor", path, "new"))
-            elif name not in new[section]:
+            elif name not in after:
                 changes.append(Change("major", path, "removed"))
             else:
-                changes += _members(path, old[section][name], new[section][name], judge)
+                changes += _members(path, before[name], after[name], judge)
     return sorted(changes, key=lambda change: (-_ORDER.index(change.level), change.path, change.text))
 
 
@@ -249,12 +284,12 @@ def _default_folder() -> Path:
     return folder if folder.is_dir() else Path("core/abi")
 
 
-def main(arguments: Sequence[str] | None = None, contracts: Mapping[str, type] = CONTRACTS) -> int:
-    """Entry point of ``python -m jackfield_conformance.abi_snapshot``; returns the exit code, 0 or 1.
+def main(arguments: Sequence[str] | None = None, contracts: Mapping[str, type] | None = None) -> int:
+    """Run ``python -m jackfield_conformance.abi_snapshot`` and return the exit code, 0 or 1.
 
     Args:
-        arguments: of the command line; default: ``sys.argv``.
-        contracts: the abstract class of each kind.
+        arguments: Those of the command line; None: ``sys.argv``.
+        contracts: The abstract class of each kind; None: those of Jackfield, and the SDK.
     """
     parser = argparse.ArgumentParser(prog="abi_snapshot", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("command", choices=("check", "write"))
@@ -264,10 +299,10 @@ def main(arguments: Sequence[str] | None = None, contracts: Mapping[str, type] =
     )
     options = parser.parse_args(arguments)
     failed = False
-    for kind, contract in contracts.items():
-        file = options.folder / f"{kind}.json"
+    snapshots = [describe(kind, contract) for kind, contract in (contracts or CONTRACTS).items()]
+    for new in snapshots if contracts is not None else (*snapshots, describe_sdk()):
+        file = options.folder / f"{new['kind']}.json"
         old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        new = describe(kind, contract)
         failures, remarks = check_kind(old, new)
         if options.command == "write" and (options.unreleased or not failures):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -278,7 +313,7 @@ def main(arguments: Sequence[str] | None = None, contracts: Mapping[str, type] =
             print(line)
         failed = failed or bool(failures)
     if not failed and options.command == "check":
-        print(f"{len(contracts)} contracts agree with their snapshots")
+        print(f"{len(snapshots)} contracts agree with their snapshots")
     return int(failed)
 
 

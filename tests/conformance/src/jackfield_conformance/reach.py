@@ -18,18 +18,15 @@ ALLOWED = (
     "jackfield.files",
     "jackfield.sdk",
     "jackfield.algorithms",
-    "jackfield.plugins",
     "jackfield.heartbeat",
     "jackfield.queue",
     "jackfield.runtime.generation",
     "jackfield.runtime.openai",
     "jackfield.runtime.ray.loopback",
     "jackfield.runtime.relay",
-    "jackfield.runtime.staged",
     "jackfield.runtime.worker",
     "jackfield.sockets",
     "jackfield.settings",
-    "jackfield.weights",
     "jackfield.wire",
 )
 

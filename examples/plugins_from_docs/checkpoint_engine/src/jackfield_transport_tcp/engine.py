@@ -50,7 +50,7 @@ class TCPCheckpointEngine(CheckpointEngine):
 
     # ---- before the transfer
 
-    def prepare(self) -> PrepareResult:
+    async def prepare(self) -> PrepareResult:
         """Rank 0 listens, on loopback unless the context names another interface."""
         if self.context.rank != 0:
             return PrepareResult()

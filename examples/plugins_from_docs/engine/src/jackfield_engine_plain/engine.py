@@ -27,10 +27,10 @@ from jackfield.abc.engine import (
 )
 from jackfield.algorithms import resolve_loss
 from jackfield.errors import EngineError, PluginError
-from jackfield.weights.model_folder import CheckpointNames
 from jackfield_engine_plain.config import Config
 from jackfield_engine_plain.passes import Pass, micro_batches
 from jackfield_engine_plain.schedule import learning_rate
+from jackfield_huggingface.names import CheckpointNames
 
 __all__ = ["PlainEngine"]
 

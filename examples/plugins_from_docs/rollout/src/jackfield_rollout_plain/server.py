@@ -13,7 +13,6 @@ import attrs
 import torch
 from transformers import AutoModelForCausalLM
 
-from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.rollout import (
     AbortRequest,
     AbortResult,
@@ -37,8 +36,8 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import PluginError, RolloutError, WeightsError
-from jackfield.plugins import load_plugin
-from jackfield.weights import WeightReceiver, digest
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import open_receiver
 from jackfield_rollout_plain.config import Config
 from jackfield_rollout_plain.sampling import draw
 
@@ -334,15 +333,7 @@ class PlainServer(BaseRolloutServer):
 
     async def _receive(self, request: UpdateWeightsRequest) -> dict[str, str]:
         """Copy each tensor into its place; digests of what lies there afterwards."""
-        context = CheckpointEngineContext(
-            end="receiver",
-            rank=request.first_worker,
-            world_size=request.total_workers,
-            host=self.context.host,
-            deadline_seconds=request.deadline_seconds,
-        )
-        loaded = load_plugin("checkpoint_engine", request.checkpoint_engine)
-        receiver = WeightReceiver(loaded.build(request.checkpoint_engine_config, context))
+        receiver = open_receiver(request, host=self.context.host)
         targets = self._model.state_dict(keep_vars=True)
         digests: dict[str, str] = {}
         async with aclosing(receiver.tensors(request.connect[0], request.version)) as tensors:

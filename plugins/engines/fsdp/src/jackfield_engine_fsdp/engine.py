@@ -26,7 +26,6 @@ from jackfield.abc.engine import (
     SaveCheckpointResult,
 )
 from jackfield.errors import EngineError
-from jackfield.weights.model_folder import CheckpointNames
 from jackfield_engine_fsdp import checkpointing, export, loading, norms, passes
 from jackfield_engine_fsdp.batching import RowBatch
 from jackfield_engine_fsdp.config import Config
@@ -37,6 +36,8 @@ from jackfield_engine_fsdp.placement import Placement
 from jackfield_engine_fsdp.process_group import Ranks
 from jackfield_engine_fsdp.random_state import RandomStreams
 from jackfield_engine_fsdp.rotary import Rotary
+from jackfield_huggingface.adapters import merge_folder
+from jackfield_huggingface.names import CheckpointNames
 
 __all__ = ["FSDPEngine"]
 
@@ -346,7 +347,10 @@ class FSDPEngine(BaseEngine):
         assert self._ranks is not None, "initialized"
         folder = checkpointing.make_folder(request.folder, self._ranks)
         if request.format == "huggingface":
-            export.save_folder(model, self._names, Path(self.context.model.path), folder, writes=self._ranks.rank == 0)
+            writes, spec = self._ranks.rank == 0, self.context.model
+            export.save_folder(model, self._names, Path(spec.path), folder, writes=writes)
+            if writes and request.merge_adapter:
+                merge_folder(spec, folder)
         else:
             checkpointing.save(folder, model, self._optimization, self._streams, self._ranks)
         self._ranks.barrier()

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from jackfield.weights.model_folder import CheckpointNames
 from jackfield_engine_fsdp.loading import without_progress_bars
 from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
+from jackfield_huggingface.names import CheckpointNames
 
 __all__ = [
     "adapter_config",

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from jackfield.abc.engine import LoraSpec, ModelSpec
 from jackfield.errors import EngineError
-from jackfield.weights.model_folder import auto_class
+from jackfield_huggingface.names import auto_class
 
 if TYPE_CHECKING:
     from peft import PeftModel

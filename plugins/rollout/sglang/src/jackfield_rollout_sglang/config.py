@@ -61,7 +61,7 @@ class Config:
     deterministic: bool = option(
         True, help="SGLang's deterministic kernels, without which seeds have no effect; false: faster"
     )
-    staging: str = option(
+    weight_folder: str = option(
         "/dev/shm", help="an existing folder, in memory if it can be: new weights pass through files there"
     )
     start_seconds: float = option(600.0, help="for SGLang to load the model and answer", validator=gt(0.0))

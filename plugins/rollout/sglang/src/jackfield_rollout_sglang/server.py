@@ -22,7 +22,7 @@ from jackfield.abc.rollout import (
 from jackfield.errors import JackfieldError, PluginError, WeightsError
 from jackfield.runtime.generation import Running
 from jackfield.runtime.relay import MEMORY, InterruptingServer
-from jackfield.runtime.staged import Staged, StagingArea
+from jackfield_huggingface.folders import ReceivedWeights, WeightFolder
 from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.process import SglangProcess, free_port
 from jackfield_rollout_sglang.requests import check_log_probs, generate_body, launch_arguments, read_answer
@@ -42,7 +42,7 @@ class SglangServer(InterruptingServer):
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
         self._sglang: SglangProcess | None = None
-        self._staging: StagingArea | None = None
+        self._weight_folder: WeightFolder | None = None
         self._adapter: str | None = None
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class SglangServer(InterruptingServer):
         """
         self._begin()
         self._require_sglang()
-        self._staging = StagingArea(self.context, self.config.staging)
+        self._weight_folder = WeightFolder(self.context, self.config.weight_folder)
         port = free_port(self.context.host)
         self._sglang = SglangProcess(self._clock, self.context.host, port)
         await self._open(self._sglang, launch_arguments(self.config, self.context, port))
@@ -160,12 +160,12 @@ class SglangServer(InterruptingServer):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    async def _receive(self, request: UpdateWeightsRequest) -> Staged:
+    async def _receive(self, request: UpdateWeightsRequest) -> ReceivedWeights:
         """Write what comes into a folder, while SGLang decodes."""
-        assert self._staging is not None
-        return await self._staging.receive(request)
+        assert self._weight_folder is not None
+        return await self._weight_folder.receive(request)
 
-    async def _load(self, request: UpdateWeightsRequest, received: Staged) -> Sequence[WorkerReceipt]:
+    async def _load(self, request: UpdateWeightsRequest, received: ReceivedWeights) -> Sequence[WorkerReceipt]:
         """Have SGLang read the folder, and remove it."""
         try:
             if request.kind == "adapter":

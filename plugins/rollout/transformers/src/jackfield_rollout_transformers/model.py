@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import RolloutError
 from jackfield.sdk.rotary import length_limits
-from jackfield.weights.model_folder import CheckpointNames, auto_class
+from jackfield_huggingface.names import CheckpointNames, auto_class
 from jackfield_rollout_transformers import attention
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.float8 import rounded, rounded_names

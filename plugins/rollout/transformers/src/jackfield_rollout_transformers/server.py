@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.rollout import (
     AbortRequest,
     AbortResult,
@@ -33,9 +32,9 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
-from jackfield.plugins import load_plugin
 from jackfield.runtime.generation import check_request
-from jackfield.weights import WeightReceiver, digest
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import WeightReceiver, check_base, open_receiver
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.decoder import Decoder
 from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_model
@@ -319,7 +318,7 @@ class TransformersServer(BaseRolloutServer):
         async with self._update_lock:
             self._require_running()
             if request.kind == "delta":
-                self._weights.held.check(request.base_version)
+                check_base(self._weights.held.version, request.base_version)
             receive = self._receive_delta if request.kind == "delta" else self._receive
             task = self._update_task = asyncio.create_task(receive(request))
             what = f"weights of version {request.version} for replica {self.context.replica}"
@@ -408,21 +407,8 @@ class TransformersServer(BaseRolloutServer):
             raise WeightsError("the weights are asleep", fix="wake_up(tags=('weights',)) before the update")
 
     def _receiver(self, request: UpdateWeightsRequest) -> WeightReceiver:
-        context = CheckpointEngineContext(
-            end="receiver",
-            rank=request.first_worker,
-            world_size=request.total_workers,
-            device=self.context.device,
-            host=self.context.host,
-            deadline_seconds=request.deadline_seconds,
-        )
-        loaded = load_plugin("checkpoint_engine", request.checkpoint_engine)
-        engine: Any = loaded.build(request.checkpoint_engine_config, context)
         held = self._weights.held
-        if request.kind == "delta" or (request.kind == "full" and request.deltas_follow):
-            return WeightReceiver(engine, held)
-        held.forget()
-        return WeightReceiver(engine)
+        return open_receiver(request, device=self.context.device, host=self.context.host, held=held)
 
     def _enter_version(self, version: int) -> None:
         for sequence in self._requests.active.values():

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from jackfield.abc.rollout import UpdateWeightsRequest
 from jackfield.errors import PluginError, WeightsError
-from jackfield.weights import HeldWeights, MergedAdapter
-from jackfield.weights.model_folder import TensorGroup
+from jackfield.sdk.receiver import HeldWeights
+from jackfield_huggingface.adapters import MergedAdapter
+from jackfield_huggingface.names import TensorGroup
 from jackfield_rollout_transformers.float8 import rounded
 from jackfield_rollout_transformers.model import LoadedModel
 
@@ -25,7 +26,7 @@ class ModelWeights:
     """The parameters of one model: where they are and how they change.
 
     New values come under the names of the checkpoint. What the model holds in another form is kept until all tensors
-    of its group are there, and then converted: see :mod:`jackfield.weights.model_folder`.
+    of its group are there, and then converted: see :mod:`jackfield_huggingface.names`.
     """
 
     def __init__(self, model: LoadedModel) -> None:
@@ -73,7 +74,7 @@ class ModelWeights:
 
     @torch.no_grad()
     def apply(self, changes: Mapping[str, Tensor], version: int) -> dict[str, str]:
-        """Load what :meth:`~jackfield.weights.WeightReceiver.changes` received; digests of what has changed, by name.
+        """Load what ``WeightReceiver.changes`` received, and return the digests of what has changed, by name.
 
         Raises:
             WeightsError: ``weights.missing`` for a name, ``weights.transfer`` for a shape or blocks that do not fit.
@@ -217,7 +218,7 @@ class AdapterUpdate:
         """Merge; return the digests of the adapter's tensors as they lie here.
 
         Raises:
-            WeightsError: see :meth:`~jackfield.weights.MergedAdapter.merge`.
+            WeightsError: see :meth:`~jackfield_huggingface.adapters.MergedAdapter.merge`.
         """
         self._weights.adapter.merge(self._tensors, self._config)
         return {name: self._digest(tensor) for name, tensor in self._tensors.items()}

@@ -49,7 +49,7 @@ class Config:
         0.85, help="of the device's free memory, for the KV cache", validator=and_(gt(0.0), le(1.0))
     )
     prefix_caching: bool = option(True, help="keep what prompts have in common; forgotten at every update of weights")
-    staging: str = option(
+    weight_folder: str = option(
         "/dev/shm", help="an existing folder, in memory if it can be: new weights pass through files there"
     )
     start_seconds: float = option(900.0, help="for TensorRT-LLM to load the model", validator=gt(0.0))

@@ -21,7 +21,7 @@ from jackfield.abc.rollout import (
 from jackfield.errors import PluginError, WeightsError
 from jackfield.runtime.generation import Running
 from jackfield.runtime.relay import MEMORY, InterruptingServer
-from jackfield.runtime.staged import Staged, StagingArea
+from jackfield_huggingface.folders import ReceivedWeights, WeightFolder
 from jackfield_rollout_trtllm.config import Config
 from jackfield_rollout_trtllm.requests import check_sampling, llm_arguments, new_tokens, sampling_arguments
 
@@ -40,7 +40,7 @@ class TrtllmServer(InterruptingServer):
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
         self._llm: Any = None
-        self._staging: StagingArea | None = None
+        self._weight_folder: WeightFolder | None = None
         self._answers: set[Any] = set()  #: of what runs in TensorRT-LLM
         self._idle = asyncio.Event()  #: nothing runs there
         self._idle.set()
@@ -57,7 +57,7 @@ class TrtllmServer(InterruptingServer):
         """
         self._begin()
         self._llm = self._make()
-        self._staging = StagingArea(self.context, self.config.staging)
+        self._weight_folder = WeightFolder(self.context, self.config.weight_folder)
         try:
             await self._clock.wait_for(
                 self._llm.setup_async(), self.config.start_seconds, "TensorRT-LLM to load the model"
@@ -174,12 +174,12 @@ class TrtllmServer(InterruptingServer):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    async def _receive(self, request: UpdateWeightsRequest) -> Staged:
+    async def _receive(self, request: UpdateWeightsRequest) -> ReceivedWeights:
         """Write what comes into a folder, while TensorRT-LLM decodes."""
-        assert self._staging is not None
-        return await self._staging.receive(request)
+        assert self._weight_folder is not None
+        return await self._weight_folder.receive(request)
 
-    async def _load(self, request: UpdateWeightsRequest, received: Staged) -> Sequence[WorkerReceipt]:
+    async def _load(self, request: UpdateWeightsRequest, received: ReceivedWeights) -> Sequence[WorkerReceipt]:
         """Have every worker read the folder, and remove it. TensorRT-LLM forgets cached prefixes at the end."""
         calls = (("jackfield_load", (str(received.folder),)), ("update_weights", (None,)))
         try:

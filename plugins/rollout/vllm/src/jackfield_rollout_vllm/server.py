@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
+
 from jackfield.abc.rollout import (
     PauseRequest,
     PauseResult,
@@ -239,28 +241,13 @@ class VllmServer(RelayServer):
 
     async def _load(self, request: UpdateWeightsRequest, received: None) -> Sequence[WorkerReceipt]:
         """In every worker; running requests are computed again with the new weights, cached prefixes are forgotten."""
-        answers = await self._engine.collective_rpc("jackfield_update", args=(self._update_info(request),))
+        info = {"request": attrs.asdict(request), "host": self.context.host}
+        answers = await self._engine.collective_rpc("jackfield_update", args=(info,))
         for answer in answers:
             if "error" in answer:
                 raise _weights_error(rebuilt_error(answer["error"], f"replica {self.context.replica}"))
         await self._engine.reset_prefix_cache(reset_running_requests=True)
         return [WorkerReceipt(worker=number, digests=answer["digests"]) for number, answer in enumerate(answers)]
-
-    def _update_info(self, request: UpdateWeightsRequest) -> dict[str, Any]:
-        return {
-            "checkpoint_engine": request.checkpoint_engine,
-            "settings": dict(request.checkpoint_engine_config),
-            "connect": [dict(each) for each in request.connect],
-            "first_worker": request.first_worker,
-            "total_workers": request.total_workers,
-            "version": request.version,
-            "host": self.context.host,
-            "deadline_seconds": request.deadline_seconds,
-            "kind": request.kind,
-            "peft_config": dict(request.peft_config or {}),
-            "base_version": request.base_version,
-            "deltas_follow": request.deltas_follow,
-        }
 
 
 def _weights_error(error: JackfieldError) -> JackfieldError:

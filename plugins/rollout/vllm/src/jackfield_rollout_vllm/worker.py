@@ -21,11 +21,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
-from jackfield.abc.checkpoint_engine import CheckpointEngineContext
+from jackfield.abc.rollout import UpdateWeightsRequest
 from jackfield.errors import error_fields
-from jackfield.plugins import load_plugin
-from jackfield.weights import HeldWeights, MergedAdapter, WeightReceiver, digest
-from jackfield.weights.staging import check_complete, check_tensor, tensors_of
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import HeldWeights, WeightReceiver, open_receiver
+from jackfield_huggingface.adapters import MergedAdapter
+from jackfield_huggingface.folders import check_complete, check_tensor, tensors_of
 from jackfield_rollout_vllm.sampling import RawLogProbs
 
 __all__ = ["BACKEND", "CheckpointEngineReceiver", "WorkerExtension"]
@@ -51,18 +52,8 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """What the receiving end of one update is made from."""
 
-    checkpoint_engine: str
-    settings: dict[str, Any]
-    connect: list[dict[str, Any]]  #: by worker
-    first_worker: int
-    total_workers: int
-    version: int
+    request: dict[str, Any]  #: the fields of an :class:`~jackfield.abc.rollout.UpdateWeightsRequest`
     host: str
-    deadline_seconds: float
-    kind: str
-    peft_config: dict[str, Any]
-    base_version: int | None
-    deltas_follow: bool
 
 
 class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -105,26 +96,16 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         asyncio.run(self._receive(update_info))
 
     async def _receive(self, info: UpdateInfo) -> None:
-        worker = self.parallel_config.rank
-        context = CheckpointEngineContext(
-            end="receiver",
-            rank=info.first_worker + worker,
-            world_size=info.total_workers,
-            device=str(self.device),
-            host=info.host,
-            deadline_seconds=info.deadline_seconds,
-        )
-        engine: Any = load_plugin("checkpoint_engine", info.checkpoint_engine).build(info.settings, context)
+        request, worker = UpdateWeightsRequest(**info.request), self.parallel_config.rank
+        receiver = open_receiver(request, worker, device=str(self.device), host=info.host, held=self._held)
         self._expected, self.digests = tensors_of(Path(self.model_config.model)), {}
-        if info.kind == "delta":
-            await self._receive_delta(WeightReceiver(engine, self._held), info)
+        if request.kind == "delta":
+            await self._receive_delta(receiver, request)
             return
-        self._held.forget()
-        receiver = WeightReceiver(engine, self._held if info.kind == "full" and info.deltas_follow else None)
-        async with aclosing(receiver.tensors(info.connect[worker], info.version)) as tensors:
-            if info.kind == "adapter":
+        async with aclosing(receiver.tensors(request.connect[worker], request.version)) as tensors:
+            if request.kind == "adapter":
                 adapter = {name: tensor.clone() async for name, tensor in tensors}
-                self._adapter.merge(adapter, info.peft_config)
+                self._adapter.merge(adapter, dict(request.peft_config or {}))
                 self.digests = dict(receiver.digests)
                 return
             self._adapter.forget()
@@ -135,12 +116,12 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         check_complete(self.digests, self._expected, tied=tied)
 
-    async def _receive_delta(self, receiver: WeightReceiver, info: UpdateInfo) -> None:
+    async def _receive_delta(self, receiver: WeightReceiver, request: UpdateWeightsRequest) -> None:
         """Receive all of it, then change blocks where they lie."""
-        connect = info.connect[self.parallel_config.rank]
-        changes = await receiver.changes(connect, info.version, info.base_version)
+        connect = request.connect[self.parallel_config.rank]
+        changes = await receiver.changes(connect, request.version, request.base_version)
         digests = self._held.unchanged(changes)
-        for name, tensor in self._held.apply(changes, info.version, digests):
+        for name, tensor in self._held.apply(changes, request.version, digests):
             check_tensor(name, tensor, self._expected)
             self.model.load_weights([(name, tensor.to(self.device))])
         self.digests = digests

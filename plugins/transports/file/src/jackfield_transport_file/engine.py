@@ -22,7 +22,7 @@ from jackfield.abc.checkpoint_engine import (
 )
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, WeightsError
-from jackfield.weights.meeting import reason_of
+from jackfield.sdk.transfer import reason_of
 from jackfield_transport_file.config import Config
 from jackfield_transport_file.failures import guarded
 from jackfield_transport_file.parties import Other, Parties
@@ -92,7 +92,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
     # -- before the transfer
 
-    def prepare(self) -> PrepareResult:
+    async def prepare(self) -> PrepareResult:
         """Rank 0 makes a folder for the transfer, and removes what has to go.
 
         Raises:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from jackfield.errors import WeightsError
 from jackfield.files import replace_file
-from jackfield.weights import digest
+from jackfield.sdk.buckets import digest
 from jackfield_transport_file.failures import guarded
 from jackfield_transport_file.parties import abandoned
 

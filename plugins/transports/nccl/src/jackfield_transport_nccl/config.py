@@ -7,14 +7,14 @@ from typing import Literal
 import attrs
 from attrs.validators import gt
 
+from jackfield.sdk.one_sender import SessionSettings
 from jackfield.settings import option
-from jackfield.weights.one_sender import MeetingConfig
 
 __all__ = ["Config"]
 
 
 @attrs.frozen(kw_only=True)
-class Config(MeetingConfig):
+class Config(SessionSettings):
     """How weights are broadcast."""
 
     backend: Literal["auto", "gloo", "nccl"] = option(

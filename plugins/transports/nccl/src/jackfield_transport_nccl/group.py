@@ -1,4 +1,4 @@
-"""A broadcast group beside the process's default one, whose members find each other through the meeting."""
+"""A broadcast group beside the process's default one, whose members find each other through the session."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
 
-__all__ = ["Group", "MeetingStore"]
+__all__ = ["Group", "SessionStore"]
 
 #: Members pass a broadcast on along a tree: in pieces, they receive one while they pass on the one before.
 _PIECE_BYTES = 4 * 2**20
 _UNDER_WAY = 1  #: pieces beside the newest one
 
 
-class MeetingStore(c10d.Store):
-    """The store through which members exchange addresses: what is set here is told to all, through the meeting.
+class SessionStore(c10d.Store):
+    """The store through which members exchange addresses: what is set here is told to all, through the session.
 
     In the place of a ``TCPStore``, which lets anybody in who finds its port.
     """
@@ -89,7 +89,7 @@ class MeetingStore(c10d.Store):
 class Group:
     """One member of the group. What blocks runs in a thread, in the order in which it was asked for."""
 
-    def __init__(self, backend: str, rank: int, size: int, host: str, store: MeetingStore, seconds: float) -> None:
+    def __init__(self, backend: str, rank: int, size: int, host: str, store: SessionStore, seconds: float) -> None:
         """
         Args:
             backend: ``gloo`` or ``nccl``.

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 import torch
 
 from jackfield.errors import WeightsError
-from jackfield.weights.buckets import Entry, aligned, entry_of, put, raw
-from jackfield.weights.meeting import Meeting
+from jackfield.sdk.buckets import Entry, aligned, entry_of, put, raw
+from jackfield.sdk.transfer import TransferSession
 from jackfield_transport_nccl.group import Group
 
 __all__ = ["SLOTS", "Sending", "finished", "grown"]
@@ -23,17 +23,17 @@ class Sending:
     """What one transfer sends. The tensor before the last has been copied, or has left, when :meth:`add` returns."""
 
     def __init__(
-        self, meeting: Meeting, group: Group | None, slots: list[torch.Tensor], bucket_bytes: int, device: str
+        self, session: TransferSession, group: Group | None, slots: list[torch.Tensor], bucket_bytes: int, device: str
     ) -> None:
         """
         Args:
-            meeting: with every worker.
+            session: with every worker.
             group: None where there is no worker.
             slots: buffers, kept by the caller.
             bucket_bytes: of a bucket.
             device: of the buffers.
         """
-        self._meeting = meeting
+        self._session = session
         self._group = group
         self._slots = slots
         self._bucket_bytes = bucket_bytes
@@ -84,9 +84,9 @@ class Sending:
         """Broadcast a bucket, uint8 ``[bytes]``, once all have room for it; returns its slot."""
         assert self._group is not None
         number = self._number
-        await self._meeting.until(lambda peer: peer.said.get("room", 0) > number, f"have room for bucket {number}")
+        await self._session.until(lambda peer: peer.said.get("room", 0) > number, f"have room for bucket {number}")
         await self._landed(number % SLOTS)
-        self._meeting.tell({"bucket": number, "bytes": content.numel(), "tensors": entries})
+        self._session.tell({"bucket": number, "bytes": content.numel(), "tensors": entries})
         self._flights[number % SLOTS] = self._group.broadcast(content)
         self._number += 1
         return number % SLOTS
@@ -99,13 +99,13 @@ class Sending:
         number = self._number - 1 - (self._number - 1 - slot) % SLOTS
 
         def late() -> str:
-            peers = self._meeting.peers.values()
+            peers = self._session.peers.values()
             return " and ".join(peer.name for peer in peers if peer.said.get("got", -1) < number)
 
-        await finished(self._meeting, flight, f"{late() or 'the inference workers'} to take a bucket")
+        await finished(self._session, flight, f"{late() or 'the inference workers'} to take a bucket")
 
 
-async def finished(meeting: Meeting, flight: Future[None], who: str) -> None:
+async def finished(session: TransferSession, flight: Future[None], who: str) -> None:
     """Wait for something that all members of the group do together.
 
     Raises:
@@ -113,9 +113,9 @@ async def finished(meeting: Meeting, flight: Future[None], who: str) -> None:
         DeadlineExceeded: naming ``who``.
     """
     try:
-        await meeting.wait_for(asyncio.wrap_future(flight), who)
+        await session.wait_for(asyncio.wrap_future(flight), who)
     except RuntimeError as error:
-        await meeting.cause()
+        await session.cause()
         raise WeightsError(f"the broadcast broke off: {error}") from error
 
 

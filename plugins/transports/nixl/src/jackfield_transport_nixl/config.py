@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 from attrs.validators import and_, ge, gt, le
 
+from jackfield.sdk.one_sender import SessionSettings
 from jackfield.settings import option
-from jackfield.weights.one_sender import MeetingConfig
 
 __all__ = ["EngineConfig", "QueueConfig"]
 
@@ -14,7 +14,7 @@ _DEVICES = "Network devices for UCX, as in UCX_NET_DEVICES (mlx5_0:1,mlx5_1:1); 
 
 
 @attrs.frozen(kw_only=True)
-class EngineConfig(MeetingConfig):
+class EngineConfig(SessionSettings):
     """How workers read weights."""
 
     bucket_bytes: int = option(

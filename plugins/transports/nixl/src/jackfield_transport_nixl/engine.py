@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
-from jackfield.weights.buckets import views
-from jackfield.weights.meeting import Meeting, Peer
-from jackfield.weights.one_sender import OneSenderEngine
+from jackfield.sdk.buckets import views
+from jackfield.sdk.one_sender import OneSenderEngine
+from jackfield.sdk.transfer import Peer, TransferSession
 from jackfield_transport_nixl.agents import Agent, devices_of
 from jackfield_transport_nixl.config import EngineConfig
 from jackfield_transport_nixl.moving import Receiving, Sending, finished
@@ -36,22 +36,22 @@ class NIXLCheckpointEngine(OneSenderEngine):
 
     # -- before the transfer
 
-    async def met_workers(self, meeting: Meeting, workers: int) -> None:
+    async def met_workers(self, session: TransferSession, workers: int) -> None:
         """Register buffers that they read."""
         if not workers:
             return
         agent = self._agent = Agent(devices_of(self.config.devices, self.context.host))
-        await finished(meeting, agent.start(), "NIXL to start", f"UCX on {agent.devices or 'all devices'}")
+        await finished(session, agent.start(), "NIXL to start", f"UCX on {agent.devices or 'all devices'}")
         self._buffers = Sending.slots(self._buffers, self.config.bucket_bytes, self.context.device)
-        self._sending = Sending(meeting, agent, self._buffers, self._in_place(agent))
+        self._sending = Sending(session, agent, self._buffers, self._in_place(agent))
         await self._sending.begin()
 
-    async def enter(self, meeting: Meeting, place: Mapping[str, Any], version: int) -> None:
+    async def enter(self, session: TransferSession, place: Mapping[str, Any], version: int) -> None:
         """Come to the sender, and be ready to read."""
         agent = self._agent = Agent(devices_of(self.config.devices, place["host"]))
-        self._receiving = Receiving(meeting, agent, self._buffers, self.context.device)
-        await super().enter(meeting, place, version)
-        await finished(meeting, agent.start(), "NIXL to start", f"UCX on {agent.devices or 'all devices'}")
+        self._receiving = Receiving(session, agent, self._buffers, self.context.device)
+        await super().enter(session, place, version)
+        await finished(session, agent.start(), "NIXL to start", f"UCX on {agent.devices or 'all devices'}")
         await self._receiving.begin()
 
     def _in_place(self, agent: Agent) -> bool:
@@ -66,7 +66,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
     # -- the transfer
 
     async def send(
-        self, meeting: Meeting, weights: Generator[tuple[str, torch.Tensor], None, None]
+        self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
     ) -> Mapping[str, Any]:
         """Fill buckets as workers have read them."""
         sending = self._sending
@@ -78,14 +78,12 @@ class NIXLCheckpointEngine(OneSenderEngine):
         await sending.end()
         return {"pieces": sending.made}
 
-    async def receive(self, meeting: Meeting) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield tensors out of one buffer while the next one is filled."""
-        receiving, sender = self._receiving, meeting.peers[0]
+        receiving = self._receiving
         assert receiving is not None, "it is connected"
         while True:
-            while not receiving.arrived and sender.said.get("pieces") != receiving.pieces:
-                await receiving.more()
-            await meeting.until(lambda _: True, "")  # a sender that broke off is believed no more
+            await receiving.ready()
             if not receiving.arrived:
                 return
             arrived = receiving.arrived.popleft()

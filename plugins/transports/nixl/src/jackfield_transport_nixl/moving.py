@@ -13,8 +13,8 @@ import attrs
 import torch
 
 from jackfield.errors import WeightsError
-from jackfield.weights.buckets import Entry, aligned, entry_of, put, raw
-from jackfield.weights.meeting import Meeting
+from jackfield.sdk.buckets import Entry, aligned, entry_of, put, raw
+from jackfield.sdk.transfer import Peer, TransferSession
 from jackfield_transport_nixl.agents import Agent, Place, place_of
 
 __all__ = ["Arrived", "Receiving", "Sending", "finished"]
@@ -25,7 +25,7 @@ _SENDER_SLOTS = 3  #: buckets: one is filled while others are read
 _WORKER_SLOTS = 2  #: one is read by the worker while the next one arrives
 
 
-async def finished(meeting: Meeting, future: Future[T], who: str, where: str | None = None) -> T:
+async def finished(session: TransferSession, future: Future[T], who: str, where: str | None = None) -> T:
     """Wait for an agent.
 
     Raises:
@@ -33,9 +33,9 @@ async def finished(meeting: Meeting, future: Future[T], who: str, where: str | N
         DeadlineExceeded: naming ``who``.
     """
     try:
-        return await meeting.wait_for(asyncio.wrap_future(future), who)
+        return await session.wait_for(asyncio.wrap_future(future), who)
     except OSError as error:
-        await meeting.cause()
+        await session.cause()
         raise WeightsError(f"NIXL failed: {error}", where=where) from error
 
 
@@ -45,16 +45,16 @@ async def finished(meeting: Meeting, future: Future[T], who: str, where: str | N
 class Sending:
     """What one transfer sends. The tensor before the last has been copied or read when :meth:`add` returns."""
 
-    def __init__(self, meeting: Meeting, agent: Agent, slots: Sequence[torch.Tensor], in_place: bool) -> None:
+    def __init__(self, session: TransferSession, agent: Agent, slots: Sequence[torch.Tensor], in_place: bool) -> None:
         """
         Args:
-            meeting: with every worker, one at least.
+            session: with every worker, one at least.
             agent: of the sender.
             slots: as :meth:`slots` makes them.
             in_place: whether tensors larger than a bucket are read where they lie.
         """
         self._in_place = in_place
-        self._meeting = meeting
+        self._session = session
         self._agent = agent
         self._slots = slots
         self._bucket_bytes = slots[0].numel()
@@ -74,12 +74,12 @@ class Sending:
     async def begin(self) -> None:
         """Show workers the memory."""
         for slot in self._slots:
-            await finished(self._meeting, self._agent.register(slot), "memory to be registered")
-        metadata = await finished(self._meeting, self._agent.metadata(), "the sender's agent")
+            await finished(self._session, self._agent.register(slot), "memory to be registered")
+        metadata = await finished(self._session, self._agent.metadata(), "the sender's agent")
         places = [attrs.astuple(place_of(slot)) for slot in self._slots]
         self._agent.progress()
-        self._meeting.tell({"agent": b64encode(metadata).decode(), "slots": places})
-        await self._meeting.until(lambda peer: "ready" in peer.said, "read the sender's memory")
+        self._session.tell({"agent": b64encode(metadata).decode(), "slots": places})
+        await self._session.until(lambda peer: "ready" in peer.said, "read the sender's memory")
 
     async def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor into a bucket, or a large one into several, or have it read where it lies."""
@@ -116,7 +116,7 @@ class Sending:
             agent.register_now(content)
             return agent.metadata_now()
 
-        metadata = await finished(self._meeting, agent.run(registered), "memory to be registered")
+        metadata = await finished(self._session, agent.run(registered), "memory to be registered")
         lent = {"agent": b64encode(metadata).decode(), "place": attrs.astuple(place_of(content))}
         self._lent = content, self._made
         self._show(size, 0, size, [entry], lent)
@@ -125,7 +125,7 @@ class Sending:
         """Wait until a tensor has been read: its owner may write there again."""
         if lent is not None:
             content, piece = lent
-            await self._meeting.until(lambda peer: peer.said.get("got", 0) > piece, f"read bucket {piece}")
+            await self._session.until(lambda peer: peer.said.get("got", 0) > piece, f"read bucket {piece}")
             if self._lent is None or self._lent[0].data_ptr() != content.data_ptr():  # else the same by another name
                 self._agent.release(content)
 
@@ -138,7 +138,7 @@ class Sending:
         """The buffer that is to be filled, once everybody has read what was in it."""
         await asyncio.sleep(0)  # to hear of workers
         needed = self._made - len(self._slots)
-        await self._meeting.until(lambda peer: peer.said.get("got", 0) > needed, f"read bucket {needed}")
+        await self._session.until(lambda peer: peer.said.get("got", 0) > needed, f"read bucket {needed}")
         return self._slots[self._made % len(self._slots)]
 
     async def _flush(self) -> None:
@@ -155,7 +155,7 @@ class Sending:
         if self._slots[0].device.type == "cuda":
             torch.cuda.current_stream(self._slots[0].device).synchronize()
         shown = {"piece": self._made, "length": length, "start": start, "size": size, "lent": lent}
-        self._meeting.tell({**shown, "tensors": [] if start else list(entries)})
+        self._session.tell({**shown, "tensors": [] if start else list(entries)})
         self._made += 1
 
     @property
@@ -187,15 +187,15 @@ class Arrived:
 class Receiving:
     """What a worker reads, as soon as it is shown and there is room for it."""
 
-    def __init__(self, meeting: Meeting, agent: Agent, kept: list[torch.Tensor], device: str) -> None:
+    def __init__(self, session: TransferSession, agent: Agent, kept: list[torch.Tensor], device: str) -> None:
         """
         Args:
-            meeting: with the sender.
+            session: with the sender.
             agent: of the worker.
             kept: buffers of earlier transfers, kept by the caller.
             device: of the buffers.
         """
-        self._meeting = meeting
+        self._session = session
         self._agent = agent
         self._kept = kept
         while len(kept) < _WORKER_SLOTS:
@@ -206,8 +206,7 @@ class Receiving:
         self._shown: deque[Mapping[str, Any]] = deque()
         self._name = ""  #: of the sender's agent
         self._places: list[Place] = []
-        self._changed: asyncio.Future[None] | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self.arrived: deque[Arrived] = deque()
         self.pieces = 0  #: that have been read
 
@@ -218,15 +217,15 @@ class Receiving:
             WeightsError: the sender breaks off.
             DeadlineExceeded: naming the sender.
         """
-        await self._meeting.until(lambda peer: "agent" in peer.said, "show its memory")
-        said = self._meeting.peers[0].said
-        self._name = await finished(self._meeting, self._agent.meet(b64decode(said["agent"])), "the sender's agent")
+        await self._session.until(lambda peer: "agent" in peer.said, "show its memory")
+        said = self._session.peers[0].said
+        self._name = await finished(self._session, self._agent.meet(b64decode(said["agent"])), "the sender's agent")
         places = [Place(*place) for place in said["slots"]]
         await finished(
-            self._meeting, self._agent.run(lambda: self._first(places)), "the sender to have its memory read"
+            self._session, self._agent.run(lambda: self._first(places)), "the sender to have its memory read"
         )
         self._places = places
-        self._meeting.tell({"ready": True})
+        self._session.tell({"ready": True})
         self._pump()
 
     def _first(self, places: Sequence[Place]) -> None:
@@ -240,7 +239,6 @@ class Receiving:
         if "piece" in message:
             self._shown.append(message)
             self._pump()
-        self._notify()
 
     def _pump(self) -> None:
         """Read what there is room for."""
@@ -286,13 +284,13 @@ class Receiving:
             if job.cancelled():
                 return
             error = job.exception()
-            self._failure = self._failure or error
-            if self._failure is None:
+            self.failure = self.failure or error
+            if self.failure is None:
                 self.pieces += 1
-                self._meeting.tell({"got": self.pieces})
+                self._session.tell({"got": self.pieces})
                 if size is not None:
                     self.arrived.append(Arrived(slot.buffer[:size], entries, slot))
-            self._notify()
+            self._session.notify()
 
         return ended
 
@@ -301,19 +299,18 @@ class Receiving:
         arrived.slot.free = True
         self._pump()
 
-    async def more(self) -> None:
-        """Wait for something to come.
+    async def ready(self) -> None:
+        """Wait until something has come, or everything has been read.
 
         Raises:
             WeightsError: the sender broke off, or cannot be read.
             DeadlineExceeded: naming the sender.
         """
-        if self._failure is not None:
-            await self._meeting.cause()
-            raise WeightsError(f"the sender's memory cannot be read: {self._failure}")
-        self._changed = asyncio.get_running_loop().create_future()
-        await self._meeting.wait_for(self._changed, f"the sender to have bucket {self.pieces} read")
 
-    def _notify(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
+        def goes_on(sender: Peer) -> bool:
+            return bool(self.failure or self.arrived) or sender.said.get("pieces") == self.pieces
+
+        await self._session.until(goes_on, f"have bucket {self.pieces} read")
+        if self.failure is not None:
+            await self._session.cause()
+            raise WeightsError(f"the sender's memory cannot be read: {self.failure}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import attrs
 from attrs.validators import gt
 
+from jackfield.sdk.one_sender import SessionSettings
 from jackfield.settings import option
-from jackfield.weights.one_sender import MeetingConfig
 
 __all__ = ["Config"]
 
 
 @attrs.frozen(kw_only=True)
-class Config(MeetingConfig):
+class Config(SessionSettings):
     """How weights are laid into shared memory."""
 
     bucket_bytes: int = option(

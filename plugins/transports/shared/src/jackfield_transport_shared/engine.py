@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
-from jackfield.weights.buckets import Entry, aligned, entry_of, put, views
-from jackfield.weights.meeting import Meeting, Peer
-from jackfield.weights.one_sender import OneSenderEngine
+from jackfield.sdk.buckets import Entry, aligned, entry_of, put, views
+from jackfield.sdk.one_sender import OneSenderEngine
+from jackfield.sdk.transfer import Peer, TransferSession
 from jackfield_transport_shared.config import Config
 from jackfield_transport_shared.segments import Pool, Segment, mapped
 
@@ -53,27 +53,27 @@ class SharedCheckpointEngine(OneSenderEngine):
     # -- the trainer's side
 
     async def send(
-        self, meeting: Meeting, weights: Generator[tuple[str, torch.Tensor], None, None]
+        self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
     ) -> Mapping[str, Any]:
         """Every tensor into shared memory, once."""
         for name, tensor in weights:
-            if meeting.peers:
-                await self._add(meeting, name, tensor)
-        await self._announce(meeting)
+            if session.peers:
+                await self._add(session, name, tensor)
+        await self._announce(session)
         return {}
 
-    async def _add(self, meeting: Meeting, name: str, tensor: torch.Tensor) -> None:
+    async def _add(self, session: TransferSession, name: str, tensor: torch.Tensor) -> None:
         size = tensor.nbytes
         if self._segment is not None and self._used + size > self.config.bucket_bytes:
-            await self._announce(meeting)
+            await self._announce(session)
         if self._segment is None:
-            self._segment = await self._room(meeting, max(size, self.config.bucket_bytes))
+            self._segment = await self._room(session, max(size, self.config.bucket_bytes))
         entry = entry_of(name, tensor, self._used)
         put(self._segment.buffer, entry, tensor)
         self._entries.append(entry)
         self._used = aligned(self._used + size)
 
-    async def _announce(self, meeting: Meeting) -> None:
+    async def _announce(self, session: TransferSession) -> None:
         """Tell the workers what lies in the segment that was filled."""
         segment, entries = self._segment, self._entries
         self._segment, self._entries, self._used = None, [], 0
@@ -81,30 +81,30 @@ class SharedCheckpointEngine(OneSenderEngine):
             return
         segment.bucket = self._bucket
         self._bucket += 1
-        meeting.tell({"bucket": segment.bucket, "place": segment.place(), "tensors": entries})
+        session.tell({"bucket": segment.bucket, "place": segment.place(), "tensors": entries})
         await asyncio.sleep(0)  # to hear of workers that broke off
-        await meeting.until(lambda _: True, "")
+        await session.until(lambda _: True, "")
 
-    async def _room(self, meeting: Meeting, size: int) -> Segment:
+    async def _room(self, session: TransferSession, size: int) -> Segment:
         """A segment that nobody reads."""
 
         def has_read(peer: Peer, bucket: int | None) -> bool:
             return bucket is None or peer.said.get("read", -1) >= bucket
 
         def free(segment: Segment) -> bool:
-            return all(has_read(peer, segment.bucket) for peer in meeting.peers.values())
+            return all(has_read(peer, segment.bucket) for peer in session.peers.values())
 
         while (segment := self._pool.take(size, free)) is None:
             oldest = self._pool.oldest()
-            await meeting.until(lambda peer: has_read(peer, oldest), f"read bucket {oldest}")  # noqa: B023
+            await session.until(lambda peer: has_read(peer, oldest), f"read bucket {oldest}")  # noqa: B023
         return segment
 
     # -- the rollout's side
 
-    async def receive(self, meeting: Meeting) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield tensors where they lie, which are to be read only."""
         while True:
-            await meeting.until(lambda peer: bool(self._announced) or "done" in peer.said, "publish")
+            await session.until(lambda peer: bool(self._announced) or "done" in peer.said, "publish")
             if not self._announced:
                 return
             bucket = self._announced.popleft()
@@ -113,7 +113,7 @@ class SharedCheckpointEngine(OneSenderEngine):
                 self._mapped[place["segment"]] = mapped(place)
             for item in views(self._mapped[place["segment"]], bucket["tensors"]):
                 yield item
-            meeting.tell({"read": bucket["bucket"]})
+            session.tell({"read": bucket["bucket"]})
 
     async def close(self) -> None:
         """The sender keeps its segments for the next transfer, if this one was whole."""

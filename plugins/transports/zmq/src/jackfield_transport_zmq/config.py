@@ -7,8 +7,8 @@ from typing import Literal
 import attrs
 from attrs.validators import and_, ge, gt, le, optional
 
+from jackfield.sdk.one_sender import SessionSettings
 from jackfield.settings import option
-from jackfield.weights.one_sender import MeetingConfig
 
 __all__ = ["EngineConfig", "QueueConfig"]
 
@@ -43,7 +43,7 @@ class QueueConfig:
 
 
 @attrs.frozen(kw_only=True)
-class EngineConfig(MeetingConfig):
+class EngineConfig(SessionSettings):
     """How weights go from the trainer to inference workers."""
 
     bucket_bytes: int = option(
@@ -56,12 +56,6 @@ class EngineConfig(MeetingConfig):
         "auto", help="ipc: within this host only; tcp; auto: ipc where the sender listens on loopback, else tcp."
     )
     encrypted: bool | None = option(None, help="TCP with CURVE; null: beyond loopback.")
-    reconnect_seconds: float | None = option(
-        None,
-        help="For a worker whose connections break to come back and go on where it was, before it counts as dead; "
-        "null: 5 beyond loopback, 0 on it, where a connection breaks with its process.",
-        validator=optional(ge(0)),
-    )
     data_port: int = option(
         0, help="Where tensors leave, with tcp; 0: any port that is free.", validator=and_(ge(0), le(65535))
     )

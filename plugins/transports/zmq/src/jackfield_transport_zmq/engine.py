@@ -10,17 +10,14 @@ import zmq
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.errors import WeightsError
+from jackfield.sdk.buckets import views
+from jackfield.sdk.one_sender import OneSenderEngine
+from jackfield.sdk.transfer import Peer, TransferSession
 from jackfield.sockets import Keys, is_loopback
-from jackfield.weights.buckets import views
-from jackfield.weights.meeting import Meeting, Peer
-from jackfield.weights.one_sender import OneSenderEngine
 from jackfield_transport_zmq.config import EngineConfig
 from jackfield_transport_zmq.sending import Receiving, Sending
 
 __all__ = ["ZMQCheckpointEngine"]
-
-
-_RECONNECT_SECONDS = 5.0
 
 
 class ZMQCheckpointEngine(OneSenderEngine):
@@ -42,18 +39,8 @@ class ZMQCheckpointEngine(OneSenderEngine):
         if sending is not None:
             sending.close()
 
-    def make_meeting(self, place: Mapping[str, Any] | None) -> Meeting:
-        """One to which a worker may come back."""
-        patience = self._patience() if place is None else place["patience"]
-        return Meeting(self.context.deadline_seconds, self.heard, patience=patience)
-
-    def _patience(self) -> float:
-        if self.config.reconnect_seconds is None:
-            return 0.0 if is_loopback(self.context.host) else _RECONNECT_SECONDS
-        return self.config.reconnect_seconds
-
-    def listen(self, address: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Where chunks leave.
+    def listen(self, secret: str) -> Mapping[str, Any]:
+        """Listen where chunks leave.
 
         Raises:
             WeightsError: the port is taken.
@@ -64,7 +51,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
         tcp = encrypted or config.transport == "tcp" or (config.transport == "auto" and not near)
         keys = Keys.make() if encrypted else None
         try:
-            self._sending = Sending(host, keys, tcp, config.data_port, address["secret"], config.bucket_bytes)
+            self._sending = Sending(host, keys, tcp, config.data_port, secret, config.bucket_bytes)
         except zmq.ZMQError as error:
             raise WeightsError(
                 f"cannot listen for inference workers: {error}",
@@ -72,29 +59,27 @@ class ZMQCheckpointEngine(OneSenderEngine):
                 fix="choose another data_port, or 0 for any that is free",
             ) from error
         known = None if keys is None else keys.of_clients()
-        return {"data": self._sending.address, "keys": known, "patience": self._patience()}
+        return {"data": self._sending.address, "keys": known}
 
-    async def met_workers(self, meeting: Meeting, workers: int) -> None:
+    async def met_workers(self, session: TransferSession, workers: int) -> None:
         """Take what they want."""
         assert self._sending is not None, "it was prepared"
-        self._sending.begin(meeting, self._buffers)
+        self._sending.begin(session, self._buffers)
 
-    async def enter(self, meeting: Meeting, place: Mapping[str, Any], version: int) -> None:
+    async def enter(self, session: TransferSession, place: Mapping[str, Any], version: int) -> None:
         """Come to the sender, by both addresses."""
-        await super().enter(meeting, place, version)
-        self._receiving = Receiving(place, meeting, self._buffers)
+        await super().enter(session, place, version)
+        self._receiving = Receiving(place, session, self._buffers)
 
     def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """What a worker has and has room for, or that the sender has ended."""
+        """Go on sending: a worker says what it has and has room for."""
         if self._sending is not None and self.connected:
             self._sending.heard()
-        if self._receiving is not None:
-            self._receiving.changed()
 
     # -- the transfer
 
     async def send(
-        self, meeting: Meeting, weights: Generator[tuple[str, torch.Tensor], None, None]
+        self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
     ) -> Mapping[str, Any]:
         """In chunks."""
         sending = self._sending
@@ -104,15 +89,17 @@ class ZMQCheckpointEngine(OneSenderEngine):
         await sending.end()
         return {"chunks": sending.made}
 
-    async def receive(self, meeting: Meeting) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield tensors as they come, a bucket at a time."""
-        receiving, sender = self._receiving, meeting.peers[0]
+        receiving = self._receiving
         assert receiving is not None, "it is connected"
+
+        def ready(sender: Peer) -> bool:
+            return bool(receiving.arrived) or sender.said.get("chunks") == receiving.chunks
+
         receiving.begin()
         while True:
-            while not receiving.arrived and sender.said.get("chunks") != receiving.chunks:
-                await receiving.more()
-            await meeting.until(lambda _: True, "")  # a sender that broke off is believed no more
+            await session.until(ready, f"send chunk {receiving.chunks}")
             if not receiving.arrived:
                 return
             arrived = receiving.arrived.popleft()

@@ -18,9 +18,9 @@ import torch
 import zmq
 
 from jackfield.errors import RpcError
+from jackfield.sdk.buckets import Entry, aligned, entry_of, put, raw
+from jackfield.sdk.transfer import TransferSession
 from jackfield.sockets import Gate, Keys, dealer, listening, pieces, readable, whole
-from jackfield.weights.buckets import Entry, aligned, entry_of, put, raw
-from jackfield.weights.meeting import Meeting
 from jackfield.wire import Buffer, Message, Schema, Wire
 
 __all__ = ["MESSAGES", "Arrived", "Receiving", "Sending"]
@@ -95,7 +95,7 @@ class Sending:
         self._wire = Wire(MESSAGES, bytes.fromhex(secret))
         self._bucket_bytes = bucket_bytes
         self._attached: list[_Attached] = []
-        self._meeting: Meeting | None = None
+        self._session: TransferSession | None = None
         self._workers: dict[int, _Worker] = {}
         self._chunks: deque[list[Buffer]] = deque()  #: frames of those that somebody has not got
         self._first = 0  #: number of the first of them
@@ -106,14 +106,14 @@ class Sending:
         self._fills = 0  #: of slots
         self._lent = 0  #: chunks up to the last that lies in the memory of the tensor that came last; 0: it was copied
 
-    def begin(self, meeting: Meeting, slots: list[torch.Tensor]) -> None:
+    def begin(self, session: TransferSession, slots: list[torch.Tensor]) -> None:
         """Take what workers want.
 
         Args:
-            meeting: with every worker.
+            session: with every worker.
             slots: buffers, kept by the caller.
         """
-        self._meeting, self._slots = meeting, slots
+        self._session, self._slots = session, slots
         self._attached.append(_Attached(self._router, self._wanted))
         self._attached.append(_Attached(self._gate.socket, lambda _: self._gate.answer()))
 
@@ -132,10 +132,10 @@ class Sending:
 
     def pump(self) -> None:
         """Send each worker what it has room for."""
-        if self._meeting is None:
+        if self._session is None:
             return
         for number, worker in self._workers.items():
-            peer = self._meeting.peers.get(number)
+            peer = self._session.peers.get(number)
             room = peer.said.get("room", 0) if peer is not None else 0
             while worker.chunk < min(room, self.made):
                 frames = self._chunks[worker.chunk - self._first]
@@ -146,9 +146,9 @@ class Sending:
 
     def heard(self) -> None:
         """A worker has said what it has got, and what it has room for."""
-        if self._meeting is None:
+        if self._session is None:
             return
-        got = min((peer.said.get("got", 0) for peer in self._meeting.peers.values()), default=self.made)
+        got = min((peer.said.get("got", 0) for peer in self._session.peers.values()), default=self.made)
         while self._chunks and self._first < got:
             self._chunks.popleft()
             self._first += 1
@@ -156,8 +156,8 @@ class Sending:
 
     async def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a small tensor into a bucket, send a large one from where it lies; the one before has arrived then."""
-        assert self._meeting is not None
-        if not self._meeting.peers:
+        assert self._session is not None
+        if not self._session.peers:
             return
         before, self._lent = self._lent, 0
         await self._add(name, tensor)
@@ -211,8 +211,8 @@ class Sending:
 
     async def _arrived(self, count: int) -> None:
         """Wait until everybody has so many chunks."""
-        assert self._meeting is not None
-        await self._meeting.until(lambda peer: peer.said.get("got", 0) >= count, f"take chunk {count - 1}")
+        assert self._session is not None
+        await self._session.until(lambda peer: peer.said.get("got", 0) >= count, f"take chunk {count - 1}")
 
     def close(self) -> None:
         """Hang up."""
@@ -238,26 +238,25 @@ class Arrived:
 class Receiving:
     """A worker's socket, and what has come."""
 
-    def __init__(self, place: Mapping[str, Any], meeting: Meeting, pool: list[torch.Tensor]) -> None:
+    def __init__(self, place: Mapping[str, Any], session: TransferSession, pool: list[torch.Tensor]) -> None:
         """
         Args:
             place: the worker's share of the topology.
-            meeting: with the sender.
+            session: with the sender.
             pool: free buffers for tensors that come in pieces, kept by the caller.
         """
-        self._meeting = meeting
+        self._session = session
         self._worker = place["worker"]
-        self._wire = Wire(MESSAGES, bytes.fromhex(place["secret"]))
+        self._wire = Wire(MESSAGES, bytes.fromhex(place["session"]["secret"]))
         self._pool = pool
         self.arrived: deque[Arrived] = deque()
         self.chunks = 0  #: that have come
         self._room = self._told = _WINDOW  #: chunks that may come; and that the sender knows of
         self._pieces: list[Entry] = []  #: of the large tensor that is coming,
         self._buffer = torch.empty(0, dtype=torch.uint8)  #: and where to
-        self._changed: asyncio.Future[None] | None = None
         keys = None if place["keys"] is None else Keys(**place["keys"])
         self._context = zmq.Context[Any]()
-        socket = dealer(self._context, keys, bytes.fromhex(place["secret"]))
+        socket = dealer(self._context, keys, bytes.fromhex(place["session"]["secret"]))
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._attached = _Attached(socket, self._take)
         self._monitor = _Attached(monitor, self._connected)
@@ -277,9 +276,9 @@ class Receiving:
             if message.kind == "chunk" and message["number"] == self.chunks and len(message.buffers) == 1:
                 self.chunks += 1
                 self._told = self._room
-                self._meeting.tell({"got": self.chunks, "room": self._told})
+                self._session.tell({"got": self.chunks, "room": self._told})
                 self._put(message)
-                self.changed()
+                self._session.notify()
 
     def _put(self, message: Message) -> None:
         content = torch.from_numpy(np.frombuffer(message.buffers[0], dtype=np.uint8))
@@ -316,26 +315,11 @@ class Receiving:
         self._room += 1
         if self._room - self._told >= _WINDOW // 2:  # less is said with the next chunk
             self._told = self._room
-            self._meeting.tell({"room": self._told})
-
-    def changed(self) -> None:
-        """Something has come, by this way or by the meeting."""
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
+            self._session.tell({"room": self._told})
 
     def begin(self) -> None:
         """Have the sender send."""
-        self._meeting.tell({"room": self._room})
-
-    async def more(self) -> None:
-        """Wait for something to come.
-
-        Raises:
-            WeightsError: the sender broke off.
-            DeadlineExceeded: naming the sender.
-        """
-        self._changed = asyncio.get_running_loop().create_future()
-        await self._meeting.wait_for(self._changed, f"the sender to send chunk {self.chunks}")
+        self._session.tell({"room": self._room})
 
     def close(self) -> None:
         """Hang up."""

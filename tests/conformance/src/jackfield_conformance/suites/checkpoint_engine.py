@@ -18,11 +18,13 @@ from pathlib import Path
 
 import torch
 
-from jackfield.abc.checkpoint_engine import Topology, TopologyRequest
-from jackfield.abc.rollout import UpdateWeightsRequest, WeightReceipt, WorkerReceipt
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext, Topology, TopologyRequest
+from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
-from jackfield.weights import HeldWeights, WeightReceiver, WeightSender, WeightSynchronizer, digest
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import HeldWeights, WeightReceiver
+from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield_conformance.registry import Capability, check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import checkpoint_engine as support
@@ -93,7 +95,7 @@ async def strided_tensors_arrive(subject: Subject) -> None:
         "permuted": base.view(2, 3, 10).permute(2, 0, 1),
     }
     async with support.ends(subject) as made:
-        topology = made.prepare()
+        topology = await made.prepare()
         sending = support.send(made, topology, [support.source(tensors)])
         found = await made.together(sending, support.receive(made.workers[0], topology.rollout[0]))
     support.assert_received(tensors, found)
@@ -151,7 +153,7 @@ async def the_sender_does_not_count_on_memory_of_the_generator(subject: Subject)
 
     for settings in support.bucket_settings(subject):
         async with support.ends(subject, workers=2, **settings) as made:
-            topology = made.prepare()
+            topology = await made.prepare()
             found = await made.together(
                 support.send(made, topology, [reused()]),
                 support.receive_all(made, topology),
@@ -204,7 +206,7 @@ async def every_rank_exhausts_its_generator(subject: Subject) -> None:
             drawn[rank] += 1
 
     async with support.ends(subject, workers=2, ranks=2) as made:
-        topology = made.prepare()
+        topology = await made.prepare()
         found = await made.together(
             support.send(made, topology, [counting(0), counting(1)]), support.receive_all(made, topology)
         )
@@ -228,7 +230,7 @@ async def transfers_side_by_side_do_not_mix(subject: Subject) -> None:
 async def another_version_is_refused(subject: Subject) -> None:
     """A receiver that was told another version than its sender raises WeightsError rather than take the tensors."""
     async with support.ends(subject, seconds=support.BREAK_SECONDS, worker_seconds=support.BREAK_SECONDS) as made:
-        topology = made.prepare()
+        topology = await made.prepare()
         made.start(support.send(made, topology, [support.source(support.numbers())], 2))
         receiving = support.receive(made.workers[0], topology.rollout[0], 1)
         error = await support.bounded(
@@ -245,7 +247,7 @@ async def finalize_can_be_repeated(subject: Subject) -> None:
         for _ in range(2):
             await made.trainers[0].finalize()
             await made.workers[0].finalize()
-        made.prepare()
+        await made.prepare()
         for _ in range(2):
             await made.trainers[0].finalize()
         (found,) = await support.sync(made, support.numbers())
@@ -274,7 +276,7 @@ async def a_failing_sender_ends_its_receivers(subject: Subject) -> None:
         async with support.ends(
             subject, 2, seconds=support.BREAK_SECONDS, worker_seconds=support.BREAK_SECONDS, **settings
         ) as made:
-            topology = made.prepare()
+            topology = await made.prepare()
             receiving = [
                 made.start(support.receive(*pair)) for pair in zip(made.workers, topology.rollout, strict=True)
             ]
@@ -299,7 +301,7 @@ async def a_receiver_that_leaves_breaks_the_transfer(subject: Subject) -> None:
                 raise OSError("the worker's disk is full")
 
     async with support.ends(subject, 2, seconds=support.BREAK_SECONDS, worker_seconds=support.BREAK_SECONDS) as made:
-        topology = made.prepare()
+        topology = await made.prepare()
         failing = made.start(fail(made.workers[1], topology.rollout[1]))
         other = made.start(support.receive(made.workers[0], topology.rollout[0]))
         sending = support.send(made, topology, [support.source(support.numbers(60))])
@@ -322,7 +324,7 @@ async def a_silent_receiver_is_named(subject: Subject) -> None:
     """A receiver that connects and then takes nothing makes the sender raise within the deadline, with its number."""
     seconds = support.silence_seconds(subject)
     async with support.ends(subject, 3, seconds=seconds) as made:
-        topology = made.prepare()
+        topology = await made.prepare()
         for worker in (0, 1):
             made.start(support.receive(made.workers[worker], topology.rollout[worker]))
         silent = WeightReceiver(made.workers[2]).tensors(topology.rollout[2], 1)
@@ -341,7 +343,7 @@ async def a_receiver_that_never_comes_is_named(subject: Subject) -> None:
     """A receiver that never connects makes the sender raise DeadlineExceeded within the deadline, with its number."""
     seconds = support.silence_seconds(subject)
     async with support.ends(subject, 3, seconds=seconds) as made:
-        topology = made.prepare()
+        topology = await made.prepare()
         for worker in (0, 1):
             made.start(support.receive(made.workers[worker], topology.rollout[worker]))
         sending = support.send(made, topology, [support.source(support.numbers())])
@@ -356,7 +358,7 @@ async def a_silent_sender_is_named(subject: Subject) -> None:
     """A sender that never sends makes its receivers raise DeadlineExceeded within the deadline, naming it."""
     seconds = support.silence_seconds(subject)
     async with support.ends(subject, worker_seconds=seconds) as made:
-        topology = made.prepare()
+        topology = await made.prepare()
         receiving = support.receive(made.workers[0], topology.rollout[0])
         error = await support.bounded(seconds, receiving, "receiving from a sender that never sends")
     assert isinstance(error, DeadlineExceeded), f"the receiver raised {error!r}, expected DeadlineExceeded"
@@ -368,7 +370,7 @@ async def a_silent_sender_is_named(subject: Subject) -> None:
 async def a_sender_that_goes_ends_its_receivers(subject: Subject) -> None:
     """A sender that finalizes without having sent everything makes its receivers raise within the deadline."""
     async with support.ends(subject, 2, seconds=support.BREAK_SECONDS, worker_seconds=support.BREAK_SECONDS) as made:
-        topology = made.prepare()
+        topology = await made.prepare()
         receiving = [made.start(support.receive(*pair)) for pair in zip(made.workers, topology.rollout, strict=True)]
         for _ in range(10):
             await asyncio.sleep(0)
@@ -382,7 +384,7 @@ async def a_sender_that_goes_ends_its_receivers(subject: Subject) -> None:
 async def transfers_go_on_after_a_failure(subject: Subject) -> None:
     """After a transfer broke off and both sides finalized, the same objects make the next one."""
     async with support.ends(subject) as made:
-        topology = made.prepare()
+        topology = await made.prepare()
         receiving = made.start(support.receive(made.workers[0], topology.rollout[0]))
         with suppress(Exception):
             await support.within(
@@ -404,7 +406,7 @@ async def metadata_and_topology_are_plain(subject: Subject) -> None:
     """Metadata and topology are plain values that come back from JSON as they were."""
     async with support.ends(subject, workers=2) as made:
         made.prepared = True
-        prepared = made.senders[0].prepare()
+        prepared = await made.senders[0].prepare()
         request = TopologyRequest(trainer_metadata=(prepared.metadata,), rollout_workers=2)
         topology = made.cls.build_topology(request)
         for what, value in (("metadata", prepared.metadata), ("topology", [*topology.trainer, *topology.rollout])):
@@ -420,7 +422,7 @@ async def the_topology_counts_ranks_and_workers(subject: Subject) -> None:
     """The topology has one share per trainer rank and one per inference worker."""
     for ranks, workers in ((1, 1), (2, 3), (1, 5)):
         async with support.ends(subject, workers, ranks) as made:
-            topology: Topology = made.prepare()
+            topology: Topology = await made.prepare()
         found = (len(topology.trainer), len(topology.rollout))
         assert found == (ranks, workers), f"shares for {found}, expected {ranks} ranks and {workers} workers"
 
@@ -433,8 +435,6 @@ class _Worker:
         self._replica = replica
 
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
-        from jackfield.abc.checkpoint_engine import CheckpointEngineContext
-
         receipts = []
         for worker, arguments in enumerate(request.connect):
             context = CheckpointEngineContext(
@@ -456,15 +456,12 @@ class _Worker:
 @check("CKE-042", page=_TOPOLOGY)
 async def a_synchronisation_is_proved(subject: Subject) -> None:
     """The core's coordinator brings two versions to two replicas of two workers, with receipts that prove them."""
-    from jackfield.abc.rollout import ServerInfo
-    from jackfield.weights import Replica
-
     version = 0
     replicas = [Replica(_Worker(subject, number), ServerInfo(replica=number, workers=2)) for number in (0, 1)]  # type: ignore[arg-type]
     async with support.ends(subject, workers=0) as made:
         sender = WeightSender(made.trainers[0], lambda: (support.source(support.numbers(seed=version)), None))
         seconds = support.PATIENCE_SECONDS
-        coordinator = WeightSynchronizer([sender], replicas, subject.name, made.cls, Clock(), deadline_seconds=seconds)
+        coordinator = WeightSynchronizer([sender], replicas, subject.name, Clock(), deadline_seconds=seconds)
         for version in (1, 2):
             report = await coordinator.sync(version)
             wanted = {name: digest(tensor) for name, tensor in support.numbers(seed=version).items()}
@@ -504,7 +501,7 @@ async def who_comes_late_gets_the_newest(subject: Subject) -> None:
     """A worker that nobody waited for gets every tensor when the transfer is over, be it one without any worker."""
     async with support.ends(subject, workers=0) as made, support.ends(subject, workers=2) as late:
         for version in (1, 2):
-            tensors, topology = support.numbers(seed=version), made.prepare()
+            tensors, topology = support.numbers(seed=version), await made.prepare()
             assert topology.retained is not None, "the topology has no connect arguments for those who come late"
             await support.send(made, topology, [support.source(tensors) for _ in made.senders], version)
             await made.finalize()
@@ -537,7 +534,7 @@ def failures_leave_nothing(subject: Subject) -> None:
         async with support.ends(
             subject, 2, seconds=support.BREAK_SECONDS, worker_seconds=support.BREAK_SECONDS
         ) as made:
-            topology = made.prepare()
+            topology = await made.prepare()
             for pair in zip(made.workers, topology.rollout, strict=True):
                 made.start(support.receive(*pair))
             with suppress(Exception):

@@ -18,12 +18,13 @@ import torch
 from jackfield.abc.checkpoint_engine import (
     CheckpointEngine,
     CheckpointEngineContext,
-    PrepareResult,
     Topology,
     TopologyRequest,
 )
 from jackfield.errors import DeadlineExceeded, WeightsError
-from jackfield.weights import HeldWeights, WeightReceiver, WeightSender, digest
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import HeldWeights, WeightReceiver
+from jackfield.weights import WeightSender
 from jackfield_conformance.subject import Subject
 
 __all__ = [
@@ -112,10 +113,10 @@ class Ends:
         """Run both to their end; the result of the other."""
         return (await asyncio.gather(self.start(one), self.start(other)))[1]
 
-    def prepare(self, workers: int | None = None) -> Topology:
+    async def prepare(self, workers: int | None = None) -> Topology:
         """All trainer ranks prepare, and anybody builds the topology."""
         self.prepared = True
-        prepared: list[PrepareResult] = [sender.prepare() for sender in self.senders]
+        prepared = [await sender.prepare() for sender in self.senders]
         count = len(self.workers) if workers is None else workers
         metadata = tuple(result.metadata for result in prepared)
         return self.cls.build_topology(TopologyRequest(trainer_metadata=metadata, rollout_workers=count))
@@ -185,7 +186,7 @@ async def sync(
     made: Ends, tensors: Tensors, version: int = 1, meanwhile: Callable[[str], Awaitable[None]] | None = None
 ) -> list[dict[str, torch.Tensor]]:
     """One whole transfer to all workers; what each has received."""
-    topology = made.prepare()
+    topology = await made.prepare()
     found = await made.together(
         send(made, topology, [source(tensors) for _ in made.senders], version),
         receive_all(made, topology, version, meanwhile),
@@ -200,7 +201,7 @@ async def sync_delta(made: Ends, tensors: Tensors, held: Sequence[HeldWeights], 
     Returns:
         Digests of what each worker holds then, by name.
     """
-    topology, base = made.prepare(), version - 1 or None
+    topology, base = await made.prepare(), version - 1 or None
 
     async def take(worker: int) -> dict[str, str]:
         receiver = WeightReceiver(made.workers[worker], held[worker])

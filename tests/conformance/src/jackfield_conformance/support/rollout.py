@@ -550,7 +550,7 @@ async def push(
     cls: Any = load_plugin("checkpoint_engine", name).cls
     deltas_follow = sender is not None
     sender = sender or _sender(subject, 0)
-    metadata = sender.prepare().metadata
+    metadata = (await sender.prepare()).metadata
     topology = cls.build_topology(TopologyRequest(trainer_metadata=(metadata,), rollout_workers=1))
     update = UpdateWeightsRequest(
         version=version,
@@ -566,7 +566,7 @@ async def push(
 
     async def send() -> dict[str, str]:
         await sender.connect(topology.trainer[0], version)
-        return await sender.send(_tensors(weights, breaks_after), base=base if sender.knows(base or 0) else None)
+        return await sender.send(_tensors(weights, breaks_after), base=base if await sender.knows(base or 0) else None)
 
     updating = spawn(server.update_weights(update), "update")
     sending: asyncio.Task[Any] = spawn(asyncio.Event().wait() if never_comes else send(), "sender")

@@ -26,7 +26,9 @@ import torch
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext, TopologyRequest
 from jackfield.errors import JackfieldError
 from jackfield.plugins import load_plugin
-from jackfield.weights import WeightReceiver, WeightSender, digest
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import WeightReceiver
+from jackfield.weights import WeightSender
 
 __all__ = ["End", "Team", "adapter_tensors", "model_tensors", "team"]
 
@@ -245,7 +247,7 @@ class _Process:
                 self.sender = WeightSender(self.engine)
                 return {"made": True}
             case "prepare":
-                return {"metadata": dict(self.engine.prepare().metadata)}
+                return {"metadata": dict((await self.engine.prepare()).metadata)}
             case "send":
                 return {"digests": await self._send(order)}
             case "receive":

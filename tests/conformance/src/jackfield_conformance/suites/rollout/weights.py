@@ -104,12 +104,10 @@ async def receipts_prove(subject: Subject) -> None:
         name, settings = checkpoint_engine(subject)
         plugin = load_plugin("checkpoint_engine", name)
         engine: Any = plugin.build(settings, CheckpointEngineContext(end="sender", deadline_seconds=20.0))
-        cls: Any = plugin.cls
         synchronizer = WeightSynchronizer(
             [WeightSender(engine, source)],
             [Replica(server, info)],
             name,
-            cls,
             Clock(),
             settings=settings,
             deadline_seconds=20.0,

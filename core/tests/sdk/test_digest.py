@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jackfield.weights import digest
+from jackfield.sdk.buckets import digest
 
 torch = pytest.importorskip("torch")
 

@@ -8,8 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jackfield.weights import digest  # noqa: E402
-from jackfield.weights.buckets import aligned, entry_of, put, raw, view, views  # noqa: E402
+from jackfield.sdk.buckets import aligned, digest, entry_of, put, raw, view, views  # noqa: E402
 
 TENSORS = {
     "strided": torch.arange(12.0).view(3, 4).T,

@@ -27,7 +27,7 @@ _SHOWN = 4  #: names in a message
 
 
 def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a model folder's safetensors files, by name; empty without such files."""
+    """Return the shape of each tensor in a model folder's safetensors files, by name; empty without such files."""
     from safetensors import safe_open
 
     found: dict[str, tuple[int, ...]] = {}
@@ -39,7 +39,7 @@ def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def auto_class(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The class of transformers whose ``from_pretrained`` loads all of the model in ``folder``.
+    """Return the class of transformers whose ``from_pretrained`` loads all of the model in ``folder``.
 
     ``AutoModelForImageTextToText`` where config.json names such a model, or nothing else fits;
     ``AutoModelForCausalLM`` otherwise. The latter would load only the language model of some vision-language models.
@@ -74,7 +74,7 @@ class TensorGroup:
 
 
 class CheckpointNames:
-    """How the tensors of a model that transformers has loaded are called, and formed, in its folder.
+    """The names and forms that the tensors of a model loaded by transformers have in its folder.
 
     A parameter that is tied to others has one name: the one that the folder has, the library's choice where it has
     several. Buffers that are not saved have none.
@@ -103,17 +103,17 @@ class CheckpointNames:
         self._check()
 
     def find(self, name: str) -> tuple[str, TensorGroup] | None:
-        """The group of a tensor of the checkpoint, and its name there: a tied tensor may be found by several."""
+        """Return the group of a tensor of the checkpoint, and its name there; tied tensors have several."""
         name = self._aliases.get(name, name)
         group = self._groups.get(name)
         return None if group is None else (name, group)
 
     def to_checkpoint(self, group: TensorGroup, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The checkpoint's tensors of a group, contiguous, by name.
+        """Convert a group to the checkpoint's tensors, contiguous, by name.
 
         Args:
-            group: one of :attr:`groups`.
-            tensors: whole, in the order of its :attr:`~TensorGroup.parts`. The result may share their memory.
+            group: One of :attr:`groups`.
+            tensors: Whole tensors, in the order of its :attr:`~TensorGroup.parts`. The result may share their memory.
         """
         if group.only_renamed:
             return dict(zip(group.shapes, (tensor.contiguous() for tensor in tensors), strict=True))
@@ -123,11 +123,11 @@ class CheckpointNames:
         return {group._names[name]: tensor.contiguous() for name, tensor in self._run(converter, group._key)}
 
     def to_model(self, group: TensorGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's tensors of a group, by their names in the model.
+        """Convert a group to the model's tensors, by their names in the model.
 
         Args:
-            group: one of :attr:`groups`.
-            tensors: all of the checkpoint's tensors in it, by name. The result may share their memory.
+            group: One of :attr:`groups`.
+            tensors: All of the checkpoint's tensors in it, by name. The result may share their memory.
         """
         if group.only_renamed:
             return dict(zip(group.parts, tensors.values(), strict=True))
@@ -144,7 +144,7 @@ class CheckpointNames:
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _parts(self, state: Mapping[str, torch.Tensor]) -> tuple[list[str], dict[str, str]]:
-        """The names in the model of all that is saved, tied tensors once; other names of those, as in the folder."""
+        """Return the names of all that is saved, tied tensors once, and other names of those, as in the folder."""
         ignored = set(self._model._keys_to_ignore_on_save or ())
         secondary = set(getattr(self._model, "all_tied_weights_keys", None) or ())
         same: dict[int, list[str]] = {}
@@ -161,14 +161,14 @@ class CheckpointNames:
         return _sorted(parts), aliases
 
     def _saved_name(self, name: str) -> str:
-        """The folder's name of what the library calls ``name`` when it saves: with or without the model's prefix."""
+        """Return the folder's name of what the library calls ``name``: with or without the model's prefix."""
         name = self._backward.renamed(name)
         prefix = f"{self._model.base_model_prefix}."
         others = (name, prefix + name, name.removeprefix(prefix))
         return next((other for other in others if other in self._disk), name)
 
     def _plan(self, parts: list[str]) -> Iterator[TensorGroup]:
-        """Groups in the order of their first parts, tried with tensors that have shapes alone."""
+        """Yield groups in the order of their first parts, tried with tensors that have shapes alone."""
         import torch
 
         collected: dict[str, tuple[Any, dict[str, str]]] = {}
@@ -191,7 +191,7 @@ class CheckpointNames:
             )
 
     def _loaded_name(self, name: str) -> tuple[str, Any, str]:
-        """The model's name of a tensor of the checkpoint, by the library's rules for loading, and its converter."""
+        """Return a tensor's name in the model, by the library's rules for loading, and its converter."""
         key, converter, pattern = self._forward.converted(self._forward.renamed(name))
         prefix = f"{self._model.base_model_prefix}."
         for other in (key, prefix + key, key.removeprefix(prefix)):
@@ -242,13 +242,13 @@ class _Transforms:
         self._renamings = [each for each in transforms if not hasattr(each, "operations")]
 
     def renamed(self, name: str) -> str:
-        """The name after all renamings."""
+        """Return the name after all renamings."""
         for renaming in self._renamings:
             name, _ = renaming.rename_source_key(name)
         return name
 
     def converted(self, name: str) -> tuple[str, Any, str]:
-        """The name after the one converter that takes it, the converter, and its pattern; None without one."""
+        """Return the name after the one converter that takes it, the converter, and its pattern."""
         for converter in self._converters:
             key, pattern = converter.rename_source_key(name)
             if pattern is not None:
@@ -257,7 +257,7 @@ class _Transforms:
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
-    """In the order in which the library converts: layers and experts by their numbers."""
+    """Sort names as the library does: layers and experts by their numbers."""
     from transformers.core_model_loading import dot_natural_key
 
     return sorted(names, key=dot_natural_key)

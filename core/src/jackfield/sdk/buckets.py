@@ -1,4 +1,4 @@
-"""Many tensors in one buffer of bytes: where each lies, and how it is put in and looked at.
+"""Tensors as bytes: many of them in one buffer, each at its place, and their digests.
 
 A model may have tens of thousands of small tensors, so these functions count microseconds: a small tensor that lies in
 row-major order in host memory is copied as bytes, which takes a third of the time of torch's copy.
@@ -10,10 +10,12 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import xxhash
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Entry", "aligned", "entry_of", "is_plain", "put", "raw", "view", "views"]
+__all__ = ["Entry", "aligned", "digest", "entry_of", "is_plain", "put", "raw", "view", "views"]
 
 #: A tensor's place in a buffer, as JSON: ``[name, dtype, shape, offset in bytes]``.
 Entry: TypeAlias = "list[Any]"
@@ -23,12 +25,12 @@ _SMALL = 1 << 20  #: bytes; torch copies larger tensors with several threads
 
 
 def aligned(size: int) -> int:
-    """The next offset at which a tensor may begin, in bytes."""
+    """Return the next offset at which a tensor may begin, in bytes."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def entry_of(name: str, tensor: torch.Tensor, offset: int = 0) -> Entry:
-    """Where a tensor is going to lie."""
+    """Describe where a tensor is going to lie, from ``offset`` bytes on."""
     return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
 
 
@@ -36,9 +38,9 @@ def put(buffer: torch.Tensor, entry: Entry, tensor: torch.Tensor) -> None:
     """Copy a tensor, of any stride and device, to its place.
 
     Args:
-        buffer: uint8, ``[bytes]``, contiguous.
-        entry: of the tensor.
-        tensor: what is copied.
+        buffer: The target: uint8, ``[bytes]``, contiguous.
+        entry: The tensor's place.
+        tensor: The source.
 
     Raises:
         ValueError: there is no room for it at its place.
@@ -55,17 +57,12 @@ def put(buffer: torch.Tensor, entry: Entry, tensor: torch.Tensor) -> None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether memory holds the values as they are, in row-major order, for the host to read."""
+    """Return whether host memory holds the values as they are, in row-major order."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """The tensor that lies at its place, without a copy.
-
-    Args:
-        buffer: uint8, ``[bytes]``.
-        entry: of the tensor.
-    """
+    """Return the tensor that lies at a place in a buffer (uint8, ``[bytes]``), without a copy."""
     import torch
 
     _, dtype_name, shape, offset = entry
@@ -79,7 +76,7 @@ def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def views(buffer: torch.Tensor, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a buffer, by name, as :func:`view` has them, in half of the time."""
+    """Yield all tensors of a buffer with their names, as :func:`view` makes them, in half of the time."""
     whole = buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT]
     typed: dict[str, torch.Tensor] = {}
     for entry in entries:
@@ -100,7 +97,7 @@ def views(buffer: torch.Tensor, entries: Sequence[Entry]) -> Iterator[tuple[str,
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes in row-major order, uint8 ``[bytes]``, on its device; a copy only where they do not lie so."""
+    """Return a tensor's bytes in row-major order, uint8 ``[bytes]``, on its device; a copy only where needed."""
     import torch
 
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -108,3 +105,17 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=plain.device)
     # a tensor of one element counts as contiguous whatever its stride, which a view of bytes does not take
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Compute xxh3_128, in hexadecimal, over dtype name, shape and raw little-endian bytes.
+
+    Any dtype, shape, stride and device; a tensor that is not contiguous or not on the CPU is copied. A digest finds
+    errors; it does not withstand forgery.
+    """
+    plain = tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    state = xxhash.xxh3_128(f"{str(plain.dtype).removeprefix('torch.')}{list(plain.shape)}".encode())
+    if size := plain.nbytes:
+        # the memory itself: of many small tensors, views of torch and numpy would take longer than hashing
+        state.update((ctypes.c_char * size).from_address(plain.data_ptr()))
+    return state.hexdigest()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jackfield.errors import WeightsError
-from jackfield.weights import MergedAdapter
+from jackfield_huggingface.adapters import MergedAdapter
 
 torch = pytest.importorskip("torch")
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import attrs
-
+from jackfield.abc.engine import ModelSpec
 from jackfield.errors import WeightsError
+from jackfield_huggingface.names import auto_class
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MergedAdapter"]
+__all__ = ["MergedAdapter", "merge_folder"]
 
 _SHOWN = 8  #: names in a message
 _NAME = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.(?P<factor>lora_A|lora_B)(\.default)?\.weight")
@@ -27,12 +29,8 @@ _MORE: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-@attrs.define(eq=False)
-class _Pair:
-    """The two factors of one layer's adapter."""
-
-    down: torch.Tensor | None = None  #: lora_A, ``[r, in]``
-    up: torch.Tensor | None = None  #: lora_B, ``[out, r]``
+#: The factors of one layer's adapter, by name: lora_A, ``[r, in]``, and lora_B, ``[out, r]``.
+_Pair: TypeAlias = "dict[str, torch.Tensor]"
 
 
 class MergedAdapter:
@@ -51,7 +49,7 @@ class MergedAdapter:
         self.bases: dict[str, torch.Tensor] = {}  #: unadapted weights, by module
 
     def forget(self) -> None:
-        """All weights are new, and nothing is adapted."""
+        """Drop the unadapted weights: all weights are new."""
         self.bases.clear()
 
     def merge(self, tensors: Mapping[str, torch.Tensor], peft_config: Mapping[str, Any]) -> None:
@@ -83,15 +81,13 @@ class MergedAdapter:
             for module, pair in pairs.items():
                 weight = weights[module]
                 assert weight is not None
-                assert pair.down is not None
-                assert pair.up is not None
                 base = self.bases.setdefault(module, weight.detach().clone())
-                down, up = (factor.to(weight.device, torch.float32) for factor in (pair.down, pair.up))
+                down, up = (pair[name].to(weight.device, torch.float32) for name in ("lora_A", "lora_B"))
                 product = _stored(up @ down, peft_config)
                 weight.copy_(base.float() + _scale(module, peft_config) * product)
 
     def _pairs(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _Pair]:
-        """Factors by module."""
+        """Group an adapter's tensors by module."""
         found: dict[str, _Pair] = {}
         unknown = []
         for name, tensor in tensors.items():
@@ -99,18 +95,14 @@ class MergedAdapter:
             if match is None:
                 unknown.append(name)
                 continue
-            pair = found.setdefault(match["module"], _Pair())
-            if match["factor"] == "lora_A":
-                pair.down = tensor
-            else:
-                pair.up = tensor
+            found.setdefault(match["module"], {})[match["factor"]] = tensor
         _refuse("these are no tensors of a LoRA adapter", unknown)
         return found
 
     def _missing(self, pairs: Mapping[str, _Pair], peft_config: Mapping[str, Any]) -> list[str]:
-        """Halves of pairs, and whole layers where the config lists the layers' names."""
-        missing = [f"{module}.lora_A" for module, pair in pairs.items() if pair.down is None]
-        missing += [f"{module}.lora_B" for module, pair in pairs.items() if pair.up is None]
+        """List halves of pairs, and whole layers where the config has the layers' names."""
+        factors = ("lora_A", "lora_B")
+        missing = [f"{module}.{factor}" for factor in factors for module, pair in pairs.items() if factor not in pair]
         wanted = peft_config.get("target_modules")
         if wanted is None or isinstance(wanted, str) or peft_config.get("layers_to_transform") is not None:
             return missing
@@ -123,8 +115,28 @@ class MergedAdapter:
         ]
 
 
+def merge_folder(spec: ModelSpec, folder: Path) -> None:
+    """Replace the adapter in ``folder`` by its base model with the adapter merged; other files stay there."""
+    import torch
+    from safetensors.torch import load_file
+
+    file, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    model = auto_class(Path(spec.path), spec.trust_remote_code).from_pretrained(
+        spec.path,
+        dtype=getattr(torch, spec.dtype),
+        trust_remote_code=spec.trust_remote_code,
+        local_files_only=True,
+    )
+    weights = model.state_dict(keep_vars=True)
+    named = {name.removesuffix(".weight"): weight.data for name, weight in weights.items() if name.endswith(".weight")}
+    MergedAdapter(named.get, lambda: named).merge(load_file(file), json.loads(settings.read_text(encoding="utf-8")))
+    model.save_pretrained(folder)
+    file.unlink()
+    settings.unlink()
+
+
 def _stored(product: torch.Tensor, peft_config: Mapping[str, Any]) -> torch.Tensor:
-    """A product ``[out, in]`` as the weight lies: gpt2's ``Conv1D`` keeps ``[in, out]``."""
+    """Turn a product ``[out, in]`` as the weight lies: gpt2's ``Conv1D`` keeps ``[in, out]``."""
     return product.T if peft_config.get("fan_in_fan_out") else product
 
 
@@ -135,9 +147,7 @@ def _check_shapes(
     for module, pair in pairs.items():
         weight = weights[module]
         assert weight is not None
-        assert pair.down is not None
-        assert pair.up is not None
-        up, down = tuple(pair.up.shape), tuple(pair.down.shape)
+        up, down = tuple(pair["lora_B"].shape), tuple(pair["lora_A"].shape)
         shape = tuple(_stored(weight, peft_config).shape) if weight.ndim == 2 else tuple(weight.shape)
         if (up[0], *down[1:]) != shape or up[1:] != down[:1]:
             wrong.append(f"{module} (model {tuple(weight.shape)}, sent B {up}, A {down})")
@@ -164,7 +174,7 @@ def _scale(module: str, peft_config: Mapping[str, Any]) -> float:
 
 
 def _of(module: str, pattern: Mapping[str, Any] | None, default: Any) -> Any:
-    """PEFT's own rule: a pattern matches the end of a module's name."""
+    """Look a module up by PEFT's own rule: a pattern matches the end of its name."""
     for key, value in (pattern or {}).items():
         if re.match(rf"(.*\.)?({key})$", module):
             return value

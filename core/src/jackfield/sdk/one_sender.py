@@ -1,0 +1,181 @@
+"""The checkpoint engine in which one rank sends to every worker, beside a transfer session."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+from attrs.validators import and_, ge, le
+
+from jackfield.abc.checkpoint_engine import (
+    CheckpointEngine,
+    CheckpointEngineContext,
+    ConnectRequest,
+    PrepareResult,
+    Topology,
+    TopologyRequest,
+)
+from jackfield.errors import WeightsError
+from jackfield.sdk.transfer import LEFT, Peer, TransferSession
+from jackfield.settings import option
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OneSenderEngine", "SessionSettings"]
+
+
+@attrs.frozen(kw_only=True)
+class SessionSettings:
+    """The settings of every engine with a transfer session."""
+
+    port: int = option(
+        0, help="Where the sender listens for workers; 0: any port that is free.", validator=and_(ge(0), le(65535))
+    )
+
+
+class OneSenderEngine(CheckpointEngine):
+    """One end of a transfer. The trainer's rank 0 sends to all workers; its other ranks only exhaust the generator.
+
+    A subclass moves the tensors. The session notices who is late, died or broke off: ``WeightsError`` with
+    ``weights.transfer`` or ``weights.version``, and ``DeadlineExceeded`` naming the peers.
+    """
+
+    config: Any  #: a :class:`SessionSettings`
+    session_class: ClassVar[type[TransferSession]] = TransferSession
+
+    def __init__(self, config: Any, context: CheckpointEngineContext) -> None:
+        super().__init__(config, context)
+        self.session: TransferSession | None = None
+        self.connected = False
+        self.whole = False  #: everything was sent, or taken
+
+    # -- what a subclass adds ------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Forget the transfer before."""
+        return
+
+    def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
+        """Handle a message of a peer."""
+        return
+
+    def listen(self, secret: str) -> Mapping[str, Any]:
+        """Listen beside the session, as the sender, and return what workers need to connect.
+
+        Args:
+            secret: Hexadecimal; what only the workers of the session know.
+        """
+        return {}
+
+    async def met_workers(self, session: TransferSession, workers: int) -> None:
+        """Prepare to send: every worker has come."""
+        return
+
+    async def enter(self, session: TransferSession, place: Mapping[str, Any], version: int) -> None:
+        """Connect to the sender, as a worker, by :meth:`TransferSession.join`."""
+        await session.join(place["session"], place["worker"], version)
+
+    @abstractmethod
+    async def send(
+        self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
+    ) -> Mapping[str, Any]:
+        """Send every tensor and return what is posted to the workers with the end."""
+
+    @abstractmethod
+    def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Yield every tensor."""
+
+    async def close(self) -> None:
+        """Release what this end took beside the session, which it has left; idempotent."""
+        return
+
+    # -- the order of calls --------------------------------------------------------------------------------------------
+
+    async def prepare(self) -> PrepareResult:
+        """Listen, as rank 0, on loopback unless the context names another interface."""
+        if self.context.rank != 0:
+            return PrepareResult()
+        await self.leave()  # it may have been prepared before, without a worker
+        session = self._begin()
+        address = await session.open(self.context.host, getattr(self.config, "port", 0))
+        self.session = session
+        try:
+            more = self.listen(address["secret"])
+        except BaseException:
+            await self.leave()
+            raise
+        return PrepareResult(metadata={"session": address, "host": self.context.host, **more})
+
+    def _begin(self) -> TransferSession:
+        self.connected = self.whole = False
+        self.begin()
+        return self.session_class(self.context.deadline_seconds, self.heard)
+
+    @classmethod
+    def build_topology(cls, request: TopologyRequest) -> Topology:
+        """Let rank 0 send to every worker."""
+        sender, workers = request.trainer_metadata[0], request.rollout_workers
+        return Topology(
+            trainer=tuple({"workers": workers} for _ in request.trainer_metadata),
+            rollout=tuple({**sender, "worker": number, "workers": workers} for number in range(workers)),
+        )
+
+    async def connect(self, request: ConnectRequest) -> None:
+        """Wait for every worker as rank 0, or connect to rank 0 as a worker."""
+        place = request.arguments
+        if self.context.end == "receiver":
+            self.session = session = self._begin()
+            await self.enter(session, place, request.version)
+        elif self.context.rank == 0:
+            session = self._required("the sender was not prepared", self.session is not None)
+            await session.admit(place["workers"], request.version)
+            await self.met_workers(session, place["workers"])
+        self.connected = True
+
+    def _required(self, message: str, there: bool) -> TransferSession:
+        if self.session is None or not there:
+            raise WeightsError(message, expected="prepare, connect, then send_weights or receive_weights")
+        return self.session
+
+    async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
+        """Send every tensor to all workers, and wait until all have taken all."""
+        if self.context.rank != 0:
+            for _ in weights:  # gathering a tensor needs every rank
+                pass
+            return
+        session = self._required("the sender is not connected", self.connected)
+        try:
+            values = await self.send(session, weights)
+            session.tell({**values, "done": True})
+            await session.until(lambda peer: "done" in peer.said, "take everything")
+        except BaseException as error:
+            session.break_off(error)
+            raise
+        self.whole = True
+
+    async def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Yield every tensor, then tell the sender that this worker has all."""
+        session = self._required("the receiver is not connected", self.connected)
+        async with aclosing(self.receive(session)) as stream:
+            async for item in stream:
+                yield item
+        self.whole = True
+        await session.finish()
+
+    async def leave(self) -> None:
+        """Leave the session; a peer that still needs this end notices it."""
+        session, self.session = self.session, None
+        self.connected = False
+        if session is not None:
+            await session.close(None if self.whole else LEFT)
+
+    async def finalize(self) -> None:
+        """Leave the session and release the rest."""
+        try:
+            await self.leave()
+        finally:
+            await self.close()

@@ -1,0 +1,245 @@
+"""The receiving end of a weight transfer, with the checks that no checkpoint engine has to make, and deltas.
+
+A delta has, of each tensor, the blocks of bytes that have changed since a version that every worker holds. It travels
+as a tensor like any other: uint8, under the changed tensor's name behind :data:`PREFIX`,
+
+    int64 block_bytes | int64 count | int64 index of each changed block | the blocks, one after the other
+
+little-endian; the last block of a tensor may be short. A tensor of which every block has changed, or that is new,
+travels whole, under its own name. Digests of the whole tensors, taken at both ends, prove the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext, ConnectRequest
+from jackfield.errors import WeightsError
+from jackfield.plugins import load_plugin
+from jackfield.sdk.buckets import digest
+
+if TYPE_CHECKING:
+    import torch
+
+    from jackfield.abc.rollout import UpdateWeightsRequest
+
+__all__ = ["PREFIX", "HeldWeights", "WeightReceiver", "check_base", "open_receiver"]
+
+PREFIX = "delta:"  #: of the name of changed blocks
+_HEAD = 16  #: bytes in front of the indexes
+
+
+def open_receiver(
+    request: UpdateWeightsRequest,
+    worker: int = 0,
+    *,
+    device: str = "cpu",
+    host: str = "127.0.0.1",
+    held: HeldWeights | None = None,
+) -> WeightReceiver:
+    """Make the receiver of an update for one worker.
+
+    Args:
+        request: The update.
+        worker: The worker's number within the replica.
+        device: Where tensors arrive, if the checkpoint engine can choose.
+        host: The address of this machine at which its servers listen.
+        held: The worker's, which outlives the receiver. It is forgotten unless deltas follow or come.
+    """
+    context = CheckpointEngineContext(
+        end="receiver",
+        rank=request.first_worker + worker,
+        world_size=request.total_workers,
+        device=device,
+        host=host,
+        deadline_seconds=request.deadline_seconds,
+    )
+    settings = dict(request.checkpoint_engine_config)
+    engine: Any = load_plugin("checkpoint_engine", request.checkpoint_engine).build(settings, context)
+    if held is None or request.kind == "delta" or (request.kind == "full" and request.deltas_follow):
+        return WeightReceiver(engine, held)
+    held.forget()
+    return WeightReceiver(engine)
+
+
+class WeightReceiver:
+    """The receiving end of one inference worker. It can be used again."""
+
+    def __init__(self, engine: CheckpointEngine, held: HeldWeights | None = None) -> None:
+        self._engine = engine  #: of the end ``receiver``
+        self._held = held  #: the worker's, which outlives the receiver; None: no delta will come
+        self.digests: dict[str, str] = {}  #: of what was received last, by name
+
+    async def tensors(
+        self, arguments: Mapping[str, Any], version: int
+    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Connect with this worker's share of the topology, yield every tensor of a version, and release everything.
+
+        A tensor is valid until the next one is drawn. Iterate inside of ``contextlib.aclosing`` where the loop may be
+        left early.
+
+        Raises:
+            WeightsError: ``weights.missing`` for a name that arrives twice; ``weights.transfer``.
+            DeadlineExceeded: names the sender.
+        """
+        if self._held is not None:
+            self._held.forget()
+        async with aclosing(self._received(arguments, version)) as stream:
+            async for name, tensor in stream:
+                self.digests[name] = digest(tensor)
+                yield name, tensor
+                if self._held is not None:
+                    self._held.keep(name, tensor)
+        if self._held is not None:
+            self._held.version = version
+
+    async def changes(self, arguments: Mapping[str, Any], version: int, base: int | None) -> dict[str, torch.Tensor]:
+        """Connect, receive a delta to version ``base`` as a whole, and release everything; nothing is changed yet.
+
+        Returns:
+            What came, by the name under which it came, for :meth:`HeldWeights.apply`; in host memory.
+
+        Raises:
+            WeightsError: ``weights.base``: another version is held; as :meth:`tensors`.
+        """
+        assert self._held is not None, "a worker that takes deltas holds weights"
+        check_base(self._held.version, base)
+        async with aclosing(self._received(arguments, version)) as stream:
+            return {name: tensor.detach().to("cpu", copy=True) async for name, tensor in stream}
+
+    async def _received(
+        self, arguments: Mapping[str, Any], version: int
+    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        self.digests = {}
+        seen: set[str] = set()
+        try:
+            await self._engine.connect(ConnectRequest(arguments=arguments, version=version))
+            async with aclosing(self._engine.receive_weights()) as stream:
+                async for name, tensor in stream:
+                    if name in seen:
+                        raise WeightsError(f"tensor {name!r} arrived twice", code="weights.missing", where=name)
+                    seen.add(name)
+                    yield name, tensor
+        finally:
+            await self._engine.finalize()
+
+
+def check_base(held: int | None, base: int | None) -> None:
+    """Refuse a delta to another version than the one that is held.
+
+    Raises:
+        WeightsError: ``weights.base``.
+    """
+    if base is None or held != base:
+        raise WeightsError(
+            "a delta came to weights that are not held",
+            code="weights.base",
+            expected="no delta" if held is None else f"a delta to version {held}",
+            found=f"a delta to version {base}",
+            fix="send a full update; weights.on_missing_base: full does so by itself",
+        )
+
+
+class HeldWeights:
+    """What a worker holds of the last version that it received, byte for byte as it was sent: what a delta changes.
+
+    A tensor whose parameter has just these bytes is changed there, in place. Of any other (cast, sharded, quantised)
+    a copy is kept in host memory.
+    """
+
+    def __init__(self, find: Callable[[str], torch.Tensor | None] = lambda _: None) -> None:
+        self._find = find  #: returns the (part of a) loaded parameter that holds a tensor's bytes as they were sent
+        self._copies: dict[str, torch.Tensor] = {}
+        self._held: dict[str, None] = {}  #: names
+        self.version: int | None = None  #: that is held, whole; None: a delta cannot be loaded
+
+    def forget(self) -> None:
+        """Drop everything: what is loaded is not what was sent any more."""
+        self.version = None
+        self._copies.clear()
+        self._held.clear()
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Take note of a tensor that has been loaded as it was sent."""
+        self._held[name] = None
+        found = self._place(name)
+        if found is not None and found.dtype == tensor.dtype and found.shape == tensor.shape:
+            self._copies.pop(name, None)
+        else:
+            self._copies[name] = tensor.detach().to("cpu", copy=True).contiguous()
+
+    def _place(self, name: str) -> torch.Tensor | None:
+        found = self._find(name)
+        return found if found is not None and found.is_contiguous() else None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return what is held of a tensor, as it was sent.
+
+        Raises:
+            WeightsError: ``weights.base``: nothing.
+        """
+        found = self._copies.get(name)
+        if found is None and name in self._held:
+            found = self._place(name)
+        if found is None:
+            message = f"blocks came of the tensor {name!r}, which is not held"
+            raise WeightsError(message, code="weights.base", where=name, fix="send a full update")
+        return found
+
+    def unchanged(self, changes: Iterable[str]) -> dict[str, str]:
+        """Compute the digests, by name, of the tensors that a delta with these names leaves as they are."""
+        changed = {name.removeprefix(PREFIX) for name in changes}
+        return {name: digest(self.tensor(name)) for name in self._held if name not in changed}
+
+    def apply(
+        self, changes: Mapping[str, torch.Tensor], version: int, digests: dict[str, str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Change what is held; yield the whole tensors that have to be loaded because they are not held in place.
+
+        Args:
+            changes: What came, by the name under which it came.
+            version: The version that is held once the iterator is exhausted.
+            digests: Gets those of the changed tensors, by name.
+
+        Raises:
+            WeightsError: ``weights.transfer``: blocks that do not fit; ``weights.base``.
+        """
+        self.version = None  # half a version is none
+        for sent_name, tensor in changes.items():
+            name = sent_name.removeprefix(PREFIX)
+            if name == sent_name:
+                yield name, tensor
+                self.keep(name, tensor)
+            else:
+                whole = self.tensor(name)
+                _unpack(name, tensor, whole)
+                if name in self._copies:
+                    yield name, whole
+            digests[name] = digest(self.tensor(name))
+        self.version = version
+
+
+def _unpack(name: str, packed: torch.Tensor, whole: torch.Tensor) -> None:
+    """Write blocks into a tensor, in place."""
+    import torch
+
+    # of one element, any stride counts as contiguous
+    target = whole.detach().as_strided((whole.numel(),), (1,)).view(torch.uint8)
+    size = target.numel()
+    block_bytes, count = packed[:_HEAD].view(torch.int64).tolist() if packed.numel() >= _HEAD else (0, 0)
+    start = _HEAD + 8 * count
+    fits = block_bytes > 0 < count and start < packed.numel()
+    indexes = packed[_HEAD : start if fits else _HEAD].view(torch.int64)
+    full = size // block_bytes if fits else 0
+    short = bool(fits and indexes[-1] == full)
+    left = (count - short) * block_bytes + short * (size - full * block_bytes)
+    rises = bool((indexes[1:] > indexes[:-1]).all())
+    if not (fits and rises and 0 <= indexes[0] and indexes[-1] * block_bytes < size and packed.numel() == start + left):
+        raise WeightsError(f"blocks came that do not fit the tensor {name!r}", where=name, expected=f"{size} bytes")
+    inner = count - short
+    blocks = packed[start : start + inner * block_bytes].view(inner, block_bytes).to(target.device)
+    target[: full * block_bytes].view(full, block_bytes).index_copy_(0, indexes[:inner].to(target.device), blocks)
+    if short:
+        target[full * block_bytes :].copy_(packed[start + inner * block_bytes :])

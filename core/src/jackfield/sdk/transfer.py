@@ -1,0 +1,279 @@
+"""Transfer sessions: what the ends of a weight transfer tell each other.
+
+The sender serves :data:`TRANSFER` and each worker connects to it. Both then post plain values to each other:
+everything but the tensors. The last value of each name is kept, and waits are conditions on what the peers have posted.
+Two names mean something to the session: ``broken``, a reason, and ``done``, after which a peer may leave. A peer that
+dies, leaves or breaks off ends every wait at once, and a wait that lasts until the deadline names the late peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import attrs
+import msgspec
+
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, WeightsError
+from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect
+from jackfield.rpc.wire import Goodbye
+
+__all__ = ["LEFT", "TRANSFER", "Peer", "TransferSession", "reason_of"]
+
+T = TypeVar("T")
+
+_SENDER_FIRST = 1.0  #: seconds between the deadline of the sender, which knows who is late, and that of its workers
+LEFT = "left before everything was taken"  #: why an end breaks off that has not finished
+_BROKE, _ENDED = "broke off: ", "has ended"
+
+
+def reason_of(error: BaseException) -> str:
+    """Describe to the peers why this end breaks off."""
+    return _BROKE + (error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}")
+
+
+@attrs.define(eq=False)
+class Peer:
+    """The other end of a connection."""
+
+    name: str  #: ``worker 2``, or ``the sender``
+    number: int
+    connection: Connection
+    said: dict[str, Any] = attrs.field(factory=dict)  #: the last value of each name that it has posted
+    broken: str | None = None  #: why it will post no more
+
+
+class TransferSession:
+    """One end of the conversation beside a transfer."""
+
+    def __init__(self, seconds: float, heard: Callable[[Peer, Mapping[str, Any]], None] = lambda *_: None) -> None:
+        """
+        Args:
+            seconds: The deadline of the whole transfer, counted from :meth:`admit`; workers count from their arrival.
+            heard: Called with each message of a peer.
+        """
+        self.peers: dict[int, Peer] = {}
+        self._seconds, self._heard = seconds, heard
+        self._clock = Clock()
+        self._ends = 0.0  #: on the loop's clock
+        self._expected = self._version = -1  #: not known before :meth:`admit`
+        self._server: Server | None = None
+        self._why: str | None = None  #: why this end broke off
+        self._changed = asyncio.Event()
+        self._services = {"transfer": Service(self, TRANSFER)}
+
+    # -- meeting -------------------------------------------------------------------------------------------------------
+
+    async def open(self, host: str, port: int = 0) -> dict[str, Any]:
+        """Listen, as the sender, and return the address for :meth:`join` as plain values.
+
+        Raises:
+            WeightsError: ``weights.transfer``: the port is taken, or the host is not one of this machine's.
+        """
+        self._server = Server("the sender", self._services, self._clock, self._seconds + _SENDER_FIRST)
+        try:
+            address = await self._server.listen(host, port)
+        except RpcError as error:
+            self._server = None
+            raise WeightsError(error.message, where=error.where, fix=error.fix) from error
+        return attrs.asdict(address)
+
+    async def admit(self, workers: int, version: int) -> None:
+        """Wait, as the sender, until every worker has come.
+
+        Raises:
+            DeadlineExceeded: names the workers that have not come.
+            WeightsError: a worker came for another version.
+        """
+        self._ends = _now() + self._seconds
+        self._expected, self._version = workers, version
+        self.notify()
+
+        def missing() -> str:
+            late = [f"worker {number}" for number in range(workers) if number not in self.peers]
+            return f"{' and '.join(late)} to connect"
+
+        await self._wait(lambda: len(self.peers) == workers, missing)
+
+    async def enter(self, worker: int, version: int) -> int:
+        """Admit the calling worker and return the version that is sent. Workers call it."""
+        return await self._enter(worker, version, caller())
+
+    async def _enter(self, worker: int, version: int, connection: Connection) -> int:
+        while self._version < 0:
+            await self._changed.wait()  # until the caller's deadline, or the end of the session
+        if not 0 <= worker < self._expected or worker in self.peers:
+            raise WeightsError(f"worker {worker} has no place in this transfer", where="the sender")
+        peer = self._new_peer(f"worker {worker}", worker, connection)
+        if version != self._version:
+            peer.broken = f"expects weights of version {version}, these are of version {self._version}"
+        return self._version
+
+    async def join(self, address: Mapping[str, Any], worker: int, version: int) -> None:
+        """Connect to the sender, as a worker.
+
+        Raises:
+            WeightsError: ``weights.version`` for weights of another version; ``weights.transfer`` when the sender
+                cannot be reached or leaves.
+            DeadlineExceeded: names the sender.
+        """
+        self._ends = _now() + self._seconds
+        try:
+            found = await self._entered(address, worker, version)
+        except RpcError as error:
+            raise WeightsError(f"the sender cannot be reached: {error.message}", where=error.where) from error
+        except DeadlineExceeded:
+            raise self._late("the sender to welcome this worker") from None
+        if found != version:
+            message = "weights of another version came"
+            raise WeightsError(message, code="weights.version", expected=version, found=found)
+        self._ends = _now() + self._seconds + _SENDER_FIRST
+
+    async def _entered(self, address: Mapping[str, Any], worker: int, version: int) -> int:
+        place, contracts = msgspec.convert(address, Address), {"transfer": TRANSFER}
+        connection = await connect(place, f"worker {worker}", self._clock, contracts, self._services)
+        self._new_peer("the sender", 0, connection)  # it may post before its reply is read
+        arguments, what = [worker, version], "welcome this worker"
+        found: int = await connection.call("transfer.enter", arguments, self.remaining(), int, what)
+        return found
+
+    def _new_peer(self, name: str, number: int, connection: Connection) -> Peer:
+        peer = self.peers[number] = Peer(name, number, connection)
+        connection.lost.add_done_callback(lambda done: self._gone(peer, done.result()))
+        self.notify()
+        return peer
+
+    def _gone(self, peer: Peer, reason: str) -> None:
+        """Take note that a connection has ended: the peer is finished, broke off, or has died."""
+        if peer.broken is None and "done" not in peer.said:
+            said = reason.startswith((_BROKE, LEFT))
+            peer.broken = reason if said else f"died or was cut off: it {reason}"
+        self.notify()
+
+    # -- the conversation ----------------------------------------------------------------------------------------------
+
+    async def post(self, values: dict[str, Any]) -> None:
+        """Take note of what the calling peer says. Both ends call it."""
+        self._take(values, caller())
+
+    def _take(self, values: Mapping[str, Any], connection: Connection) -> None:
+        peer = next((each for each in self.peers.values() if each.connection is connection), None)
+        if peer is None:
+            raise WeightsError("a worker posted before it entered the transfer")
+        peer.said.update(values)
+        peer.broken = peer.broken or values.get("broken")
+        self._heard(peer, values)
+        self.notify()
+
+    def tell(self, values: Mapping[str, Any]) -> None:
+        """Post values to every peer that still listens."""
+        for peer in self.peers.values():
+            peer.connection.notify("transfer.post", TRANSFER, dict(values))
+
+    async def finish(self) -> None:
+        """Tell the sender that this worker has everything, and wait until the sender knows."""
+        calling = self.peers[0].connection.call("transfer.post", [{"done": True}], self.remaining(), None, "finish")
+        with suppress(RpcError):  # a sender that has ended is not told
+            await self.wait_for(calling, "the sender to end the transfer")
+
+    def break_off(self, error: BaseException) -> None:
+        """Tell every peer why this end breaks the transfer off."""
+        self._why = reason_of(error)
+        self.tell({"broken": self._why})
+
+    async def until(self, ready: Callable[[Peer], bool], what: str) -> None:
+        """Wait until every peer is ready.
+
+        Args:
+            ready: Whether a peer is, judged by what it has said.
+            what: What a peer is waited for to do, for the error.
+
+        Raises:
+            WeightsError: a peer broke off.
+            DeadlineExceeded: names the peers that are not ready.
+        """
+
+        def late() -> str:
+            return " and ".join(f"{peer.name} to {what}" for peer in self.peers.values() if not ready(peer))
+
+        await self._wait(lambda: all(map(ready, self.peers.values())), late)
+
+    async def wait_for(self, awaitable: Awaitable[T], who: str) -> T:
+        """Await something else until the transfer's deadline, or until a peer breaks off.
+
+        Raises:
+            WeightsError: a peer broke off.
+            DeadlineExceeded: names ``who``.
+        """
+        future = asyncio.ensure_future(awaitable)
+        future.add_done_callback(lambda _: self.notify())
+        try:
+            await self._wait(future.done, lambda: who)
+        except BaseException:
+            future.cancel()
+            if future.done() and not future.cancelled():
+                future.exception()  # a consequence of what is raised
+            raise
+        return future.result()
+
+    async def cause(self, seconds: float = 1.0) -> None:
+        """Raise what a peer did, if that shows soon after a failure of something that all ends do together.
+
+        Raises:
+            WeightsError: a peer broke off.
+        """
+        with suppress(DeadlineExceeded):
+            await self._clock.wait_for(self._wait(lambda: False, str), seconds, "")
+
+    async def _wait(self, ready: Callable[[], bool], who: Callable[[], str]) -> None:
+        while True:
+            broken = [f"{peer.name} {peer.broken}" for peer in self.peers.values() if peer.broken is not None]
+            if broken:
+                raise WeightsError("; ".join(broken))
+            if ready():
+                return
+            try:
+                await self._clock.wait_for(self._changed.wait(), self.remaining(), "a peer")
+            except DeadlineExceeded:
+                raise self._late(who()) from None
+
+    def remaining(self) -> float:
+        """Return the seconds to the deadline."""
+        return max(self._ends - _now(), 0.0)
+
+    def _late(self, who: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"waited {self._seconds:g} s for {who}, in a weight transfer",
+            fix="look at why the peer did not answer, or raise the deadline of the sync",
+        )
+
+    def notify(self) -> None:
+        """Look at the conditions of all waits again, because of something beside the session."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def close(self, broken: str | None = None) -> None:
+        """Leave; idempotent.
+
+        Args:
+            broken: Why this end breaks off; None: it has finished.
+        """
+        reason = self._why or broken or ""
+        peers, self.peers = list(self.peers.values()), {}
+        for peer in peers:
+            peer.connection.send(Goodbye(reason))
+            await peer.connection.leave(_ENDED)
+        server, self._server = self._server, None
+        if server is not None:
+            await server.close()
+
+
+TRANSFER = Contract(TransferSession, ["enter", "post"])
+
+
+def _now() -> float:
+    """Return the time of the running loop, which may be a virtual one."""
+    return asyncio.get_running_loop().time()
