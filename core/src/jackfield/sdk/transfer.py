@@ -124,7 +124,8 @@ class TransferSession:
         try:
             found = await self._entered(address, worker, version)
         except RpcError as error:
-            raise WeightsError(f"the sender cannot be reached: {error.message}", where=error.where) from error
+            details = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
+            raise WeightsError(f"the sender cannot be reached: {error.message}", **details) from error
         except DeadlineExceeded:
             raise self._late("the sender to welcome this worker") from None
         if found != version:
