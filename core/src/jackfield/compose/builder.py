@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from jackfield.cluster.device import DeviceLease
 from jackfield.compose.export import export_model
-from jackfield.compose.joining import following
 from jackfield.compose.mixing import mixed_rows
 from jackfield.compose.resume import StartingPoint, mark_finished
 from jackfield.compose.role import RoleParts
@@ -23,15 +23,15 @@ from jackfield.trainer import (
     Explorer,
     FollowedVersion,
     OfflineProducer,
-    PlacementLease,
     RewardPipeline,
+    Stages,
     post_finished,
     trainer_begun,
     trainer_finished,
 )
-from jackfield.weights import WeightFollower
+from jackfield.weights import Replica, WeightFollower
 
-__all__ = ["RunBuilder"]
+__all__ = ["RunBuilder", "following"]
 
 
 class RunBuilder(RoleParts):
@@ -74,8 +74,8 @@ class RunBuilder(RoleParts):
             assert trainer.checkpoints is not None
             restored = await trainer.checkpoints.load(start.checkpoint)
         await trainer.begin(start.step, restored)
-        if built.replicas is not None:
-            await self.open_control(built.replicas)
+        if built.pool is not None:
+            await self.open_control(built.pool)
         for loop in (*await self._producers(), *(rows.keep for rows in mixed)):
             self.background(loop)
         with self.stop.boundary("with a checkpoint after this step"):
@@ -88,12 +88,12 @@ class RunBuilder(RoleParts):
         """Explore for a trainer in another process until it has all batches. Returns its newest weight version."""
         config, seconds = self.config, self.config.deadlines.batch
         await self.begin()
-        replicas = await self.start_replicas()
-        assert replicas is not None
-        self.rollout_placement = PlacementLease(self.clock, seconds)
+        pool = await self.start_replicas()
+        assert pool is not None
+        self.rollout_placement = DeviceLease(self.clock, seconds)
         engine = config.checkpoint_engine
-        follower = WeightFollower(replicas.members, engine.name, engine.settings, self.clock, config.deadlines.sync)
-        replicas.connect(following(follower, self.rollout_placement, self.stages))
+        follower = WeightFollower(pool.members, engine.name, engine.settings, self.clock, config.deadlines.sync)
+        pool.connect(*following(follower, self.rollout_placement, self.stages))
         weights = FollowedVersion(
             queue=self.queue,
             follower=follower,
@@ -103,10 +103,10 @@ class RunBuilder(RoleParts):
             idle_seconds=seconds,
         )
         self.stop.begun()
-        self.background(replicas.keep)
+        self.background(pool.keep)
         self.background(weights.run)
         await weights.first(seconds)
-        await self.open_control(replicas)
+        await self.open_control(pool)
         await self._explorer(config.name).run()
         self.queue.done = True
         return self.version.value
@@ -214,3 +214,20 @@ class RunBuilder(RoleParts):
         )
         await pipeline.register()
         return pipeline
+
+
+def following(
+    follower: WeightFollower, placement: DeviceLease, stages: Stages
+) -> tuple[Callable[[Replica], Awaitable[None]], Callable[[], AbstractAsyncContextManager[None]]]:
+    """Return how later replicas of an explorer get the newest weights, and what holds newer ones back meanwhile."""
+
+    @asynccontextmanager
+    async def hold() -> AsyncIterator[None]:
+        async with placement.hold("rollout", joins=True), follower.bringing:
+            yield
+
+    async def load(replica: Replica) -> None:
+        async with stages.measure("load_weights", "weights", 0 if follower.newest is None else follower.newest.version):
+            await follower.bring(replica)
+
+    return load, hold

@@ -9,15 +9,14 @@ from typing import Any
 
 import attrs
 
-from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.abc.transfer_queue import TransferQueueBackend
+from jackfield.cluster.pool import Places, Replica, Worker
 from jackfield.compose.controller import address_file
 from jackfield.compose.workers import WorkerFactory
 from jackfield.queue import Rows
 from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.replicas import Fleet
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 
@@ -42,18 +41,18 @@ class Needs:
 
 @attrs.frozen(kw_only=True)
 class Crew:
-    """Workers, or what stands for them in this process. Engines and servers are not started yet."""
+    """Workers, or what stands for them in this process. Engines and replicas are not started yet."""
 
     backend: TransferQueueBackend
     actor: Sequence[EngineRank]  #: empty: nobody trains here
     reference: Sequence[EngineRank]  #: empty: no model of its own
     critic: Sequence[EngineRank]  #: empty: there is none
-    servers: Sequence[BaseRolloutServer]
+    replicas: int  #: that the run begins with
     agents: Workers[AgentWorker]
     rewards: Workers[RewardWorker] | None
     estimator: AdvantageWorker
     shares_devices: bool  #: whether engine and replicas take turns
-    fleet: Fleet  #: of the servers
+    places: Places  #: of the replicas
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a rank or the storage dies
 
 
@@ -77,8 +76,7 @@ async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack)
     backend = make.joined_backend(address_file(make.config).parent) if served else make.backend()
     rows = Rows(backend)
     replicas = make.config.cluster.replicas if needs.replicas else 0
-    servers = [make.rollout_server(replica) for replica in range(replicas)]
-    agent = make.agent_worker(rows, dict(enumerate(servers)), request_prefix=make.config.name)
+    agent = make.agent_worker(rows, {} if replicas else None, request_prefix=make.config.name)
     rewards = None
     if needs.rewards:
         worker = await make.reward_worker(rows)
@@ -91,27 +89,27 @@ async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack)
         else [],
         reference=[make.engine_rank(rows, "reference")] if needs.reference else [],
         critic=[make.engine_rank(rows, "critic", loss_columns=CRITIC_COLUMNS)] if needs.critic else [],
-        servers=servers,
+        replicas=replicas,
         agents=Workers([agent]),
         rewards=rewards,
         estimator=AdvantageWorker(rows, needs.plan),
         shares_devices=True,
-        fleet=_InlineFleet(make, agent),
+        places=_InlinePlaces(make, agent),
     )
 
 
 @attrs.frozen
-class _InlineFleet:
-    """Replicas in this process, or processes that they start themselves."""
+class _InlinePlaces:
+    """Replicas in this process, or in processes that it starts."""
 
     make: WorkerFactory
     agent: AgentWorker
 
-    async def add(self, number: int) -> BaseRolloutServer:
-        return self.make.rollout_server(number)
+    async def start(self, number: int) -> Worker:
+        return self.make.replica(number)
 
-    async def remove(self, number: int) -> None:
+    async def end(self, number: int) -> None:
         return
 
-    async def route(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
-        return await self.agent.reroute(replicas, seconds)
+    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
+        return await self.agent.route(replicas, seconds)

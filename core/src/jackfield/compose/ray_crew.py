@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,12 +19,14 @@ from typing import Any, cast
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.algorithms import register_part
 from jackfield.clock import Clock
+from jackfield.cluster.pool import Replica, Worker
 from jackfield.compose.crew import CRITIC_COLUMNS, Crew, Needs
 from jackfield.compose.inputs import check_tokens, read_model, read_tasks
 from jackfield.compose.recipe import make_recipe
 from jackfield.compose.selection import interpreters
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, plugin_sections
+from jackfield.errors import DeadlineExceeded, JackfieldError, WorkerLost
 from jackfield.files import replace_file
 from jackfield.plugins import Registry, hook_manager, installed
 from jackfield.queue import Rows
@@ -34,7 +36,6 @@ from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.ray import (
     Cluster,
     ClusterOptions,
-    LastingReplica,
     Place,
     RemoteBackend,
     RemoteRank,
@@ -46,6 +47,7 @@ from jackfield.runtime.ray.cluster import check_interpreter
 from jackfield.runtime.ray.host import interface_of
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers, resubmitted
+from jackfield.workers.router import Generates
 
 __all__ = ["RayCrews"]
 
@@ -90,7 +92,7 @@ class RayCrews:
         self._crew = _RayCrew(
             self._make, needs, self._cluster, self._interpreters, replicas if needs.replicas else 0, meetings
         )
-        return await self._crew.start({name: count for name, count in pools.items() if count})
+        return await self._crew.begin({name: count for name, count in pools.items() if count})
 
     async def close(self) -> None:
         """End the workers' processes, and leave the cluster."""
@@ -120,12 +122,15 @@ class _RayCrew:
         self._pools: dict[str, int] = {}
         self._groups: dict[str, Any] = {}
         self._agents: list[Stub] = []
+        self._routes: dict[int, RemoteServer] = {}
+        self._made: set[int] = set()  # replicas that were made with the other workers, and are not started
+        self._lives: dict[int, asyncio.Task[None]] = {}
         self._backend: RemoteBackend
         self._names: dict[str, Any] = {}
         self._places: dict[str, Place] = {}
         self._deadlines = config.deadlines
 
-    async def start(self, pools: dict[str, int]) -> Crew:
+    async def begin(self, pools: dict[str, int]) -> Crew:
         """Everything, side by side: processes need seconds to import what they work with."""
         config, needs, cluster, self._pools = self._config, self._needs, self._cluster, pools
         self._groups = {name: await cluster.places(count, self._resources(1), name) for name, count in pools.items()}
@@ -138,16 +143,15 @@ class _RayCrew:
         agents = [await self._stateless("agent", number) for number in range(ray.agent_workers)]
         rewards = [await self._stateless("reward", number) for number in range(ray.reward_workers if servers else 0)]
         places = await self._find_places()
-        replicas = [self._lasting(number, handle, name) for number, (handle, name) in enumerate(servers)]
-        routes = {number: replica.for_agents for number, replica in enumerate(replicas)}
+        self._made = set(range(self.replicas))
         makes: list[_Made] = [(storage, partial(make_storage, config, needs))]
         for role, made in ranks.items():
             makes += self._engine_group(role, [handle for handle, _ in made], places, backend)
         makes += [
             (handle, partial(make_replica, config, number, host=places[id(handle)].address))
-            for number, (handle, _) in enumerate(servers)
+            for number, handle in enumerate(servers)
         ]
-        makes += [(handle, self._make_agent(number, routes)) for number, handle in enumerate(agents)]
+        makes += [(handle, self._make_agent(number)) for number, handle in enumerate(agents)]
         makes += [
             (handle, partial(make_reward_worker, config, backend, number)) for number, handle in enumerate(rewards)
         ]
@@ -159,49 +163,72 @@ class _RayCrew:
             actor=[cast(EngineRank, stand_in) for _, stand_in in ranks["actor"]],
             reference=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("reference", ())],
             critic=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("critic", ())],
-            servers=replicas,
+            replicas=self.replicas,
             agents=Workers(cast("list[AgentWorker]", self._agents)),
             rewards=Workers([cast(RewardWorker, self._stub(handle, again)) for handle in rewards]) if rewards else None,
             estimator=cast(
                 AdvantageWorker, Stub(storage, "the advantage worker", self._deadlines.engine, "estimator.")
             ),
             shares_devices=config.cluster.ray.placement == "colocated",
-            fleet=self,
+            places=self,
             watch=partial(cluster.watch, [storage, *(handle for made in ranks.values() for handle, _ in made)]),
         )
 
-    # -- the fleet -------------------------------------------------------------------------------------------------
+    # -- replicas
 
-    async def add(self, number: int) -> LastingReplica:
-        """A replica that is not started, in a place of its own where the run's first places have no room for it.
+    async def start(self, number: int) -> Worker:
+        """Have an actor make a replica's server, in a place of its own where the first places have no room for it.
 
         Raises:
-            JackfieldError: there is no place for it, or it does not come; nothing of it is left.
+            JackfieldError: There is no place for it, or it does not come; nothing of a new replica is left.
         """
+        name = f"rollout replica {number}"
+        if number not in self._made:
+            await (self._make_again(number, name) if name in self._names else self._add(number, name))
+        self._made.discard(number)
+        worker = Worker(cast(BaseRolloutServer, RemoteServer(self._names[name], name, self._longest)), "cluster")
+        self._lives[number] = asyncio.create_task(self._watch(self._names[name], worker), name=f"life of {name}")
+        return worker
+
+    async def _watch(self, handle: Any, worker: Worker) -> None:
         try:
-            handle, name = await self._replica(number)
-            await self._make_replica(number, handle, name)
+            await self._cluster.watch([handle])
+        except JackfieldError as error:
+            worker.lose(error)
+
+    async def _add(self, number: int, name: str) -> None:
+        try:
+            await self._make_replica(number, await self._replica(number), name)
         except BaseException:
             await self._drop(number)
             raise
         self.replicas += 1
-        return self._lasting(number, handle, name)
 
-    async def remove(self, number: int) -> None:
+    async def _make_again(self, number: int, name: str) -> None:
+        with suppress(WorkerLost, DeadlineExceeded):
+            await self._cluster.empty(self._names[name])
+        await self._make_replica(number, self._names[name], name)
+
+    async def end(self, number: int) -> None:
         """End its process, and give its place back if it was added to the run."""
         self.replicas -= 1
         await self._drop(number)
 
-    async def route(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
+    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
         """Tell every agent worker; one that dies meanwhile, or later, is told when it is made again."""
-        routes = {number: cast(LastingReplica, replica).for_agents for number, replica in replicas.items()}
+        self._routes = {number: cast(RemoteServer, replica.worker.server) for number, replica in replicas.items()}
         for number, agent in enumerate(self._agents):
-            agent.made_by(self._cluster.told(self._make_agent(number, routes)))
-        work = (resubmitted(partial(agent.reroute, routes, seconds), "the list of replicas") for agent in self._agents)
+            agent.made_by(self._cluster.told(self._make_agent(number)))
+        work = (
+            resubmitted(lambda agent=agent: agent.route(self._routes, seconds), "the list of replicas")  # type: ignore[misc]
+            for agent in self._agents
+        )
         return sum(await asyncio.gather(*work))
 
     async def _drop(self, number: int) -> None:
         name = f"rollout replica {number}"
+        if number in self._lives:
+            self._lives.pop(number).cancel()
         handle = self._names.pop(name, None)
         if handle is not None:
             await self._cluster.end(handle)
@@ -209,8 +236,8 @@ class _RayCrew:
         self._note_places()
         self._cluster.give_back(name)
 
-    def _make_agent(self, number: int, routes: Mapping[int, RemoteServer]) -> Callable[[], Any]:
-        servers = cast("Mapping[int, BaseRolloutServer]", routes)
+    def _make_agent(self, number: int) -> Callable[[], Any]:
+        servers = self._routes if self._needs.replicas else None
         return partial(make_agent_worker, self._config, self._backend, servers, number)
 
     # -- workers ---------------------------------------------------------------------------------------------------
@@ -225,7 +252,7 @@ class _RayCrew:
             made.append((handle, RemoteRank(handle, name, self._deadlines.engine)))
         return made
 
-    async def _replica(self, number: int) -> tuple[Any, str]:
+    async def _replica(self, number: int) -> Any:
         """An actor that Ray starts again without end; how often it may die is looked at here."""
         name = f"rollout replica {number}"
         pool = "rollout" if "rollout" in self._groups else "shared"
@@ -233,27 +260,13 @@ class _RayCrew:
         if number >= self._pools[pool]:
             bundle, group = 0, await self._cluster.places(1, self._resources(1), name)
         restarts = -1 if self._config.cluster.replica_restarts else 0
-        return await self._actor(
-            name, kind="rollout", group=group, bundle=bundle, restarts=restarts, one_thread=True
-        ), name
+        return await self._actor(name, kind="rollout", group=group, bundle=bundle, restarts=restarts, one_thread=True)
 
     async def _make_replica(self, number: int, handle: Any, name: str) -> None:
         """Have an actor make its replica, wherever Ray has started it."""
         place = self._places[name] = await self._cluster.place(handle)
         self._note_places()
         await self._cluster.make(handle, partial(make_replica, self._config, number, host=place.address))
-
-    def _lasting(self, number: int, handle: Any, name: str) -> LastingReplica:
-        """The controller's stand-in for a replica."""
-        return LastingReplica(
-            handle,
-            name,
-            self._make.rollout_context(number),
-            partial(self._make_replica, number, handle, name),
-            restarts=self._config.cluster.replica_restarts,
-            start_seconds=self._deadlines.start,
-            seconds=self._longest,
-        )
 
     @property
     def _longest(self) -> float:
@@ -404,14 +417,16 @@ def make_replica(config: RunConfig, number: int, *, host: str) -> BaseRolloutSer
 
 
 def make_agent_worker(
-    config: RunConfig, backend: RemoteBackend, servers: Mapping[int, BaseRolloutServer], number: int
+    config: RunConfig, backend: RemoteBackend, servers: Mapping[int, RemoteServer] | None, number: int
 ) -> AgentWorker:
     """A worker that runs agents on the replicas; the first one looks whether data, tokenizer and model fit."""
     factory = _factory(config)
     if number == 0:
         recipe = make_recipe(config, factory.registry.find("rollout", config.rollout.name))
         check_tokens(config, read_tasks(config, recipe), read_model(config))
-    return factory.agent_worker(Rows(backend), servers, request_prefix=f"{config.name}-{number}")
+    return factory.agent_worker(
+        Rows(backend), cast("Mapping[int, Generates] | None", servers), request_prefix=f"{config.name}-{number}"
+    )
 
 
 async def make_reward_worker(config: RunConfig, backend: RemoteBackend, number: int) -> RewardWorker:

@@ -21,6 +21,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.clock import Clock
+from jackfield.cluster.pool import Worker
 from jackfield.compose.inputs import read_model
 from jackfield.compose.selection import interpreters
 from jackfield.config import PluginSection, RunConfig
@@ -30,9 +31,8 @@ from jackfield.queue import Rows
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.process import RolloutProcess
-from jackfield.runtime.revival import LastingServer
 from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.router import ReplicaRouter
+from jackfield.workers.router import Generates, Router
 
 __all__ = ["WorkerFactory"]
 
@@ -118,19 +118,20 @@ class WorkerFactory:
         return attrs.evolve(model, lora=None)
 
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
-        """A replica; not started."""
-        config, context = self.config, self.rollout_context(replica, host=host)
-        python = interpreters(config, self.registry).get("rollout") if config.cluster.name == "inline" else None
-        if python is not None:
-            return LastingServer(
-                lambda: self._rollout_process(context, python),
-                restarts=config.cluster.replica_restarts,
-                start_seconds=config.deadlines.start,
-            )
-        return cast(BaseRolloutServer, self._plugin("rollout", context))
+        """Make a replica's server in this process; it is not started."""
+        return cast(BaseRolloutServer, self._plugin("rollout", self._rollout_context(replica, host)))
 
-    def rollout_context(self, replica: int, *, host: str = "127.0.0.1") -> RolloutContext:
-        """What a replica is told of its place in the run."""
+    def replica(self, number: int) -> Worker:
+        """Make a replica's server in this process, or in one with an interpreter of its own; it is not started."""
+        python = interpreters(self.config, self.registry).get("rollout")
+        if python is None:
+            return Worker(self.rollout_server(number))
+        server = self._rollout_process(self._rollout_context(number), python)
+        worker = Worker(server, "process")
+        server.on_lost = worker.lose
+        return worker
+
+    def _rollout_context(self, replica: int, host: str = "127.0.0.1") -> RolloutContext:
         config = self.config
         model = config.model if config.weights.dtype is None else attrs.evolve(config.model, dtype=config.weights.dtype)
         return RolloutContext(
@@ -158,17 +159,17 @@ class WorkerFactory:
             heartbeat_seconds=config.deadlines.heartbeat,
         )
 
-    def agent_worker(self, rows: Rows, servers: Mapping[int, BaseRolloutServer], *, request_prefix: str) -> AgentWorker:
-        """A worker that runs agents on ``servers``, by number; without any, it only makes samples of given answers."""
+    def agent_worker(self, rows: Rows, servers: Mapping[int, Generates] | None, *, request_prefix: str) -> AgentWorker:
+        """A worker that runs agents on ``servers``, by number; with None, it only makes samples of given answers."""
         config, tokenizer = self.config, self._tokenizer()
         max_prompt_tokens = read_model(config).max_prompt_tokens
-        if not servers:
+        if servers is None:
             return AgentWorker(rows, tokenizer, self.clock, None, max_prompt_tokens=max_prompt_tokens)
         loaded = self.registry.load("agent", config.agent.name)
-        router = ReplicaRouter(servers, self.clock)
+        router = Router(self.clock, servers)
 
         def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
-            generate = router.of_one_run()
+            generate = router.of_one_rollout()
 
             def noted(request: GenerateRequest) -> Awaitable[GenerateResult]:
                 asks(request.sampling)

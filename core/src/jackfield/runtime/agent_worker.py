@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
-from jackfield.abc.rollout import BaseRolloutServer, SamplingParams
+from jackfield.abc.rollout import SamplingParams
 from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
@@ -28,7 +28,6 @@ from jackfield.errors import (
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Rows, Written, rows_of
 from jackfield.queue.rows import check_columns
-from jackfield.runtime.router import ReplicaRouter
 from jackfield.runtime.samples import (
     agent_tags,
     expert_columns,
@@ -38,6 +37,7 @@ from jackfield.runtime.samples import (
     supervised_columns,
     supervised_tags,
 )
+from jackfield.workers.router import Generates, Router
 
 __all__ = ["AgentWorker", "RunOrder", "RunProduct", "ends_the_run", "run_agent"]
 
@@ -73,7 +73,7 @@ class AgentWorker:
         make_agent: Callable[[Callable[[SamplingParams], None]], AgentLoopBase] | None,
         *,
         max_prompt_tokens: int | None = None,
-        router: ReplicaRouter | None = None,
+        router: Router | None = None,
     ) -> None:
         """
         Args:
@@ -107,10 +107,10 @@ class AgentWorker:
         tags = [{**sequence_tags(order.task, sequence, order.run), **more} for sequence in sequences]
         return self._keep(order.id, sequence_columns(order.task, sequences), tags)
 
-    async def reroute(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
-        """Have agents generate on these replicas from now on: :meth:`ReplicaRouter.reroute`."""
+    async def route(self, servers: Mapping[int, Generates], seconds: float) -> int:
+        """Have agents generate on these replicas from now on: :meth:`Router.route`."""
         assert self._router is not None, "a worker without replicas runs no agents"
-        return await self._router.reroute(replicas, seconds)
+        return await self._router.route(servers, seconds)
 
     async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:
         """The first tokens of a task's prompt, ``most`` of them at most, and no more than a prompt may have."""

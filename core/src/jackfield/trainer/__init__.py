@@ -17,7 +17,6 @@ from jackfield.trainer.explorer import Experts, Explorer
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.mixing import Source
 from jackfield.trainer.offline import OfflineProducer
-from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.report import StepReport
 from jackfield.trainer.reward_pipeline import RewardPipeline
 from jackfield.trainer.schedule import Progress, Schedule
@@ -38,7 +37,6 @@ __all__ = [
     "FollowedVersion",
     "LogProbCheck",
     "OfflineProducer",
-    "PlacementLease",
     "PostedVersion",
     "Progress",
     "RewardPipeline",

@@ -10,13 +10,13 @@ from typing import Any
 import attrs
 
 from jackfield.clock import Clock
+from jackfield.cluster.device import DeviceLease
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError, WorkerLost
 from jackfield.queue import GroupSlot, Ticket, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker, RunOrder, ends_the_run
 from jackfield.runtime.samples import TRAIN, rollout_seed
 from jackfield.runtime.workers import Workers, resubmitted, written_again
-from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
 
@@ -39,7 +39,7 @@ class Explorer:
     queue: TransferQueue
     schedule: Schedule
     version: Progress  #: of the weights that the replicas serve
-    placement: PlacementLease
+    placement: DeviceLease
     clock: Clock
     stages: Stages
     task_for: Callable[[GroupSlot], Task]

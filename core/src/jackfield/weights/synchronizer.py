@@ -163,7 +163,7 @@ class WeightSynchronizer:
         done = await self._transferred(replicas, version)
         for replica, receipt in zip(replicas, done.receipts, strict=True):
             verify(replica.info, receipt, version, done.digests)
-        if self._probe is not None:
+        if self._probe is not None and replicas:
             await self._probe.check({each.info.replica: each.server for each in replicas}, version)
         self.version = version
         self.last = SyncReport(

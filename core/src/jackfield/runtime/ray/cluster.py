@@ -254,6 +254,15 @@ class Cluster:
         name = self._name(handle)
         await answer(handle.live.remote(), name, f"{name} to live", _FOREVER, self._clock)
 
+    async def empty(self, handle: Any) -> None:
+        """Have an actor give its worker up, so that it can make another.
+
+        Raises:
+            WorkerLost: its process has ended.
+        """
+        name = self._name(handle)
+        await answer(handle.end.remote(), name, f"{name} to end", _END_SECONDS, self._clock)
+
     async def end(self, handle: Any) -> None:
         """Have one worker put its things away, and end its process."""
         actor = self._actor(handle)
