@@ -20,7 +20,8 @@ from jackfield.cli import main
 from jackfield.clock import Clock
 from jackfield.cluster.control import list_replicas, scale_replicas, serve_control
 from jackfield.cluster.metrics import ReplicaMetrics
-from jackfield.cluster.pool import ReplicaPool, ReplicaState
+from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.replica import ReplicaState
 from jackfield.errors import ConfigError, JackfieldError, RunError
 from jackfield.rpc import Address, Server
 

@@ -20,7 +20,8 @@ from jackfield.abc.rollout import (
     ServerInfo,
 )
 from jackfield.clock import VirtualClock
-from jackfield.cluster.pool import Replica, ReplicaPool, Worker
+from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.replica import Replica, Worker
 from jackfield.errors import ConfigError, JackfieldError, RolloutError, RunError, WeightsError, WorkerLost
 from jackfield.weights import Replica as Receiver
 from jackfield.weights import SyncReport

@@ -10,33 +10,18 @@ from typing import Any
 import attrs
 
 from jackfield.abc.transfer_queue import TransferQueueBackend
-from jackfield.cluster.pool import Places, Replica, Worker
+from jackfield.cluster.pool import Places
+from jackfield.cluster.replica import Replica, Worker
 from jackfield.compose.controller import address_file
-from jackfield.compose.workers import WorkerFactory
+from jackfield.compose.workers import Needs, WorkerFactory
 from jackfield.queue import Rows
-from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
+from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 
-__all__ = ["CRITIC_COLUMNS", "Crew", "MakeCrew", "Needs", "crew_maker"]
-
-CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside the sample
-
-
-@attrs.frozen(kw_only=True)
-class Needs:
-    """What a run asks of its crew."""
-
-    engines: bool  #: whether anybody trains
-    replicas: bool  #: whether anybody generates
-    rewards: bool  #: whether anybody scores
-    reference: bool  #: whether there is a reference model of its own
-    critic: bool
-    loss_columns: tuple[str, ...]  #: what the actor's loss reads beside the sample
-    renamed: Mapping[str, str]  #: column by the name that the loss knows it under
-    plan: AdvantagePlan
+__all__ = ["Crew", "MakeCrew", "crew_maker"]
 
 
 @attrs.frozen(kw_only=True)
@@ -84,11 +69,9 @@ async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack)
         rewards = Workers([worker])
     return Crew(
         backend=backend,
-        actor=[make.engine_rank(rows, "actor", loss_columns=needs.loss_columns, renamed=needs.renamed)]
-        if needs.engines
-        else [],
-        reference=[make.engine_rank(rows, "reference")] if needs.reference else [],
-        critic=[make.engine_rank(rows, "critic", loss_columns=CRITIC_COLUMNS)] if needs.critic else [],
+        actor=[make.engine_rank(rows, "actor", needs)] if needs.engines else [],
+        reference=[make.engine_rank(rows, "reference", needs)] if needs.reference else [],
+        critic=[make.engine_rank(rows, "critic", needs)] if needs.critic else [],
         replicas=replicas,
         agents=Workers([agent]),
         rewards=rewards,

@@ -16,10 +16,11 @@ from jackfield.cluster.device import DeviceLease
 from jackfield.cluster.metrics import ReplicaMetrics
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.compose.controller import local_queue, remote_queue
-from jackfield.compose.crew import Crew, MakeCrew, Needs
+from jackfield.compose.crew import Crew, MakeCrew
 from jackfield.compose.inputs import Tasks
 from jackfield.compose.recipe import Recipe
 from jackfield.compose.stopping import Stop
+from jackfield.compose.workers import Needs
 from jackfield.config import RunConfig
 from jackfield.plugins import HookManager
 from jackfield.queue import TransferQueue

@@ -18,8 +18,9 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext, ServerInfo
 from jackfield.clock import Clock
-from jackfield.cluster.pool import Replica as Pooled
-from jackfield.cluster.pool import ReplicaPool, Worker
+from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.replica import Replica as Pooled
+from jackfield.cluster.replica import Worker
 from jackfield.plugins import installed, load_plugin
 from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.process.connection import HostProcess
