@@ -47,7 +47,7 @@ from jackfield.runtime.ray import (
 )
 from jackfield.runtime.ray.cluster import check_interpreter
 from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.workers import Workers, resubmitted
+from jackfield.runtime.workers import Workers
 
 __all__ = ["RayCrews"]
 
@@ -219,11 +219,14 @@ class RayCrews:
         self._routes = {number: cast(RemoteServer, replica.worker.server) for number, replica in replicas.items()}
         for number, agent in enumerate(self._agents):
             agent.made_by(self._cluster.told(self._make_agent(number)))
-        work = (
-            resubmitted(lambda agent=agent: agent.route(self._routes, seconds), "the list of replicas")  # type: ignore[misc]
-            for agent in self._agents
-        )
-        return sum(await asyncio.gather(*work))
+        return sum(await asyncio.gather(*(self._routed(agent, seconds) for agent in self._agents)))
+
+    async def _routed(self, agent: Stub, seconds: float) -> int:
+        try:
+            moved: int = await agent.route(self._routes, seconds)
+        except WorkerLost:  # it was made again with the new routes
+            return 0
+        return moved
 
     async def _drop(self, number: int) -> None:
         name = f"rollout replica {number}"

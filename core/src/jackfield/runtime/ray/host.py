@@ -26,9 +26,9 @@ import attrs
 from jackfield.abc.rollout import GenerateRequest
 from jackfield.clock import Clock
 from jackfield.errors import WorkerLost
-from jackfield.heartbeat import Process
 from jackfield.imports import collection_paused, own_process
 from jackfield.queue import BatchMeta
+from jackfield.rpc import Process
 from jackfield.runtime.agent_worker import RunOrder
 from jackfield.workers.health import cause_of_death
 
@@ -90,7 +90,7 @@ class Host:
         return Place(pid=os.getpid(), address=address, port=port, versions=versions)
 
     async def heartbeat(self) -> Sign:
-        """Say that this process lives, in a thread of its own: see :mod:`jackfield.heartbeat`."""
+        """Say that this process lives."""
         import ray
 
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
