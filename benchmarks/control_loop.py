@@ -27,6 +27,7 @@ from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, Score
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.algorithms import algorithm
 from jackfield.clock import Clock
+from jackfield.cluster.device import DeviceLease
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
 from jackfield.plugins import hook_manager
@@ -41,7 +42,6 @@ from jackfield.runtime.workers import Workers
 from jackfield.trainer import (
     BatchSource,
     Explorer,
-    PlacementLease,
     Progress,
     RewardPipeline,
     Schedule,
@@ -178,7 +178,7 @@ async def measure(crew: Crew, samples: int, steps: int) -> list[float]:
     await queue.start()
     actor = EngineGroup("actor", [crew.rank], queue, clock, seconds=SECONDS)
     await actor.initialize()
-    lease = PlacementLease(clock, SECONDS)
+    lease = DeviceLease(clock, SECONDS)
     schedule = Schedule(steps=steps)
     trainer = Trainer(
         schedule=schedule, batches=BatchSource(queue=queue, schedule=schedule, seconds=SECONDS),

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
-from jackfield.runtime.router import ReplicaRouter
+from jackfield.abc.rollout import GenerateRequest, GenerateResult
+from jackfield.workers.router import Generates, Router
 
 from .conftest import Run
 from .scaling import Scaler
@@ -33,7 +33,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that is removed has a request."""
     from jackfield_rollout_transformers.server import TransformersServer
 
-    generate, reroute = TransformersServer.generate, ReplicaRouter.reroute
+    generate, route = TransformersServer.generate, Router.route
     leaving, begun = set[int](), asyncio.Event()
 
     async def note(server: TransformersServer, request: GenerateRequest) -> GenerateResult:
@@ -41,14 +41,14 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
             begun.set()
         return await generate(server, request)
 
-    async def wait(router: ReplicaRouter, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
-        leaving.update(router._routes.keys() - replicas.keys())
+    async def wait(router: Router, servers: Mapping[int, Generates], seconds: float) -> int:
+        leaving.update(router._routes.keys() - servers.keys())
         if leaving and not any(router._routes[number].running for number in leaving):
             await begun.wait()
-        return await reroute(router, replicas, seconds)
+        return await route(router, servers, seconds)
 
     monkeypatch.setattr(TransformersServer, "generate", note)
-    monkeypatch.setattr(ReplicaRouter, "reroute", wait)
+    monkeypatch.setattr(Router, "route", wait)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.clock import VirtualClock
-from jackfield.compose.joining import following
+from jackfield.cluster.device import DeviceLease
+from jackfield.compose.builder import following
 from jackfield.plugins import hook_manager
-from jackfield.trainer import PlacementLease, Progress, Stages, WeightSubscriber
+from jackfield.trainer import Progress, Stages, WeightSubscriber
 from jackfield.trainer.distributed import PublishedWeights
 from jackfield.weights import Replica
 
@@ -48,16 +49,16 @@ def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) 
             seconds=60.0,
             idle_seconds=60.0,
         )
-        joining = following(subscriber, PlacementLease(clock, 60.0), stages)
+        load, hold = following(subscriber, DeviceLease(clock, 60.0), stages)
         await subscriber.load_all(PublishedWeights(version=1, connect={}))
         later = asyncio.ensure_future(clock.sleep(4.0))
         later.add_done_callback(lambda _: loads.append(asyncio.ensure_future(subscriber.load_all(newer))))
         loads: list[asyncio.Task[None]] = []
         newer = PublishedWeights(version=2, connect={})
         await clock.sleep(seconds)
-        async with joining.hold():
+        async with hold():
             second = replica(clock, 1)
-            await joining.join(second)
+            await load(second)
             members.append(second)
         await later
         await asyncio.gather(*loads)

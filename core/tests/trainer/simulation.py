@@ -27,6 +27,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.algorithms import KLController, algorithm
 from jackfield.clock import Clock, VirtualClock
+from jackfield.cluster.device import DeviceLease
 from jackfield.data.tasks import Task
 from jackfield.errors import QueueError
 from jackfield.plugins import hook_manager, hookimpl
@@ -46,7 +47,6 @@ from jackfield.trainer import (
     CheckpointStore,
     Critic,
     Explorer,
-    PlacementLease,
     Progress,
     RewardPipeline,
     Schedule,
@@ -349,8 +349,8 @@ class Simulation:
                 every=self.checkpoint_every,
                 stages=stages,
             )
-        lease = PlacementLease(clock, 1000)
-        apart = PlacementLease(clock, 1000)
+        lease = DeviceLease(clock, 1000)
+        apart = DeviceLease(clock, 1000)
         sources = () if self.replay is None else (_replay(self.replay),)
         trainer = Trainer(
             schedule=self.schedule,

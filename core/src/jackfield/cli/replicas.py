@@ -10,7 +10,7 @@ import click
 from jackfield.cli import json_option, show
 
 if TYPE_CHECKING:
-    from jackfield.runtime.replicas import ReplicaState
+    from jackfield.cluster.replica import ReplicaState
 
 __all__ = ["replicas"]
 
@@ -28,7 +28,7 @@ def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) ->
     A replica that is added gets requests once it has acknowledged the engine's weights. A replica that is removed gets
     no new requests and ends those that it has; after deadlines.drain seconds they are generated again on the others.
     """
-    from jackfield.runtime.control import list_replicas, scale_replicas
+    from jackfield.cluster.control import list_replicas, scale_replicas
     from jackfield.settings import unstructure
 
     states = list_replicas(folder) if count is None else scale_replicas(folder, count, seconds=deadline)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from jackfield.cluster.control import list_replicas, scale_replicas
 from jackfield.compose.run import RunResult, run, run_async
-from jackfield.runtime.control import list_replicas, scale_replicas
 
 __all__ = ["RunResult", "list_replicas", "run", "run_async", "scale_replicas"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from jackfield.cluster.device import DeviceLease
 from jackfield.compose.export import export_model
-from jackfield.compose.joining import following
 from jackfield.compose.mixing import mixed_samples
 from jackfield.compose.resume import StartingPoint, mark_finished
 from jackfield.compose.role import RoleParts
@@ -21,15 +21,16 @@ from jackfield.settings import unstructure
 from jackfield.trainer import (
     Answers,
     Explorer,
-    PlacementLease,
     RewardPipeline,
+    Stages,
     WeightSubscriber,
     publish_end,
     trainer_begun,
     trainer_finished,
 )
+from jackfield.weights import Replica
 
-__all__ = ["RunBuilder"]
+__all__ = ["RunBuilder", "following"]
 
 
 class RunBuilder(RoleParts):
@@ -72,8 +73,8 @@ class RunBuilder(RoleParts):
             assert trainer.checkpoints is not None
             restored = await trainer.checkpoints.load(start.checkpoint)
         await trainer.begin(start.step, restored)
-        if built.replicas is not None:
-            await self.open_control(built.replicas)
+        if built.pool is not None:
+            await self.open_control(built.pool)
         for loop in (*await self._producers(), *(samples.keep for samples in mixed)):
             self.background(loop)
         with self.stop.boundary("with a checkpoint after this step"):
@@ -86,13 +87,13 @@ class RunBuilder(RoleParts):
         """Explore for a trainer in another process until it has all batches. Returns its newest weight version."""
         config, seconds = self.config, self.config.deadlines.batch
         await self.begin()
-        replicas = await self.start_replicas()
-        assert replicas is not None
-        self.rollout_placement = PlacementLease(self.clock, seconds)
+        pool = await self.start_replicas()
+        assert pool is not None
+        self.rollout_placement = DeviceLease(self.clock, seconds)
         engine = config.checkpoint_engine
         weights = WeightSubscriber(
             queue=self.queue,
-            replicas=replicas.members,
+            replicas=pool.members,
             name=engine.name,
             settings=engine.settings,
             version=self.version,
@@ -101,12 +102,12 @@ class RunBuilder(RoleParts):
             seconds=config.deadlines.sync,
             idle_seconds=seconds,
         )
-        replicas.connect(following(weights, self.rollout_placement, self.stages))
+        pool.connect(*following(weights, self.rollout_placement, self.stages))
         self.stop.begun()
-        self.background(replicas.keep)
+        self.background(pool.keep)
         self.background(weights.run)
         await weights.first(seconds)
-        await self.open_control(replicas)
+        await self.open_control(pool)
         await self._explorer(config.name).run()
         self.finished = True
         return self.version.value
@@ -206,3 +207,21 @@ class RunBuilder(RoleParts):
         )
         await pipeline.register()
         return pipeline
+
+
+def following(
+    subscriber: WeightSubscriber, placement: DeviceLease, stages: Stages
+) -> tuple[Callable[[Replica], Awaitable[None]], Callable[[], AbstractAsyncContextManager[None]]]:
+    """Return how later replicas of an explorer get the newest weights, and what holds newer ones back meanwhile."""
+
+    @asynccontextmanager
+    async def hold() -> AsyncIterator[None]:
+        async with placement.hold("rollout", joins=True), subscriber.loading:
+            yield
+
+    async def load(replica: Replica) -> None:
+        version = 0 if subscriber.newest is None else subscriber.newest.version
+        async with stages.measure("load_weights", "weights", version):
+            await subscriber.load(replica)
+
+    return load, hold

@@ -9,51 +9,35 @@ from typing import Any
 
 import attrs
 
-from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.abc.transfer_queue import TransferQueueBackend
+from jackfield.cluster.pool import Places
+from jackfield.cluster.replica import Replica, Worker
 from jackfield.compose.controller import address_file
-from jackfield.compose.workers import WorkerFactory
+from jackfield.compose.workers import Needs, WorkerFactory
 from jackfield.queue import Values
-from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
+from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.replicas import Fleet
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 
-__all__ = ["CRITIC_COLUMNS", "Crew", "MakeCrew", "Needs", "crew_maker"]
-
-CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside the sample
-
-
-@attrs.frozen(kw_only=True)
-class Needs:
-    """What a run asks of its crew."""
-
-    engines: bool  #: whether anybody trains
-    replicas: bool  #: whether anybody generates
-    rewards: bool  #: whether anybody scores
-    reference: bool  #: whether there is a reference model of its own
-    critic: bool
-    loss_columns: tuple[str, ...]  #: what the actor's loss reads beside the sample
-    renamed: Mapping[str, str]  #: column by the name that the loss knows it under
-    plan: AdvantagePlan
+__all__ = ["Crew", "MakeCrew", "crew_maker"]
 
 
 @attrs.frozen(kw_only=True)
 class Crew:
-    """Workers, or what stands for them in this process. Engines and servers are not started yet."""
+    """Workers, or what stands for them in this process. Engines and replicas are not started yet."""
 
     backend: TransferQueueBackend
     actor: Sequence[EngineRank]  #: empty: nobody trains here
     reference: Sequence[EngineRank]  #: empty: no model of its own
     critic: Sequence[EngineRank]  #: empty: there is none
-    servers: Sequence[BaseRolloutServer]
+    replicas: int  #: that the run begins with
     agents: Workers[AgentWorker]
     rewards: Workers[RewardWorker] | None
     estimator: AdvantageWorker
     shares_devices: bool  #: whether engine and replicas take turns
-    fleet: Fleet  #: of the servers
+    places: Places  #: of the replicas
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a rank or the storage dies
 
 
@@ -77,8 +61,7 @@ async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack)
     backend = make.joined_backend(address_file(make.config).parent) if served else make.backend()
     values = Values(backend)
     replicas = make.config.cluster.replicas if needs.replicas else 0
-    servers = [make.rollout_server(replica) for replica in range(replicas)]
-    agent = make.agent_worker(values, dict(enumerate(servers)), request_prefix=make.config.name)
+    agent = make.agent_worker(values, {} if replicas else None, request_prefix=make.config.name)
     rewards = None
     if needs.rewards:
         worker = await make.reward_worker(values)
@@ -86,32 +69,30 @@ async def _inline_crew(make: WorkerFactory, needs: Needs, stack: AsyncExitStack)
         rewards = Workers([worker])
     return Crew(
         backend=backend,
-        actor=[make.engine_rank(values, "actor", loss_columns=needs.loss_columns, renamed=needs.renamed)]
-        if needs.engines
-        else [],
-        reference=[make.engine_rank(values, "reference")] if needs.reference else [],
-        critic=[make.engine_rank(values, "critic", loss_columns=CRITIC_COLUMNS)] if needs.critic else [],
-        servers=servers,
+        actor=[make.engine_rank(values, "actor", needs)] if needs.engines else [],
+        reference=[make.engine_rank(values, "reference", needs)] if needs.reference else [],
+        critic=[make.engine_rank(values, "critic", needs)] if needs.critic else [],
+        replicas=replicas,
         agents=Workers([agent]),
         rewards=rewards,
         estimator=AdvantageWorker(values, needs.plan),
         shares_devices=True,
-        fleet=_InlineFleet(make, agent),
+        places=_InlinePlaces(make, agent),
     )
 
 
 @attrs.frozen
-class _InlineFleet:
-    """Replicas in this process, or processes that they start themselves."""
+class _InlinePlaces:
+    """Replicas in this process, or in processes that it starts."""
 
     make: WorkerFactory
     agent: AgentWorker
 
-    async def add(self, number: int) -> BaseRolloutServer:
-        return self.make.rollout_server(number)
+    async def start(self, number: int) -> Worker:
+        return self.make.replica(number)
 
-    async def remove(self, number: int) -> None:
+    async def end(self, number: int) -> None:
         return
 
-    async def route(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
-        return await self.agent.reroute(replicas, seconds)
+    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
+        return await self.agent.route(replicas, seconds)

@@ -1,327 +1,284 @@
 """The workers of one run in a Ray cluster: each made in an actor of its own, from the run's configuration.
 
-This module's functions that begin with ``make`` run in actors; nothing of the controller's process is sent there but
-the configuration and stand-ins for other workers.
+Nothing of the controller's process is sent to an actor but the configuration and stubs of other workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+import attrs
+
 from jackfield.abc.rollout import BaseRolloutServer
-from jackfield.algorithms import register_part
-from jackfield.clock import Clock
-from jackfield.compose.crew import CRITIC_COLUMNS, Crew, Needs
-from jackfield.compose.inputs import check_tokens, read_model, read_tasks
-from jackfield.compose.recipe import make_recipe
+from jackfield.cluster.replica import Replica, Worker
+from jackfield.compose.crew import Crew
+from jackfield.compose.ray_workers import (
+    make_agent_worker,
+    make_engine_rank,
+    make_replica,
+    make_reward_worker,
+    make_storage,
+)
 from jackfield.compose.selection import interpreters
-from jackfield.compose.workers import WorkerFactory
-from jackfield.config import RunConfig, plugin_sections
+from jackfield.compose.workers import Needs, RankPlace, WorkerFactory
+from jackfield.config import RunConfig
+from jackfield.errors import DeadlineExceeded, JackfieldError, WorkerLost
 from jackfield.files import replace_file
-from jackfield.plugins import Registry, hook_manager, installed
-from jackfield.queue import Values
+from jackfield.plugins import Registry
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.ray import (
     Cluster,
     ClusterOptions,
-    LastingReplica,
     Place,
     RemoteBackend,
     RemoteRank,
     RemoteServer,
-    Storage,
     Stub,
 )
 from jackfield.runtime.ray.cluster import check_interpreter
-from jackfield.runtime.ray.host import interface_of
 from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.workers import Workers, resubmitted
+from jackfield.runtime.workers import Workers
 
 __all__ = ["RayCrews"]
 
 _ROLES = 4  #: actor, reference, critic and replica fit into one place
 _RESTARTS = 100  #: of a worker without state, in one run
 
-_Made = tuple[Any, Callable[[], Any]]  # an actor, and what makes its worker there
+_STORAGE = "the queue's storage worker"
+
+
+@attrs.frozen(kw_only=True)
+class _Spec:
+    """A worker, and the actor that holds it."""
+
+    name: str
+    make: Callable[[], Callable[[], Any]]  #: what makes it there; asked for once all places are known
+    kind: str | None = None  #: whose interpreter it gets
+    pool: str | None = None  #: the places that it takes a part of; None: anywhere
+    bundle: int = 0  #: in the pool; beyond its end: a place of its own
+    restarts: int = 0  #: times that Ray starts the process again
 
 
 class RayCrews:
     """Makes the workers of a run in a cluster, and again after a recovery: in what is left of their processes."""
 
     def __init__(self, make: WorkerFactory) -> None:
-        self._make = make
-        self._config = make.config
-        self._registry = make.registry
-        self._cluster = Cluster(make.clock, make.config.deadlines.start, make.config.deadlines.heartbeat)
+        self._make, self._config, self._deadlines = make, make.config, make.config.deadlines
+        self._cluster = Cluster(make.clock, self._deadlines.start, self._deadlines.heartbeat)
         self._interpreters: dict[str, str] | None = None  # None: the cluster is not open
-        self._crew: _RayCrew | None = None
+        self._replicas: int | None = None  # apart from those on their way, as an earlier crew has left them
+        self._needs: Needs
+        self._pools: dict[str, int]
+        self._groups: dict[str, Any]
+        self._meetings: str
+        self._backend: RemoteBackend
 
     async def make(self, needs: Needs, stack: AsyncExitStack) -> Crew:
         """Start or join the cluster, and start every worker in it; ``stack`` has them put their things away.
 
         Raises:
-            JackfieldError: the first thing that is missing, or does not answer in time.
+            JackfieldError: The first thing that is missing, or does not answer in time.
         """
-        config = self._config
-        chosen = config.cluster.ray
-        pools = {"train": chosen.engine_ranks, "rollout": config.cluster.replicas if needs.replicas else 0}
+        chosen, replicas = self._config.cluster.ray, self._config.cluster.replicas if needs.replicas else 0
+        pools = {"train": chosen.engine_ranks, "rollout": replicas}
         if chosen.placement == "colocated":
             pools = {"shared": max(pools.values())}
-        if self._interpreters is None:
-            interpreters = _interpreters(config, self._registry)
-            options = ClusterOptions(
-                address=chosen.address, num_cpus=chosen.num_cpus, object_store_bytes=chosen.object_store_bytes
-            )
-            await self._cluster.open(options, sum(pools.values()) * chosen.cpus_per_place)
-            self._interpreters = interpreters
-        meetings = stack.enter_context(TemporaryDirectory(prefix="jackfield-meetings-", ignore_cleanup_errors=True))
-        stack.push_async_callback(self._cluster.rest)
-        replicas = config.cluster.replicas if self._crew is None else self._crew.replicas  # as it was left
-        self._crew = _RayCrew(
-            self._make, needs, self._cluster, self._interpreters, replicas if needs.replicas else 0, meetings
+        await self._open(sum(pools.values()))
+        self._needs, self._pools = needs, {name: count for name, count in pools.items() if count}
+        self._replicas = replicas if self._replicas is None else self._replicas
+        self._meetings = stack.enter_context(
+            TemporaryDirectory(prefix="jackfield-meetings-", ignore_cleanup_errors=True)
         )
-        return await self._crew.start({name: count for name, count in pools.items() if count})
+        stack.push_async_callback(self._cluster.rest)
+        self._handles: dict[str, Any] = {}
+        self._places: dict[str, Place] = {}
+        self._agents: list[Stub] = []
+        self._routes: dict[int, RemoteServer] = {}
+        self._lives: dict[int, asyncio.Task[None]] = {}
+        self._made = set(range(self._replicas))  # replicas that are made with the other workers, and are not started
+        self._groups = {
+            name: await self._cluster.places(count, self._resources(1), name) for name, count in self._pools.items()
+        }
+        return await self._crew(self._replicas)
 
     async def close(self) -> None:
         """End the workers' processes, and leave the cluster."""
         if self._interpreters is not None:
             await self._cluster.close()
 
-
-class _RayCrew:
-    """Starts workers pool by pool; then the fleet of the replicas."""
-
-    def __init__(
-        self,
-        make: WorkerFactory,
-        needs: Needs,
-        cluster: Cluster,
-        interpreters: dict[str, str],
-        replicas: int,
-        meetings: str,
-    ) -> None:
-        self._make = make
-        self._config = config = make.config
-        self._needs = needs
-        self._cluster = cluster
+    async def _open(self, places: int) -> None:
+        if self._interpreters is not None:
+            return
+        chosen, interpreters = self._config.cluster.ray, _interpreters(self._config, self._make.registry)
+        options = ClusterOptions(
+            address=chosen.address, num_cpus=chosen.num_cpus, object_store_bytes=chosen.object_store_bytes
+        )
+        await self._cluster.open(options, places * chosen.cpus_per_place)
         self._interpreters = interpreters
-        self._meetings = meetings
-        self.replicas = replicas  #: how many there are, apart from those that are on their way
-        self._pools: dict[str, int] = {}
-        self._groups: dict[str, Any] = {}
-        self._agents: list[Stub] = []
-        self._backend: RemoteBackend
-        self._names: dict[str, Any] = {}
-        self._places: dict[str, Place] = {}
-        self._deadlines = config.deadlines
 
-    async def start(self, pools: dict[str, int]) -> Crew:
-        """Everything, side by side: processes need seconds to import what they work with."""
-        config, needs, cluster, self._pools = self._config, self._needs, self._cluster, pools
-        self._groups = {name: await cluster.places(count, self._resources(1), name) for name, count in pools.items()}
-        storage = await self._actor("the queue's storage worker")
-        backend = self._backend = RemoteBackend(Stub(storage, "the queue's storage worker", self._deadlines.batch))
+    async def _crew(self, replicas: int) -> Crew:
+        """Start everything side by side: processes need seconds to import what they work with."""
+        config, needs, ray = self._config, self._needs, self._config.cluster.ray
         roles = ["actor", *(["reference"] if needs.reference else []), *(["critic"] if needs.critic else [])]
-        ranks = {role: await self._ranks(role) for role in roles}
-        servers = [await self._replica(number) for number in range(self.replicas)]
-        ray = config.cluster.ray
-        agents = [await self._stateless("agent", number) for number in range(ray.agent_workers)]
-        rewards = [await self._stateless("reward", number) for number in range(ray.reward_workers if servers else 0)]
-        places = await self._find_places()
-        replicas = [self._lasting(number, handle, name) for number, (handle, name) in enumerate(servers)]
-        routes = {number: replica.for_agents for number, replica in enumerate(replicas)}
-        makes: list[_Made] = [(storage, partial(make_storage, config, needs))]
-        for role, made in ranks.items():
-            makes += self._engine_group(role, [handle for handle, _ in made], places, backend)
-        makes += [
-            (handle, partial(make_replica, config, number, host=places[id(handle)].address))
-            for number, (handle, _) in enumerate(servers)
+        ranks = {role: [self._rank(role, rank) for rank in range(ray.engine_ranks)] for role in roles}
+        agents = [self._stateless("agent", n, partial(self._make_agent, n)) for n in range(ray.agent_workers)]
+        rewards = [
+            self._stateless("reward", n, lambda n=n: partial(make_reward_worker, config, self._backend, n))  # type: ignore[misc]
+            for n in range(ray.reward_workers if replicas else 0)
         ]
-        makes += [(handle, self._make_agent(number, routes)) for number, handle in enumerate(agents)]
-        makes += [
-            (handle, partial(make_reward_worker, config, backend, number)) for number, handle in enumerate(rewards)
-        ]
-        told = await asyncio.gather(*(cluster.make(handle, make) for handle, make in makes))
-        again = {id(handle): made_by for (handle, _), made_by in zip(makes, told, strict=True)}
-        self._agents = [self._stub(handle, again) for handle in agents]
+        fragile = [_Spec(name=_STORAGE, make=lambda: partial(make_storage, config, needs)), *chain(*ranks.values())]
+        specs = [*fragile, *map(self._replica, range(replicas)), *agents, *rewards]
+        for spec in specs:
+            await self._start(spec)
+        await asyncio.gather(*map(self._find, specs))
+        storage = self._handles[_STORAGE]
+        self._backend = RemoteBackend(Stub(storage, _STORAGE, self._deadlines.batch))
+        again = dict(zip(specs, await asyncio.gather(*map(self._make_worker, specs)), strict=True))
+        longest = self._longest + self._deadlines.batch
+        self._agents, scoring = (
+            [Stub(self._handles[spec.name], spec.name, longest, make=again[spec]) for spec in group]
+            for group in (agents, rewards)
+        )
+        engines = {
+            role: [
+                cast(EngineRank, RemoteRank(self._handles[spec.name], spec.name, self._deadlines.engine))
+                for spec in ranks.get(role, ())
+            ]
+            for role in ("actor", "reference", "critic")
+        }
         return Crew(
-            backend=backend,
-            actor=[cast(EngineRank, stand_in) for _, stand_in in ranks["actor"]],
-            reference=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("reference", ())],
-            critic=[cast(EngineRank, stand_in) for _, stand_in in ranks.get("critic", ())],
-            servers=replicas,
+            backend=self._backend,
+            **engines,
+            replicas=replicas,
             agents=Workers(cast("list[AgentWorker]", self._agents)),
-            rewards=Workers([cast(RewardWorker, self._stub(handle, again)) for handle in rewards]) if rewards else None,
+            rewards=Workers(cast("list[RewardWorker]", scoring)) if scoring else None,
             estimator=cast(
                 AdvantageWorker, Stub(storage, "the advantage worker", self._deadlines.engine, "estimator.")
             ),
-            shares_devices=config.cluster.ray.placement == "colocated",
-            fleet=self,
-            watch=partial(cluster.watch, [storage, *(handle for made in ranks.values() for handle, _ in made)]),
+            shares_devices=ray.placement == "colocated",
+            places=self,
+            watch=partial(self._cluster.watch, [self._handles[spec.name] for spec in fragile]),
         )
 
-    # -- the fleet -------------------------------------------------------------------------------------------------
+    # -- replicas
 
-    async def add(self, number: int) -> LastingReplica:
-        """A replica that is not started, in a place of its own where the run's first places have no room for it.
+    async def start(self, number: int) -> Worker:
+        """Have an actor make a replica's server, in a place of its own where the first places have no room for it.
 
         Raises:
-            JackfieldError: there is no place for it, or it does not come; nothing of it is left.
+            JackfieldError: There is no place for it, or it does not come; nothing of a new replica is left.
         """
+        spec = self._replica(number)
+        if number in self._made:
+            self._made.discard(number)
+        elif spec.name in self._handles:
+            with suppress(WorkerLost, DeadlineExceeded):
+                await self._cluster.empty(self._handles[spec.name])
+            await self._find(spec)
+            await self._make_worker(spec)
+        else:
+            await self._add(number, spec)
+        handle = self._handles[spec.name]
+        worker = Worker(cast(BaseRolloutServer, RemoteServer(handle, spec.name, self._longest)), "cluster")
+        self._lives[number] = asyncio.create_task(self._watch(handle, worker), name=f"life of {spec.name}")
+        return worker
+
+    async def _add(self, number: int, spec: _Spec) -> None:
         try:
-            handle, name = await self._replica(number)
-            await self._make_replica(number, handle, name)
+            await self._start(spec)
+            await self._find(spec)
+            await self._make_worker(spec)
         except BaseException:
             await self._drop(number)
             raise
-        self.replicas += 1
-        return self._lasting(number, handle, name)
+        self._replicas = (self._replicas or 0) + 1
 
-    async def remove(self, number: int) -> None:
+    async def _watch(self, handle: Any, worker: Worker) -> None:
+        try:
+            await self._cluster.watch([handle])
+        except JackfieldError as error:
+            worker.lose(error)
+
+    async def end(self, number: int) -> None:
         """End its process, and give its place back if it was added to the run."""
-        self.replicas -= 1
+        self._replicas = (self._replicas or 0) - 1
         await self._drop(number)
 
-    async def route(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
+    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
         """Tell every agent worker; one that dies meanwhile, or later, is told when it is made again."""
-        routes = {number: cast(LastingReplica, replica).for_agents for number, replica in replicas.items()}
+        self._routes = {number: cast(RemoteServer, replica.worker.server) for number, replica in replicas.items()}
         for number, agent in enumerate(self._agents):
-            agent.made_by(self._cluster.told(self._make_agent(number, routes)))
-        work = (resubmitted(partial(agent.reroute, routes, seconds), "the list of replicas") for agent in self._agents)
-        return sum(await asyncio.gather(*work))
+            agent.made_by(self._cluster.told(self._make_agent(number)))
+        return sum(await asyncio.gather(*(self._routed(agent, seconds) for agent in self._agents)))
+
+    async def _routed(self, agent: Stub, seconds: float) -> int:
+        try:
+            moved: int = await agent.route(self._routes, seconds)
+        except WorkerLost:  # it was made again with the new routes
+            return 0
+        return moved
 
     async def _drop(self, number: int) -> None:
         name = f"rollout replica {number}"
-        handle = self._names.pop(name, None)
+        if number in self._lives:
+            self._lives.pop(number).cancel()
+        handle = self._handles.pop(name, None)
         if handle is not None:
             await self._cluster.end(handle)
         self._places.pop(name, None)
         self._note_places()
         self._cluster.give_back(name)
 
-    def _make_agent(self, number: int, routes: Mapping[int, RemoteServer]) -> Callable[[], Any]:
-        servers = cast("Mapping[int, BaseRolloutServer]", routes)
+    # -- what each worker is
+
+    def _rank(self, role: str, rank: int) -> _Spec:
+        make = partial(self._make_rank, role, rank)
+        return _Spec(name=_rank_name(role, rank), make=make, kind="engine", pool=self._pool("train"), bundle=rank)
+
+    def _replica(self, number: int) -> _Spec:
+        """Ray starts it again without end; the pool counts how often it dies."""
+        name = f"rollout replica {number}"
+        return _Spec(
+            name=name,
+            make=lambda: partial(make_replica, self._config, number, host=self._places[name].address),
+            kind="rollout",
+            pool=self._pool("rollout"),
+            bundle=number,
+            restarts=-1 if self._config.cluster.replica_restarts else 0,
+        )
+
+    def _stateless(self, kind: str, number: int, make: Callable[[], Callable[[], Any]]) -> _Spec:
+        return _Spec(name=f"{kind} worker {number}", make=make, kind=kind, restarts=_RESTARTS)
+
+    def _pool(self, name: str) -> str:
+        return name if name in self._pools else "shared"
+
+    def _make_agent(self, number: int) -> Callable[[], Any]:
+        servers = self._routes if self._needs.replicas else None
         return partial(make_agent_worker, self._config, self._backend, servers, number)
 
-    # -- workers ---------------------------------------------------------------------------------------------------
-
-    async def _ranks(self, role: str) -> list[tuple[Any, RemoteRank]]:
-        """Actors of one engine group."""
-        made = []
-        for rank in range(self._config.cluster.ray.engine_ranks):
-            name = f"the {role} engine, rank {rank}"
-            group = self._groups.get("train") or self._groups["shared"]
-            handle = await self._actor(name, kind="engine", group=group, bundle=rank, one_thread=True)
-            made.append((handle, RemoteRank(handle, name, self._deadlines.engine)))
-        return made
-
-    async def _replica(self, number: int) -> tuple[Any, str]:
-        """An actor that Ray starts again without end; how often it may die is looked at here."""
-        name = f"rollout replica {number}"
-        pool = "rollout" if "rollout" in self._groups else "shared"
-        bundle, group = number, self._groups[pool]
-        if number >= self._pools[pool]:
-            bundle, group = 0, await self._cluster.places(1, self._resources(1), name)
-        restarts = -1 if self._config.cluster.replica_restarts else 0
-        return await self._actor(
-            name, kind="rollout", group=group, bundle=bundle, restarts=restarts, one_thread=True
-        ), name
-
-    async def _make_replica(self, number: int, handle: Any, name: str) -> None:
-        """Have an actor make its replica, wherever Ray has started it."""
-        place = self._places[name] = await self._cluster.place(handle)
-        self._note_places()
-        await self._cluster.make(handle, partial(make_replica, self._config, number, host=place.address))
-
-    def _lasting(self, number: int, handle: Any, name: str) -> LastingReplica:
-        """The controller's stand-in for a replica."""
-        return LastingReplica(
-            handle,
-            name,
-            self._make.rollout_context(number),
-            partial(self._make_replica, number, handle, name),
-            restarts=self._config.cluster.replica_restarts,
-            start_seconds=self._deadlines.start,
-            seconds=self._longest,
+    def _make_rank(self, role: str, rank: int) -> Callable[[], Any]:
+        """A rank has to know where all meet, and its number on its node."""
+        places = [self._places[_rank_name(role, each)] for each in range(self._config.cluster.ray.engine_ranks)]
+        host = places[rank].address
+        place = RankPlace(
+            rank=rank,
+            world_size=len(places),
+            local_rank=sum(place.address == host for place in places[:rank]),
+            init_method=self._meeting(role, places[0]) if len(places) > 1 else None,
+            host=host,
         )
-
-    @property
-    def _longest(self) -> float:
-        return max(self._deadlines.rollout, self._deadlines.start, self._deadlines.sync)
-
-    async def _stateless(self, kind: str, number: int) -> Any:
-        return await self._actor(f"{kind} worker {number}", kind=kind, restarts=_RESTARTS)
-
-    async def _actor(
-        self,
-        name: str,
-        *,
-        kind: str | None = None,
-        group: Any = None,
-        bundle: int = 0,
-        restarts: int = 0,
-        one_thread: bool = False,
-    ) -> Any:
-        handle = await self._cluster.start(
-            name,
-            group=group,
-            bundle=bundle,
-            resources=self._resources(_ROLES) if group is not None else None,
-            python=None if kind is None else self._interpreters.get(kind),
-            restarts=restarts,
-            one_thread=one_thread,
-        )
-        self._names[name] = handle
-        return handle
-
-    def _resources(self, parts: int) -> dict[str, float]:
-        """A place's resources, or a part of them; Ray counts in ten-thousandths."""
-        chosen = self._config.cluster.ray
-        amounts = {"CPU": chosen.cpus_per_place, "GPU": chosen.gpus_per_place}
-        shares = {name: int(10_000 * amount / parts) / 10_000 for name, amount in amounts.items()}
-        return {name: share for name, share in shares.items() if share} or {"CPU": 0.001 / parts}
-
-    def _stub(self, handle: Any, again: Mapping[int, bytes]) -> Stub:
-        """Stands for a worker that is made again when it dies."""
-        name = next(name for name, each in self._names.items() if each is handle)
-        longest = max(self._deadlines.rollout, self._deadlines.reward) + self._deadlines.batch
-        return Stub(handle, name, longest, make=again[id(handle)])
-
-    async def _find_places(self) -> dict[int, Place]:
-        """Find out where everybody lives; places by their actor's ``id``."""
-        found = await asyncio.gather(*(self._cluster.place(handle) for handle in self._names.values()))
-        self._places = dict(zip(self._names, found, strict=True))
-        self._note_places()
-        return {id(self._names[name]): place for name, place in self._places.items()}
-
-    def _note_places(self) -> None:
-        """Who lives where, for people."""
-        lines = {name: {"pid": place.pid, "node": place.address} for name, place in self._places.items()}
-        replace_file(Path(self._config.folder) / "workers.json", json.dumps(lines, indent=1))
-
-    def _engine_group(
-        self, role: str, handles: Sequence[Any], places: Mapping[int, Place], backend: RemoteBackend
-    ) -> list[_Made]:
-        """What makes each rank, which has to know where they meet."""
-        meeting = self._meeting(role, places[id(handles[0])]) if len(handles) > 1 else None
-        local: dict[str, int] = {}
-        makes: list[_Made] = []
-        for rank, handle in enumerate(handles):
-            host = places[id(handle)].address
-            number = local[host] = local.get(host, -1) + 1
-            make = partial(make_engine_rank, self._config, self._needs, backend, role, rank, len(handles))
-            makes.append((handle, partial(make, init_method=meeting, host=host, local_rank=number)))
-        return makes
+        return partial(make_engine_rank, self._config, self._needs, self._backend, role, place)
 
     def _meeting(self, role: str, first: Place) -> str:
         """In a file where the cluster is this machine alone: torch's store at a port listens on all interfaces."""
@@ -330,6 +287,54 @@ class _RayCrew:
         address = f"[{first.address}]" if ":" in first.address else first.address
         return f"tcp://{address}:{first.port}"
 
+    # -- actors
+
+    async def _start(self, spec: _Spec) -> None:
+        """Start the actor of a worker, or take the one that an earlier worker of this name has left."""
+        assert self._interpreters is not None
+        group, bundle = None if spec.pool is None else self._groups[spec.pool], spec.bundle
+        if spec.pool is not None and bundle >= self._pools[spec.pool]:
+            group, bundle = await self._cluster.places(1, self._resources(1), spec.name), 0
+        self._handles[spec.name] = await self._cluster.start(
+            spec.name,
+            group=group,
+            bundle=bundle,
+            resources=None if group is None else self._resources(_ROLES),
+            python=None if spec.kind is None else self._interpreters.get(spec.kind),
+            restarts=spec.restarts,
+            one_thread=group is not None,
+        )
+
+    async def _find(self, spec: _Spec) -> None:
+        """Find out where a worker lives."""
+        self._places[spec.name] = await self._cluster.place(self._handles[spec.name])
+        self._note_places()
+
+    async def _make_worker(self, spec: _Spec) -> bytes:
+        return await self._cluster.make(self._handles[spec.name], spec.make())
+
+    def _note_places(self) -> None:
+        """Who lives where, for people."""
+        lines = {name: {"pid": place.pid, "node": place.address} for name, place in self._places.items()}
+        replace_file(Path(self._config.folder) / "workers.json", json.dumps(lines, indent=1))
+
+    def _resources(self, parts: int) -> dict[str, float]:
+        """A place's resources, or a part of them; Ray counts in ten-thousandths."""
+        chosen = self._config.cluster.ray
+        amounts = {"CPU": chosen.cpus_per_place, "GPU": chosen.gpus_per_place}
+        shares = {name: int(10_000 * amount / parts) / 10_000 for name, amount in amounts.items()}
+        return {name: share for name, share in shares.items() if share} or {"CPU": 0.001 / parts}
+
+    @property
+    def _longest(self) -> float:
+        """The longest that a call of a worker may take."""
+        deadlines = self._deadlines
+        return max(deadlines.rollout, deadlines.start, deadlines.sync, deadlines.reward)
+
+
+def _rank_name(role: str, rank: int) -> str:
+    return f"the {role} engine, rank {rank}"
+
 
 def _interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
     """Kinds of workers that have an interpreter of their own, each looked at before anything starts."""
@@ -337,83 +342,3 @@ def _interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
     for kind, python in chosen.items():
         check_interpreter(python, f"the {kind} worker", min(config.deadlines.start, 60.0))
     return chosen
-
-
-# ---- in actors ------------------------------------------------------------------------------------------------------
-
-
-def _factory(config: RunConfig) -> WorkerFactory:
-    """An interpreter of a worker's own need not have the plugins of the others."""
-    registry = installed()
-    chosen = {kind: getattr(config, section).name for section, kind in plugin_sections().items()}
-    here = [record.manifest for record in registry.records() if record.name == chosen[record.kind]]
-    hook_manager([], [manifest for manifest in here if manifest is not None]).hook.register_parts(
-        register=register_part
-    )
-    return WorkerFactory(config=config, registry=registry, clock=Clock())
-
-
-def _use_threads(config: RunConfig) -> None:
-    import torch
-
-    if config.cluster.threads is not None:
-        torch.set_num_threads(config.cluster.threads)
-
-
-def make_storage(config: RunConfig, needs: Needs) -> Storage:
-    """The queue's backend, and the estimator beside it."""
-    _use_threads(config)  # and import torch now, rather than at the first row
-    backend = _factory(config).backend()
-    return Storage(backend, AdvantageWorker(Values(backend), needs.plan))
-
-
-def make_engine_rank(
-    config: RunConfig,
-    needs: Needs,
-    backend: RemoteBackend,
-    role: str,
-    rank: int,
-    size: int,
-    *,
-    init_method: str | None,
-    host: str,
-    local_rank: int,
-) -> EngineRank:
-    """A rank of actor, reference or critic."""
-    _use_threads(config)
-    if interface := interface_of(host):  # gloo would take the address of the machine's name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    columns = {"actor": needs.loss_columns, "critic": CRITIC_COLUMNS}.get(role, ())
-    return _factory(config).engine_rank(
-        Values(backend),
-        role,
-        loss_columns=columns,
-        renamed=needs.renamed if role == "actor" else None,
-        rank=rank,
-        world_size=size,
-        local_rank=local_rank,
-        init_method=init_method,
-        host=host,
-    )
-
-
-def make_replica(config: RunConfig, number: int, *, host: str) -> BaseRolloutServer:
-    """A replica; not started."""
-    _use_threads(config)
-    return _factory(config).rollout_server(number, host=host)
-
-
-def make_agent_worker(
-    config: RunConfig, backend: RemoteBackend, servers: Mapping[int, BaseRolloutServer], number: int
-) -> AgentWorker:
-    """A worker that runs agents on the replicas; the first one looks whether data, tokenizer and model fit."""
-    factory = _factory(config)
-    if number == 0:
-        recipe = make_recipe(config, factory.registry.find("rollout", config.rollout.name))
-        check_tokens(config, read_tasks(config, recipe), read_model(config))
-    return factory.agent_worker(Values(backend), servers, request_prefix=f"{config.name}-{number}")
-
-
-async def make_reward_worker(config: RunConfig, backend: RemoteBackend, number: int) -> RewardWorker:
-    """A worker with a started reward agent."""
-    return await _factory(config).reward_worker(Values(backend), number)

@@ -11,19 +11,21 @@ from typing import Any, Literal, TypeAlias
 import attrs
 
 from jackfield.clock import Clock
+from jackfield.cluster.control import serve_control
+from jackfield.cluster.device import DeviceLease
+from jackfield.cluster.metrics import ReplicaMetrics
+from jackfield.cluster.pool import ReplicaPool
 from jackfield.compose.controller import address_file, local_queue
-from jackfield.compose.crew import Crew, MakeCrew, Needs
+from jackfield.compose.crew import Crew, MakeCrew
 from jackfield.compose.inputs import Tasks
 from jackfield.compose.recipe import Recipe
 from jackfield.compose.stopping import Stop
+from jackfield.compose.workers import Needs
 from jackfield.config import RunConfig
 from jackfield.plugins import HookManager
 from jackfield.queue import TransferQueue
 from jackfield.queue.remote import connect_queue
-from jackfield.runtime.control import ControlServer
-from jackfield.runtime.replica_metrics import ReplicaMetrics
-from jackfield.runtime.replicas import Replicas
-from jackfield.trainer import PlacementLease, Progress, Schedule, Stages
+from jackfield.trainer import Progress, Schedule, Stages
 
 __all__ = ["Prepared", "Role", "RoleParts"]
 
@@ -53,7 +55,7 @@ class RoleParts:
     stack: AsyncExitStack  #: closes what was started, in reverse order
     crew: Crew
     queue: TransferQueue
-    rollout_placement: PlacementLease
+    rollout_placement: DeviceLease
 
     def __init__(self, prepared: Prepared, make_crew: MakeCrew) -> None:
         """
@@ -115,29 +117,29 @@ class RoleParts:
             self.queue, connection = await connect_queue(address_file(config), name, self.clock)
             self.stack.push_async_callback(lambda: connection.close(early=not self.finished))
 
-    async def start_replicas(self) -> Replicas | None:
+    async def start_replicas(self) -> ReplicaPool | None:
         """Start the rollout servers; None where this role has none."""
-        if not self.crew.servers:
+        if not self.crew.replicas:
             return None
-        deadlines = self.config.deadlines
-        replicas = Replicas(
-            self.crew.fleet,
+        config = self.config
+        pool = ReplicaPool(
+            self.crew.places,
             self.clock,
-            name=self.config.rollout.name,
-            start_seconds=deadlines.start,
-            drain_seconds=deadlines.drain,
+            name=config.rollout.name,
+            restarts=config.cluster.replica_restarts,
+            start_seconds=config.deadlines.start,
+            drain_seconds=config.deadlines.drain,
         )
-        self.stack.push_async_callback(replicas.close)
-        await replicas.start(self.crew.servers)
-        return replicas
+        self.stack.push_async_callback(pool.close)
+        await pool.start(self.crew.replicas)
+        return pool
 
-    async def open_control(self, replicas: Replicas) -> None:
+    async def open_control(self, replicas: ReplicaPool) -> None:
         """Let other processes list and change the replicas."""
         addresses, port = {}, self.config.cluster.metrics_port
         if port is not None:
             metrics = ReplicaMetrics(replicas, port)
             self.stack.push_async_callback(metrics.close)
             addresses["metrics"] = await metrics.open()
-        control = ControlServer(Path(self.config.folder), replicas, self.clock, self.config.deadlines.heartbeat)
-        self.stack.push_async_callback(control.close)
-        await control.open(**addresses)
+        folder, silence = Path(self.config.folder), self.config.deadlines.heartbeat
+        await self.stack.enter_async_context(serve_control(folder, replicas, self.clock, silence, **addresses))

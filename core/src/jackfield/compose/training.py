@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
-from jackfield.compose.joining import joining
+from jackfield.cluster.device import DeviceLease, SharedDevice
+from jackfield.cluster.pool import ReplicaPool
 from jackfield.compose.mixing import make_sources
 from jackfield.compose.role import RoleParts
 from jackfield.compose.rollout_policy import log_prob_check_options
@@ -15,9 +16,6 @@ from jackfield.data.tasks import Task
 from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.replicas import Replicas
-from jackfield.runtime.revival import LastingServer, LastingWeights
-from jackfield.runtime.shared_device import SharedDevice
 from jackfield.runtime.workers import resubmitted
 from jackfield.settings import unstructure
 from jackfield.trainer import (
@@ -27,7 +25,6 @@ from jackfield.trainer import (
     Critic,
     Evaluator,
     LogProbCheck,
-    PlacementLease,
     PublishedVersion,
     StepReport,
     Trainer,
@@ -51,7 +48,7 @@ class TrainerBuilder:
         self.config, self.recipe, self.clock, self.stages = run.config, run.recipe, run.clock, run.stages
         self.engines: list[EngineGroup] = []  # every model that is loaded beside the replicas
         self.actor: EngineGroup
-        self.replicas: Replicas | None = None  # None: nothing is generated in this process
+        self.pool: ReplicaPool | None = None  # None: nothing is generated in this process
 
     async def build(self, store: CheckpointStore) -> Trainer:
         """Build the trainer around its engines and replicas; replicas that come later get weights through it.
@@ -61,16 +58,13 @@ class TrainerBuilder:
         """
         run, config, recipe = self.run, self.config, self.recipe
         self.actor = actor = await self._engine_group("actor", run.crew.actor)
-        self.replicas = replicas = await run.start_replicas()
-        members = [] if replicas is None else replicas.members
-        synchronizer = self._synchronizer(members) if replicas or run.role == "train" else None
+        self.pool = pool = await run.start_replicas()
+        synchronizer = self._synchronizer([] if pool is None else pool.members) if pool or run.role == "train" else None
         if run.role == "train":
             assert synchronizer is not None
             run.version = PublishedVersion(run.clock, run.queue, synchronizer)
         reference, critic = await self._reference(), await self._critic()
-        publisher, shared = self._device(members, synchronizer)
-        lasts = any(isinstance(each.server, LastingServer) for each in members)
-        weights = LastingWeights(publisher, members) if publisher and lasts else publisher
+        shared = self._device()
         seconds, sources = config.deadlines.batch, make_sources(config.mixing)
         trainer = Trainer(
             schedule=run.schedule,
@@ -95,7 +89,7 @@ class TrainerBuilder:
             kl=config.algorithm.kl.controller(),
             kl_in_reward=recipe.plan.kl is not None,
             log_prob_check=self._log_prob_check(critic),
-            weights=weights,
+            weights=shared or pool or synchronizer,
             evaluator=None if run.tasks.held_out is None else self._evaluator(run.tasks.held_out),
             checkpoints=self._checkpointer(store, critic),
             placement=self.train_placement,
@@ -114,9 +108,9 @@ class TrainerBuilder:
                 mixes=bool(sources),
             ),
         )
-        if replicas and synchronizer:
-            replicas.connect(joining(synchronizer, shared, trainer, actor, self.train_placement, run.stages))
-            run.background(replicas.keep)
+        if pool and synchronizer:
+            self._connect(pool, synchronizer, shared, trainer)
+            run.background(pool.keep)
         await trainer.batches.register()
         return trainer
 
@@ -210,29 +204,39 @@ class TrainerBuilder:
         """Whether the engine has left the device when replicas generate."""
         return self.run.crew.shares_devices and self.config.cluster.offload
 
-    def _device(
-        self,
-        replicas: Sequence[Replica],
-        synchronizer: WeightSynchronizer | None,
-    ) -> tuple[WeightSynchronizer | SharedDevice | None, SharedDevice | None]:
+    def _device(self) -> SharedDevice | None:
         """Make the leases on the devices of trainer and explorer: one where engines and replicas share them.
 
         Returns:
-            what publishes weights, and the device where engines and replicas take turns on it.
+            The device where engines and replicas take turns, if there is one.
         """
-        run, seconds, shared = self.run, self.config.deadlines.batch, None
+        run, seconds, config = self.run, self.config.deadlines.batch, self.config
         if not run.crew.shares_devices:
-            self.train_placement, self.run.rollout_placement = (PlacementLease(self.clock, seconds) for _ in range(2))
-            return synchronizer, None
-        enter, leave = {}, {}
-        if self._takes_turns and replicas and synchronizer is not None:
-            device = self.config.cluster.device
-            shared = SharedDevice(self.engines, replicas, device, synchronizer, self._probe())
-            enter = {"rollout": shared.enter_rollout, "train": shared.enter_train}
-            leave = {"rollout": shared.leave_rollout, "train": shared.leave_train}
-        self.train_placement = PlacementLease(self.clock, seconds, enter=enter, leave=leave)
-        run.rollout_placement = self.train_placement
-        return shared or synchronizer, shared
+            self.train_placement, run.rollout_placement = (DeviceLease(self.clock, seconds) for _ in range(2))
+            return None
+        shared = None
+        if self._takes_turns and self.pool:
+            shared = SharedDevice(self.engines, self.pool, config.cluster.device, self._probe())
+        enter, leave = shared.hand_overs if shared else ({}, {})
+        self.train_placement = run.rollout_placement = DeviceLease(self.clock, seconds, enter=enter, leave=leave)
+        return shared
+
+    def _connect(
+        self, pool: ReplicaPool, synchronizer: WeightSynchronizer, shared: SharedDevice | None, trainer: Trainer
+    ) -> None:
+        """Register how replicas get weights that join later or were restarted."""
+
+        async def load(replica: Replica) -> None:
+            version = trainer.updated
+            async with self.stages.measure("load_weights", "weights", version):
+                if version:  # else they are those of the model's folder, which it has loaded
+                    async with self.actor.reading:
+                        await synchronizer.catch_up(replica, version)
+                if shared is not None:
+                    await shared.ask([replica], version)
+
+        hold = partial(self.train_placement.hold, "rollout", joins=True)
+        pool.connect(load, hold, synchronizer.sync, takes_turns=shared is not None, posts=self.run.role == "train")
 
     def _probe(self) -> ReplicaProbe | None:
         config, recipe = self.config, self.recipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ import attrs
 
 from jackfield.abc.agent import AgentContext, AgentLoopBase
 from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext
-from jackfield.abc.engine import BaseEngine, EngineContext, ModelSpec
+from jackfield.abc.engine import EngineContext, ModelSpec
 from jackfield.abc.reward import RewardAgent, RewardContext
 from jackfield.abc.rollout import (
     BaseRolloutServer,
@@ -21,20 +21,48 @@ from jackfield.abc.rollout import (
 )
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.clock import Clock
+from jackfield.cluster.replica import Worker
 from jackfield.compose.inputs import read_model
 from jackfield.compose.selection import interpreters
 from jackfield.config import PluginSection, RunConfig
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.plugins import Registry
 from jackfield.queue import Values
+from jackfield.runtime.advantages import AdvantagePlan
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.process import RolloutProcess
-from jackfield.runtime.revival import LastingServer
 from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.router import ReplicaRouter
+from jackfield.workers.router import Generates, Router
 
-__all__ = ["WorkerFactory"]
+__all__ = ["Needs", "RankPlace", "WorkerFactory"]
+
+_CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside the sample
+
+
+@attrs.frozen(kw_only=True)
+class Needs:
+    """What a run asks of its crew."""
+
+    engines: bool  #: whether anybody trains
+    replicas: bool  #: whether anybody generates
+    rewards: bool  #: whether anybody scores
+    reference: bool  #: whether there is a reference model of its own
+    critic: bool
+    loss_columns: tuple[str, ...]  #: what the actor's loss reads beside the sample
+    renamed: Mapping[str, str]  #: column by the name that the loss knows it under
+    plan: AdvantagePlan
+
+
+@attrs.frozen(kw_only=True)
+class RankPlace:
+    """Where a rank of an engine is among the others."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    init_method: str | None = None
+    host: str = "127.0.0.1"
 
 
 @attrs.frozen(kw_only=True)
@@ -61,49 +89,36 @@ class WorkerFactory:
         context = TransferQueueContext(folder=str(folder), joins=True, heartbeat_seconds=silence)
         return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
-    def engine_rank(
-        self,
-        values: Values,
-        role: str,
-        *,
-        loss_columns: Sequence[str] = (),
-        renamed: Mapping[str, str] | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        local_rank: int = 0,
-        init_method: str | None = None,
-        host: str = "127.0.0.1",
-    ) -> EngineRank:
+    def engine_rank(self, values: Values, role: str, needs: Needs, place: RankPlace | None = None) -> EngineRank:
         """A rank of the engine, with its end of the weight plane if it is the actor's; nothing is loaded yet."""
-        config, actor = self.config, role == "actor"
+        config, actor, place = self.config, role == "actor", place or RankPlace()
         context = EngineContext(
             role=role,  # type: ignore[arg-type]
             model=self._model(role),
             optimizer={"actor": config.optimizer, "critic": config.critic.optimizer}.get(role),
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            init_method=init_method,
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            init_method=place.init_method,
             device=config.cluster.device,
             seed=config.seed,
             temperature=config.sampling.temperature if config.mode == "online" else 1.0,
             micro_batch_tokens=config.cluster.micro_batch_tokens,
         )
-        engine: BaseEngine = self._plugin("engine", context)
-        place = CheckpointEngineContext(
+        sending = CheckpointEngineContext(
             end="sender",
-            rank=rank,
-            world_size=world_size,
+            rank=place.rank,
+            world_size=place.world_size,
             device=config.cluster.device,
-            host=host,
+            host=place.host,
             deadline_seconds=config.deadlines.sync,
         )
-        transport: CheckpointEngine | None = self._plugin("checkpoint_engine", place) if actor else None
+        transport: CheckpointEngine | None = self._plugin("checkpoint_engine", sending) if actor else None
         return EngineRank(
-            engine,
+            self._plugin("engine", context),
             values,
-            loss_columns=loss_columns,
-            renamed=renamed,
+            loss_columns={"actor": needs.loss_columns, "critic": _CRITIC_COLUMNS}.get(role, ()),
+            renamed=needs.renamed if actor else None,
             transport=transport,
             block_bytes=config.weights.block_bytes if config.weights.kind == "delta" else 0,
         )
@@ -118,19 +133,20 @@ class WorkerFactory:
         return attrs.evolve(model, lora=None)
 
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
-        """A replica; not started."""
-        config, context = self.config, self.rollout_context(replica, host=host)
-        python = interpreters(config, self.registry).get("rollout") if config.cluster.name == "inline" else None
-        if python is not None:
-            return LastingServer(
-                lambda: self._rollout_process(context, python),
-                restarts=config.cluster.replica_restarts,
-                start_seconds=config.deadlines.start,
-            )
-        return cast(BaseRolloutServer, self._plugin("rollout", context))
+        """Make a replica's server in this process; it is not started."""
+        return cast(BaseRolloutServer, self._plugin("rollout", self._rollout_context(replica, host)))
 
-    def rollout_context(self, replica: int, *, host: str = "127.0.0.1") -> RolloutContext:
-        """What a replica is told of its place in the run."""
+    def replica(self, number: int) -> Worker:
+        """Make a replica's server in this process, or in one with an interpreter of its own; it is not started."""
+        python = interpreters(self.config, self.registry).get("rollout")
+        if python is None:
+            return Worker(self.rollout_server(number))
+        server = self._rollout_process(self._rollout_context(number), python)
+        worker = Worker(server, "process")
+        server.on_lost = worker.lose
+        return worker
+
+    def _rollout_context(self, replica: int, host: str = "127.0.0.1") -> RolloutContext:
         config = self.config
         model = config.model if config.weights.dtype is None else attrs.evolve(config.model, dtype=config.weights.dtype)
         return RolloutContext(
@@ -159,18 +175,18 @@ class WorkerFactory:
         )
 
     def agent_worker(
-        self, values: Values, servers: Mapping[int, BaseRolloutServer], *, request_prefix: str
+        self, values: Values, servers: Mapping[int, Generates] | None, *, request_prefix: str
     ) -> AgentWorker:
-        """A worker that runs agents on ``servers``, by number; without any, it only makes samples of given answers."""
+        """A worker that runs agents on ``servers``, by number; with None, it only makes samples of given answers."""
         config, tokenizer = self.config, self._tokenizer()
         max_prompt_tokens = read_model(config).max_prompt_tokens
-        if not servers:
+        if servers is None:
             return AgentWorker(values, tokenizer, self.clock, None, max_prompt_tokens=max_prompt_tokens)
         loaded = self.registry.load("agent", config.agent.name)
-        router = ReplicaRouter(servers, self.clock)
+        router = Router(self.clock, servers)
 
         def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
-            generate = router.of_one_run()
+            generate = router.of_one_rollout()
 
             def noted(request: GenerateRequest) -> Awaitable[GenerateResult]:
                 asks(request.sampling)

@@ -6,12 +6,13 @@ The controller sees keys, tags and sizes; token ids go from here to the backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
-from jackfield.abc.rollout import BaseRolloutServer, SamplingParams
+from jackfield.abc.rollout import SamplingParams
 from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
@@ -22,12 +23,10 @@ from jackfield.errors import (
     DataError,
     JackfieldError,
     PluginError,
-    QueueError,
     described,
 )
 from jackfield.plugins.hooks import SampleRecord
-from jackfield.queue import RolloutReport, Values, Written, rows_of
-from jackfield.runtime.router import ReplicaRouter
+from jackfield.queue import RolloutReport, Values, rows_of
 from jackfield.runtime.samples import (
     agent_tags,
     expert_columns,
@@ -37,7 +36,8 @@ from jackfield.runtime.samples import (
     supervised_columns,
     supervised_tags,
 )
-from jackfield.runtime.workers import ATTEMPTS, is_lost
+from jackfield.runtime.workers import written_again
+from jackfield.workers.router import Generates, Router
 
 __all__ = ["AgentWorker", "RolloutJob", "ends_the_run", "run_agent"]
 
@@ -68,7 +68,7 @@ class AgentWorker:
         make_agent: Callable[[Callable[[SamplingParams], None]], AgentLoopBase] | None,
         *,
         max_prompt_tokens: int | None = None,
-        router: ReplicaRouter | None = None,
+        router: Router | None = None,
     ) -> None:
         """
         Args:
@@ -97,7 +97,7 @@ class AgentWorker:
         """
         columns, tags = self._answers(job) if job.sampling is None else await self._sequences(job, job.sampling)
         keys = tuple(f"{job.id}/{sequence}" for sequence in range(len(tags)))
-        written = await self._write(job.partition, keys, columns, tags)
+        written = await written_again(partial(self._values.put, job.partition, keys, columns, tags))
         return RolloutReport(
             group=job.group,
             rollout=job.rollout,
@@ -106,18 +106,6 @@ class AgentWorker:
             sizes=written.sizes,
             tags=tags,
         )
-
-    async def _write(
-        self, partition: str, keys: Sequence[str], columns: Mapping[str, Column], tags: Sequence[Mapping[str, Any]]
-    ) -> Written:
-        """Write samples; those that went with a storage unit meanwhile are written to the others."""
-        for _ in range(ATTEMPTS - 1):
-            try:
-                return await self._values.put(partition, keys, columns, tags)
-            except QueueError as error:
-                if not is_lost(error):
-                    raise
-        return await self._values.put(partition, keys, columns, tags)
 
     async def _sequences(
         self, job: RolloutJob, sampling: Mapping[str, Any]
@@ -138,10 +126,10 @@ class AgentWorker:
         make = expert_columns if job.expert else supervised_columns
         return make(job.task, prompt_ids, answers), tags
 
-    async def reroute(self, replicas: Mapping[int, BaseRolloutServer], seconds: float) -> int:
-        """Have agents generate on these replicas from now on: :meth:`ReplicaRouter.reroute`."""
+    async def route(self, servers: Mapping[int, Generates], seconds: float) -> int:
+        """Have agents generate on these replicas from now on: :meth:`Router.route`."""
         assert self._router is not None, "a worker without replicas runs no agents"
-        return await self._router.reroute(replicas, seconds)
+        return await self._router.route(servers, seconds)
 
     async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:
         """The first tokens of a task's prompt, ``most`` of them at most, and no more than a prompt may have."""

@@ -16,7 +16,6 @@ from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.explorer import Answers, Explorer
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.mixing import Source
-from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.report import StepReport
 from jackfield.trainer.reward_pipeline import RewardPipeline
 from jackfield.trainer.schedule import Progress, Schedule
@@ -35,7 +34,6 @@ __all__ = [
     "Evaluator",
     "Explorer",
     "LogProbCheck",
-    "PlacementLease",
     "Progress",
     "PublishedVersion",
     "RewardPipeline",

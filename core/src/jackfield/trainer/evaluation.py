@@ -10,6 +10,7 @@ import attrs
 
 from jackfield.abc.transfer_queue import DeleteRequest, TransferQueueBackend
 from jackfield.clock import Clock
+from jackfield.cluster.device import DeviceLease
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError, RewardError, WorkerLost
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
@@ -17,7 +18,6 @@ from jackfield.runtime.agent_worker import AgentWorker, RolloutJob, ends_the_run
 from jackfield.runtime.reward_worker import RewardWorker, Scored
 from jackfield.runtime.samples import evaluation_seed, metric_tags, said, said_metrics
 from jackfield.runtime.workers import Workers, is_lost, resubmitted, suppress_lost
-from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Schedule
 from jackfield.trainer.stages import Stages
 
@@ -45,7 +45,7 @@ class Evaluator:
     agents: Workers[AgentWorker]
     rewards: Workers[RewardWorker]
     backend: TransferQueueBackend
-    placement: PlacementLease
+    placement: DeviceLease
     clock: Clock
     stages: Stages
     sampling: Mapping[str, Any]

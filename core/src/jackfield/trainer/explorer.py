@@ -11,13 +11,13 @@ from typing import Any
 import attrs
 
 from jackfield.clock import Clock
+from jackfield.cluster.device import DeviceLease
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError, WorkerLost
 from jackfield.queue import Batch, GroupKey, NewGroup, RolloutReport, TransferQueue
 from jackfield.runtime.agent_worker import AgentWorker, RolloutJob, ends_the_run
 from jackfield.runtime.samples import TRAIN, rollout_seed
 from jackfield.runtime.workers import Workers, resubmitted
-from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
 
@@ -43,7 +43,7 @@ class Explorer:
     schedule: Schedule
     version: Progress  #: of the weights that the replicas serve
     steps_done: Progress
-    placement: PlacementLease
+    placement: DeviceLease
     clock: Clock
     stages: Stages
     agents: Workers[AgentWorker]

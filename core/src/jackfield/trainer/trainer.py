@@ -11,6 +11,7 @@ import attrs
 from jackfield.abc.engine import LossSpec
 from jackfield.algorithms import VALUE_LOSS, Algorithm, KLController
 from jackfield.clock import Clock
+from jackfield.cluster.device import DeviceLease
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import WeightsSynced
 from jackfield.queue import BatchMeta
@@ -20,7 +21,6 @@ from jackfield.trainer.batches import BatchSource
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.log_prob_check import LogProbCheck
-from jackfield.trainer.placement import PlacementLease
 from jackfield.trainer.report import StepReport
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
@@ -118,7 +118,7 @@ class Trainer:
     weights: WeightPublisher | None = None  #: None: there are no replicas
     evaluator: Evaluator | None = None
     checkpoints: Checkpointer | None = None
-    placement: PlacementLease
+    placement: DeviceLease
     version: Progress  #: the weight version that explorers may use
     steps_done: Progress
     clock: Clock

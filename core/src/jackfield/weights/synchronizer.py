@@ -134,7 +134,7 @@ class WeightSynchronizer:
             report = await self._transfer(replicas, version, None)
         for replica, receipt in zip(replicas, report.receipts, strict=True):
             verify(replica.info, receipt, version, report.digests)
-        if self._probe is not None:
+        if self._probe is not None and replicas:
             await self._probe.check({each.info.replica: each.server for each in replicas}, version)
         return attrs.evolve(report, seconds=self._clock.time() - start)
 

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,15 +16,17 @@ import torch
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import ModelSpec
-from jackfield.abc.rollout import BaseRolloutServer, RolloutContext, ServerInfo
+from jackfield.abc.rollout import RolloutContext, ServerInfo
 from jackfield.clock import Clock
+from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.replica import Replica as Pooled
+from jackfield.cluster.replica import Worker
 from jackfield.plugins import installed, load_plugin
 from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.process.connection import HostProcess
-from jackfield.runtime.revival import LastingServer, LastingWeights
-from jackfield.runtime.router import ReplicaRouter
 from jackfield.settings import unstructure
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
+from jackfield.workers.router import Router
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.rollout import LONG, greedy, model_folder, named_weights
@@ -109,42 +112,74 @@ def test_every_engine_that_crosses_processes_brings_weights(engine: str, process
     assert "passed" == outcome.status, outcome.message
 
 
+class TwoReplicas:
+    """One in a process that can die, one in this process."""
+
+    def __init__(self) -> None:
+        self.router = Router(Clock())
+        self.processes: list[Reused] = []
+
+    async def start(self, number: int) -> Worker:
+        context = RolloutContext(model=ModelSpec(path=model_folder()), replica=number)
+        if number == 1:
+            return Worker(TransformersServer(Config(), context))
+        self.processes.append(Reused(Config(), context))
+        worker = Worker(self.processes[-1], "process")
+        self.processes[-1].on_lost = worker.lose
+        return worker
+
+    async def end(self, number: int) -> None:
+        return
+
+    async def route(self, replicas: Mapping[int, Pooled], seconds: float) -> int:
+        return await self.router.route(replicas, seconds)
+
+
 def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> None:
-    """Another takes its place, in the same synchronisation. Its request is generated there, and that of the other
-    replica, whose update broke off, after the next."""
-    weights, killed = named_weights(), list[int]()
-
-    def context(replica: int) -> RolloutContext:
-        return RolloutContext(model=ModelSpec(path=model_folder()), replica=replica)
-
-    first = LastingServer(lambda: Reused(Config(), context(0)), restarts=1, start_seconds=60.0)
+    """The update is repeated without it, and another takes its place with the new weights. Its request is generated
+    again, and that of the other replica, whose update broke off, after the next."""
+    weights, killed, places = named_weights(), list[int](), TwoReplicas()
 
     def export() -> Generator[tuple[str, torch.Tensor], None, None]:
         for number, item in enumerate(weights.items()):
             if number == 5 and not killed:
-                assert isinstance(first._server, RolloutProcess)
-                killed.append(first._server._process.pid or 0)
+                killed.append(places.processes[0]._process.pid or 0)
                 os.kill(killed[0], signal.SIGKILL)
             yield item
 
+    @asynccontextmanager
+    async def hold() -> AsyncIterator[None]:
+        async with synchronized:
+            yield
+
     async def main() -> None:
-        servers: list[BaseRolloutServer] = [first, TransformersServer(Config(), context(1))]
+        pool = ReplicaPool(places, Clock(), name="two", restarts=1, start_seconds=60.0, drain_seconds=1.0)
         try:
-            replicas = [Replica(server, await server.start()) for server in servers]
+            await pool.start(2)
             plugin = load_plugin("checkpoint_engine", "zmq")
             engine: Any = plugin.build({"bucket_bytes": 1 << 12}, CheckpointEngineContext(end="sender"))
             sender = WeightSender(engine, lambda: (export(), None))
-            synchronizer = WeightSynchronizer([sender], replicas, "zmq", Clock(), deadline_seconds=30.0)
-            router = ReplicaRouter(dict(enumerate(servers)), Clock())
-            running = [asyncio.create_task(router.generate(greedy(f"running-{n}", LONG))) for n in range(2)]
-            report = await LastingWeights(synchronizer, replicas).sync(1)
-            assert ([0, 1], 1) == ([receipt.replica for receipt in report.receipts], first.revived)
-            assert [LONG, LONG] == [len(result.token_ids) for result in await asyncio.gather(*running)]
-            for server in servers:
-                assert {1} == set((await server.generate(greedy("new", 4))).weight_versions)
-        finally:
-            for server in servers:
-                await server.stop()
+            synchronizer = WeightSynchronizer([sender], pool.members, "zmq", Clock(), deadline_seconds=30.0)
 
+            async def load(replica: Replica) -> None:
+                await synchronizer.catch_up(replica, 1)
+
+            pool.connect(load, hold, synchronizer.sync)
+            keeping = asyncio.create_task(pool.keep())
+            running = [asyncio.create_task(places.router.generate(greedy(f"running-{n}", LONG))) for n in range(2)]
+            async with synchronized:
+                report = await pool.sync(1)
+            assert [1] == [receipt.replica for receipt in report.receipts]
+            assert [LONG, LONG] == [len(result.token_ids) for result in await asyncio.gather(*running)]
+            while len(pool.members) < 2:
+                await asyncio.sleep(0.1)
+            for member in pool.members:
+                assert {1} == set((await member.server.generate(greedy("new", 4))).weight_versions)
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        finally:
+            await pool.close()
+
+    synchronized = asyncio.Lock()
     asyncio.run(main())
-    assert 1 == len(killed)
+    assert (1, 2) == (len(killed), len(places.processes))

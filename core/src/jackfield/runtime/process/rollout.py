@@ -84,6 +84,7 @@ class RolloutProcess(_Forwarding):
             heartbeat_seconds=heartbeat_seconds,
         )
         self._used = self._stopped = False
+        self.on_lost: Callable[[JackfieldError], None] = lambda error: None  #: gets how the process ended
 
     @property
     def remote(self) -> BaseRolloutServer:
@@ -112,7 +113,9 @@ class RolloutProcess(_Forwarding):
             raise RolloutError("the server cannot be started twice", code="rollout.stopped", fix="make a new server")
         self._used = True
         try:
-            host = stub(await self._process.open(), "host", HOST, Host, self._seconds)
+            connection = await self._process.open()
+            connection.lost.add_done_callback(lambda _: self.on_lost(connection.error()))
+            host = stub(connection, "host", HOST, Host, self._seconds)
             await self._introduce(host)
             await host.make(self._record.name, dict(self.config), self.context)
             return await self.remote.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from jackfield.runtime.ray.cluster import Cluster, ClusterOptions
 from jackfield.runtime.ray.host import Host, Place
-from jackfield.runtime.ray.replica import LastingReplica
 from jackfield.runtime.ray.storage import RemoteBackend, Storage
 from jackfield.runtime.ray.stub import RemoteRank, RemoteServer, Stub
 
@@ -12,7 +11,6 @@ __all__ = [
     "Cluster",
     "ClusterOptions",
     "Host",
-    "LastingReplica",
     "Place",
     "RemoteBackend",
     "RemoteRank",

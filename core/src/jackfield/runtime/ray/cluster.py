@@ -16,7 +16,6 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
-from jackfield.heartbeat import HEARTBEAT_SECONDS
 from jackfield.plugins.introduction import look
 from jackfield.runtime.ray.host import Host, Place
 from jackfield.runtime.ray.loopback import HOST, enter
@@ -60,7 +59,7 @@ class Cluster:
     name is given what was there before.
     """
 
-    def __init__(self, clock: Clock, start_seconds: float, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
+    def __init__(self, clock: Clock, start_seconds: float, heartbeat_seconds: float = 30.0) -> None:
         """
         Args:
             clock: through which every wait goes.
@@ -253,6 +252,15 @@ class Cluster:
     async def _watch(self, handle: Any) -> None:
         name = self._name(handle)
         await answer(handle.live.remote(), name, f"{name} to live", _FOREVER, self._clock)
+
+    async def empty(self, handle: Any) -> None:
+        """Have an actor give its worker up, so that it can make another.
+
+        Raises:
+            WorkerLost: its process has ended.
+        """
+        name = self._name(handle)
+        await answer(handle.end.remote(), name, f"{name} to end", _END_SECONDS, self._clock)
 
     async def end(self, handle: Any) -> None:
         """Have one worker put its things away, and end its process."""

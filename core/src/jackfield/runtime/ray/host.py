@@ -26,11 +26,11 @@ import attrs
 from jackfield.abc.rollout import GenerateRequest
 from jackfield.clock import Clock
 from jackfield.errors import WorkerLost
-from jackfield.heartbeat import Process
 from jackfield.imports import collection_paused, own_process
 from jackfield.queue import BatchMeta
+from jackfield.rpc import Process
 from jackfield.runtime.agent_worker import RolloutJob
-from jackfield.runtime.revival import state_of
+from jackfield.workers.health import cause_of_death
 
 __all__ = ["Host", "Place", "Sign", "interface_of"]
 
@@ -71,7 +71,6 @@ class Host:
         self._one_thread = one_thread
         self._worker: Any = None
         self._making = asyncio.Lock()
-        self._gate = asyncio.Event()
         self._pool: ThreadPoolExecutor | None = None
         self._doing: dict[int, str] = {}
         self._calls = itertools.count()
@@ -91,7 +90,7 @@ class Host:
         return Place(pid=os.getpid(), address=address, port=port, versions=versions)
 
     async def heartbeat(self) -> Sign:
-        """Say that this process lives, in a thread of its own: see :mod:`jackfield.heartbeat`."""
+        """Say that this process lives."""
         import ray
 
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -139,26 +138,17 @@ class Host:
         finally:
             del self._doing[number]
 
-    async def open(self) -> None:
-        """Let in whoever comes by :meth:`serve`, until the worker ends."""
-        self._gate.set()
-
-    async def opened(self) -> None:
-        """Wait for that."""
-        await self._gate.wait()
-
     async def serve(self, member: str, arguments: tuple[Any, ...]) -> Any:
-        """The same as :meth:`call`, behind the gate: for those who do not know what state the worker is in.
+        """The same as :meth:`call`, of a rollout server.
 
         A server that fails and is not healthy any more (a process of its own has died) ends with this process, so that
         its death is one of those that everybody knows of.
         """
-        await self._gate.wait()
         server = self._worker
         try:
             return await self.call(member, arguments, {})
         except Exception as error:
-            state = None if server is None else await state_of(server, Clock(), self._name, error)
+            state = None if server is None else await cause_of_death(server, Clock(), self._name, error)
             if state is not None and server is self._worker:
                 print(f"{self._name} is not healthy: {state}; after: {error}", file=sys.stderr, flush=True)
                 os._exit(1)
@@ -176,7 +166,6 @@ class Host:
 
     async def end(self) -> None:
         """Let the worker put its things away, if it has any."""
-        self._gate.clear()
         async with self._making:
             close: Callable[[], Awaitable[None]] | None = getattr(self._worker, "close", None)
             self._worker = None

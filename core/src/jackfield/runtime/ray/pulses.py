@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
-from jackfield.heartbeat import Process, Work, silence, until_silent
+from jackfield.rpc import Process
+from jackfield.rpc.heartbeat import LOOKS
 from jackfield.runtime.ray.host import Sign
 from jackfield.runtime.ray.stub import ENDS, PROCESSES
 
@@ -17,13 +17,12 @@ __all__ = ["SignsOfLife"]
 
 _END_SECONDS = 15.0  #: for a process of another node to be killed
 _SHOWN = 4  #: calls of a worker that a message about its end names
-_LOOK_SECONDS = 1.0  #: in which a process of another node that is busy uses some processor time
 
 
 class SignsOfLife:
-    """Asks one actor whether it lives, one question after the other, and kills it when it does not answer.
+    """Asks one actor what it does, and kills its process when it cannot run, or answers no more from another machine.
 
-    It answers in a thread of its own, once its worker was made; until then it imports, and has the deadline of a start.
+    Until its worker is made it imports, and has the deadline of a start.
     """
 
     def __init__(self, name: str, handle: Any, clock: Clock, heartbeat_seconds: float) -> None:
@@ -32,7 +31,6 @@ class SignsOfLife:
         self._clock = clock
         self._silence = heartbeat_seconds
         self._question: asyncio.Future[Sign] | None = None
-        self._work = Work()
         self._last: Sign | None = None  #: of a process whose worker was made
         self._watching: asyncio.Task[None] | None = None
 
@@ -52,20 +50,22 @@ class SignsOfLife:
             watching.cancel()
 
     async def _watch(self) -> None:
-        self._heard()
+        silent = 0
         while True:
-            await until_silent(self._heard, self._clock, self._silence)
-            await self.end_process()
+            heard = self._heard()
+            process = None if self._last is None else self._last.process
+            if process is not None and process.is_near:  # a dead one is no silent one
+                heard = process.can_run() or not process.lives()
+            silent = 0 if heard else silent + 1
+            if silent > LOOKS:
+                await self.end_process()
+                silent = 0
+            await self._clock.sleep(self._silence / LOOKS)
 
     def _heard(self) -> bool:
-        """Whether it has answered, or used processor time, since the last look; then it is asked again.
-
-        A process that Ray starts again answers later: what is silent then is the one before, which is gone.
-        """
-        works = self._last is not None and self._work.goes_on(self._last.process)
-        question = self._question
-        if question is not None and not question.done():
-            return works
+        """Return whether it has answered since the last look; then it is asked again."""
+        if self._question is not None and not self._question.done():
+            return False
         asked = self._handle.heartbeat.options(concurrency_group="heartbeat").remote()
         self._question = asyncio.wrap_future(asked.future())
         self._question.add_done_callback(self._answered)
@@ -76,38 +76,36 @@ class SignsOfLife:
             self._note(question.result())
 
     def _note(self, sign: Sign) -> None:
-        self._note_death(sign.process)
+        """Remember the process; name the one before, which has died though its worker may not have been in use."""
+        last = self._last
+        if last is not None and self._name not in ENDS and sign.process != last.process:
+            ENDS[self._name] = "its process was started again"
+            text = "%s (%s) died; its process was started again"
+            logging.getLogger("jackfield").warning(text, self._name, last.process)
         if not sign.ready:
             return
-        if self._last is None or sign.process != self._last.process:
+        if last is None or sign.process != last.process:
             PROCESSES[self._name] = str(sign.process)
             ENDS.pop(self._name, None)
         self._last = sign
-
-    def _note_death(self, process: Process) -> None:
-        """Tell that the process before this one died, though nobody may have waited for it."""
-        last = self._last
-        if last is None or self._name in ENDS or process == last.process:
-            return
-        ENDS[self._name] = "its process was started again"
-        text = "%s (%s) died; its process was started again"
-        logging.getLogger("jackfield").warning(text, self._name, last.process)
 
     async def end_process(self) -> None:
         """Kill the process that has answered last; its death is noticed as every other is."""
         sign = self._last
         if sign is None or self._name in ENDS:  # it has ended, and the next one takes its time to start
             return
-        text = silence(self._name, sign.process, self._silence, ", ".join(sign.doing[:_SHOWN]))
-        ENDS[self._name] = text  # before those who wait for it notice
+        doing = ", ".join(sign.doing[:_SHOWN])
+        at_work = f" while it had to {doing}" if doing else ""
+        text = f"{self._name} ({sign.process}) sent no heartbeat for {self._silence:g} s{at_work} and was killed"
+        ENDS[self._name] = f"{text} (deadlines.heartbeat)"  # before those who wait for it notice
         if await _end_there(sign, self._clock, _END_SECONDS):
-            logging.getLogger("jackfield").warning("%s", text)
+            logging.getLogger("jackfield").warning("%s", ENDS[self._name])
         else:
             ENDS.pop(self._name, None)
 
 
 async def _end_there(sign: Sign, clock: Clock, seconds: float) -> bool:
-    """Kill the process that has given a sign, on its node, unless it is busy; whether it was killed.
+    """Kill the process that has given a sign, on its node, unless it can run; return whether it was killed.
 
     Ray itself would ask the process to end, which a stopped one does not hear.
     """
@@ -118,7 +116,7 @@ async def _end_there(sign: Sign, clock: Clock, seconds: float) -> bool:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     strategy = NodeAffinitySchedulingStrategy(sign.node, soft=False)
-    ended = ray.remote(_end_if_idle).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    ended = ray.remote(_end_if_stopped).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
     try:
         reference = ended.remote(sign.process)
         return await clock.wait_for(asyncio.wrap_future(reference.future()), seconds, f"{sign.process} to be killed")
@@ -126,8 +124,5 @@ async def _end_there(sign: Sign, clock: Clock, seconds: float) -> bool:
         return False
 
 
-def _end_if_idle(process: Process) -> bool:
-    work = Work()
-    work.goes_on(process)
-    time.sleep(_LOOK_SECONDS)
-    return not work.goes_on(process) and process.kill()
+def _end_if_stopped(process: Process) -> bool:
+    return not process.can_run() and process.kill()

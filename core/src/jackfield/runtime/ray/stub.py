@@ -131,36 +131,12 @@ def _reason(text: str) -> str:
 class RemoteServer(Stub):
     """A replica of a rollout server in an actor."""
 
-    _held_back = 0  # requests that wait for a replica that has died
-
-    @property
-    def available(self) -> bool:
-        """Whether a request would be served at once, for all that is known here."""
-        return not self._held_back
-
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate one sample; from its beginning again, if the replica dies and is made anew.
-
-        Raises:
-            WorkerLost: it is not made anew.
-        """
-        while True:
-            reference = self._actor.serve.remote("generate", (request,))
-            try:
-                waiting_for = f"{self._name} to generate"
-                result: GenerateResult = await answer(reference, self._name, waiting_for, self._seconds, self._clock)
-            except WorkerLost:
-                await self._opened()
-            else:
-                return result
-
-    async def _opened(self) -> None:
-        self._held_back += 1
-        try:
-            reference = self._actor.opened.options(max_task_retries=-1).remote()
-            await answer(reference, self._name, f"{self._name} to serve again", self._seconds, self._clock)
-        finally:
-            self._held_back -= 1
+        """Generate one sample."""
+        reference = self._actor.serve.remote("generate", (request,))
+        waiting_for = f"{self._name} to generate"
+        result: GenerateResult = await answer(reference, self._name, waiting_for, self._seconds, self._clock)
+        return result
 
     async def stop(self) -> None:
         """End it; a dead one has ended."""

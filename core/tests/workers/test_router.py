@@ -1,4 +1,4 @@
-"""The router: who serves a request, and how a replica that died is told from a request that failed."""
+"""The router: which replica serves a request, and what becomes of it when that replica dies."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 
 from jackfield.abc.rollout import GenerateRequest, HealthReport
 from jackfield.clock import VirtualClock
-from jackfield.errors import JackfieldError, RolloutError
-from jackfield.runtime.router import ReplicaRouter
+from jackfield.errors import JackfieldError, RolloutError, WorkerLost
+from jackfield.workers.router import Router
 
 REQUEST = GenerateRequest(request_id="one", prompt_ids=(1,))
 
 
 class FakeReplica:
-    """Serves, or raises; then tells its health, or not."""
+    """Serves, or raises."""
 
-    def __init__(self, clock: VirtualClock, failure: Exception | None = None, health: Any = None) -> None:
-        self.clock, self.failure, self.state, self.served = clock, failure, health, 0
+    def __init__(self, clock: VirtualClock, failure: Exception | None = None) -> None:
+        self.clock, self.failure, self.served = clock, failure, 0
 
     async def generate(self, request: GenerateRequest) -> Any:
         self.served += 1
@@ -29,16 +29,12 @@ class FakeReplica:
             raise self.failure
 
     async def health(self) -> HealthReport:
-        if isinstance(self.state, Exception):
-            raise self.state
-        if self.state is None:
-            await asyncio.Event().wait()
-        return self.state  # type: ignore[no-any-return]
+        raise NotImplementedError
 
 
 def generate(clock: VirtualClock, *replicas: FakeReplica, requests: int = 1) -> None:
     async def all_of_them() -> None:
-        router = ReplicaRouter(dict(enumerate(replicas)), clock)  # type: ignore[arg-type]
+        router = Router(clock, dict(enumerate(replicas)))  # type: ignore[arg-type]
         await asyncio.gather(*(router.generate(REQUEST) for _ in range(requests)))
 
     clock.run(all_of_them())
@@ -56,8 +52,8 @@ def test_turns_of_one_run_go_where_its_first_went() -> None:
     replicas = [FakeReplica(clock), FakeReplica(clock)]
 
     async def turns() -> None:
-        router = ReplicaRouter(dict(enumerate(replicas)), clock)  # type: ignore[arg-type]
-        first, second = router.of_one_run(), router.of_one_run()
+        router = Router(clock, dict(enumerate(replicas)))  # type: ignore[arg-type]
+        first, second = router.of_one_rollout(), router.of_one_rollout()
         await asyncio.gather(first(REQUEST), second(REQUEST))
         for _ in range(3):
             await second(REQUEST)
@@ -66,39 +62,36 @@ def test_turns_of_one_run_go_where_its_first_went() -> None:
     assert [1, 4] == [replica.served for replica in replicas]
 
 
-@pytest.mark.parametrize(
-    ("health", "state"),
-    [
-        (HealthReport(healthy=False, detail="exit code 9"), "exit code 9"),
-        (ConnectionRefusedError("port 80"), "ConnectionRefusedError: port 80"),
-        (None, "waited 10 s for replica 0 to tell its health"),
-    ],
-    ids=["says so", "raises", "is silent"],
-)
-def test_a_replica_that_is_not_well_after_a_failure_has_died(health: Any, state: str) -> None:
-    clock = VirtualClock()
-    with pytest.raises(RolloutError) as caught:
-        generate(clock, FakeReplica(clock, ConnectionResetError("by peer"), health))
-    assert ("rollout.stopped", "replica 0") == (caught.value.code, caught.value.where)
-    assert "ConnectionResetError: by peer" in str(caught.value)
-    assert state in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "failure", [RolloutError("no room"), ValueError("no room")], ids=lambda error: str(type(error))
-)
+@pytest.mark.parametrize("failure", [RolloutError("no room"), ValueError("no room")], ids=["ours", "another"])
 def test_a_healthy_replicas_failure_is_the_requests(failure: Exception) -> None:
     clock = VirtualClock()
     with pytest.raises(type(failure)) as caught:
-        generate(clock, FakeReplica(clock, failure, HealthReport(healthy=True)))
+        generate(clock, FakeReplica(clock, failure))
     assert failure is caught.value
 
 
-def test_a_refusal_is_no_reason_to_ask_for_health() -> None:
+@pytest.mark.parametrize("error", [RolloutError("gone", code="rollout.stopped"), WorkerLost("gone")])
+def test_a_request_of_a_replica_that_dies_goes_to_another(error: JackfieldError) -> None:
     clock = VirtualClock()
-    with pytest.raises(JackfieldError) as caught:
-        generate(clock, FakeReplica(clock, RolloutError("no", code="rollout.request"), AssertionError("asked")))
-    assert "rollout.request" == caught.value.code
+    replicas = [FakeReplica(clock, error), FakeReplica(clock)]
+    generate(clock, *replicas, requests=4)
+    assert [2, 4] == [replica.served for replica in replicas]
+
+
+def test_requests_wait_for_a_replica_that_serves() -> None:
+    clock = VirtualClock()
+    first, second = FakeReplica(clock, WorkerLost("gone")), FakeReplica(clock)
+
+    async def main() -> None:
+        router = Router(clock, {0: first})  # type: ignore[dict-item]
+        waiting = asyncio.gather(*(router.generate(REQUEST) for _ in range(2)))
+        await clock.sleep(50.0)
+        assert not waiting.done()
+        assert 0 == await router.route({0: second}, 0.0)  # type: ignore[dict-item]
+        await waiting
+
+    clock.run(main())
+    assert [2, 2] == [first.served, second.served]
 
 
 class Updated(FakeReplica):
@@ -132,7 +125,7 @@ def test_a_replica_without_weights_refuses_in_the_end(after: float, minimum: int
     clock = VirtualClock()
 
     async def refused() -> None:
-        router = ReplicaRouter({0: Updated(clock, after)}, clock)  # type: ignore[dict-item]
+        router = Router(clock, {0: Updated(clock, after)})  # type: ignore[dict-item]
         with pytest.raises(JackfieldError, match=error):
             await router.generate(attrs.evolve(REQUEST, minimum_weight_version=minimum))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import os
 import socket
 import stat
 import urllib.request
@@ -19,11 +18,12 @@ from click.testing import CliRunner
 
 from jackfield.cli import main
 from jackfield.clock import Clock
+from jackfield.cluster.control import list_replicas, scale_replicas, serve_control
+from jackfield.cluster.metrics import ReplicaMetrics
+from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.replica import ReplicaState
 from jackfield.errors import ConfigError, JackfieldError, RunError
 from jackfield.rpc import Address, Server
-from jackfield.runtime.control import ControlServer, list_replicas, scale_replicas
-from jackfield.runtime.replica_metrics import ReplicaMetrics
-from jackfield.runtime.replicas import Replicas, ReplicaState
 
 
 class Fake:
@@ -55,12 +55,9 @@ def serve(folder: Path, ask: Callable[[], Any], fake: Fake | None = None) -> Any
     """Ask in a thread, while a run answers."""
 
     async def life() -> Any:
-        server = ControlServer(folder, cast(Replicas, fake or Fake()), Clock())
-        await server.open(metrics="http://127.0.0.1:1/metrics")
-        try:
+        pool = cast(ReplicaPool, fake or Fake())
+        async with serve_control(folder, pool, Clock(), metrics="http://127.0.0.1:1/metrics"):
             return await asyncio.to_thread(ask)
-        finally:
-            await server.close()
 
     return asyncio.run(life())
 
@@ -148,11 +145,9 @@ def test_a_run_that_ends_meanwhile_is_told_from_an_answer(tmp_path: Path) -> Non
             raise AssertionError
 
     async def life() -> None:
-        server = ControlServer(tmp_path, cast(Replicas, Slow()), Clock())
-        await server.open()
-        asking = asyncio.create_task(asyncio.to_thread(scale_replicas, tmp_path, 2))
-        await asked.wait()
-        await server.close()
+        async with serve_control(tmp_path, cast(ReplicaPool, Slow()), Clock()):
+            asking = asyncio.create_task(asyncio.to_thread(scale_replicas, tmp_path, 2))
+            await asked.wait()
         with pytest.raises(RunError) as caught:
             await asking
         assert "run.not-running" == caught.value.code
@@ -162,11 +157,10 @@ def test_a_run_that_ends_meanwhile_is_told_from_an_answer(tmp_path: Path) -> Non
 
 
 def test_prometheus_reads_whoever_there_is() -> None:
-    pytest.importorskip("prometheus_client")
     fake = Fake()
 
     async def life() -> tuple[str, str, str]:
-        metrics = ReplicaMetrics(cast(Replicas, fake), 0)
+        metrics = ReplicaMetrics(cast(ReplicaPool, fake), 0)
         url = await metrics.open()
 
         def scrape() -> str:
@@ -193,10 +187,9 @@ def test_prometheus_reads_whoever_there_is() -> None:
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    pytest.importorskip("prometheus_client")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        metrics = ReplicaMetrics(cast(Replicas, Fake()), taken.getsockname()[1])
+        metrics = ReplicaMetrics(cast(ReplicaPool, Fake()), taken.getsockname()[1])
         with pytest.raises(ConfigError) as caught:
             asyncio.run(metrics.open())
     assert "cluster.metrics_port" == caught.value.where
-    assert os.strerror(errno.EADDRINUSE) in str(caught.value.found)
+    assert f"[Errno {errno.EADDRINUSE}]" in str(caught.value.found)

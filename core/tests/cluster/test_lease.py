@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from jackfield.clock import VirtualClock
+from jackfield.cluster.device import DeviceLease
 from jackfield.errors import DeadlineExceeded
-from jackfield.trainer import PlacementLease
 
 
 def test_roles_take_turns_and_hand_over_once() -> None:
@@ -21,14 +21,14 @@ def test_roles_take_turns_and_hand_over_once() -> None:
 
         return action
 
-    async def work(lease: PlacementLease, role: str, name: str, seconds: float) -> None:
+    async def work(lease: DeviceLease, role: str, name: str, seconds: float) -> None:
         async with lease.hold(role):
             log.append(f"{name}+")
             await clock.sleep(seconds)
             log.append(f"{name}-")
 
     async def main() -> None:
-        lease = PlacementLease(
+        lease = DeviceLease(
             clock,
             100,
             enter={"rollout": note("wake"), "train": note("load")},
@@ -49,7 +49,7 @@ def test_a_wait_ends_at_its_deadline_and_names_the_holder() -> None:
     clock = VirtualClock()
 
     async def main() -> str:
-        lease = PlacementLease(clock, 10)
+        lease = DeviceLease(clock, 10)
         async with lease.hold("rollout"):
             with pytest.raises(DeadlineExceeded) as caught:
                 async with lease.hold("train"):
@@ -65,7 +65,7 @@ def test_a_cancelled_wait_lets_the_next_in() -> None:
     clock = VirtualClock()
 
     async def main() -> list[str]:
-        lease, log = PlacementLease(clock, 100), []
+        lease, log = DeviceLease(clock, 100), []
 
         async def hold(role: str) -> None:
             async with lease.hold(role):
@@ -90,7 +90,7 @@ def test_whoever_is_waited_for_by_a_holder_comes_in_before_others() -> None:
     log: list[str] = []
 
     async def main() -> None:
-        lease = PlacementLease(clock, 100)
+        lease = DeviceLease(clock, 100)
         joined = asyncio.Event()
 
         async def train() -> None:

@@ -7,16 +7,18 @@ read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from jackfield.clock import Clock
+from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.replica import ReplicaState
 from jackfield.errors import DeadlineExceeded, RpcError, RunError
 from jackfield.rpc import Address, Contract, Server, Service, connect, stub
-from jackfield.runtime.replicas import Replicas, ReplicaState
 
-__all__ = ["ControlServer", "list_replicas", "scale_replicas"]
+__all__ = ["list_replicas", "scale_replicas", "serve_control"]
 
 _FILE = "control.json"
 _ANSWER_SECONDS = 60.0
@@ -25,17 +27,17 @@ _ANSWER_SECONDS = 60.0
 class _Control:
     """The replicas of a run, as other processes see them."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+    def __init__(self, pool: ReplicaPool) -> None:
+        self._pool = pool
         self._scalings: set[asyncio.Task[Any]] = set()
 
     async def states(self) -> tuple[ReplicaState, ...]:
         """Return the state of each replica."""
-        return tuple(await self._replicas.states())
+        return tuple(await self._pool.states())
 
     async def scale(self, count: int) -> tuple[ReplicaState, ...]:
         """Add or remove replicas; it goes on although the caller leaves."""
-        scaling = asyncio.ensure_future(self._replicas.scale(count))
+        scaling = asyncio.ensure_future(self._pool.scale(count))
         self._scalings.add(scaling)
         scaling.add_done_callback(self._scalings.discard)
         return tuple(await asyncio.shield(scaling))
@@ -50,35 +52,28 @@ class _Control:
 _CONTRACT = Contract(_Control, ["states", "scale"])
 
 
-class ControlServer:
-    """Serves the replicas of a run to ``jackfield replicas``."""
+@asynccontextmanager
+async def serve_control(
+    folder: Path, pool: ReplicaPool, clock: Clock, heartbeat_seconds: float = 30.0, **further: str
+) -> AsyncIterator[None]:
+    """Serve the replicas of a run to ``jackfield replicas``.
 
-    def __init__(self, folder: Path, replicas: Replicas, clock: Clock, heartbeat_seconds: float = 30.0) -> None:
-        """
-        Args:
-            folder: of the run.
-            replicas: the run's.
-            clock: through which every wait goes.
-            heartbeat_seconds: silence after which a client is dead.
-        """
-        self._file = folder / _FILE
-        self._control = _Control(replicas)
-        self._server = Server("the run", {"replicas": Service(self._control, _CONTRACT)}, clock, heartbeat_seconds)
-
-    async def open(self, **further: str) -> None:
-        """Listen, and write the address.
-
-        Args:
-            further: what the file names beside it.
-        """
-        address = await self._server.listen()
-        address.write(self._file, **further)
-
-    async def close(self) -> None:
-        """Stop listening, and give up what is being done."""
-        self._file.unlink(missing_ok=True)
-        await self._server.close()
-        await self._control.close()
+    Args:
+        folder: Folder of the run, which gets the address.
+        pool: The run's replicas.
+        clock: Time source for all waits and deadlines.
+        heartbeat_seconds: Silence after which a client is dead.
+        further: What the file names beside the address.
+    """
+    served, file = _Control(pool), folder / _FILE
+    server = Server("the run", {"replicas": Service(served, _CONTRACT)}, clock, heartbeat_seconds)
+    try:
+        (await server.listen()).write(file, **further)
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        await server.close()
+        await served.close()
 
 
 def list_replicas(folder: Path) -> list[ReplicaState]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, SleepRequest, WakeUpRequest
+from jackfield.cluster.device import SharedDevice
+from jackfield.cluster.pool import ReplicaPool
 from jackfield.errors import WorkerLost
 from jackfield.runtime.engine_group import EngineGroup
-from jackfield.runtime.revival import LastingServer
-from jackfield.runtime.shared_device import SharedDevice
-from jackfield.weights import Replica, ReplicaProbe, WeightSynchronizer
+from jackfield.weights import Replica, ReplicaProbe
 
 
 class Model:
@@ -39,11 +39,16 @@ class Server:
         self.log.append(f"{self.name} wakes up {request.tags}")
 
 
-class Synchronizer:
-    """Of weights."""
+class Pool:
+    """Of replicas."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str], *servers: Server) -> None:
         self.log = log
+        self.members = [Replica(cast(BaseRolloutServer, each), ServerInfo(replica=n)) for n, each in enumerate(servers)]
+
+    async def each(self, call: Callable[[Any], Awaitable[object]]) -> None:
+        for replica in self.members:
+            await call(replica.server)
 
     async def sync(self, version: int) -> Any:
         self.log.append(f"version {version}")
@@ -52,13 +57,8 @@ class Synchronizer:
 def test_everybody_takes_part_in_a_hand_over() -> None:
     log: list[str] = []
     engines = [Model(name, log) for name in ("actor", "reference", "critic")]
-    replicas = [Server("first", log), Server("second", log)]
-    device = SharedDevice(
-        cast(list[EngineGroup], engines),
-        cast(list[Replica], replicas),
-        "cuda",
-        cast(WeightSynchronizer, Synchronizer(log)),
-    )
+    pool = Pool(log, Server("first", log), Server("second", log))
+    device = SharedDevice(cast(list[EngineGroup], engines), cast(ReplicaPool, pool), "cuda")
 
     async def main() -> None:
         await device.leave_rollout()
@@ -96,9 +96,8 @@ class FakeProbe:
 def test_the_probe_is_asked_and_compared_at_hand_overs() -> None:
     """Neither side takes room that the other has; a version is compared once, before the engine trains further."""
     log: list[str] = []
-    replica = Replica(cast(BaseRolloutServer, Server("first", [])), ServerInfo(replica=5))
     probe = cast(ReplicaProbe, FakeProbe(log))
-    device = SharedDevice([], [replica], "cuda", cast(WeightSynchronizer, Synchronizer(log)), probe)
+    device = SharedDevice([], cast(ReplicaPool, Pool(log, Server("first", []))), "cuda", probe)
 
     async def main() -> None:
         await device.enter_rollout()  # with the model folder's weights
@@ -109,33 +108,21 @@ def test_the_probe_is_asked_and_compared_at_hand_overs() -> None:
             await device.enter_train()
 
     asyncio.run(main())
-    assert ["version 3", "asks [5] with 3", "compares ['answer']"] == log
+    assert ["version 3", "asks [0] with 3", "compares ['answer']"] == log
 
 
-class New(LastingServer, Server):  # type: ignore[misc]
-    """A replica that was made anew."""
-
-    behind = True
-
-    def __init__(self) -> None:
-        Server.__init__(self, "second", [])
-
-    sleep, wake_up = Server.sleep, Server.wake_up  # type: ignore[assignment]
-
-
-def test_who_has_no_weights_is_not_asked_and_who_dies_need_not_answer() -> None:
+def test_one_that_dies_need_not_answer() -> None:
     log: list[str] = []
-    servers = [Server("first", []), New()]
-    replicas = [Replica(cast(BaseRolloutServer, each), ServerInfo(replica=n)) for n, each in enumerate(servers)]
+    server = Server("first", [])
     probe = cast(ReplicaProbe, FakeProbe(log))
-    device = SharedDevice([], replicas, "cuda", cast(WeightSynchronizer, Synchronizer(log)), probe)
+    device = SharedDevice([], cast(ReplicaPool, Pool(log, server)), "cuda", probe)
 
     async def main() -> None:
         for version in (3, 4):
             await device.sync(version)
             await device.enter_rollout()
             await device.enter_train()
-            servers[0].dead = True
+            server.dead = True
 
     asyncio.run(main())
     assert ["version 3", "asks [0] with 3", "compares ['answer']", "version 4", "asks [0] with 4"] == log

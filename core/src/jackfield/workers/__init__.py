@@ -1,0 +1,1 @@
+"""What rollouts are made with: the router of their requests."""

@@ -1,0 +1,593 @@
+"""The replica pool on virtual time: replicas that join, leave, die and are restarted, with the engine's weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from jackfield.abc.engine import ModelSpec
+from jackfield.abc.rollout import (
+    BaseRolloutServer,
+    GenerateRequest,
+    GenerateResult,
+    HealthReport,
+    RolloutContext,
+    SamplingParams,
+    ServerInfo,
+)
+from jackfield.clock import VirtualClock
+from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.replica import Replica, Worker
+from jackfield.errors import ConfigError, JackfieldError, RolloutError, RunError, WeightsError, WorkerLost
+from jackfield.weights import Replica as Receiver
+from jackfield.weights import SyncReport
+from jackfield.workers.router import Router
+
+START, TRANSFER, DRAIN = 10.0, 5.0, 30.0
+
+
+class Server:
+    """Needs a second for a token, and starts with the weights of the model's folder."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.context = RolloutContext(model=ModelSpec(path="m"), replica=number, clock=world.clock)
+        self.world, self.number, self.version = world, number, 0
+        self.served: list[GenerateRequest] = []
+        self.aborted: list[str] = []
+        self.stopped = self.dead = False
+        self.error: Exception | None = None  # of each request
+
+    async def start(self) -> ServerInfo:
+        self.world.note(f"{self.number} starts")
+        await self.world.clock.sleep(START)
+        return ServerInfo(replica=self.number)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        assert not self.stopped
+        if self.error is not None:
+            raise self.error
+        self.served.append(request)
+        count = request.sampling.max_new_tokens
+        try:
+            await self.world.clock.sleep(count)
+        except asyncio.CancelledError:
+            self.aborted.append(request.request_id)
+            raise
+        assert not self.stopped, "a request of a replica that was stopped"
+        if self.dead:
+            raise RolloutError("its process has ended", code="rollout.stopped")
+        return GenerateResult(
+            request_id=request.request_id,
+            token_ids=tuple(range(count)),
+            log_probs=(-1.0,) * count,
+            weight_versions=(self.version,) * count,
+            finish_reason="length",
+        )
+
+    async def health(self) -> HealthReport:
+        running = len(self.served) - len(self.aborted)
+        return HealthReport(healthy=not (self.stopped or self.dead), running=running, weight_version=self.version)
+
+    async def stop(self) -> None:
+        self.stopped = True
+        self.world.note(f"{self.number} stops")
+
+
+class World:
+    """Places with the routers of two agent workers, an engine that is at version 3, and a lease on it."""
+
+    def __init__(self, *, takes_turns: bool = False, place: Any = "process", restarts: int = 3) -> None:
+        self.clock = VirtualClock()
+        self.notes: list[str] = []
+        self.room = 9
+        self.servers: dict[int, Server] = {}
+        self.routers: list[Router] = []
+        self.workers: dict[int, Worker] = {}
+        self.place, self.lives, self.syncs = place, list[Server](), list[int]()
+        self.syncing: Callable[[int], Coroutine[Any, Any, None]] | None = None
+        self.failing: Callable[[int], None] = lambda number: None
+        self.free = asyncio.Event()  # the engine does not train
+        self.free.set()
+        self.takes_turns = takes_turns
+        self.pool = ReplicaPool(
+            self, self.clock, name="fake", restarts=restarts, start_seconds=60.0, drain_seconds=DRAIN
+        )
+
+    def note(self, what: str) -> None:
+        self.notes.append(what)
+
+    # -- places
+
+    async def start(self, number: int) -> Worker:
+        if len(self.servers.keys() | {number}) > self.room:
+            raise RunError("the cluster has no room", code="cluster.unavailable")
+        self.servers[number] = Server(self, number)
+        self.lives.append(self.servers[number])
+        self.workers[number] = Worker(self.servers[number], self.place)  # type: ignore[arg-type]
+        return self.workers[number]
+
+    async def end(self, number: int) -> None:
+        assert self.servers.pop(number).stopped
+        self.note(f"{number} is gone")
+
+    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
+        self.note(f"routes {sorted(replicas)}")
+        return sum(await asyncio.gather(*(router.route(replicas, seconds) for router in self.routers)))
+
+    # -- the run
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        await self.free.wait()
+        self.note("held")
+        yield
+        self.note("free")
+
+    async def load(self, replica: Receiver) -> None:
+        await self.clock.sleep(TRANSFER)
+        self.failing(replica.info.replica)
+        self.note(f"{replica.info.replica} has weights")
+        replica.server.version = 3  # type: ignore[attr-defined]
+
+    def run(self, life: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def whole() -> None:
+            self.routers += [Router(self.clock) for _ in range(2)]
+            await self.pool.start(1)
+            self.servers[0].version = 3
+            self.pool.connect(self.load, self.hold, self.sync, takes_turns=self.takes_turns)
+            self.keeping = asyncio.ensure_future(self.pool.keep())
+            await asyncio.sleep(0)
+            self.notes.clear()
+            await life()
+            self.keeping.cancel()
+            await asyncio.gather(self.keeping, return_exceptions=True)
+            await self.pool.close()
+
+        self.clock.run(whole())
+
+    def generate(self, count: int, tokens: int = 4, name: str = "") -> list[asyncio.Task[GenerateResult]]:
+        """Requests, in turn by each agent worker."""
+        sampling = SamplingParams(max_new_tokens=tokens, seed=7)
+        requests = [GenerateRequest(request_id=f"{name}{n}", prompt_ids=(0,), sampling=sampling) for n in range(count)]
+        return [
+            asyncio.ensure_future(self.routers[index % 2].generate(request)) for index, request in enumerate(requests)
+        ]
+
+    async def sync(self, version: int) -> SyncReport:
+        self.syncs.append(version)
+        if self.syncing is not None:
+            await self.syncing(version)
+        for replica in self.pool.members:
+            replica.server.version = version  # type: ignore[attr-defined]
+        return SyncReport(version=version, receipts=(), seconds=1.0, paused_seconds=0.0, bytes=7)
+
+    def die(self, number: int) -> None:
+        """Let a replica's process end."""
+        self.servers[number].dead = True
+        if self.place == "cluster":
+            self.workers[number].lose(WorkerLost(f"rollout replica {number} died", where=f"rollout replica {number}"))
+        else:
+            self.workers[number].lose(RolloutError("its process has ended", code="rollout.stopped", found="SIGKILL"))
+
+    @property
+    def members(self) -> list[int]:
+        return [replica.info.replica for replica in self.pool.members]
+
+
+def test_one_that_is_added_has_the_engines_weights_before_its_first_request() -> None:
+    world = World()
+
+    async def life() -> None:
+        world.free.clear()
+        growing = asyncio.ensure_future(world.pool.scale(2))
+        await world.clock.sleep(20.0)
+        early = world.generate(4)
+        await asyncio.gather(*early)
+        assert ([0], ["1 starts"]) == (world.members, world.notes)
+        assert ["serving", "starting"] == [state.state for state in await world.pool.states()]
+        world.free.set()
+        states = await growing
+        assert [(0, "serving", 3), (1, "serving", 3)] == [(s.replica, s.state, s.weight_version) for s in states]
+        await asyncio.gather(*world.generate(8))
+        assert (8, 4) == (len(world.servers[0].served), len(world.servers[1].served))
+
+    world.run(life)
+    assert ["1 starts", "held", "1 has weights", "routes [0, 1]", "free"] == world.notes[:5]
+
+
+def test_one_that_takes_turns_with_the_engine_is_started_when_the_device_is_free() -> None:
+    world = World(takes_turns=True)
+    world.run(lambda: _discard(world.pool.scale(2)))
+    assert ["held", "1 starts", "1 has weights", "routes [0, 1]", "free"] == world.notes[:5]
+
+
+async def _discard(work: Coroutine[Any, Any, Any]) -> None:
+    await work
+
+
+def test_several_start_side_by_side_and_get_weights_one_after_the_other() -> None:
+    world = World()
+
+    async def life() -> None:
+        began = world.clock.time()
+        await world.pool.scale(4)
+        assert START + 3 * TRANSFER == world.clock.time() - began
+        assert [0, 1, 2, 3] == world.members
+
+    world.run(life)
+
+
+def test_one_that_is_removed_ends_its_requests_first_and_gets_weights_up_to_then() -> None:
+    world = World()
+
+    async def life() -> None:
+        await world.pool.scale(2)
+        running = world.generate(4, tokens=8)
+        await world.clock.sleep(2.0)
+        leaving = world.servers[1]
+        shrinking = asyncio.ensure_future(world.pool.scale(1))
+        await world.clock.sleep(2.0)
+        assert ([0, 1], False) == (world.members, leaving.stopped)
+        assert ["serving", "draining"] == [state.state for state in await world.pool.states()]
+        late = world.generate(4)
+        assert [0] == [state.replica for state in await shrinking]
+        await asyncio.gather(*running, *late)
+        assert ([0], True, [], 2) == (world.members, leaving.stopped, leaving.aborted, len(leaving.served))
+
+    world.run(life)
+    assert ["routes [0]", "held", "free", "1 stops", "1 is gone"] == world.notes[5:10]
+
+
+def test_requests_that_last_too_long_are_generated_again_elsewhere_with_their_whole_budget() -> None:
+    """With the same seed: none is lost, and none is another sample."""
+    world = World()
+
+    async def life() -> None:
+        await world.pool.scale(2)
+        running = world.generate(4, tokens=100)
+        await world.clock.sleep(2.0)
+        leaving, began = world.servers[1], world.clock.time()
+        await world.pool.scale(1)
+        assert DRAIN == world.clock.time() - began
+        assert 2 == len(leaving.aborted)
+        results = await asyncio.gather(*running)
+        assert [tuple(range(100))] * 4 == [result.token_ids for result in results]
+        again = [call for call in world.servers[0].served if call.request_id in leaving.aborted]
+        assert leaving.served == again
+
+    world.run(life)
+
+
+def test_somebody_who_gives_up_is_not_served_again() -> None:
+    world = World()
+
+    async def life() -> None:
+        await world.pool.scale(2)
+        running = world.generate(4, tokens=100)
+        await world.clock.sleep(2.0)
+        shrinking = asyncio.ensure_future(world.pool.scale(1))
+        await world.clock.sleep(2.0)
+        for task in running:
+            task.cancel()
+        assert [True] * 4 == [
+            isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*running, return_exceptions=True)
+        ]
+        await shrinking
+        assert 2 == len(world.servers[0].served)
+
+    world.run(life)
+
+
+def test_turns_of_a_run_leave_a_replica_that_was_removed() -> None:
+    world = World()
+
+    async def life() -> None:
+        await world.pool.scale(2)
+        busy = world.generate(1, tokens=8)
+        await asyncio.sleep(0)
+        generate = world.routers[0].of_one_rollout()
+        request = GenerateRequest(request_id="turn", prompt_ids=(0,), sampling=SamplingParams(max_new_tokens=4))
+        await generate(request)
+        assert [request] == world.servers[1].served
+        await world.pool.scale(1)
+        await generate(request)
+        assert request in world.servers[0].served
+        await asyncio.gather(*busy)
+
+    world.run(life)
+
+
+@pytest.mark.parametrize("where", ["room", "weights"])
+def test_one_that_cannot_be_added_leaves_nothing_and_the_run_as_it_was(where: str) -> None:
+    world = World()
+
+    def fail(number: int) -> None:
+        if number == 2:
+            raise WeightsError("the receipt of replica 2 does not cover its workers")
+
+    async def life() -> None:
+        if where == "room":
+            world.room = 2
+        else:
+            world.failing = fail
+        with pytest.raises((RunError, WeightsError), match=r"no room|replica 2"):
+            await world.pool.scale(3)
+        assert ([0, 1], {0, 1}) == (world.members, set(world.servers))
+        assert ["serving"] * 2 == [state.state for state in await world.pool.states()]
+        world.room, world.failing = 9, lambda number: None
+        await world.pool.scale(3)
+        assert [0, 1, 2] == world.members
+        await asyncio.gather(*world.generate(6))
+
+    world.run(life)
+
+
+def test_requests_for_more_and_fewer_are_done_in_turn() -> None:
+    world = World()
+
+    async def life() -> None:
+        found = await asyncio.gather(*(world.pool.scale(count) for count in (3, 1, 2)))
+        assert [3, 1, 2] == [len(states) for states in found]
+        assert [0, 1] == world.members
+
+    world.run(life)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_run_keeps_a_replica(count: int) -> None:
+    world = World()
+
+    async def life() -> None:
+        with pytest.raises(ConfigError) as caught:
+            await world.pool.scale(count)
+        assert ("config.invalid-value", count) == (caught.value.code, caught.value.found)
+
+    world.run(life)
+    assert ["0 stops"] == world.notes
+
+
+@pytest.mark.parametrize("takes_turns", [False, True], ids=["beside the engine", "in turns with it"])
+def test_one_that_dies_serves_again_when_it_has_the_engines_weights(takes_turns: bool) -> None:
+    """Its requests wait for it, or go to another; none is lost, and none is served before the weights are there."""
+    world = World(takes_turns=takes_turns)
+
+    async def life() -> None:
+        running = world.generate(3)
+        await world.clock.sleep(1.5)
+        world.free.clear()
+        world.die(0)
+        await world.clock.sleep(60.0)
+        late = world.generate(1, name="late")
+        assert ["restarting"] == [state.state for state in await world.pool.states()]
+        assert all([] == each.served for each in world.lives[1:])
+        world.free.set()
+        results = await asyncio.gather(*running, *late)
+        assert {(0, 1, 2, 3)} == {result.token_ids for result in results}
+        assert {3} == {version for result in results for version in result.weight_versions}
+        assert [("serving", 1)] == [(state.state, state.restarts) for state in await world.pool.states()]
+
+    world.run(life)
+    assert world.lives[0].stopped
+    order = ["held", "0 starts"] if takes_turns else ["0 starts", "held"]
+    assert ["routes []", "0 stops", *order, "0 has weights", "routes [0]", "free"] == world.notes[:7]
+
+
+def test_requests_leave_one_that_dies_for_another() -> None:
+    world = World()
+
+    async def life() -> None:
+        await world.pool.scale(2)
+        generate = world.routers[0].of_one_rollout()
+        request = GenerateRequest(request_id="turn", prompt_ids=(0,), sampling=SamplingParams(max_new_tokens=4))
+        await generate(request)
+        world.die(0)
+        await generate(request)
+        assert [request] == world.servers[1].served
+        await world.clock.sleep(60.0)
+        assert [0, 1] == world.members
+        await generate(request)
+        assert 2 == len(world.servers[1].served)
+
+    world.run(life)
+
+
+@pytest.mark.parametrize("moments", [(0.5, START / 2), (0.5, START + 1.0)], ids=["starts", "loads weights"])
+def test_one_that_dies_again_before_it_serves_is_restarted_once_more(moments: tuple[float, ...]) -> None:
+    world = World()
+
+    def gone(number: int) -> None:
+        if world.servers[number].dead:
+            raise WeightsError("the transfer broke off")
+
+    async def life() -> None:
+        world.failing = gone
+        for moment in moments:
+            await world.clock.sleep(moment)
+            world.die(0)
+        await world.clock.sleep(60.0)
+        assert [("serving", 2)] == [(state.state, state.restarts) for state in await world.pool.states()]
+        await asyncio.gather(*world.generate(2))
+
+    world.run(life)
+    assert 3 == len(world.lives)
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "kind"),
+    [("process", "rollout.stopped", RolloutError), ("cluster", "worker.died", WorkerLost)],
+)
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_one_that_dies_too_often_ends_the_run(place: str, code: str, kind: type[Exception], restarts: int) -> None:
+    """In a cluster the run recovers from it."""
+    world = World(place=place, restarts=restarts)
+
+    async def life() -> None:
+        for _ in range(restarts + 1):
+            assert not world.keeping.done()
+            world.die(0)
+            await world.clock.sleep(60.0)
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.keeping
+        (error,) = caught.value.exceptions
+        assert isinstance(error, kind)
+        assert isinstance(error, JackfieldError)
+        assert code == error.code
+        assert "replica 0" in str(error.where)
+
+    world.run(life)
+    assert restarts + 1 == len(world.lives)
+
+
+def test_a_request_that_fails_on_an_unhealthy_replica_says_that_it_has_died() -> None:
+    """Its process lives, but a part of it does not."""
+    world = World()
+
+    async def life() -> None:
+        world.servers[0].dead, world.servers[0].error = True, ConnectionResetError("by peer")
+        await asyncio.gather(*world.generate(2))
+
+    world.run(life)
+    assert (2, [0, 2]) == (len(world.lives), [len(each.served) for each in world.lives])
+
+
+@pytest.mark.parametrize("error", [RolloutError("no", code="rollout.request"), ValueError("no room")])
+def test_a_request_that_fails_on_a_healthy_replica_has_its_own_error(error: Exception) -> None:
+    world = World()
+
+    async def life() -> None:
+        world.servers[0].error = error
+        (found,) = await asyncio.gather(*world.generate(1), return_exceptions=True)
+        assert error is found
+
+    world.run(life)
+    assert 1 == len(world.lives)
+
+
+def test_a_server_of_this_process_that_dies_ends_the_run() -> None:
+    world = World(place="here")
+
+    async def life() -> None:
+        world.servers[0].dead, world.servers[0].error = True, ConnectionResetError("by peer")
+        waiting = world.generate(1)
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.keeping
+        (error,) = caught.value.exceptions
+        assert isinstance(error, RolloutError)
+        assert ("rollout.stopped", "replica 0") == (error.code, error.where)
+        assert "ConnectionResetError: by peer" in str(error.found)
+        waiting[0].cancel()
+
+    world.run(life)
+
+
+def test_a_synchronisation_is_repeated_without_those_that_die_in_it() -> None:
+    world = World()
+
+    async def fail(version: int) -> None:
+        if len(world.syncs) == 1:
+            await world.clock.sleep(1.0)
+            world.die(1)
+            raise WeightsError("the transfer broke off")
+
+    async def life() -> None:
+        await world.pool.scale(2)
+        world.syncing = fail
+        assert 7 == (await world.pool.sync(4)).bytes
+        assert (4, [0]) == (world.servers[0].version, world.members)
+        await world.clock.sleep(60.0)
+        assert [0, 1] == world.members
+
+    world.run(life)
+    assert [4, 4] == world.syncs
+
+
+def test_a_synchronisation_in_which_the_only_replica_dies_ends_and_its_successor_loads_the_weights() -> None:
+    world = World()
+
+    async def fail(version: int) -> None:
+        world.servers[0].dead = True  # this process has not noticed yet
+        raise WeightsError("the transfer broke off")
+
+    async def life() -> None:
+        world.syncing = fail
+        report = await world.pool.sync(4)
+        assert ((), 0) == (report.receipts, report.bytes)
+        await world.clock.sleep(60.0)
+        assert [0] == world.members
+
+    world.run(life)
+    assert "0 has weights" in world.notes
+
+
+def test_a_synchronisation_that_fails_by_itself_is_not_repeated() -> None:
+    world = World()
+
+    async def fail(version: int) -> None:
+        raise WeightsError("the transfer broke off")
+
+    async def life() -> None:
+        world.syncing = fail
+        with pytest.raises(WeightsError) as caught:
+            await world.pool.sync(5)
+        assert "weights.transfer" == caught.value.code
+
+    world.run(life)
+    assert ([5], 1) == (world.syncs, len(world.lives))
+
+
+def test_those_that_die_are_left_out_of_a_hand_over() -> None:
+    world = World()
+
+    async def call(server: BaseRolloutServer) -> None:
+        if server.dead:  # type: ignore[attr-defined]
+            raise RolloutError("its process has ended", code="rollout.stopped")
+
+    async def refuse(server: BaseRolloutServer) -> None:
+        raise RolloutError("no")
+
+    async def life() -> None:
+        await world.pool.scale(2)
+        world.servers[1].dead = True
+        await world.pool.each(call)
+        assert [0] == world.members
+        with pytest.raises(RolloutError):
+            await world.pool.each(refuse)
+
+    world.run(life)
+
+
+def test_one_that_joined_and_dies_can_be_removed_while_it_is_restarted() -> None:
+    world = World()
+
+    async def life() -> None:
+        await world.pool.scale(2)
+        world.die(1)
+        await world.clock.sleep(5.0)
+        assert ["serving", "restarting"] == [state.state for state in await world.pool.states()]
+        await world.pool.scale(1)
+        assert [0] == [state.replica for state in await world.pool.states()]
+        await world.clock.sleep(60.0)
+        assert ([0], {0}) == (world.members, set(world.servers))
+
+    world.run(life)
+    assert "1 is gone" in world.notes
+
+
+def test_the_end_of_a_run_stops_one_that_is_on_its_way() -> None:
+    world = World()
+    made: list[Server] = []
+
+    async def life() -> None:
+        growing = asyncio.ensure_future(world.pool.scale(2))
+        await world.clock.sleep(START / 2)
+        made.append(world.servers[1])
+        growing.cancel()
+        await asyncio.gather(growing, return_exceptions=True)
+        assert {0} == set(world.servers)
+
+    world.run(life)
+    assert made[0].stopped
