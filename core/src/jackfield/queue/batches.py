@@ -28,11 +28,20 @@ class Batches:
     max_samples: int | None = None
     max_bytes: int | None = None
     _mean: float = attrs.field(default=0.0, init=False)  #: bytes of a sample, the last time that there was one
+    _clients: dict[str, set[str]] = attrs.field(factory=dict, init=False)  #: explorers that have batches, by client
 
     # -- claims
 
     async def claim(
-        self, name: str, explorer: str, groups: int, *, rollouts: int, below: int | None, seconds: float
+        self,
+        name: str,
+        explorer: str,
+        groups: int,
+        *,
+        rollouts: int,
+        below: int | None,
+        seconds: float,
+        client: str | None,
     ) -> Batch | None:
         """See :meth:`TransferQueue.claim_batch`."""
         if groups < 1 or rollouts < 1 or not explorer:
@@ -45,6 +54,8 @@ class Batches:
             number = partition.next_batch if batch is None else batch.number
             if below is None or number < below:
                 batch = self._new(partition, groups, rollouts) if batch is None else batch
+                if client is not None:
+                    self._clients.setdefault(client, set()).add(explorer)
                 return self._give(batch, explorer)
             left = _not_final(partition, below)
             if not left:
@@ -86,6 +97,11 @@ class Batches:
             self._release(batch, explorer)
         return tuple(batch.public(explorer) for batch in released)
 
+    def release_client(self, client: str) -> None:
+        """Let others have the batches of the explorers of a client that is gone."""
+        for explorer in sorted(self._clients.pop(client, ())):
+            self.release(explorer)
+
     def _release(self, batch: BatchState, explorer: str) -> None:
         reason = f"explorer {explorer!r} was released"
         again = [place for place in batch.places if place.explorer == explorer and not _is_made(place)]
@@ -102,12 +118,15 @@ class Batches:
         indexes = [place.index for place in again]
         self.state.record("release", partition=batch.partition.name, batch=batch.number, groups=indexes, reason=reason)
 
-    def offer_unfinished(self) -> None:
-        """Let the next claimants have every batch that could still lose a group: its explorers are gone."""
+    def offer_unfinished(self) -> frozenset[str]:
+        """Offer every batch that could still lose a group; return the clients that had batches."""
+        clients = frozenset(self._clients)
+        self._clients.clear()
         for partition in self.state.partitions.values():
             for batch in partition.batches.values():
                 if batch.failure is None and not batch.is_final():
                     partition.offer(batch.number)
+        return clients
 
     # -- groups to make
 

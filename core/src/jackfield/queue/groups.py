@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 import attrs
 
 from jackfield.errors import QueueError
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import NewGroup, RolloutReport, Written
-from jackfield.queue.records import Group, Place, Sample
+from jackfield.queue.missing import some
+from jackfield.queue.records import Group, Partition, Place, Sample
 from jackfield.queue.state import State
 
 __all__ = ["Groups"]
+
+_GONE = "its values are gone from the store, or damaged in it"
 
 
 @attrs.define(eq=False)
@@ -70,6 +74,28 @@ class Groups:
             self._settle(group)
         return ()
 
+    async def new_samples(self, name: str) -> AsyncIterator[tuple[str, ...]]:
+        """See :meth:`TransferQueue.new_samples`."""
+        found = self.state.partition(name)
+        feed = [key for group in found.groups() for key in group.samples]
+        found.feeds.append(feed)
+        try:
+            while not self.state.is_closed:
+                coming, feed[:] = tuple(key for key in feed if self._is_unfinished(found, key)), []
+                if coming:
+                    yield coming
+                else:
+                    await found.announced.next()
+        finally:
+            found.feeds.remove(feed)
+
+    def _is_unfinished(self, partition: Partition, key: str) -> bool:
+        place = self.state.sample(key) if self.state.knows(key) else None
+        if place is None:
+            return False
+        wanted = partition.mask(name for consumer in partition.consumers for name in consumer.writes)
+        return not wanted or place[1].columns & wanted != wanted
+
     @staticmethod
     def _announce(group: Group, keys: Sequence[str]) -> None:
         for feed in group.partition.feeds:
@@ -120,27 +146,39 @@ class Groups:
             self.leases.changed(group)
             self.leases.finish([group])
 
-    def lose(self, keys: Iterable[str], mine: Iterable[Group], reason: str) -> None:
+    def lose(self, keys: Iterable[str], mine: Iterable[Group]) -> tuple[str, ...]:
         """Note that values of samples are gone; the policy of their groups decides again.
 
         A group that an end consumer has leased is left alone, but for those in ``mine``: it may have read everything.
-        What one has acked is not made again.
+        What one has acked is not made again. Return the keys of lost samples that are not in the queue any more.
         """
-        held = set(mine)
+        lost = list(dict.fromkeys(keys))
+        there = [key for key in lost if self.state.knows(key)]
+        self._lose(there, set(mine))
+        failed = [key for key in there if not self.state.knows(key)]
+        if failed:
+            logging.getLogger("jackfield").warning(
+                "values of %d samples are gone from the queue's store, or damaged in it; what is needed of them is "
+                "made again: %s",
+                *(len(failed), some(failed)),
+            )
+        return tuple(key for key in lost if not self.state.knows(key))
+
+    def _lose(self, keys: Sequence[str], held: set[Group]) -> None:
         lost: dict[Group, list[str]] = {}
         for key in keys:
-            found = self.state.sample(key) if self.state.knows(key) else None
+            found = self.state.sample(key)
             if found is not None and (found[0] in held or found[0].is_acked() or not found[0].is_fixed()):
                 lost.setdefault(found[0], []).append(key)
         for group, gone in lost.items():
-            self.state.record("lose", group=str(group.key), keys=gone, reason=reason)
+            self.state.record("lose", group=str(group.key), keys=gone, reason=_GONE)
             if group.is_acked():
                 self.consume([group])
                 continue
             for key in gone:
-                self.state.failed(key, reason)
+                self.state.failed(key, _GONE)
             self._remove(group, gone)
-            self._look_again(group, {key: f"{_shortage(group)}; {reason}" for key in gone})
+            self._look_again(group, {key: f"{_shortage(group)}; {_GONE}" for key in gone})
 
     def _retry(self, group: Group, reason: str, *, failed: bool = True) -> None:
         """Drop a group and let its index be made once more, or fail its batch."""

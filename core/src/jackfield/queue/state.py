@@ -127,6 +127,24 @@ class State:
         if size <= 0:
             self.room.notify()
 
+    def stats(self) -> dict[str, int]:
+        """Count samples, bytes, and open batches and groups."""
+        leased = [group for each in self.consumers.values() for held in each.leases.values() for group in held]
+        return {
+            "samples": self.samples,
+            "bytes": self.bytes,
+            "batches": sum(len(partition.batches) for partition in self.partitions.values()),
+            "groups_open": sum(group.state == "open" for group in self.groups.values()),
+            "samples_leased": sum(len(group.samples) for group in leased),
+        }
+
+    def post(self, topic: str, value: Mapping[str, Any]) -> None:
+        """Replace the newest value of a topic."""
+        self.require_open()
+        before = self.notices.get(topic)
+        self.notices[topic] = Notice(1 if before is None else before.number + 1, dict(value))
+        self.noticed.notify()
+
     def discard(self, partition: str, keys: Iterable[str]) -> None:
         """Let the backend forget values."""
         for key in keys:

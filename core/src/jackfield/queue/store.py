@@ -14,13 +14,23 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import attrs
-import xxhash
-
 from jackfield.errors import QueueError
 from jackfield.queue.meta import Lineage
 from jackfield.queue.saving import Row, every_row, few_rows, place_rows
 from jackfield.queue.state import State
+from jackfield.queue.tables import (
+    SCHEMA,
+    LedgerEnd,
+    chained,
+    damaged,
+    entries_of,
+    insert,
+    open_file,
+    open_readable,
+    rows_of,
+    transaction,
+    translated_errors,
+)
 
 __all__ = [
     "STORE_FILE",
@@ -36,30 +46,12 @@ __all__ = [
 ]
 
 STORE_FILE = "controller.sqlite"
-_SCHEMA = """
-create table if not exists state(kind text, name text, batch int, place int, value text not null, digest text not null,
-    primary key(kind, name, batch, place)) without rowid;
-create table if not exists lineage(key text primary key, operation text not null, parents text not null) without rowid;
-create table if not exists ledger(number integer primary key, event text not null, step int, consumer text,
-    value text not null, digest text not null);
-create view if not exists uses as select step, consumer, event, key.value as key from ledger,
-    json_each(ledger.value, '$.keys') key where event in ('ack', 'rollback');
-"""
 _ANCESTORS = """
 with recursive found(key) as (select value from json_each(?) union
     select parent.value from found join lineage using(key), json_each(lineage.parents) parent)
 select key, operation, parents from lineage join found using(key)
 """
-_SETTINGS = ("journal_mode=wal", "synchronous=normal", "wal_autocheckpoint=4000")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-@attrs.frozen
-class LedgerEnd:
-    """The end of a ledger at some moment; a checkpoint knows it."""
-
-    number: int = 0
-    digest: str = ""  #: of the last entry and, through it, of all
 
 
 class Store:
@@ -85,8 +77,8 @@ class Store:
         if self._connection is None:
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _errors(self.path):
-                self._connection = _opened(self.path)
+            with translated_errors(self.path):
+                self._connection = open_file(self.path)
                 row = self._connection.execute("select number, digest from ledger order by number desc").fetchone()
                 self._end = LedgerEnd(*row) if row else LedgerEnd()
         return self._connection
@@ -120,7 +112,7 @@ class Store:
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         value, before = _encode(entry), self._last()
-        digest = _chained(before.digest, value)
+        digest = chained(before.digest, value)
         row = (before.number + 1, entry["event"], entry.get("step"), entry.get("consumer"), value, digest)
         self._db.execute("insert into ledger values(?, ?, ?, ?, ?, ?)", row)
         self._end = LedgerEnd(row[0], digest)
@@ -139,7 +131,7 @@ class Store:
             if whole and place.published is None:
                 at = (place.batch.partition.name, place.batch.number, place.index)
                 self._db.execute("delete from state where kind = 'body' and name = ? and batch = ? and place = ?", at)
-        _insert(self._db, rows)
+        insert(self._db, rows)
 
     def begin(self, state: State) -> None:
         """Replace the state that the file has, whatever it is; from now on it follows."""
@@ -148,14 +140,14 @@ class Store:
             with self._writing():
                 self._db.execute("delete from state")
                 self._write_ledger(state)
-                _insert(self._db, every_row(state))
+                insert(self._db, every_row(state))
             state.entries.clear()
             state.derived.clear()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
-            with _errors(self.path), _transaction(self._db):
+            with translated_errors(self.path), transaction(self._db):
                 yield
         except QueueError as error:
             self._failure = error
@@ -171,7 +163,7 @@ class Store:
 
     def sync(self) -> None:
         """Return when everything is on the disk."""
-        with _errors(self.path):
+        with translated_errors(self.path):
             self._db.execute("pragma synchronous=full")
             self._db.execute("pragma wal_checkpoint(truncate)")
             self._db.execute("pragma synchronous=normal")
@@ -190,11 +182,11 @@ class Store:
         Raises:
             QueueError: ``queue.invalid`` where one of its rows is not what was written.
         """
-        return _rows(self._db, self.path)
+        return rows_of(self._db, self.path)
 
     def ancestors(self, keys: Sequence[str]) -> dict[str, Lineage]:
         """Find what is known of samples, of their parents, and so on."""
-        with _errors(self.path):
+        with translated_errors(self.path):
             if self._db.execute("select 1 from lineage limit 1").fetchone() is None:
                 return {}
             found = self._db.execute(_ANCESTORS, (_encode(keys),))
@@ -206,7 +198,7 @@ class Store:
         Raises:
             QueueError: ``queue.ledger`` at the first that is not as it was written.
         """
-        return (entry for end, entry in _entries(self._db, self.path) if end.number > after)
+        return (entry for end, entry in entries_of(self._db, self.path) if end.number > after)
 
     def verify(self, end: LedgerEnd) -> None:
         """Compare the ledger with what a checkpoint knows of it; what is damaged behind that is cut off.
@@ -215,7 +207,7 @@ class Store:
             QueueError: ``queue.ledger`` where something of what the checkpoint knows was changed or is not there.
         """
         good = _checked(self._db, self.path, end)
-        with _errors(self.path, "queue.ledger"):
+        with translated_errors(self.path, "queue.ledger"):
             self._db.execute("delete from ledger where number > ?", (good.number,))
         self._end = good
 
@@ -227,8 +219,8 @@ def check_ledger(path: Path, end: LedgerEnd) -> None:
         QueueError: ``queue.ledger`` as :meth:`Store.verify`, or where there is no file.
     """
     if not path.is_file():
-        raise _damaged(path, f"entry {end.number} with the digest {end.digest}", "no file")
-    with closing(_readable(path)) as db:
+        raise damaged(path, f"entry {end.number} with the digest {end.digest}", "no file")
+    with closing(open_readable(path)) as db:
         _checked(db, path, end)
 
 
@@ -236,7 +228,7 @@ def _checked(db: sqlite3.Connection, path: Path | None, end: LedgerEnd) -> Ledge
     """Return the end of the undamaged part, which has all that a checkpoint knows."""
     good, known = LedgerEnd(), LedgerEnd()
     try:
-        for good, _ in _entries(db, path):
+        for good, _ in entries_of(db, path):
             known = good if good.number <= end.number else known
     except QueueError as error:
         if known != end:
@@ -244,7 +236,7 @@ def _checked(db: sqlite3.Connection, path: Path | None, end: LedgerEnd) -> Ledge
         message = "the ledger is damaged after the checkpoint (%s); what comes after entry %d is removed"
         logging.getLogger("jackfield").warning(message, error.found, good.number)
     if known != end:
-        raise _damaged(path, f"entry {end.number} with the digest {end.digest}", known)
+        raise damaged(path, f"entry {end.number} with the digest {end.digest}", known)
     return good
 
 
@@ -252,12 +244,12 @@ def save(path: Path, rows: Iterable[Row], lineage: Mapping[str, Lineage]) -> Non
     """Write a checkpoint: a file of the same tables, which is whole when it has its name."""
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
-    with _errors(path), closing(sqlite3.connect(partial, isolation_level=None)) as db:
+    with translated_errors(path), closing(sqlite3.connect(partial, isolation_level=None)) as db:
         db.execute("pragma journal_mode=off")
         db.execute("pragma synchronous=full")
-        db.executescript(_SCHEMA)
-        with _transaction(db):
-            _insert(db, rows)
+        db.executescript(SCHEMA)
+        with transaction(db):
+            insert(db, rows)
             derived = [(key, made.operation, _encode(made.parents)) for key, made in lineage.items()]
             db.executemany("insert into lineage values(?, ?, ?)", derived)
     partial.replace(path)
@@ -269,7 +261,7 @@ def read_lineage(path: Path) -> dict[str, Lineage]:
     Raises:
         QueueError: ``queue.ledger`` where the file is damaged.
     """
-    with _errors(path, "queue.ledger"), closing(_readable(path)) as db:
+    with translated_errors(path, "queue.ledger"), closing(open_readable(path)) as db:
         return _lineage(db)
 
 
@@ -286,8 +278,8 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, Lineage]]:
     """
     if not path.is_file():
         raise QueueError("the folder holds no checkpoint of a queue", where=str(path.parent), expected=path.name)
-    with _errors(path, "queue.invalid"), closing(_readable(path)) as db:
-        return _rows(db, path), _lineage(db)
+    with translated_errors(path, "queue.invalid"), closing(open_readable(path)) as db:
+        return rows_of(db, path), _lineage(db)
 
 
 def find_store(folder: Path) -> Path | None:
@@ -303,9 +295,9 @@ def read_ledger(folder: Path) -> Iterator[dict[str, Any]]:
     """
     path = find_store(folder)
     if path is None:
-        raise _damaged(folder / "queue" / STORE_FILE, "the ledger of a run", "no file")
-    with closing(_readable(path)) as db:
-        for _, entry in _entries(db, path):
+        raise damaged(folder / "queue" / STORE_FILE, "the ledger of a run", "no file")
+    with closing(open_readable(path)) as db:
+        for _, entry in entries_of(db, path):
             yield entry
 
 
@@ -330,91 +322,3 @@ def uses(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int |
                     steps.pop()
     used = {name: {key: steps for key, steps in keys.items() if steps} for name, keys in found.items()}
     return {name: keys for name, keys in used.items() if keys}
-
-
-# -- the tables
-
-
-def _opened(path: Path | None) -> sqlite3.Connection:
-    db = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, timeout=5.0)
-    for setting in _SETTINGS:
-        found = db.execute(f"pragma {setting}").fetchone()
-        if path is not None and setting == "journal_mode=wal" and found != ("wal",):
-            db.execute("pragma locking_mode=exclusive")  # a file system without shared memory
-            db.execute("pragma journal_mode=wal")
-    db.executescript(_SCHEMA)
-    return db
-
-
-def _readable(path: Path) -> sqlite3.Connection:
-    """Open a file to read it. Where no process writes it, and none was killed, nothing is put beside it."""
-    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
-    return sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
-
-
-def _insert(db: sqlite3.Connection, rows: Iterable[Row]) -> None:
-    db.executemany("insert or replace into state values(?, ?, ?, ?, ?, ?)", [(*row, _digest(row)) for row in rows])
-
-
-def _rows(db: sqlite3.Connection, path: Path | None) -> list[Row]:
-    rows = []
-    with _errors(path, "queue.invalid"):
-        for *found, digest in db.execute("select * from state"):
-            row: Row = tuple(found)
-            if digest != _digest(row):
-                raise QueueError("a queue's saved state is damaged", where=str(path), found="/".join(map(str, row[:4])))
-            rows.append(row)
-    return rows
-
-
-def _entries(db: sqlite3.Connection, path: Path | None) -> Iterator[tuple[LedgerEnd, dict[str, Any]]]:
-    end = LedgerEnd()
-    with _errors(path, "queue.ledger"):
-        for number, event, step, consumer, value, digest in db.execute("select * from ledger order by number"):
-            entry = json.loads(value) if digest == _chained(end.digest, value) else {}
-            shown = (entry.get("event"), entry.get("step"), entry.get("consumer"))
-            if number != end.number + 1 or shown != (event, step, consumer):
-                raise _damaged(path, f"entry {end.number + 1} as it was written", f"entry {number}")
-            end = LedgerEnd(number, digest)
-            yield end, entry
-
-
-def _digest(row: Row) -> str:
-    return xxhash.xxh3_64_hexdigest("/".join(map(str, row)).encode())
-
-
-def _chained(before: str, value: str) -> str:
-    return xxhash.xxh3_128_hexdigest(f"{before}{value}".encode())
-
-
-def _damaged(path: Path | None, expected: object, found: object) -> QueueError:
-    return QueueError(
-        "the run's ledger is not the one that was written",
-        code="queue.ledger",
-        where=str(path),
-        expected=expected,
-        found=found,
-        fix="restore the file from a copy; without one, take the model out (jackfield checkpoint export) and begin a "
-        "run with it in another folder, or begin again here with checkpoint.resume=false",
-    )
-
-
-@contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    db.execute("begin immediate")
-    try:
-        yield
-        db.execute("commit")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("rollback")
-        raise
-
-
-@contextmanager
-def _errors(path: Path | None, code: str = "queue.store") -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        message = f"the queue's own file cannot be used: {error}"
-        raise QueueError(message, code=code, where=str(path), found=type(error).__name__) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
@@ -27,20 +26,14 @@ from jackfield.queue.meta import (
     Written,
     partition_of,
 )
-from jackfield.queue.missing import some
-from jackfield.queue.records import Partition
 from jackfield.queue.samplers import SamplerSpec
 from jackfield.queue.state import State
 from jackfield.queue.store import Store
 
-__all__ = ["VALUES_FOLDER", "TransferQueue"]
+__all__ = ["TransferQueue"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-VALUES_FOLDER = "values"
-_MARKS = 8  #: of checkpoints that a state remembers
-_GONE = "its values are gone from the store, or damaged in it"
 
 
 def mutates(
@@ -94,13 +87,13 @@ class TransferQueue:
     ) -> None:
         """
         Args:
-            backend: keeps the values.
-            clock: through which every wait goes.
-            store: file of the ledger and of the state; None: in memory.
-            durable: keep the state with every call, beside a durable backend; else only the ledger.
-            max_samples: how many samples there may be before producers are held back.
-            max_bytes: the same in bytes of values.
-            max_retries: how often one index of a batch may be made again before the batch fails.
+            backend: Keeps the values.
+            clock: Time source for all waits.
+            store: The file of the ledger and of the state; None: in memory.
+            durable: Keep the state with every call, beside a durable backend; else only the ledger.
+            max_samples: The number of samples at which producers wait.
+            max_bytes: The same in bytes of values.
+            max_retries: How often one index of a batch may be made again before the batch fails.
         """
         self.backend = backend
         self.clock = clock
@@ -114,7 +107,6 @@ class TransferQueue:
         self._groups = Groups(self._state, self._leases, max_retries)
         write = functools.partial(self._store.write, self._state)
         self._batches = Batches(self._state, self._groups.end_group, write, max_samples, max_bytes)
-        self._explorers: dict[str, set[str]] = {}  #: by client
         self._deletion = Deletion(backend, self._state, write)
         self._checkpoints = Checkpoints(
             backend, self._state, self._store, self._leases, self._deletion, self.fail_lost, self._begin_again
@@ -143,8 +135,7 @@ class TransferQueue:
     @mutates
     async def end_holder(self, client: str) -> None:
         """End the leases of a client that is gone, and let others have the batches of its explorers."""
-        for explorer in sorted(self._explorers.pop(client, ())):
-            self._batches.release(explorer)
+        self._batches.release_client(client)
         self._leases.end(lambda consumer, epoch: consumer.holders[epoch] == client)
 
     # -- producers
@@ -167,31 +158,27 @@ class TransferQueue:
         it never waits.
 
         Args:
-            partition: of the batch.
-            explorer: that makes the batch.
-            groups: of a new batch.
-            rollouts: that a group of it probably has; backpressure counts with it.
-            below: the first number that is not to be made.
-            deadline_seconds: how long nothing may happen while no consumer works with complete batches.
+            partition: The partition of the batch.
+            explorer: The explorer that makes it.
+            groups: The number of groups of a new batch.
+            rollouts: How many a group of it probably has; backpressure counts with it.
+            below: The first number that is not to be made.
+            deadline_seconds: How long nothing may happen while no consumer works with complete batches.
 
         Raises:
             DeadlineExceeded: naming an unfinished batch.
             QueueError: ``queue.batch-failed`` when one of them has failed.
         """
-        batch = await self._batches.claim(
-            partition, explorer, groups, rollouts=rollouts, below=below, seconds=deadline_seconds
+        client, seconds = self.caller(), deadline_seconds
+        return await self._batches.claim(
+            partition, explorer, groups, rollouts=rollouts, below=below, seconds=seconds, client=client
         )
-        client = self.caller()
-        if batch is not None and client is not None:
-            self._explorers.setdefault(client, set()).add(explorer)
-        return batch
 
     @mutates
     async def release_batches(self, explorer: str) -> tuple[Batch, ...]:
         """Take the unfinished batches of a dead explorer back; they are handed out again.
 
-        Their open groups are dropped (without counting as retries) and the same attempts are made again; published
-        groups stay.
+        Their open groups are dropped, which is no retry; published groups stay.
         """
         return self._batches.release(explorer)
 
@@ -200,12 +187,9 @@ class TransferQueue:
     ) -> AsyncIterator[tuple[GroupKey, ...]]:
         """Iterate over lists of groups to make: at once all that are vacant and have room, later those to make again.
 
-        Args:
-            batch: that the explorer has claimed.
-            deadline_seconds: how long nothing may happen to the batch, while no consumer works with its groups.
-            until: ``final``: end when a consumer has acked all groups, so that none can be dropped any more.
-                ``published``: end when all are published; if one is dropped afterwards, the batch is offered to the
-                next claimant.
+        It ends when a consumer has acked all groups, so that none can be dropped any more (``final``), or when all are
+        published; if one is dropped afterwards, the batch is offered to the next claimant. The deadline counts while
+        nothing happens to the batch and no consumer works with its groups.
 
         Raises:
             DeadlineExceeded: naming rollouts, groups or consumers that are waited for.
@@ -229,16 +213,14 @@ class TransferQueue:
         """Record that rollouts have ended; the values of their samples are in the backend.
 
         Returns:
-            Keys that were not taken, because the group was dropped or the rollout reported before. Their values are
-            deleted.
+            Keys that were not taken: the group was dropped, or the rollout reported before. Their values are deleted.
         """
-        stray = [key for report in reports for key in self._groups.end(report)]
-        self._discard(stray)
-        return tuple(stray)
+        return self._discard(tuple(key for report in reports for key in self._groups.end(report)))
 
-    def _discard(self, keys: Sequence[str]) -> None:
+    def _discard(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         for key in keys:
             self._state.discard(partition_of(key), [key])
+        return keys
 
     @mutates
     async def drop_groups(self, groups: Sequence[str], reason: str) -> None:
@@ -262,31 +244,16 @@ class TransferQueue:
     async def fail_lost(self, meta: BatchMeta | None = None, keys: Sequence[str] = ()) -> tuple[str, ...]:
         """Fail the samples whose values the backend has lost; groups with too few samples left are made again.
 
-        A group that an end consumer has leased is its own concern: it may have read everything. Where it has not, it
-        names its batch here, gives it back and leases its groups again. What it has acked is not made again.
-
-        Args:
-            meta: what the caller holds.
-            keys: samples that the backend has named already (``found`` of ``queue.lost``).
+        A group that an end consumer has leased is left alone: the consumer may have read everything. Where it has not,
+        it names its batch (``meta``), gives it back and leases its groups again. What it has acked is not made again.
+        ``keys`` are samples that the backend has named already (``found`` of ``queue.lost``).
 
         Returns:
             Keys of lost samples that are not in the queue any more.
-
-        Raises:
-            LeaseError: when the lease does not hold any more.
         """
-        lost = list(dict.fromkeys([*keys, *sorted(await lost_samples(self.backend, self._state))]))
+        lost = [*keys, *sorted(await lost_samples(self.backend, self._state))]
         mine = [] if meta is None else [group for groups in self._leases.held(meta).values() for group in groups]
-        there = [key for key in lost if self._state.knows(key)]
-        self._groups.lose(there, mine, _GONE)
-        failed = [key for key in there if not self._state.knows(key)]
-        if failed:
-            logging.getLogger("jackfield").warning(
-                "values of %d samples are gone from the queue's store, or damaged in it; what is needed of them is "
-                "made again: %s",
-                *(len(failed), some(failed)),
-            )
-        return tuple(key for key in lost if not self._state.knows(key))
+        return self._groups.lose(lost, mine)
 
     @mutates
     async def add_columns(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
@@ -301,38 +268,18 @@ class TransferQueue:
             LeaseError: when the lease does not hold any more.
             QueueError: ``queue.unknown-sample``, or ``queue.column`` for a column that is there.
         """
-        leased = isinstance(target, BatchMeta)
-        keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
         if isinstance(target, BatchMeta):
             self._leases.held(target, whole=False)
-        stray = self._groups.add(keys, written, replace=leased)
-        self._discard(stray)
-        return tuple(key for key in keys if key not in set(stray))
+        keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
+        stray = set(self._discard(self._groups.add(keys, written, replace=isinstance(target, BatchMeta))))
+        return tuple(key for key in keys if key not in stray)
 
-    async def new_samples(self, partition: str) -> AsyncIterator[tuple[str, ...]]:
+    def new_samples(self, partition: str) -> AsyncIterator[tuple[str, ...]]:
         """Iterate over the keys of samples as their rollouts end, first those that are there; nothing is leased.
 
         Samples that have the columns of all stages are left out. The iteration ends when the queue closes.
         """
-        found = self._state.partition(partition)
-        feed = [key for group in found.groups() for key in group.samples]
-        found.feeds.append(feed)
-        try:
-            while not self._state.is_closed:
-                coming, feed[:] = tuple(key for key in feed if self._is_unfinished(found, key)), []
-                if coming:
-                    yield coming
-                else:
-                    await found.announced.next()
-        finally:
-            found.feeds.remove(feed)
-
-    def _is_unfinished(self, partition: Partition, key: str) -> bool:
-        place = self._state.sample(key) if self._state.knows(key) else None
-        if place is None:
-            return False
-        wanted = partition.mask(name for consumer in partition.consumers for name in consumer.writes)
-        return not wanted or place[1].columns & wanted != wanted
+        return self._groups.new_samples(partition)
 
     # -- consumers
 
@@ -353,12 +300,12 @@ class TransferQueue:
         partition and columns: the other arguments are taken over.
 
         Args:
-            name: of the consumer.
-            partition: whose groups it takes.
-            columns: that it needs.
-            writes: columns that it adds, where it is a stage.
-            sampler: chooses among what is ready; None: in the order of batch and index. Its state is in checkpoints.
-            reuse: of groups that :meth:`lease_groups` gives; None: each once.
+            name: The name of the consumer.
+            partition: The partition whose groups it takes.
+            columns: The columns that it needs.
+            writes: The columns that it adds, where it is a stage.
+            sampler: Chooses among what is ready; None: in the order of batch and index. Its state is in checkpoints.
+            reuse: How often :meth:`lease_groups` gives a group; None: once.
 
         Raises:
             QueueError: when the name is registered for something else.
@@ -371,12 +318,8 @@ class TransferQueue:
     ) -> BatchMeta:
         """Lease groups of one batch, ordered by index, rollout and sequence.
 
-        Args:
-            consumer: registered.
-            batch: number of a batch, claimed or not yet.
-            groups: None: all that the consumer has not had, as soon as the batch is complete and they are ready; a
-                number: so many (fewer at the end of the batch, none after it), as soon as they are ready.
-            deadline_seconds: how long to wait.
+        With ``groups`` None: all that the consumer has not had, as soon as the batch is complete and they are ready;
+        with a number: so many (fewer at the end of the batch, none after it), as soon as they are ready.
 
         Raises:
             DeadlineExceeded: naming groups that are not there, rollouts that go on, columns that samples lack.
@@ -400,12 +343,12 @@ class TransferQueue:
         Groups that are too stale at ``step`` are given up; those that rest after a use are not offered.
 
         Args:
-            consumer: registered.
-            groups: so many; None: all that are ready, one at least.
-            step: the trainer's step that will use them; cooldown and staleness are counted in steps.
-            fresh: offer groups that the consumer has not used yet, too, and wait until there are enough. Without:
-                those that it has used before, as many as there are, none perhaps, at once.
-            deadline_seconds: how long to wait.
+            consumer: A registered consumer.
+            groups: Their number; None: all that are ready, at least one.
+            step: The step of the trainer that will use them; cooldown and staleness are counted in steps.
+            fresh: Offer groups that the consumer has not used yet, too, and wait until there are enough. Without: those
+                that it has used before, as many as there are, at once.
+            deadline_seconds: How long to wait.
 
         Raises:
             DeadlineExceeded: naming rollouts that go on, columns that samples lack, and groups that are used up.
@@ -455,26 +398,14 @@ class TransferQueue:
 
     async def stats(self) -> dict[str, int]:
         """Count samples, bytes, and open batches and groups."""
-        state = self._state
-        leased = [group for each in state.consumers.values() for held in each.leases.values() for group in held]
-        return {
-            "samples": state.samples,
-            "bytes": state.bytes,
-            "batches": sum(len(partition.batches) for partition in state.partitions.values()),
-            "groups_open": sum(group.state == "open" for group in state.groups.values()),
-            "samples_leased": sum(len(group.samples) for group in leased),
-            **self.served(),
-        }
+        return {**self._state.stats(), **self.served()}
 
     async def post(self, topic: str, value: Mapping[str, Any]) -> None:
         """Tell all who wait for it the newest value of a topic, plain values: the weights that there are, for example.
 
-        It is not kept over restarts of the controller: its sender posts it again when it begins.
+        It does not outlive the controller: its sender posts it again when it begins.
         """
-        self._require_open()
-        before = self._state.notices.get(topic)
-        self._state.notices[topic] = Notice(1 if before is None else before.number + 1, dict(value))
-        self._state.noticed.notify()
+        self._state.post(topic, value)
 
     async def wait_notice(self, topic: str, after: int, deadline_seconds: float) -> Notice:
         """Return the newest notice of a topic, as soon as its number is above ``after``; the first is 1.
@@ -495,8 +426,8 @@ class TransferQueue:
         """Write state and values, as they are at one moment. Producers go on; deletions wait.
 
         Args:
-            folder: made when it is not there; the process of the queue reaches it.
-            again_from: by partition, the first batch that is saved as if nothing of it had been made. A durable queue
+            folder: Made when it is not there; the process of the queue reaches it.
+            again_from: By partition, the first batch that is saved as if nothing of it had been made. A durable queue
                 keeps what there is.
         """
         await self._checkpoints.save(Path(folder), again_from or {})
@@ -506,12 +437,9 @@ class TransferQueue:
         """Go on from a checkpoint, or from what came after it where that was kept; the ledger says which acks are void.
 
         What came after it is kept where the queue lived on, or where state and backend are durable and nothing of the
-        checkpoint's samples is lost. Then everything is as the last call left it, but that leases have ended, that open
-        groups are made again, and that acks of steps after ``step`` count no more. Samplers are the checkpoint's.
-
-        Args:
-            folder: of the checkpoint.
-            step: the last one that it contains; its acks are final. None: only the checkpoint counts, as it is.
+        checkpoint's samples is lost. Then everything is as the last call left it, but leases have ended, open groups
+        are made again, and acks of steps after ``step`` do not count. ``step`` is the last one of the checkpoint, whose
+        acks are final; with None only the checkpoint counts, as it is. Samplers are those of the checkpoint.
 
         Returns:
             Whether what came after the checkpoint was kept.
@@ -534,8 +462,6 @@ class TransferQueue:
 
     def _begin_again(self) -> None:
         """Offer what there is: the state is another one."""
-        explorers = frozenset(self._explorers)
-        self._explorers.clear()
         self._leases.look_again()
-        self._batches.offer_unfinished()
-        self.on_reset("has made the queue another one; what was begun before is in vain", explorers)
+        clients = self._batches.offer_unfinished()
+        self.on_reset("has made the queue another one; what was begun before is in vain", clients)

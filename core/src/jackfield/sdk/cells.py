@@ -45,7 +45,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Cell: TypeAlias = tuple[str, Buffer]  #: the text of a ColumnType, and the bytes of one sample
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class ColumnType:
     """What all samples of a column share; a sample's length follows from its bytes."""
 
@@ -57,7 +57,8 @@ class ColumnType:
     def of(cls, column: Column) -> ColumnType:
         """Return the type of a column."""
         kind: Kind = "dense" if column.offsets is None else "json" if column.encoding == "json" else "jagged"
-        return cls(kind, str(column.values.dtype).removeprefix("torch."), tuple(column.values.shape[1:]))
+        dtype = str(column.values.dtype).removeprefix("torch.")
+        return cls(kind=kind, dtype=dtype, shape=tuple(column.values.shape[1:]))
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
@@ -69,7 +70,7 @@ class ColumnType:
         """
         try:
             kind, dtype, shape = json.loads(text)
-            made = cls(kind, dtype, tuple(shape))
+            made = cls(kind=kind, dtype=dtype, shape=tuple(shape))
             if kind in ("dense", "jagged", "json") and made.unit >= 0:
                 return made
         except (ValueError, TypeError, AttributeError):
