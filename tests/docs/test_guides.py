@@ -98,7 +98,7 @@ def test_own_model_own_data_own_reward_and_one_line_changed(model_folder: Path, 
     assert 3 == result.steps == len(steps(tmp_path))
     assert {0.0, 1.0} >= {step["staleness/max"] for step in steps(tmp_path)}
     assert any(step["reward/max"] > 0 for step in steps(tmp_path))
-    for name in ("config.yaml", "ledger.jsonl", "trace.json", "samples/train.jsonl", "samples/eval.jsonl"):
+    for name in ("config.yaml", "queue/controller.sqlite", "trace.json", "samples/train.jsonl", "samples/eval.jsonl"):
         assert (tmp_path / name).is_file(), name
 
 

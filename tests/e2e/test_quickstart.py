@@ -48,7 +48,7 @@ def test_a_model_learns_by_reinforcement_alone(tmp_path: Path, seed: int, steps:
     assert not questions["held_out"] & (questions["demonstrations"] | questions["problems"])
     evaluated = [line["tasks"] for line in metrics(folder / "grpo") if line["kind"] == "evaluation"]
     assert {float(len(records["held_out"]))} == set(evaluated)
-    assert {"metrics.jsonl", "tensorboard", "samples", "trace.json", "learning_curve.png", "ledger.jsonl", "model"} <= {
+    assert {"metrics.jsonl", "tensorboard", "samples", "trace.json", "learning_curve.png", "queue", "model"} <= {
         path.name for path in (folder / "grpo").iterdir()
     }
     assert (folder / "learning_curve.png").stat().st_size > 10_000

@@ -208,7 +208,7 @@ def test_requests_and_results_come_as_they_were_sent(elsewhere: Elsewhere) -> No
         assert ((5, 6), (float("-inf"), 0.1)) == (result.token_ids, result.log_probs)
         assert 2 == (await server.pause(PauseRequest(mode="wait"))).running
         assert 22 == (await server.sleep(SleepRequest(level=2))).freed_bytes
-        pid = server._process.pid
+        pid = server._child.pid
         assert elsewhere.python.encode() == Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
 
     started(elsewhere, use, workers=2)
@@ -306,10 +306,10 @@ def test_a_process_that_dies_is_named(elsewhere: Elsewhere, prompt: tuple[int, .
         call = asyncio.create_task(server.generate(request(*prompt)))
         if prompt == (4,):
             await server.health()
-            os.kill(server._process.pid or 0, signal.SIGKILL)
+            os.kill(server._child.pid, signal.SIGKILL)
         with pytest.raises(RolloutError) as caught:
             await call
-        assert ("rollout.stopped", f"rollout replica 3, process {server._process.pid}") == (
+        assert ("rollout.stopped", f"rollout replica 3, process {server._child.pid}") == (
             caught.value.code,
             caught.value.where,
         )
@@ -332,7 +332,7 @@ def test_it_ends_with_a_parent_that_was_killed(elsewhere: Elsewhere, tmp_path: P
             record = discover([{str(elsewhere.site)!r}]).resolve("elsewhere", "rollout")
             server = make(Elsewhere({elsewhere.python!r}, record, None))
             await server.start()
-            print(server._process.pid, (await server.health()).waiting, flush=True)
+            print(server._child.pid, (await server.health()).waiting, flush=True)
             await asyncio.Event().wait()
         asyncio.run(main())
     """

@@ -79,7 +79,6 @@ class Connection(Frames):
         self.heard = True  #: whether something came since the last look
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  #: how it ended
         self._codec, self._lost_error = codec or Codec(), lost_error
-        self._numbers = itertools.count(secrets.randbits(40) + 1)  # a forged reply does not know them
         self._asked: dict[int, _Asked] = {}
         self._served: dict[object, asyncio.Task[None]] = {}
         self._iterations: dict[int, AsyncGenerator[Any, None]] = {}  #: by the id of the call that opened them
@@ -108,6 +107,10 @@ class Connection(Frames):
     def refused(self, error: JackfieldError) -> None:
         """End a connection that cannot be read on."""
         self.end(f"broke the protocol: {error.message}")
+
+    def silent(self, reason: str) -> None:
+        """End a connection whose other end has sent no heartbeat."""
+        self.end(reason)
 
     def send(self, message: Message) -> None:
         """Send a message, unless the connection has ended."""
@@ -279,7 +282,7 @@ class Connection(Frames):
         await self._room.wait()
         if self.lost.done():
             raise self.error()
-        number = number or next(self._numbers)
+        number = number or _new_number()
         self._call(number, method, values, seconds)
         asked = _Asked(what, kind, asyncio.get_running_loop().create_future())
         self._asked[number] = asked
@@ -298,7 +301,7 @@ class Connection(Frames):
         self, method: str, values: list[Any], seconds: float, kind: Any, what: str
     ) -> AsyncGenerator[Any, None]:
         """Iterate over what ``service.method`` yields, item by item as they are asked for."""
-        number = next(self._numbers)
+        number = _new_number()
         try:
             await self.call(method, values, seconds, None, what, number=number)
             while items := await self.call("next", [number], seconds, list[kind], what):
@@ -306,6 +309,11 @@ class Connection(Frames):
         finally:
             with suppress(JackfieldError):
                 await self.call("leave", [number], _LEAVE_SECONDS, None, what)
+
+
+def _new_number() -> int:
+    """Make the id of a call, which a forged reply does not know."""
+    return secrets.randbits(62) + 1
 
 
 async def _nothing() -> None:

@@ -327,5 +327,5 @@ async def watch(connection: Connection, seconds: float, clock: Clock) -> str:
     if not connection.lost.done():
         at_work = f" while it had to {connection.doing}" if connection.doing else ""
         end = " and was killed" if connection.process is not None and connection.process.kill() else ""
-        connection.end(f"sent no heartbeat for {seconds:g} s{at_work}{end} (deadlines.heartbeat)")
+        connection.silent(f"sent no heartbeat for {seconds:g} s{at_work}{end} (deadlines.heartbeat)")
     return await connection.lost

@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import ModelSpec
-from jackfield.abc.rollout import RolloutContext, ServerInfo
+from jackfield.abc.rollout import RolloutContext
 from jackfield.clock import Clock
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.cluster.replica import Replica as Pooled
 from jackfield.cluster.replica import Worker
 from jackfield.plugins import installed, load_plugin
+from jackfield.rpc import Connection, Process
 from jackfield.runtime.process import RolloutProcess
-from jackfield.runtime.process.connection import HostProcess
 from jackfield.settings import unstructure
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield.workers.router import Router
@@ -39,25 +41,55 @@ CAPABILITIES = RECORD.manifest.capabilities
 CHECKS = [check for check in checks("rollout") if check.number >= FIRST_BEHAVIOUR and check.tier != "gpu"]
 
 
+class Kept:
+    """A process that outlives event loops; it has the members of a ``ChildProcess`` that a server uses."""
+
+    def __init__(self) -> None:
+        self.socket, other = socket.socketpair()
+        command = [sys.executable, "-m", "jackfield.runtime.process.host", str(other.fileno()), str(os.getpid())]
+        with other:
+            self.process = subprocess.Popen(command, pass_fds=[other.fileno()], start_new_session=True)
+        self.connection: Connection
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def connect(self, server: RolloutProcess) -> Connection:
+        connection = Connection("the replica", {}, server.context.clock, lost_error=server._gone)
+        self.connection, connection.process = connection, Process.of(self.pid)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=self.socket.dup())
+        return connection
+
+    async def close(self, *, grace_seconds: float = 0.0) -> None:
+        died = self.connection.lost.done()
+        await self.connection.leave("was left")
+        if died:
+            self.end()
+        else:
+            Reused.idle.append(self)
+
+    def kill_unless_exited(self) -> None:
+        self.process.kill()
+
+    def end(self) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait(20)
+
+
 class Reused(RolloutProcess):
     """Takes a process that an earlier server has left, and leaves it to the next one: each costs an import of torch."""
 
-    idle: ClassVar[list[HostProcess]] = []
+    idle: ClassVar[list[Kept]] = []
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
         super().__init__(unstructure(config), context, record=RECORD, python=sys.executable, seconds=25.0)
 
-    async def start(self) -> ServerInfo:
-        if self.idle:
-            self._process = self.idle.pop()
-        return await super().start()
-
-    async def _end(self) -> None:
-        if self._process.death is not None:
-            await self._process.close()
-            return
-        await self._process.detach()
-        self.idle.append(self._process)
+    async def _spawn(self) -> Connection:
+        kept = self.idle.pop() if self.idle else Kept()
+        self._child = cast(Any, kept)
+        return await kept.connect(self)
 
 
 class Fresh(RolloutProcess):
@@ -72,7 +104,7 @@ def processes() -> Iterator[None]:
     """Ends those that were reused."""
     yield
     while Reused.idle:
-        asyncio.run(Reused.idle.pop().close())
+        Reused.idle.pop().end()
 
 
 def applicable() -> list[Any]:
@@ -143,7 +175,7 @@ def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> Non
     def export() -> Generator[tuple[str, torch.Tensor], None, None]:
         for number, item in enumerate(weights.items()):
             if number == 5 and not killed:
-                killed.append(places.processes[0]._process.pid or 0)
+                killed.append(places.processes[0]._child.pid)  # type: ignore[union-attr]
                 os.kill(killed[0], signal.SIGKILL)
             yield item
 

@@ -24,7 +24,6 @@ ALLOWED = (
     "jackfield.runtime.openai",
     "jackfield.runtime.ray.loopback",
     "jackfield.runtime.relay",
-    "jackfield.runtime.worker",
     "jackfield.sockets",
     "jackfield.settings",
     "jackfield.wire",

@@ -18,14 +18,16 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, PluginError, RolloutError, RpcError
 from jackfield.plugins.discovery import PluginRecord
+from jackfield.plugins.interpreters import environment_of, resolve_interpreter
 from jackfield.plugins.introduction import check_introduction
-from jackfield.rpc import stub
-from jackfield.runtime.process.connection import HostProcess
+from jackfield.rpc import Connection, stub
 from jackfield.runtime.process.host import HOST, ROLLOUT, Host
+from jackfield.sdk.child import ChildProcess
 
 __all__ = ["RolloutProcess"]
 
 _STOP_SECONDS = 30.0
+_END_SECONDS = 15.0  #: for the process to end by itself, once its socket is closed
 _OWN = ("start", "stop", "health", "generate", "generate_stream")  #: methods that do more than to forward
 
 
@@ -67,7 +69,7 @@ class RolloutProcess(_Forwarding):
             record: of the plugin, as it is installed here; there it must be the same.
             python: the interpreter.
             seconds: the longest that any call may take.
-            log: file that the process's output is added to.
+            log: file that the process's output is added to, 4 MiB at most; the file before it gets the suffix ``.1``.
             environment: variables that the process gets beside this process's.
             heartbeat_seconds: time in which the process cannot run, after which it is killed.
         """
@@ -75,14 +77,9 @@ class RolloutProcess(_Forwarding):
         self._record = record
         self._seconds = seconds
         self._name = f"rollout replica {context.replica}"
-        self._process = HostProcess(
-            python,
-            self._name,
-            context.clock,
-            log=log,
-            environment=environment or {},
-            heartbeat_seconds=heartbeat_seconds,
-        )
+        self._python = resolve_interpreter(python, self._name)
+        self._log, self._environment, self._heartbeat_seconds = log, dict(environment or {}), heartbeat_seconds
+        self._child: ChildProcess | None = None
         self._used = self._stopped = False
         self.on_lost: Callable[[JackfieldError], None] = lambda error: None  #: gets how the process ended
 
@@ -100,7 +97,20 @@ class RolloutProcess(_Forwarding):
         return self._stub(self._seconds)
 
     def _stub(self, seconds: float) -> BaseRolloutServer:
-        return stub(self._process.connection, "worker", ROLLOUT, BaseRolloutServer, seconds)  # type: ignore[type-abstract]
+        if self._child is None:
+            raise self._gone("was not started")
+        return stub(self._child.connection, "worker", ROLLOUT, BaseRolloutServer, seconds)  # type: ignore[type-abstract]
+
+    def _gone(self, how: str) -> RolloutError:
+        process = None if self._child is None else self._child.connection.process
+        return RolloutError(
+            f"the process of {self._name} is not running",
+            code="rollout.stopped",
+            where=f"{self._name}, process {process.pid if process else None}",
+            expected=f"a process of {self._python}",
+            found=how if process is None else f"{process} {how}",
+            fix=None if self._log is None else f"what it printed is in {self._log}",
+        )
 
     async def start(self) -> ServerInfo:
         """Start the process, compare installations, make the plugin's server there, and start it.
@@ -113,7 +123,7 @@ class RolloutProcess(_Forwarding):
             raise RolloutError("the server cannot be started twice", code="rollout.stopped", fix="make a new server")
         self._used = True
         try:
-            connection = await self._process.open()
+            connection = await self._spawn()
             connection.lost.add_done_callback(lambda _: self.on_lost(connection.error()))
             host = stub(connection, "host", HOST, Host, self._seconds)
             await self._introduce(host)
@@ -123,8 +133,19 @@ class RolloutProcess(_Forwarding):
             await self.stop()
             raise
 
+    async def _spawn(self) -> Connection:
+        self._child = ChildProcess(
+            self._name,
+            self.context.clock,
+            heartbeat_seconds=self._heartbeat_seconds,
+            log=self._log,
+            lost_error=self._gone,
+        )
+        command = [self._python, "-m", "jackfield.runtime.process.host"]
+        return await self._child.start(command, {**environment_of(self._python), **self._environment})
+
     async def _introduce(self, host: Host) -> None:
-        python = self._process.python
+        python = self._python
         try:
             found = await host.introduce(self._record.kind, self._record.name)
         except RolloutError as error:
@@ -137,7 +158,8 @@ class RolloutProcess(_Forwarding):
                 fix="`jackfield plugins doctor --python PATH` looks at it",
             ) from error
         except BaseException:
-            self._process.kill()  # it does not read that it may leave
+            if self._child is not None:
+                self._child.kill_unless_exited()  # it does not read that it may leave
             raise
         check_introduction(self._record, found, python)
 
@@ -179,10 +201,8 @@ class RolloutProcess(_Forwarding):
             with suppress(JackfieldError):
                 await self._stub(_STOP_SECONDS).stop()
         finally:
-            await self._end()
-
-    async def _end(self) -> None:
-        await self._process.close()
+            if self._child is not None:
+                await self._child.close(grace_seconds=_END_SECONDS)
 
     async def health(self) -> HealthReport:
         """Report whether the replica can serve, and its load; of a process that has ended, how it ended."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
-from jackfield.runtime.worker import UserCodePool, WorkerLimits, WorkerResult
 from jackfield_reward_rules.config import Config
 from jackfield_reward_rules.judge import Judge, settings_of
+from jackfield_user_code import UserCodePool, WorkerLimits, WorkerResult
 
 __all__ = ["RulesReward"]
 

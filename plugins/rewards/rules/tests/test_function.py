@@ -10,8 +10,8 @@ import pytest
 
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import ConfigError, PluginError, RunError
-from jackfield.runtime.function_reward import FunctionReward, FunctionRewardConfig
 from jackfield.settings import structure, unstructure
+from jackfield_reward_rules.function import FunctionReward, FunctionRewardConfig
 
 USER_CODE = """
 import asyncio

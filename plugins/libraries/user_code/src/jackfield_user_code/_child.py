@@ -1,14 +1,13 @@
-"""The program of a worker process: loads one function and calls it, one JSON line at a time.
+"""The program of a worker process: loads one function and calls it, one call at a time.
 
 Run by its path, not as a module of a package, and with nothing but the standard library, so that it starts fast and
-in any interpreter. Standard output belongs to the user's code and goes where standard error goes; answers travel on a
-descriptor that the user's code does not know and its forks do not have. A request is ``ID JSON``, and so is its answer.
+in any interpreter. It speaks the messages of ``jackfield.rpc.wire`` as JSON. The user's code does not know the socket,
+its forks do not have it, and what it prints goes elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import functools
 import importlib
@@ -19,50 +18,67 @@ import math
 import os
 import resource
 import signal
+import socket
+import struct
 import sys
 import sysconfig
-import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+_HEAD, _MAGIC = struct.Struct(">4sI"), b"JKR1"  # of a message: magic and bytes
+_CALL, _REPLY = 3, 4  # tags of messages
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
 def main() -> None:
-    """Serve until standard input ends."""
-    _die_with_parent(int(sys.argv[1]))
-    heartbeat = int(sys.argv[2])
-    _beat(heartbeat, float(sys.argv[3]))
-    for folder in sys.argv[4:]:
+    """Serve until the other end of the socket closes."""
+    descriptor, parent = map(int, sys.argv[-2:])
+    _die_with_parent(parent)
+    for folder in sys.argv[1:-2]:
         sys.pycache_prefix, sys.dont_write_bytecode = folder, False
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    os.register_at_fork(after_in_child=functools.partial(_let_go, requests.fileno(), answers.fileno(), heartbeat))
-    serving = os.getpid()
+    channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)
+    os.register_at_fork(after_in_child=functools.partial(_let_go, descriptor))
+    serving, functions = os.getpid(), _Functions()
     with asyncio.Runner() as runner:
-        function: Callable[..., Any] | None = None
-        for line in requests:
-            id, _, text = line.partition(b" ")
-            request = json.loads(text)
+        for kind, *fields in _messages(channel):
+            if kind != _CALL:
+                continue
+            id, method, arguments = fields[:3]
             try:
-                if function is None:
-                    function = _load(request)
-                    value = None
-                else:
-                    _limit_cpu(request["cpu_seconds"])
-                    value = function(**request["arguments"])
-                    if inspect.isawaitable(value):
-                        value = runner.run(_wait(value))
-                answer = json.dumps({"value": value}, default=_scalar)
+                value = getattr(functions, method.rpartition(".")[2])(*arguments)
+                if inspect.isawaitable(value):
+                    value = runner.run(_wait(value))
+                answer = {"value": json.dumps(value, default=_scalar)}
             except BaseException as error:  # SystemExit is the user's code's, too
-                answer = json.dumps({"error": _describe(error)})
+                answer = {"error": _describe(error)}
             if os.getpid() != serving:  # a fork that the user's code has made, and that came back here
                 os._exit(0)
-            answers.write(b"%b %b\n" % (id, answer.encode()))
-            answers.flush()
+            reply = json.dumps([_REPLY, id, answer, None]).encode()
+            channel.sendall(_HEAD.pack(_MAGIC, len(reply)) + reply)
+
+
+def _messages(channel: socket.socket) -> Iterator[list[Any]]:
+    """Read messages until the other end closes."""
+    stream = channel.makefile("rb")
+    while len(head := stream.read(_HEAD.size)) == _HEAD.size:
+        _, size = _HEAD.unpack(head)
+        yield json.loads(stream.read(size))
+
+
+class _Functions:
+    """What the other end calls."""
+
+    function: Callable[..., Any]
+
+    def load(self, request: dict[str, Any]) -> None:
+        self.function = _load(request)
+
+    def call(self, arguments: str, cpu_seconds: float) -> Any:
+        _limit_cpu(cpu_seconds)
+        return self.function(**json.loads(arguments))
 
 
 def _let_go(*descriptors: int) -> None:
@@ -82,22 +98,6 @@ def _die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before
         os._exit(1)
-
-
-def _beat(descriptor: int, seconds: float) -> None:
-    """Have a thread say that this process lives, now and then: see ``jackfield.heartbeat``."""
-    os.set_inheritable(descriptor, False)
-    os.set_blocking(descriptor, False)
-
-    def live() -> None:
-        pause = threading.Event()
-        with contextlib.suppress(BrokenPipeError):
-            while True:
-                with contextlib.suppress(BlockingIOError):  # the parent does not look at the moment
-                    os.write(descriptor, b".")
-                pause.wait(seconds)
-
-    threading.Thread(target=live, name="jackfield-heartbeat", daemon=True).start()
 
 
 def _load(request: dict[str, Any]) -> Callable[..., Any]:

@@ -1,19 +1,20 @@
-"""The built-in reward agent ``function``: a plain Python function or class with ``compute_score``."""
+"""The reward agent ``function``: a plain Python function or class with ``compute_score``."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
 from attrs.validators import gt, le, optional
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
-from jackfield.errors import RewardError
-from jackfield.plugins.interpreters import resolve_interpreter
-from jackfield.runtime.samples import not_finite
-from jackfield.runtime.worker import UserCodePool, WorkerLimits
-from jackfield.settings import option
+from jackfield.errors import PluginError, RewardError
+from jackfield.sdk import option
+from jackfield_user_code import UserCodePool, WorkerLimits
 
 __all__ = ["FunctionReward", "FunctionRewardConfig"]
 
@@ -35,8 +36,7 @@ class FunctionRewardConfig:
     start_seconds: float = option(60.0, help="Longest time to import the function.", validator=gt(0.0))
 
     def __attrs_post_init__(self) -> None:
-        if self.python is not None:
-            resolve_interpreter(self.python, "reward.python")  # refuses it before a run has begun
+        _interpreter(self.python)  # refuses it before a run has begun
 
 
 class FunctionReward(RewardAgent):
@@ -60,7 +60,7 @@ class FunctionReward(RewardAgent):
                 heartbeat_seconds=context.heartbeat_seconds,
             ),
             clock=context.clock,
-            python=None if config.python is None else resolve_interpreter(config.python, "reward.python"),
+            python=_interpreter(config.python),
             logs=context.logs,
         )
 
@@ -108,7 +108,7 @@ class FunctionReward(RewardAgent):
         return ScoreResult(score=self._number(value["score"], "the score"), metrics=metrics)
 
     def _number(self, value: Any, what: str) -> float:
-        if not_finite({what: value}):
+        if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise self._refuse(f"{what} is not a finite number", f"{type(value).__name__} {value!r}"[:200])
         return float(value)
 
@@ -120,3 +120,19 @@ class FunctionReward(RewardAgent):
             expected="a number, or a dict with 'score' and further numbers",
             found=found,
         )
+
+
+def _interpreter(python: str | None) -> str | None:
+    """Return the path of the interpreter; None: this one."""
+    if python is None:
+        return None
+    found = shutil.which(str(Path(python).expanduser()))
+    if found is None:
+        raise PluginError(
+            "there is no such interpreter",
+            code="plugin.interpreter",
+            where="reward.python",
+            expected=f"a Python interpreter at {python}, or a command of that name on PATH",
+            found="no such file",
+        )
+    return str(Path(found).absolute())

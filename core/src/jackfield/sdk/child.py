@@ -1,0 +1,249 @@
+"""A child process that serves one connection: its start, its output, its death."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, JackfieldError
+from jackfield.rpc import Codec, Connection, Process
+from jackfield.rpc.sockets import watch
+from jackfield.rpc.wire import LIMIT
+
+__all__ = ["ChildProcess"]
+
+_OUTPUT_BYTES = 8192  #: of the end of its output, for messages
+_OUTPUT_LINES = 10
+_LOG_BYTES = 4 * 2**20  #: of its output in the file; the file before it is kept, too
+_DYING_SECONDS = 0.2  #: between the end of the connection and that of the process, and between that and its last output
+_END_SECONDS = 5.0  #: between a kill and the end of the process and its pipe
+
+
+class ChildProcess(asyncio.SubprocessProtocol):
+    """A process that serves the other end of a socket pair. It ends with all that it has started (its process group).
+
+    The process gets the number of its socket and that of this process as its last two arguments. It is killed when it
+    breaks the protocol, closes the socket, or cannot run for ``heartbeat_seconds``. A grandchild that makes a session
+    of its own escapes.
+    """
+
+    _transport: asyncio.SubprocessTransport
+
+    def __init__(
+        self,
+        name: str,
+        clock: Clock,
+        *,
+        heartbeat_seconds: float,
+        log: Path | None = None,
+        codec: Codec | None = None,
+        limit: int = LIMIT,
+        lost_error: Callable[[str], JackfieldError] | None = None,
+    ) -> None:
+        """
+        Args:
+            name: What the process is called in errors.
+            clock: Time source for all waits.
+            heartbeat_seconds: The time in which none of its threads can run, after which it is killed.
+            log: The file that its output is added to, 4 MiB at most; the file before it gets the suffix ``.1``. None:
+                only the end is kept, for messages.
+            codec: The codec of both ends.
+            limit: The longest message from the process, in bytes.
+            lost_error: Makes the error of calls after its end; None: ``rpc.lost``.
+        """
+        self.connection = _Connection(self, name, clock, codec, limit, lost_error)
+        self.death: str | None = None  #: how it ended
+        self._name, self._clock, self._seconds, self._log = name, clock, heartbeat_seconds, log
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._exited = False
+        self._complaint: str | None = None  #: why it was killed
+        self._output = bytearray()
+        self._watching: asyncio.Task[str] | None = None
+
+    async def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Connection:
+        """Start the process and connect to it.
+
+        Args:
+            command: The program and its arguments.
+            environment: All variables of the process; None: those of this process.
+
+        Raises:
+            OSError: the program cannot be started.
+        """
+        own, other = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        try:
+            arguments = (*command, str(other.fileno()), str(os.getpid()))
+            options: dict[str, Any] = {"pass_fds": [other.fileno()], "start_new_session": True, "env": environment}
+            options |= {"stdin": asyncio.subprocess.DEVNULL, "stderr": asyncio.subprocess.STDOUT}
+            await loop.subprocess_exec(lambda: self, *arguments, **options)
+            other.close()
+            await loop.create_connection(lambda: self.connection, sock=own)
+        except BaseException:
+            own.close()
+            other.close()
+            await self.close()
+            raise
+        self._watching = asyncio.create_task(self._watch(), name=f"{self._name}, watch")
+        return self.connection
+
+    async def _watch(self) -> str:
+        return await watch(self.connection, self._seconds, self._clock)
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        number: int = self._transport.get_pid()
+        return number
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process has ended, or was killed."""
+        return self._exited or self._complaint is not None or self.connection.silence is not None
+
+    @property
+    def broke_protocol(self) -> bool:
+        """Whether it was killed because of what it has written."""
+        return self._complaint is not None and self._transport.get_returncode() == -signal.SIGKILL
+
+    def output(self) -> str:
+        """Return the last lines that it has printed, as the end of a message."""
+        lines = self._output.decode(errors="replace").strip().splitlines()[-_OUTPUT_LINES:]
+        return "; it printed:\n" + "\n".join(lines) if lines else ""
+
+    def kill(self) -> None:
+        """Kill the process group; the process is its leader."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def close(self, *, grace_seconds: float = 0.0) -> None:
+        """End the process and all that it has started. Idempotent.
+
+        Args:
+            grace_seconds: How long it may end by itself, after its socket was closed, before it is killed.
+        """
+        self.death = self.death or "was ended"
+        self.connection.end(self.death)
+        if not hasattr(self, "_transport"):
+            return
+        with suppress(DeadlineExceeded):
+            if grace_seconds and not self._exited:
+                await self._clock.wait_for(asyncio.shield(self._gone), grace_seconds, f"{self._name} to end")
+        self.kill_unless_exited()
+        with suppress(DeadlineExceeded):  # a grandchild of another session may hold its pipe
+            await self._clock.wait_for(asyncio.shield(self._gone), _END_SECONDS, f"{self._name}, killed, to be gone")
+        self._transport.close()
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def kill_unless_exited(self) -> None:
+        """Kill the process group while its number is its own."""
+        if not self._exited:
+            self.kill()
+
+    # -- what happens to it
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport, also of a start that is cancelled."""
+        self._transport = cast(asyncio.SubprocessTransport, transport)
+        self.connection.process = Process.of(self.pid)
+
+    def complain(self, complaint: str) -> None:
+        """Kill a process that cannot be trusted any more."""
+        if not self._exited:
+            self._complaint = self._complaint or complaint
+            self.kill()
+
+    def socket_closed(self, how: str) -> None:
+        """Kill a process that has closed its socket, unless that was its death."""
+        if not self._exited and self.death is None:
+            asyncio.get_running_loop().call_later(_DYING_SECONDS, self.complain, how)
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Keep the end of its output."""
+        self._output += data
+        del self._output[:-_OUTPUT_BYTES]
+        if self._log is not None:
+            _append(self._log, data)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """Note that its output has ended."""
+        if self._exited:
+            self._end()
+
+    def process_exited(self) -> None:
+        """Kill what it had started, and wait a moment for its last output."""
+        self._exited = True
+        self.kill()
+        asyncio.get_running_loop().call_later(_DYING_SECONDS, self._end)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that the process and its pipe are gone."""
+        if not self._gone.done():
+            self._gone.set_result(None)
+        self._end()
+
+    def _end(self) -> None:
+        """End the connection with how the process has ended."""
+        if self.death is None:
+            self.death = f"{self._ended()}{self.output()}"
+        self.connection.end(self.death)
+
+    def _ended(self) -> str:
+        code = self._transport.get_returncode()
+        if self.connection.silence is not None:
+            logging.getLogger("jackfield").warning(
+                "%s (%s) %s", self._name, self.connection.process, self.connection.silence
+            )
+            return self.connection.silence
+        if self.broke_protocol:
+            return f"was killed: it {self._complaint}"
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit status {code}"
+
+
+class _Connection(Connection):
+    """A connection whose end waits for that of the process, so that it says how the process has ended."""
+
+    def __init__(
+        self,
+        child: ChildProcess,
+        name: str,
+        clock: Clock,
+        codec: Codec | None,
+        limit: int,
+        lost_error: Callable[[str], JackfieldError] | None,
+    ) -> None:
+        super().__init__(name, {}, clock, codec=codec, limit=limit, lost_error=lost_error)
+        self.silence: str | None = None
+        self._child = child
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._child.socket_closed("closed the descriptor of its socket, or wrote to it")
+
+    def refused(self, error: JackfieldError) -> None:
+        self._child.complain(f"broke the protocol: {error.message} ({error.found})")
+
+    def silent(self, reason: str) -> None:
+        self.silence = reason
+        self._child.kill_unless_exited()
+
+
+def _append(file: Path, data: bytes) -> None:
+    """Add output to a file of bounded size. A full disk does not end the process."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab") as log:
+            log.write(data)
+            size = log.tell()
+        if size > _LOG_BYTES:
+            file.replace(f"{file}.1")

@@ -1,0 +1,278 @@
+"""One process that calls one function of a user's code, one call at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import msgspec
+
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, JackfieldError, RunError
+from jackfield.sdk.child import ChildProcess
+from jackfield.sdk.rpc import Codec
+
+__all__ = ["UserCodeWorker", "WorkerLimits", "WorkerResult"]
+
+_CHILD = Path(__file__).with_name("_child.py")
+_ANSWER_BYTES = 64 * 2**20  #: a longer answer ends the process
+_LEAVE_SECONDS = 0.25  #: for an answer that is not wanted any more; after it a process is killed
+
+
+@attrs.frozen(kw_only=True)
+class WorkerLimits:
+    """What one worker process may use."""
+
+    memory_bytes: int | None = 4 * 2**30  #: of address space (RLIMIT_AS); None: unlimited
+    cpu_seconds: float | None = None  #: per call (RLIMIT_CPU); None: the deadline on all cores, and a little more
+    start_seconds: float = 60.0  #: until the code is imported
+    heartbeat_seconds: float = 30.0  #: after which a process that cannot run is killed
+
+
+@attrs.frozen(kw_only=True)
+class WorkerResult:
+    """What a call yielded, or why it did not."""
+
+    #: failed: the function raised; died: its process ended, or gave an answer that belongs to no request
+    status: Literal["ok", "failed", "died", "timeout"]
+    value: Any = None  #: JSON value, with ``ok``
+    error: str | None = None  #: the last lines of a traceback, how the process died, or who was waited for
+    timed_out_after: float | None = None  #: seconds that the function had; None: it did not run out of time
+
+
+class _Answer(msgspec.Struct):
+    """What a call of a process returns."""
+
+    value: str = "null"  #: JSON as Python writes it: with NaN
+    error: str | None = None
+
+
+class UserCodeWorker:
+    """One process that calls one function, one call at a time. It starts with the first call.
+
+    Args:
+        target: ``package.module:function`` or ``folder/file.py:function``: a function, a class (constructed once)
+            or an instance.
+        method: what is called of a class or an instance.
+        keywords: of the constructor where the target is a class, else of each call. JSON values.
+        limits: resource limits.
+        clock: through which deadlines go.
+        python: the interpreter; this one by default.
+        log: file to which what the code prints is added, 4 MiB at most; then it gets the suffix ``.1`` and another is
+            begun. None: only the end is kept, for messages.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        method: str = "__call__",
+        keywords: Mapping[str, Any] | None = None,
+        limits: WorkerLimits | None = None,
+        clock: Clock | None = None,
+        python: str | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self._target = _absolute(target)
+        self._method = method
+        self._keywords = dict(keywords or {})
+        self._limits = limits or WorkerLimits()
+        self._clock = clock or Clock()
+        self._python = python or sys.executable
+        self._log = log
+        self._process: ChildProcess | None = None
+        self._is_loaded = False
+        self._calls = 0  #: of this process
+        self._answering: asyncio.Future[_Answer] | None = None
+        self._ending: asyncio.Future[None] | None = None  #: of the last process
+
+    @property
+    def pid(self) -> int | None:
+        """The process, when there is one."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the process and import the code, unless that is done.
+
+        Raises:
+            RunError: ``worker.start``: the interpreter or the code is missing, raised or took too long.
+        """
+        if self._process is None or self._process.is_ending:
+            await self.close()
+            await self._spawn()
+            self._ask("load", self._imports())
+        if self._is_loaded:
+            return
+        result = await self._result(self._limits.start_seconds, "import its code")
+        if result.status != "ok":
+            await self.close()
+            raise self._cannot_start(result.error or "")
+        self._is_loaded = True
+
+    async def _spawn(self) -> None:
+        process = ChildProcess(
+            f"the worker process of {self._target}",
+            self._clock,
+            heartbeat_seconds=self._limits.heartbeat_seconds,
+            log=self._log,
+            codec=Codec("json"),
+            limit=_ANSWER_BYTES,
+        )
+        command = [self._python, "-P", "-u", str(_CHILD)]
+        if sys.dont_write_bytecode:  # large libraries would be compiled again at each start, for seconds
+            command.append(_bytecode())
+        try:
+            connection = await process.start(command)
+        except OSError as error:
+            raise self._cannot_start(str(error)) from error
+        self._process, self._calls, self._is_loaded, self._answering = process, 0, False, None
+        connection.lost.add_done_callback(lambda _: self._died(process))
+
+    def _died(self, process: ChildProcess) -> None:
+        """Warn of a process that has died while it had nothing to do."""
+        if process is self._process and self._answering is not None and self._answering.done():
+            _warn(self._death(process, "had nothing to do"))
+
+    def _imports(self) -> dict[str, Any]:
+        """Return the first request of a process."""
+        return {
+            "target": self._target,
+            "method": self._method,
+            "keywords": self._keywords,
+            "memory_bytes": self._limits.memory_bytes,
+            "sys_path": [os.path.abspath(path) for path in sys.path] if self._python == sys.executable else [],
+        }
+
+    def _ask(self, method: str, *arguments: Any) -> None:
+        """Send a request; :meth:`_result` waits for its answer."""
+        assert self._process is not None
+        call = self._process.connection.call(f"code.{method}", list(arguments), float("inf"), _Answer, "answer")
+        self._answering = asyncio.ensure_future(call)
+        self._answering.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def call(self, arguments: Mapping[str, Any], deadline_seconds: float, name: str = "") -> WorkerResult:
+        """Call the function with keyword arguments (JSON values).
+
+        After a timeout, a crash or a wrong answer the process is gone, and the next call starts another. So it is after
+        a cancellation, unless the process answers within a moment, or still imports the code. Where a process that dies
+        had served earlier calls, they may be to blame (a thread that one has left behind): then the call is repeated,
+        once, in a new process.
+
+        Args:
+            arguments: of the function.
+            deadline_seconds: for the answer.
+            name: of the call, for messages: the sample that is scored.
+
+        Raises:
+            RunError: ``worker.start``.
+        """
+        cpu_seconds = self._limits.cpu_seconds
+        if cpu_seconds is None:
+            cpu_seconds = deadline_seconds * (os.cpu_count() or 1) + 1
+        try:
+            text = json.dumps(dict(arguments))
+        except (TypeError, ValueError) as error:
+            return WorkerResult(status="failed", error=f"the arguments of {self._target} are not JSON: {error}")
+        while True:
+            await self.start()
+            used, began, self._calls = self._calls > 0, self._clock.time(), self._calls + 1
+            self._ask("call", text, cpu_seconds)
+            result = await self._result(deadline_seconds, f"answer for {name}" if name else "answer")
+            if result.status != "died" or not used:
+                return result
+            deadline_seconds = max(deadline_seconds - (self._clock.time() - began), 0.0)
+
+    async def close(self) -> None:
+        """Kill the process and what it started. May be called at any time, and again."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._ending = asyncio.ensure_future(process.close())
+        if self._ending is not None:
+            await asyncio.shield(self._ending)  # also of a caller that was cancelled
+
+    async def _result(self, seconds: float, purpose: str) -> WorkerResult:
+        """Wait for the answer to what the process was asked last."""
+        process, answering = self._process, self._answering
+        assert process is not None
+        assert answering is not None
+        try:
+            answer = await self._clock.wait_for(asyncio.shield(answering), seconds, f"{self._target} to {purpose}")
+        except DeadlineExceeded as error:
+            output = process.output()
+            await self.close()
+            return WorkerResult(status="timeout", error=f"{error}{output}", timed_out_after=seconds)
+        except JackfieldError:
+            death = self._death(process, f"had to {purpose}")
+            await self.close()
+            _warn(death)
+            return WorkerResult(status="died", error=str(death))
+        except BaseException:  # cancelled: the answer is not wanted, but the next call wants a process with the code
+            if self._is_loaded:
+                await self._leave(answering)
+            raise
+        if answer.error is not None:
+            return WorkerResult(status="failed", error=answer.error)
+        return WorkerResult(status="ok", value=json.loads(answer.value))
+
+    async def _leave(self, answering: asyncio.Future[_Answer]) -> None:
+        """Kill a process that is busy with what is not wanted, unless it is done in a moment."""
+        try:
+            await self._clock.wait_for(asyncio.shield(answering), _LEAVE_SECONDS, "an answer that is not wanted")
+        except BaseException:
+            await self.close()
+
+    def _death(self, process: ChildProcess, what: str) -> RunError:
+        """Make the error of a process that has ended."""
+        how, _, output = (process.death or "has ended").partition("; it printed:")
+        wrong = process.broke_protocol
+        return RunError(
+            f"the worker process {process.pid} {how}",
+            code="worker.answer" if wrong else "worker.died",
+            where=f"{self._target}, which {what}",
+            expected="one answer to each request" if wrong else None,
+            found=f"it printed:{output}" if output else None,
+        )
+
+    def _cannot_start(self, found: str) -> RunError:
+        return RunError(
+            "the worker process cannot load the user's code",
+            code="worker.start",
+            where=self._target,
+            found=found,
+            fix="check the path, and that the code imports with this interpreter: " + self._python,
+        )
+
+
+def _warn(death: RunError) -> None:
+    logging.getLogger("jackfield").warning("%s at %s; another one takes its place", death.message, death.where)
+
+
+@functools.cache
+def _bytecode() -> str:
+    """A folder for the bytecode of what worker processes import; it goes with this process."""
+    folder = tempfile.mkdtemp(prefix="jackfield-bytecode-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _absolute(target: str) -> str:
+    place, separator, name = target.rpartition(":")
+    if not separator or not name or not place:
+        raise RunError(
+            "a target of a worker is not of the form module:function",
+            code="worker.start",
+            where=target,
+            expected="package.module:function or folder/file.py:function",
+        )
+    return f"{os.path.abspath(os.path.expanduser(place))}:{name}" if place.endswith(".py") else target
