@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
@@ -44,7 +44,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
         *,
         heartbeat_seconds: float,
         log: Path | None = None,
-        codec: Codec | None = None,
+        codec: Literal["msgpack", "json"] = "msgpack",
         limit: int = LIMIT,
         lost_error: Callable[[str], JackfieldError] | None = None,
     ) -> None:
@@ -55,11 +55,11 @@ class ChildProcess(asyncio.SubprocessProtocol):
             heartbeat_seconds: The time in which none of its threads can run, after which it is killed.
             log: The file that its output is added to, 4 MiB at most; the file before it gets the suffix ``.1``. None:
                 only the end is kept, for messages.
-            codec: The codec of both ends.
+            codec: The form of messages; json is for a program that has only the standard library.
             limit: The longest message from the process, in bytes.
             lost_error: Makes the error of calls after its end; None: ``rpc.lost``.
         """
-        self.connection = _Connection(self, name, clock, codec, limit, lost_error)
+        self.connection = _Connection(self, name, clock, Codec(codec), limit, lost_error)
         self.death: str | None = None  #: how it ended
         self._name, self._clock, self._seconds, self._log = name, clock, heartbeat_seconds, log
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -219,7 +219,7 @@ class _Connection(Connection):
         child: ChildProcess,
         name: str,
         clock: Clock,
-        codec: Codec | None,
+        codec: Codec,
         limit: int,
         lost_error: Callable[[str], JackfieldError] | None,
     ) -> None:

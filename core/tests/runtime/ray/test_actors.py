@@ -122,7 +122,6 @@ def test_a_server_that_is_not_healthy_ends_with_its_process(hosted: Hosted) -> N
 
     async def main() -> None:
         counter, handle = await hosted("rollout replica 0", partial(make_counter, 10), restarts=1)
-        await handle.open.remote()
         before = await counter.pid()
         for member in ("stumble", "refuse"):
             with pytest.raises(RayTaskError):

@@ -14,6 +14,7 @@ from jackfield.errors import QueueError
 from jackfield_servers import PASSWORD, QUOTED_PASSWORD, PostgresServer
 from jackfield_stores import Opened, check_a_hanging_server_is_named, check_kill_9_of_the_server, put, values
 from jackfield_testing import in_loop
+from jackfield_transport_sql.schema import FORMAT
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ async def test_tables_of_another_format_are_refused(url: str, opened: Any) -> No
                 pass
         assert "queue.store" == caught.value.code
     finally:
-        _set_format(engine, 2)
+        _set_format(engine, FORMAT)
         engine.dispose()
     async with opened(url=url):
         pass
