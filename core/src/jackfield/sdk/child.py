@@ -15,10 +15,11 @@ from typing import Any, Literal, cast
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
 from jackfield.rpc import Codec, Connection, Process
+from jackfield.rpc.heartbeat import until_silent
 from jackfield.rpc.sockets import watch
 from jackfield.rpc.wire import LIMIT
 
-__all__ = ["ChildProcess"]
+__all__ = ["ChildProcess", "until_stopped"]
 
 _OUTPUT_BYTES = 8192  #: of the end of its output, for messages
 _OUTPUT_LINES = 10
@@ -247,3 +248,16 @@ def _append(file: Path, data: bytes) -> None:
             size = log.tell()
         if size > _LOG_BYTES:
             file.replace(f"{file}.1")
+
+
+async def until_stopped(pid: int, clock: Clock, seconds: float) -> str:
+    """Wait until no thread of a process of this machine could run for so long; return what to report of it.
+
+    Args:
+        pid: The number of the process.
+        clock: Time source for the looks.
+        seconds: The deadline, ``deadlines.heartbeat``.
+    """
+    process = Process.of(pid)
+    await until_silent(process, lambda: not process.is_near, clock, seconds)
+    return f"({process}) sent no heartbeat for {seconds:g} s and was killed (deadlines.heartbeat)"
