@@ -53,7 +53,11 @@ class Process:
 
     def can_run(self) -> bool:
         """Whether any of its threads can run. Only for near processes."""
-        return any(_stat(f"{thread}/stat")[0] in _CAN_RUN for thread in Path(f"/proc/{self.pid}/task").glob("*"))
+        folder = f"/proc/{self.pid}/task"
+        try:
+            return any(_stat(f"{folder}/{thread}/stat")[0] in _CAN_RUN for thread in os.listdir(folder))
+        except OSError:  # it has ended
+            return False
 
     def kill(self) -> bool:
         """Kill the process if it is near and still the same. Returns whether it was killed."""
