@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import subprocess
+from contextlib import suppress
 from typing import Any, ClassVar, cast
 
 from jackfield.plugins.interpreters import environment_of
@@ -13,6 +14,8 @@ from jackfield.rpc import Connection, Process
 from jackfield.runtime.process import RolloutProcess
 
 __all__ = ["KeptRolloutProcess"]
+
+_END_SECONDS = 15.0
 
 
 class _Kept:
@@ -55,11 +58,10 @@ class _Kept:
 
     def end(self) -> None:
         self._socket.close()  # the process ends by this
-        try:
-            self._process.wait(20)
-        finally:
-            self._process.kill()
-            self._process.wait(20)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        self._process.kill()
+        self._process.wait(_END_SECONDS)
 
 
 class KeptRolloutProcess(RolloutProcess):

@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-__all__ = ["AppendFile", "digest_of", "replace_file", "replacing", "seal", "seal_of", "sync", "sync_tree", "unseal"]
+__all__ = ["AppendFile", "digest_of", "replace_file", "replacing", "seal", "sync", "sync_tree", "unseal"]
 
 _KEY = b', "digest": "'
 _DIGITS = 32
@@ -127,11 +127,6 @@ def seal(text: str, after: str = "") -> str:
         after: the digest of the text before it in a chain.
     """
     return f'{text[:-1]}{_KEY.decode()}{_digest(after, text.encode())}"}}'
-
-
-def seal_of(content: bytes) -> str:
-    """Return the digest that a sealed text carries."""
-    return content[-_DIGITS - 2 : -2].decode("ascii", errors="replace")
 
 
 def unseal(content: bytes, after: str = "") -> dict[str, Any]:

@@ -177,13 +177,6 @@ def test_vocabulary_has_to_fit_the_model() -> None:
     assert "data.vocabulary" == caught.value.code
 
 
-def test_padding_token_falls_back_on_an_end_token() -> None:
-    raw = make_tokenizer()
-    assert NUMBERS["<pad>"] == HuggingFaceChatTokenizer(raw).padding_token_id
-    raw.pad_token = None
-    assert NUMBERS["<|im_end|>"] == HuggingFaceChatTokenizer(raw).padding_token_id
-
-
 def test_importing_the_module_loads_no_heavy_library() -> None:
     code = "import sys, jackfield.data.tasks, jackfield.data.tokens; "
     code += "print(sorted({'torch', 'numpy', 'transformers', 'ray', 'tensordict'} & set(sys.modules)))"

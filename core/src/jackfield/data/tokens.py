@@ -126,12 +126,6 @@ class HuggingFaceChatTokenizer:
         """One more than the largest token id, added tokens included."""
         return int(max(self.tokenizer.get_vocab().values())) + 1
 
-    @property
-    def padding_token_id(self) -> int:
-        """A token for places that no loss and no attention sees: the tokenizer's padding or end token."""
-        padding = self.tokenizer.pad_token_id
-        return self._end_token_ids[0] if padding is None else int(padding)
-
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Tokens of a conversation, up to where the model has to answer. Cached: runs of a group share their prompt.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -132,10 +131,6 @@ class MemoryBackend(TransferQueueBackend):
     def _check_open(self) -> None:
         if self._closed:
             raise QueueError("the memory backend is closed", code="queue.closed")
-
-
-def _copied(cells: Mapping[str, Cell]) -> dict[str, Cell]:
-    return {name: (text, bytes(content)) for name, (text, content) in cells.items()}
 
 
 def _size(cells: dict[str, Cell]) -> int:

@@ -205,10 +205,6 @@ class BatchMeta:
             leases=self.leases + other.leases,
         )
 
-    def by_lease(self) -> dict[Lease, BatchMeta]:
-        """Return the samples of each lease, in order."""
-        return {lease: self.select(indexes) for lease, indexes in _places(self.leases).items()}
-
     def by_group(self) -> dict[str, list[int]]:
         """Return the places of each group's samples, in order."""
         return _places(self.groups)
