@@ -220,5 +220,4 @@ def test_the_built_in_plugins_come_through_the_same_door():
     assert {
         ("transfer_queue", "memory"): None,
         ("checkpoint_engine", "in_process"): None,
-        ("reward", "function"): None,
     } == mine
