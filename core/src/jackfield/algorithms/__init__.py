@@ -10,7 +10,7 @@ from __future__ import annotations
 from jackfield.algorithms.advantages import advantages
 from jackfield.algorithms.aggregation import aggregate
 from jackfield.algorithms.composed import VALUE_LOSS, resolve_loss
-from jackfield.algorithms.correction import Correction, importance_weights
+from jackfield.algorithms.correction import Correction
 from jackfield.algorithms.kl import KLController, kl
 from jackfield.algorithms.losses import distillation_loss, policy_loss, prepare, value_loss
 from jackfield.algorithms.losses.supervised import chord_mu
@@ -41,7 +41,6 @@ __all__ = [
     "distillation_loss",
     "dynamic_sampling_filter",
     "fill_failed",
-    "importance_weights",
     "kl",
     "kl_in_reward",
     "names",

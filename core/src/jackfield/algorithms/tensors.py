@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from jackfield.errors import ConfigError
 
@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "Estimate",
     "Groups",
     "ModelTokens",
+    "clean",
     "credited_returns",
     "discounted_sums",
     "masked_mean_std",
@@ -23,16 +25,22 @@ __all__ = [
     "spread",
 ]
 
+#: Advantages and returns, ``[B, T]``; or one tensor that is both, ``[B, T]`` or a value per row, ``[B]``.
+Estimate: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 _BLOCK = 1 << 17  # numbers that are converted to float64 at once
 
 
 class Groups:
-    """Rows by an integer id; sums over groups without a loop."""
+    """Rows by integer ids; sums over groups without a loop."""
 
-    def __init__(self, ids: Tensor) -> None:
-        """``ids``: int ``[B]``, in any order, any values."""
-        _, index, counts = ids.unique(return_inverse=True, return_counts=True)
+    def __init__(self, *ids: Tensor) -> None:
+        """``ids``: each ``[B]``, in any order, any values; rows of one group have all of them in common."""
+        index = ids[0]
+        for further in ids[1:]:
+            inner = further.unique(return_inverse=True)[1]
+            index = index.unique(return_inverse=True)[1] * (len(inner) + 1) + inner
+        _, index, counts = index.unique(return_inverse=True, return_counts=True)
         self.index: Tensor = index  #: int64 ``[B]``: the number of each row's group
         self.counts: Tensor = counts.double()  #: ``[G]``: rows of each group
         self.sizes: Tensor = self.counts[index]  #: ``[B]``: rows of each row's group
@@ -59,6 +67,22 @@ class Groups:
         """For each row (``[B]``) the maximum of its group."""
         lowest = rows.new_full((len(self.counts),), float("-inf"))
         return lowest.scatter_reduce(0, self.index, rows, "amax")[self.index]
+
+    def relative(self, rows: Tensor, eps: float | None = None) -> Tensor:
+        """For each row (``[B]`` or ``[B, D]``) x - mean, by (std + eps) where eps is given; 0 for a group of one."""
+        centred = rows - self.means(rows)
+        return centred if eps is None else centred / (self.stds(rows) + eps)
+
+    def positions(self, keys: Tensor | None = None) -> Tensor:
+        """int64 ``[B]``: each row's place in its group, from 0, by ascending key; None: in the order of the rows."""
+        order = self.index.argsort(stable=True)
+        if keys is not None:
+            by_key = keys.argsort(stable=True)
+            order = by_key[self.index[by_key].argsort(stable=True)]
+        starts = (self.counts.cumsum(0) - self.counts).long()
+        positions = starts.new_zeros(len(order))
+        positions[order] = starts.new_ones(len(order)).cumsum(0) - 1 - starts[self.index[order]]
+        return positions
 
     def log_mean_exp(self, rows: Tensor) -> Tensor:
         """For each row log(mean(exp)) of its group."""
@@ -120,7 +144,7 @@ class ModelTokens:
     def credit(self, rewards: Tensor) -> Tensor:
         """Packed rewards, each with those of the observations up to the next model token.
 
-        What stands before the first model token is nobody's doing.
+        What stands before the first model token is credited to no token.
         """
         if self._position is not None:
             return self._scatter(rewards.masked_fill(self._position < 0, 0.0))
@@ -160,6 +184,17 @@ def credited_returns(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0) ->
         return discounted_sums(token_rewards, 1.0).masked_fill(mask == 0, 0.0)
     tokens = ModelTokens(mask)
     return tokens.unpack(discounted_sums(tokens.credit(token_rewards), gamma))
+
+
+def clean(tensors: Mapping[str, Tensor | None], mask: Tensor) -> dict[str, Tensor]:
+    """Return tensors (``[B, T]``) with 0 where the mask is 0, those that are there.
+
+    Raises:
+        ConfigError: ``algorithm.input`` or ``algorithm.not-finite``.
+    """
+    require_shapes(tensors, mask)
+    require_finite(tensors, mask)
+    return {name: value.masked_fill(mask == 0, 0.0) for name, value in tensors.items() if value is not None}
 
 
 def require_shapes(tensors: Mapping[str, Tensor | None], mask: Tensor) -> None:
