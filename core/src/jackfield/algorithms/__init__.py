@@ -1,8 +1,9 @@
-"""Advantages, policy losses, KL estimators, off-policy correction and aggregation: pure functions on tensors, by name.
+"""Parts of algorithms by name: pure functions on tensors.
 
-Shapes are ``[B, T]`` over response tokens; ``response_mask`` (bool or float) is 1 on the model's own tokens. Losses
-are normalised by explicit *global* counts, so that no split into micro-batches and no data-parallel size changes
-them. Importing this package does not import torch.
+Advantages, policy losses, KL estimators, off-policy correction, reward shaping, aggregation. Shapes are ``[B, T]`` over
+response tokens; ``response_mask`` (bool or float) is 1 on the model's own tokens. Losses are normalised by explicit
+*global* counts, so that no split into micro-batches and no data-parallel size changes them. Importing this package does
+not import torch.
 """
 
 from __future__ import annotations

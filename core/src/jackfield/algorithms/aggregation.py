@@ -62,7 +62,7 @@ def aggregate(
 
 
 def means(metrics: Mapping[str, Tensor], mask: Tensor, like: Tensor, **counts: float) -> dict[str, Tensor]:
-    """Return the shares in the batch's means of metrics per token (or sequence), in ``like``'s dtype."""
+    """Return the shares in the batch's means of metrics, in ``like``'s dtype."""
     return {
         name: aggregate(value.detach().to(like.dtype), mask, "token-mean", **counts) for name, value in metrics.items()
     }
@@ -70,10 +70,7 @@ def means(metrics: Mapping[str, Tensor], mask: Tensor, like: Tensor, **counts: f
 
 @register("aggregation", "token-mean", "token")
 def _token_mean(kept: Tensor, global_tokens: float) -> Tensor:
-    """sum of all tokens / tokens of the batch: every token counts the same.
-
-    Paper: DAPO, arXiv:2503.14476
-    """
+    """sum of all tokens / tokens of the batch: every token counts the same. [DAPO, arXiv:2503.14476]"""
     return kept.sum() / max(global_tokens, 1)
 
 
@@ -85,18 +82,14 @@ def _token_sum(kept: Tensor) -> Tensor:
 
 @register("aggregation", "seq-mean-token-sum", "sequence")
 def _seq_mean_token_sum(kept: Tensor, global_sequences: float) -> Tensor:
-    """sum of all tokens / sequences of the batch.
-
-    Paper: Dr. GRPO, arXiv:2503.20783
-    """
+    """sum of all tokens / sequences of the batch. [Dr. GRPO, arXiv:2503.20783]"""
     return kept.sum() / max(global_sequences, 1)
 
 
 @register("aggregation", "seq-mean-token-sum-norm", "sequence")
 def _seq_mean_token_sum_norm(kept: Tensor, global_sequences: float, length_norm: float) -> Tensor:
-    """sum of all tokens / (length_norm * sequences of the batch).
+    """sum of all tokens / (length_norm * sequences of the batch). [Dr. GRPO, arXiv:2503.20783]
 
-    Paper: Dr. GRPO, arXiv:2503.20783
     Differs: verl divides by the padded width of each micro-batch and not by the number of sequences: its loss depends
     on how the batch is split. We divide by a constant (length_norm) and by the sequences of the batch.
     """
@@ -105,8 +98,7 @@ def _seq_mean_token_sum_norm(kept: Tensor, global_sequences: float, length_norm:
 
 @register("aggregation", "seq-mean-token-mean", "sequence")
 def _seq_mean_token_mean(kept: Tensor, mask: Tensor, global_sequences: float) -> Tensor:
-    """mean over sequences of each sequence's mean; a sequence without model tokens gives 0 and still counts.
-
-    Paper: GRPO, arXiv:2402.03300
+    """mean over sequences of each sequence's mean; a sequence without model tokens gives 0 and still counts. [GRPO,
+    arXiv:2402.03300]
     """
     return (kept.sum(-1) / mask.sum(-1).clamp(min=1.0)).sum() / max(global_sequences, 1)

@@ -1,4 +1,4 @@
-"""The loss functions that an engine runs: a policy loss with KL and entropy, and a critic's loss."""
+"""The loss functions that an engine runs: of a policy, with KL and entropy, and of a critic."""
 
 from __future__ import annotations
 

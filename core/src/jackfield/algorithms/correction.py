@@ -1,4 +1,4 @@
-"""Off-policy correction: the policy that is trained is not quite the one that generated.
+"""A correction where the policy that is trained is not quite the one that generated.
 
 Numerics of inference and training differ, weights are stale, data is replayed. pi_rollout is the behaviour policy. Two
 modes: *decoupled* weighs by pi_old / pi_rollout and clips around pi_old; *bypass* takes pi_rollout for pi_old, so that
@@ -28,10 +28,10 @@ _CLAMP = 20.0  # of a log-ratio, so that a weight is finite
 @register("correction", "importance_weights", "token", batch_options={"batch_normalize": True})
 @attrs.frozen(kw_only=True)
 class Correction:
-    """w_t = rho_t = pi_t / pi_rollout_t, or of the sequence prod(rho), bounded; and a mask without what is rejected.
+    """w_t = rho_t = pi_t / pi_rollout_t, or of the sequence prod(rho), bounded; and a
+    mask without what is rejected. [TIS: Yao et al., fengyao.notion.site/off-policy-rl, 2025; MIS: Liu, Li et al.,
+    richardli.xyz/rl-collapse, 2025; IcePop: Ring-1T, arXiv:2510.18855]
 
-    Paper: TIS: Yao et al., fengyao.notion.site/off-policy-rl, 2025; MIS: Liu, Li et al., richardli.xyz/rl-collapse,
-    2025; IcePop: Ring-1T, arXiv:2510.18855
     Differs: IcePop's published bounds are 0.5 and 5; the default upper bound here is 2 for all forms. Weights carry no
     gradient.
     """

@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from the policy to a reference, per token, and controllers of its coefficient.
+"""Estimators of the KL divergence to a reference, per token, and its coefficient.
 
 J. Schulman, "Approximating KL divergence", 2020. With r = pi_ref / pi and samples from pi, E[k1] = E[k3] = KL(pi,
 pi_ref).
@@ -45,28 +45,23 @@ def kl(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Te
 
 @register("kl", "k1", "token")
 def _k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """-log r = log pi - log pi_ref. Unbiased in value; in a loss its gradient is 0 in expectation.
-
-    Paper: Schulman, Approximating KL divergence, 2020
+    """-log r = log pi - log pi_ref. Unbiased in value; in a loss its gradient is 0 in expectation. [Schulman,
+    Approximating KL divergence, 2020]
     """
     return log_probs - ref_log_probs
 
 
 @register("kl", "k2", "token")
 def _k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """(log r)^2 / 2. Biased in value; its gradient is that of the KL in expectation.
-
-    Paper: Schulman, Approximating KL divergence, 2020
+    """(log r)^2 / 2. Biased in value; its gradient is that of the KL in expectation. [Schulman, Approximating KL
+    divergence, 2020]
     """
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 @register("kl", "k3", "token")
 def _k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """r - 1 - log r. Unbiased in value, never negative.
-
-    Paper: Schulman, Approximating KL divergence, 2020
-    """
+    """r - 1 - log r. Unbiased in value, never negative. [Schulman, Approximating KL divergence, 2020]"""
     log_ratio = ref_log_probs - log_probs
     return log_ratio.expm1() - log_ratio
 
@@ -79,9 +74,8 @@ def _abs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 @register("kl", "low_var_kl", "token")
 def _low_var_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """clip(r - 1 - log r, -10, 10) with log r clipped to [-20, 20]. Beyond the bounds there is no gradient.
-
-    Paper: Schulman, Approximating KL divergence, 2020
+    """clip(r - 1 - log r, -10, 10) with log r clipped to [-20, 20]. Beyond the bounds there is no gradient. [Schulman,
+    Approximating KL divergence, 2020]
     """
     log_ratio = (ref_log_probs - log_probs).clamp(-_CLAMP, _CLAMP)
     return (log_ratio.expm1() - log_ratio).clamp(-10.0, 10.0)
@@ -97,7 +91,7 @@ def _add_straight_through(name: str) -> None:
         return combined
 
     paper = "the gradient of k2 is the gradient of the KL in expectation: arXiv:2506.09477"
-    function.__doc__ = f"the value of {name} with the gradient of k2.\n\nPaper: {paper}"
+    function.__doc__ = f"the value of {name} with the gradient of k2. [{paper}]"
     register("kl", f"{name}+", "token")(function)
 
 
@@ -107,16 +101,15 @@ for _name in ("k1", "k3", "abs", "low_var_kl"):
 
 @register("kl", "k3_corrected", "token")
 def _k3_corrected(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """(pi / pi_old) (r - 1 - log r): unbiased, in value and gradient, for samples from pi_old.
-
-    Paper: DeepSeek-V3.2, arXiv:2512.02556
+    """(pi / pi_old) (r - 1 - log r): unbiased, in value and gradient, for samples from pi_old. [DeepSeek-V3.2,
+    arXiv:2512.02556]
     """
     return (log_probs - old_log_probs).clamp(-_CLAMP, _CLAMP).exp() * _k3(log_probs, ref_log_probs)
 
 
 @attrs.define(kw_only=True)
 class KLController:
-    """The coefficient of the KL penalty: constant, or steered so that the KL comes to a target.
+    """The coefficient of the KL penalty: constant, or steered to a target.
 
     ``coefficient *= 1 + clip(current / target - 1, -0.2, 0.2) * samples / horizon`` (Ziegler et al., arXiv:1909.08593,
     section 2.2). Its whole state is ``coefficient``.

@@ -3,8 +3,8 @@
 A part is a plain function. Its *inputs* are tensors and counts: parameters that it takes by position, parameters
 without a default, and those of a name in :data:`INPUTS`; they are optional where they default to None. Its other
 keyword-only parameters are its *options*: what a configuration sets. So the signature says what a part needs, and its
-docstring what it is: the equation first, and paragraphs that begin with ``Paper:`` and ``Differs:``. Nothing has to be
-declared twice. Everything is passed by name.
+docstring what it is: the equation with its paper, ``-A log pi. [Williams, 1992]``, and a paragraph that begins with
+``Differs:``. Nothing has to be declared twice. Everything is passed by name.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ class Signature:
     open: bool  #: it has ``**kwargs`` and takes whatever it is given
 
     def takes(self, name: str) -> bool:
-        """Whether the function takes an input of this name."""
+        """Return whether the function takes an input of this name."""
         return self.open or name in self.inputs
 
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """A registered function. Parts of scope ``batch`` refuse a schedule that streams mini-batches."""
+    """A registered function.
+
+    Parts of scope ``batch`` refuse a schedule that streams mini-batches.
+    """
 
     kind: str  #: ``advantages``, ``loss``, ``kl``, ``aggregation``, ``distillation``, ``shaping``, ``correction`` …
     name: str  #: unique in its kind
@@ -76,27 +79,29 @@ class Part:
 
     @property
     def equation(self) -> str:
-        """The first paragraph of the function's docstring."""
-        return " ".join((inspect.getdoc(self.function) or "").split("\n\n")[0].split())
+        """The first paragraph of the function's docstring, without the citation."""
+        return self._cited[0]
 
     @property
     def paper(self) -> str:
         """Where the equation is from."""
-        return self._paragraph("Paper")
+        return self._cited[2] or ""
+
+    @property
+    def _cited(self) -> tuple[str, ...]:
+        first = " ".join((inspect.getdoc(self.function) or "").split("\n\n")[0].split())
+        found = re.fullmatch(r"(.*?)((?<=\.) \[(.*)\])?", first)
+        return found.groups() if found else (first, "", "")
 
     @property
     def differs(self) -> str:
         """Where this differs from well-known implementations, and why."""
-        return self._paragraph("Differs")
-
-    def _paragraph(self, title: str) -> str:
-        doc = inspect.getdoc(self.function) or ""
-        found = re.search(rf"^{title}: (.*?)(?=\n\n|\n(?:Paper|Differs): |\Z)", doc, re.DOTALL | re.MULTILINE)
-        return " ".join(found[1].split()) if found else ""
+        paragraphs = (inspect.getdoc(self.function) or "").split("\n\n")
+        return next((" ".join(one.split()[1:]) for one in paragraphs if one.startswith("Differs: ")), "")
 
     @property
     def signature(self) -> Signature:
-        """What the function takes."""
+        """The inputs and options of the function."""
         return signature(self.function)
 
     @property
@@ -112,7 +117,7 @@ class Part:
 
     @property
     def prepare_inputs(self) -> Mapping[str, bool]:
-        """The inputs of :attr:`prepare`, and whether each is required; it takes options of the loss, too."""
+        """The inputs of :attr:`prepare` beside options of the loss; whether each is required."""
         known = {} if self.prepare is None else signature(self.prepare).inputs
         return {name: required for name, required in known.items() if name not in self.options}
 

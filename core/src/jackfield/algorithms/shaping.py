@@ -30,7 +30,7 @@ __all__ = [
 
 @attrs.frozen(kw_only=True)
 class Shaping:
-    """What happens to rewards before the advantages: clip, then normalise, then add the overlong penalty."""
+    """Rewards are clipped, then normalised, then given the overlong penalty."""
 
     clip: tuple[float, float] | None = option(
         None, help="bounds of a response's reward; null: off", validator=optional(ascending)
@@ -45,7 +45,7 @@ class Shaping:
 
     @property
     def active(self) -> bool:
-        """Whether any reward may change."""
+        """True where any reward may change."""
         return self.clip is not None or self.normalize or self.overlong_length is not None
 
     def shape(self, totals: Tensor, lengths: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ def kl_in_reward(
     estimator: str = "k1",
 ) -> tuple[Tensor, Tensor]:
     """r_t - coefficient kl_t on each model token.
-
-    Paper: InstructGPT, arXiv:2203.02155, equation 2; Ziegler et al., arXiv:1909.08593
+    [InstructGPT, arXiv:2203.02155, equation 2; Ziegler et al.,
+    arXiv:1909.08593]
 
     Args:
         token_rewards: float ``[B, T]``.
@@ -107,9 +107,8 @@ def kl_in_reward(
 
 @register("shaping", "overlong_penalty", "sequence")
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: NotNegative = 1.0) -> Tensor:
-    """factor * clip((max_length - buffer - length) / buffer, -1, 0): to be added to the reward of a response.
-
-    Paper: DAPO, arXiv:2503.14476, equation 13
+    """factor * clip((max_length - buffer - length) / buffer, -1, 0): to be added to the
+    reward of a response. [DAPO, arXiv:2503.14476, equation 13]
 
     Args:
         lengths: of the responses in tokens, int ``[B]``.
@@ -134,9 +133,8 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: N
 
 @register("shaping", "dynamic_sampling_filter", "group")
 def dynamic_sampling_filter(scores: Tensor, group_ids: Tensor, *, min_spread: NotNegative = 0.0) -> Tensor:
-    """Keep rows of groups with max(score) - min(score) > min_spread: the others give no group-relative gradient.
-
-    Paper: DAPO, arXiv:2503.14476, equation 11
+    """Keep rows of groups with max(score) - min(score) > min_spread: the others give no group-relative gradient. [DAPO,
+    arXiv:2503.14476, equation 11]
 
     Args:
         scores: float ``[B]``.
@@ -179,8 +177,8 @@ def clip_rewards(rewards: Tensor, *, low: float, high: float) -> Tensor:
 @register("shaping", "fill_failed", "group")
 def fill_failed(scores: Tensor, failed: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """A failed score becomes the mean of its group's other scores: group-relative estimators then give it about 0.
+    [verl's async reward agent recipe (post_process_scores)]
 
-    Paper: verl's async reward agent recipe (post_process_scores)
     Differs: A group that failed as a whole has no mean: its rows are reported, not scored 0.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the parts share: masks, groups of rows, statistics over a batch. No torch is imported here."""
+"""Masks, groups of rows, and statistics over a batch; no torch is imported here."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Groups:
         self.alone: Tensor = self.sizes == 1  #: bool ``[B]``
 
     def totals(self, rows: Tensor) -> Tensor:
-        """``[G, ...]``: the sum of each group's rows (``[B, ...]``)."""
+        """Return ``[G, ...]``: the sum of each group's rows (``[B, ...]``)."""
         return rows.new_zeros((len(self.counts), *rows.shape[1:])).index_add(0, self.index, rows)
 
     def sums(self, rows: Tensor) -> Tensor:
-        """``[B, ...]``: for each row the sum over its group."""
+        """Return ``[B, ...]``: for each row the sum over its group."""
         return self.totals(rows)[self.index]
 
     def means(self, rows: Tensor) -> Tensor:
@@ -69,12 +69,12 @@ class Groups:
         return lowest.scatter_reduce(0, self.index, rows, "amax")[self.index]
 
     def relative(self, rows: Tensor, eps: float | None = None) -> Tensor:
-        """For each row (``[B]`` or ``[B, D]``) x - mean, by (std + eps) where eps is given; 0 for a group of one."""
+        """Return x - mean of each row (``[B]`` or ``[B, D]``), by (std + eps) where eps is given."""
         centred = rows - self.means(rows)
         return centred if eps is None else centred / (self.stds(rows) + eps)
 
     def positions(self, keys: Tensor | None = None) -> Tensor:
-        """int64 ``[B]``: each row's place in its group, from 0, by ascending key; None: in the order of the rows."""
+        """Return int64 ``[B]``: each row's place in its group, by key or as the rows come."""
         order = self.index.argsort(stable=True)
         if keys is not None:
             by_key = keys.argsort(stable=True)
@@ -95,20 +95,21 @@ def _like(rows: Tensor, other: Tensor) -> Tensor:
 
 
 def spread(rows: Tensor, mask: Tensor, like: Tensor) -> Tensor:
-    """A value per row (``[B]``) on each of the row's masked tokens: ``[B, T]`` of ``like``'s dtype."""
+    """Put a value per row (``[B]``) on each masked token: ``[B, T]`` of ``like``'s dtype."""
     return rows.to(like.dtype).unsqueeze(-1).masked_fill(mask == 0, 0.0)
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """``[B]``: the mean over each row's masked tokens; 0 for a row without any."""
+    """Return ``[B]``: the mean over each row's masked tokens; 0 for a row without any."""
     kept = values.masked_fill(mask == 0, 0.0)
     return kept.sum(-1) / (mask != 0).sum(-1).clamp(min=1)
 
 
 def row_sums(values: Tensor) -> Tensor:
-    """``[B]``: the sum of each row, in float64: equal rewards differ from their mean by far less than any eps.
+    """Return ``[B]``: the sum of each row, in float64.
 
-    In blocks that fit a cache: a sum in another dtype converts all that it is given first.
+    So equal rewards differ from their mean by far less than any eps. In blocks that fit a cache: a sum in another dtype
+    converts all that it is given first.
     """
     sums = values.new_empty(len(values)).double()
     rows = max(1, _BLOCK // max(values.shape[-1], 1))
@@ -118,7 +119,7 @@ def row_sums(values: Tensor) -> Tensor:
 
 
 def masked_mean_std(values: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (n - 1) of ``values`` where ``keep``: two float64 scalars, 0 where undefined."""
+    """Return mean and standard deviation (n - 1) where ``keep``: float64, 0 if undefined."""
     wide = values.new_empty(0).double().dtype
     count = keep.sum()
     mean = values.masked_fill(~keep, 0.0).sum(dtype=wide) / count.clamp(min=1)
@@ -127,7 +128,10 @@ def masked_mean_std(values: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ModelTokens:
-    """Rows packed to the left: the t-th model token of each row in column t, so that a recurrence meets no gap."""
+    """Rows packed to the left, so that a recurrence meets no gap.
+
+    The t-th model token of each row is in column t.
+    """
 
     def __init__(self, mask: Tensor) -> None:
         """``mask``: ``[B, T]``."""
@@ -137,7 +141,7 @@ class ModelTokens:
             self._position = self.keep.cumsum(-1) - 1  # -1 before the first model token
 
     def pack(self, values: Tensor) -> Tensor:
-        """``[B, T]``: the values of model tokens, then zeros."""
+        """Return ``[B, T]``: the values of model tokens, then zeros."""
         kept = values.masked_fill(~self.keep, 0.0)
         return kept if self._position is None else self._scatter(kept)
 

@@ -26,12 +26,12 @@ def _optimal_token_baseline(
     eps: Epsilon = 1e-8,
 ) -> Estimate:
     """A_it = G_it - B_t, B_t = sum_j(G_jt W_jt) / (sum_j(W_jt) + eps), W_it = sum_{s <= t}(1 - 2 pi_is + sum_v
-    pi_is(v)^2).
+    pi_is(v)^2). [optimal token baseline, as documented in verl (docs/algo/otb.md); the paper's own text was not at
+    hand]
 
     G is the reward to go; t counts a row's model tokens; the sums are over the rows of the group that reach t. Where
     one row alone reaches t, its advantage is 0. ``rollout_weights`` scale each summand of W by their square.
 
-    Paper: optimal token baseline, as documented in verl (docs/algo/otb.md); the paper's own text was not at hand
     Differs: verl gives a group of one its raw return; the equation gives 0. One estimator for single and multi-turn
     responses: t counts model tokens.
     """
@@ -53,9 +53,9 @@ def _optimal_token_baseline(
 
 @register("advantages", "topr", "sequence")
 def _topr(token_rewards: Tensor, *, baseline: float = 0.0) -> Estimate:
-    """A_i = R_i - baseline; the loss ``topr`` tells positive from negative responses by its sign.
+    """A_i = R_i - baseline; the loss ``topr`` tells positive from negative responses by its sign. [TOPR,
+    arXiv:2503.14286]
 
-    Paper: TOPR, arXiv:2503.14286
     Differs: Not relative to a group: the paper's reward, less one constant for the whole batch.
     """
     return row_sums(token_rewards) - baseline
@@ -63,9 +63,9 @@ def _topr(token_rewards: Tensor, *, baseline: float = 0.0) -> Estimate:
 
 @register("advantages", "asymre", "group")
 def _asymre(token_rewards: Tensor, group_ids: Tensor, *, baseline_shift: float = -0.1) -> Estimate:
-    """A_i = R_i - (mean_group(R) + baseline_shift): below the mean, so that good responses weigh more.
+    """A_i = R_i - (mean_group(R) + baseline_shift): below the mean, so that good responses weigh more. [Asymmetric
+    REINFORCE, arXiv:2506.20520]
 
-    Paper: Asymmetric REINFORCE, arXiv:2506.20520
     Differs: Trinity-RFT gives a group of one its raw score; here it gets 0.
     """
     groups = Groups(group_ids)
@@ -80,11 +80,11 @@ def _opmd(
     baseline: Literal["mean", "log_avg_exp"] = "mean",
     tau: Positive = 1.0,
 ) -> Estimate:
-    """A_i = R_i - b, b = mean_group(R) (``mean``) or tau log(mean_group(exp(R / tau))) (``log_avg_exp``).
+    """A_i = R_i - b, b = mean_group(R) (``mean``) or tau log(mean_group(exp(R / tau))) (``log_avg_exp``). [Trinity-RFT
+    report, arXiv:2505.17826, appendix A.1 and A.3]
 
     The loss ``opmd`` wants ``mean``. ``log_avg_exp`` is tau log Z of appendix A.1: what ``opmd_kimi`` wants.
 
-    Paper: Trinity-RFT report, arXiv:2505.17826, appendix A.1 and A.3
     Differs: Trinity-RFT gives a group of one its raw score; both baselines of one reward are that reward, so 0.
     """
     groups, scores = Groups(group_ids), row_sums(token_rewards)

@@ -34,13 +34,13 @@ def _gae(
     whiten: bool = False,
     eps: Epsilon = 1e-8,
 ) -> Estimate:
-    """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t; t counts model tokens only.
+    """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t; t counts model tokens only. [Schulman
+    et al., arXiv:1506.02438, equation 16]
 
     Observation tokens are skipped: their values are not used and they neither discount nor decay. The value after the
     last model token is 0. returns = A + V. ``whiten`` (scope ``batch``) centres and scales A over all model tokens,
     after the returns were taken.
 
-    Paper: Schulman et al., arXiv:1506.02438, equation 16
     Differs: No whitening unless asked for. A reward on an observation token is credited to the model token before it
     (verl drops it).
     """
@@ -63,10 +63,7 @@ def _whitened(values: Tensor, keep: Tensor, eps: float) -> Tensor:
 
 @register("advantages", "reinforce", "sequence")
 def _reinforce(token_rewards: Tensor, response_mask: Tensor, *, gamma: Share = 1.0) -> Estimate:
-    """A_t = sum_{s >= t} gamma^{s - t} r_s: reward to go, no baseline.
-
-    Paper: Williams, 1992
-    """
+    """A_t = sum_{s >= t} gamma^{s - t} r_s: reward to go, no baseline. [Williams, 1992]"""
     return credited_returns(token_rewards, response_mask, gamma)
 
 
@@ -75,10 +72,10 @@ def _reinforce_plus_plus(
     token_rewards: Tensor, response_mask: Tensor, *, gamma: Share = 1.0, eps: Epsilon = 1e-8
 ) -> Estimate:
     """A = (G - mean_batch(G)) / (std_batch(G) + eps), G_t the reward to go; statistics over all model tokens.
+    [REINFORCE++, arXiv:2501.03262]
 
     The paper's KL penalty in the reward is :func:`jackfield.algorithms.kl_in_reward`.
 
-    Paper: REINFORCE++, arXiv:2501.03262
     Differs: std + eps in the place of sqrt(variance + eps): equal rewards give exactly 0.
     """
     returns = credited_returns(token_rewards, response_mask, gamma)
@@ -90,8 +87,8 @@ def _reinforce_plus_plus_baseline(
     token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, eps: Epsilon = 1e-8
 ) -> Estimate:
     """A = (D - mean_batch(D)) / (std_batch(D) + eps), D_i = R_i - mean_group(R); statistics over all model tokens.
+    [REINFORCE++, arXiv:2501.03262 (with baseline)]
 
-    Paper: REINFORCE++, arXiv:2501.03262 (with baseline)
     Differs: A group of one gets 0 and is left out of the statistics; verl keeps its raw score.
     """
     groups = Groups(group_ids)
@@ -102,9 +99,6 @@ def _reinforce_plus_plus_baseline(
 
 @register("advantages", "remax", "sequence")
 def _remax(token_rewards: Tensor, response_mask: Tensor, baseline_rewards: Tensor) -> Estimate:
-    """A_t = sum_{s >= t} r_s - R(greedy response): ``baseline_rewards`` float ``[B]``.
-
-    Paper: ReMax, arXiv:2310.10505
-    """
+    """A_t = sum_{s >= t} r_s - R(greedy response): ``baseline_rewards`` float ``[B]``. [ReMax, arXiv:2310.10505]"""
     returns = credited_returns(token_rewards, response_mask)
     return returns - spread(baseline_rewards, response_mask, returns), returns

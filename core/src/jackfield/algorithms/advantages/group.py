@@ -1,7 +1,7 @@
-"""Estimators that compare the rollouts of one task with each other, by the total reward of each row.
+"""Estimators that compare the rollouts of one task with each other.
 
-A group of one has nothing to be compared with: its advantage is 0. Scores are compared in float64, so that equal
-rewards differ from their mean by far less than any eps.
+Each row counts by its total reward. A group of one has nothing to be compared with: its advantage is 0. Scores are
+compared in float64, so that equal rewards differ from their mean by far less than any eps.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ def _grpo(
     rank_penalty: Share = 0.0,
     eps: Epsilon = 1e-6,
 ) -> Estimate:
-    """A_i = (R_i - mean_group(R)) / (std(R) + eps), the same for every token of row i; std over n - 1.
+    """A_i = (R_i - mean_group(R)) / (std(R) + eps), the same for every token of row i; std over n - 1. [DeepSeekMath,
+    arXiv:2402.03300, section 4.1.2; std of the batch: arXiv:2508.08221; rank penalty: arXiv:2506.02355]
 
     ``std="batch"`` takes the standard deviation of all rows. ``rank_penalty`` replaces R_i by
     R_i (1 - rank_penalty * rank_i / G), rank_i counting from 0 at the group's least likely response: it needs
     ``old_log_probs``. Scope is ``group`` but with ``std="batch"``, which needs the whole batch.
 
-    Paper: DeepSeekMath, arXiv:2402.03300, section 4.1.2; std of the batch: arXiv:2508.08221; rank penalty:
-    arXiv:2506.02355
     Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
     With a rank penalty, Trinity-RFT mixes raw rewards and penalised statistics; here mean, std and numerator all use
     the penalised rewards.
@@ -61,9 +60,8 @@ def _ranks(keys: Tensor, groups: Groups) -> Tensor:
 
 @register("advantages", "dr_grpo", "group")
 def _dr_grpo(token_rewards: Tensor, group_ids: Tensor) -> Estimate:
-    """A_i = R_i - mean_group(R).
+    """A_i = R_i - mean_group(R). [Dr. GRPO, arXiv:2503.20783]
 
-    Paper: Dr. GRPO, arXiv:2503.20783
     Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
     """
     return Groups(group_ids).relative(row_sums(token_rewards))
@@ -73,9 +71,9 @@ def _dr_grpo(token_rewards: Tensor, group_ids: Tensor) -> Estimate:
 def _grpo_passk(
     token_rewards: Tensor, group_ids: Tensor, *, normalize_by_std: bool = True, eps: Epsilon = 1e-6
 ) -> Estimate:
-    """A_i = (max_group(R) - max_{j != i}(R_j)) / (std_group(R) + eps): only a single best response gets any.
+    """A_i = (max_group(R) - max_{j != i}(R_j)) / (std_group(R) + eps): only a single best response gets any. [Tang et
+    al., arXiv:2503.19595 (leave-one-out baseline of the best of k)]
 
-    Paper: Tang et al., arXiv:2503.19595 (leave-one-out baseline of the best of k)
     Differs: verl refuses a group of one; here it gets 0. Several best responses get 0 each: without any one of them
     the maximum stays.
     """
@@ -90,9 +88,8 @@ def _grpo_passk(
 
 @register("advantages", "rloo", "group")
 def _rloo(token_rewards: Tensor, group_ids: Tensor) -> Estimate:
-    """A_i = R_i - mean_{j != i}(R_j).
+    """A_i = R_i - mean_{j != i}(R_j). [Ahmadian et al., arXiv:2402.14740; Kool et al., 2019]
 
-    Paper: Ahmadian et al., arXiv:2402.14740; Kool et al., 2019
     Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
     """
     groups = Groups(group_ids)
@@ -102,11 +99,10 @@ def _rloo(token_rewards: Tensor, group_ids: Tensor) -> Estimate:
 
 @register("advantages", "opo", "group")
 def _opo(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> Estimate:
-    """A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), l the number of model tokens of a response.
+    """A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), l the number of model tokens of a response. [OPO, arXiv:2505.23585]
 
     A group of empty responses has no tokens to give an advantage to.
 
-    Paper: OPO, arXiv:2505.23585
     Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
     """
     groups, scores = Groups(group_ids), row_sums(token_rewards)
@@ -117,11 +113,11 @@ def _opo(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> Est
 
 @register("advantages", "gpg", "batch")
 def _gpg(token_rewards: Tensor, group_ids: Tensor, *, f_norm: Positive = 1.0) -> Estimate:
-    """A_i = alpha (R_i - mean_group(R)) / f_norm, alpha = B / (rows of groups whose rewards are not all equal).
+    """A_i = alpha (R_i - mean_group(R)) / f_norm, alpha = B / (rows of groups whose rewards are not all equal). [GPG,
+    arXiv:2504.02546, accurate gradient estimation]
 
     alpha makes up for the groups without a gradient; it is 1 where there are only such groups.
 
-    Paper: GPG, arXiv:2504.02546, accurate gradient estimation
     Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
     verl counts rows with a score other than 0 in the place of rows whose group is not uniform.
     """
@@ -142,11 +138,10 @@ def _gdpo(
     eps: Epsilon = 1e-6,
 ) -> Estimate:
     """A = (S - mean_batch(S)) / (std_batch(S) + eps), S_i = sum_d w_d (r_id - mean_group(r_d)) / (std_group(r_d) +
-    eps).
+    eps). [GDPO, arXiv:2601.05242]
 
     ``reward_dimensions`` is float ``[B, D]``; ``token_rewards`` gives shape and dtype alone.
 
-    Paper: GDPO, arXiv:2601.05242
     Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
     verl normalises over tokens, which weighs long responses; the paper's batch statistics are over responses.
     """

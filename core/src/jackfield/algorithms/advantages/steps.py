@@ -51,11 +51,11 @@ def _step_wise_grpo(
     eps: Epsilon = 1e-6,
 ) -> Estimate:
     """A_ik = (R_i - mean_task(R)) / (std_task(R) + eps) for every step k of run i, R_i the reward of its last step.
+    [GRPO over runs, given to each step (rLLM; Trinity-RFT's step_wise_grpo); no paper of its own known to us]
 
     ``rollout_reward="sum"`` adds up the rewards of all steps. ``divide_by_steps`` shares the advantage among the steps.
     Without ``step_ids`` the steps of a run are in the order of the rows.
 
-    Paper: GRPO over runs, given to each step (rLLM; Trinity-RFT's step_wise_grpo); no paper of its own known to us
     Differs: Runs, not steps, are compared: a long run does not count more often. A task with one run gets 0.
     """
     rollouts, scores = _Rollouts(group_ids, rollout_ids, step_ids), row_sums(token_rewards)
@@ -79,12 +79,11 @@ def _gigpo(
     eps: Epsilon = 1e-6,
 ) -> Estimate:
     """A = A_run + step_weight A_step, both (x - mean) / (std + eps): of runs' total rewards in a task, and of steps'
-    discounted returns in one anchor state of a task.
+    discounted returns in one anchor state of a task. [GiGPO, arXiv:2505.10978]
 
     ``anchor_ids`` are equal for steps that were taken in the same state (of one task). Without them, steps of the same
     ``step_ids`` are compared; without these, too, steps of the same place in their runs.
 
-    Paper: GiGPO, arXiv:2505.10978
     Differs: std over n - 1 and a group of one gets 0, for runs and for anchor states alike.
     """
     rollouts, scores = _Rollouts(group_ids, rollout_ids, step_ids), row_sums(token_rewards)

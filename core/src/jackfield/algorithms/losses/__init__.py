@@ -1,4 +1,4 @@
-"""What the optimizer minimises, per token or per sequence, then aggregated by global counts."""
+"""Losses per token or per sequence, aggregated by global counts."""
 
 from __future__ import annotations
 

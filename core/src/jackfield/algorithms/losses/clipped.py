@@ -1,4 +1,7 @@
-"""Policy losses with a trust region around the old policy, token by token. r = pi / pi_old, A the advantage."""
+"""Policy losses with a trust region around the old policy, token by token.
+
+r = pi / pi_old, A the advantage.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,22 @@ if TYPE_CHECKING:
 __all__ = ["clipped_surrogate"]
 
 
+@register("loss", "ppo", "token")
 def clipped_surrogate(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float | None,
+    *,
+    clip_low: Share = 0.2,
+    clip_high: NotNegative = 0.2,
+    clip_dual: ClipDual | None = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return PPO's loss per token and its metrics.
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old; for A < 0 never below clip_dual A. [PPO,
+    arXiv:1707.06347; dual clip: arXiv:1912.09729; asymmetric: arXiv:2503.14476]
 
-    -min(r A, clip(r) A) is -A r with r bounded from above where A > 0 and from below where A < 0, and the dual clip
-    bounds it from above there: one product, whatever the sign, so that little is kept for the gradient.
+    ``clip_dual=None`` switches the dual clip off. log r is kept within ±20. This is -A r with r bounded from above
+    where A > 0 and from below where A < 0, and the dual clip bounds it from above there: one product, whatever the
+    sign, so that little is kept for the gradient.
     """
     logs = log_probs - old_log_probs
     ratio = logs.clamp(-CLAMP, CLAMP).exp()
@@ -41,25 +48,6 @@ def clipped_surrogate(
     return -advantages * bounded, metrics
 
 
-@register("loss", "ppo", "token")
-def _ppo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: Share = 0.2,
-    clip_high: NotNegative = 0.2,
-    clip_dual: ClipDual | None = 3.0,
-) -> LossResult:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old; for A < 0 never below clip_dual A.
-
-    ``clip_dual=None`` switches the dual clip off. log r is kept within ±20.
-
-    Paper: PPO, arXiv:1707.06347; dual clip: arXiv:1912.09729; asymmetric: arXiv:2503.14476
-    """
-    return clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, clip_dual)
-
-
 @register("loss", "decoupled_ppo", "token")
 def _decoupled_ppo(
     log_probs: Tensor,
@@ -73,14 +61,16 @@ def _decoupled_ppo(
     weight_cap: Positive | None = None,
 ) -> LossResult:
     """-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old, w = pi_old / pi_rollout (no gradient).
+    [Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298]
 
     Three policies: pi_rollout generated, pi_old anchors the trust region, pi is trained. Tokens of w > weight_cap are
     left out.
 
-    Paper: Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298
     Differs: The weight has no cap unless one is set: that is the paper's objective.
     """
-    losses, metrics = clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, clip_dual)
+    losses, metrics = clipped_surrogate(
+        log_probs, old_log_probs, advantages, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual
+    )
     weights = log_ratio(old_log_probs, rollout_log_probs).detach().exp()
     metrics["policy/rollout_weight"] = weights
     if weight_cap is not None:
@@ -98,8 +88,8 @@ def _cispo(
     clip_high: NotNegative = 0.28,
 ) -> LossResult:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: the weight is clipped, no token loses its gradient.
+    [MiniMax-M1, arXiv:2506.13585]
 
-    Paper: MiniMax-M1, arXiv:2506.13585
     Differs: The paper sets no lower bound and does not print its upper one: clip_low=1 is no lower bound,
     clip_high=0.28 is DAPO's.
     """
@@ -112,11 +102,11 @@ def _cispo(
 def _sapo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 ) -> LossResult:
-    """-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere.
+    """-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere. [SAPO,
+    arXiv:2511.20347]
 
     A soft gate in the place of clipping; f'(1) = 1.
 
-    Paper: SAPO, arXiv:2511.20347
     Differs: verl aggregates it by seq-mean-token-mean whatever is configured; here the configuration holds.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp()
@@ -153,9 +143,9 @@ def _dppo_tv(
     delta_low: NotNegative = 0.2,
     delta_high: NotNegative = 0.2,
 ) -> LossResult:
-    """-M r A, M = 0 where |pi - pi_old| > delta and the update leads away (A > 0 and r > 1; A < 0 and r < 1).
+    """-M r A, M = 0 where |pi - pi_old| > delta and the update leads away (A > 0 and r > 1; A < 0 and r < 1). [DPPO,
+    arXiv:2602.04879 (binary total variation)]
 
-    Paper: DPPO, arXiv:2602.04879 (binary total variation)
     Differs: The paper's masked objective M r A; verl cuts r at 20 and multiplies by log pi: the same gradient below 20.
     The default thresholds are ours: set them.
     """
@@ -173,11 +163,10 @@ def _dppo_kl(
     delta_high: NotNegative = 0.05,
 ) -> LossResult:
     """-M r A, M = 0 where the update leads farther away and D > delta: the KL between the Bernoulli variables "this
-    token or another".
+    token or another". [DPPO, arXiv:2602.04879 (binary KL)]
 
     D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi)).
 
-    Paper: DPPO, arXiv:2602.04879 (binary KL)
     Differs: The paper's masked objective M r A; verl cuts r at 20 and multiplies by log pi: the same gradient below 20.
     The default thresholds are ours: set them.
     """
@@ -214,10 +203,10 @@ def _m2po(
     m2_threshold: NotNegative = 0.04,
 ) -> LossResult:
     """-M r A; M leaves out the largest (log r)^2 among outward tokens until the mean of the others is <= m2_threshold.
+    [M2PO, arXiv:2510.01161, algorithm 1]
 
     Outward: A > 0 and r > 1, or A < 0 and r < 1. Left-out tokens still count in the mean.
 
-    Paper: M2PO, arXiv:2510.01161, algorithm 1
     Differs: One mask for the whole batch, however it is split.
     """
     return _without(m2po_mask == 0, log_ratio(log_probs, old_log_probs).exp(), advantages)

@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: hold back the few tokens whose covariance of log-probability and advantage eats entropy."""
+"""Clip-Cov and KL-Cov hold back the few tokens whose covariance eats entropy."""
 
 from __future__ import annotations
 
@@ -65,15 +65,16 @@ def _clip_cov(
     seed: int = 0,
 ) -> LossResult:
     """PPO's loss, 0 for a random clip_cov_ratio of the tokens, drawn among those of clip_cov_lower < Cov <
-    clip_cov_upper.
+    clip_cov_upper. [Cui et al., arXiv:2505.22617, Clip-Cov]
 
     Cov_t = (log pi_t - mean(log pi)) (A_t - mean(A)); tokens that PPO clips are no candidates; at least one token is
     drawn where there is a candidate. ``seed`` should change from step to step.
 
-    Paper: Cui et al., arXiv:2505.22617, Clip-Cov
     Differs: verl takes means and selection per micro-batch; here they are those of the whole batch.
     """
-    losses, metrics = clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, None)
+    losses, metrics = clipped_surrogate(
+        log_probs, old_log_probs, advantages, clip_low=clip_low, clip_high=clip_high, clip_dual=None
+    )
     cut = clip_cov_mask != 0
     return losses.masked_fill(cut, 0.0), {**metrics, "policy/cov_fraction": cut}
 
@@ -102,9 +103,8 @@ def _kl_cov(
     kl_coefficient: NotNegative = 1.0,
 ) -> LossResult:
     """-r A, plus kl_coefficient |log r| on the kl_cov_ratio of the tokens with the largest Cov (see clip_cov), at least
-    one.
+    one. [Cui et al., arXiv:2505.22617, KL-Cov]
 
-    Paper: Cui et al., arXiv:2505.22617, KL-Cov
     Differs: verl takes means and selection per micro-batch; here they are those of the whole batch. The penalty
     |log r| is that of the authors' code.
     """

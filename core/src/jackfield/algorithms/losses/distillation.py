@@ -1,4 +1,7 @@
-"""On-policy distillation: divergences between student and teacher over the vocabulary, on the student's own tokens."""
+"""Divergences between student and teacher over the vocabulary.
+
+The tokens are the student's own (on-policy distillation).
+"""
 
 from __future__ import annotations
 
@@ -85,27 +88,25 @@ def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 @register("distillation", "forward_kl", "token")
 def _forward_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """KL(teacher, student) = sum_v p_T log(p_T / p_S): covers the teacher's modes.
-
-    Paper: GKD, arXiv:2306.13649, section 2
+    """KL(teacher, student) = sum_v p_T log(p_T / p_S): covers the teacher's modes. [GKD, arXiv:2306.13649,
+    section 2]
     """
     return _divergence(teacher_log_probs, log_probs)
 
 
 @register("distillation", "reverse_kl", "token")
 def _reverse_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """KL(student, teacher) = sum_v p_S log(p_S / p_T): stays within the teacher's modes.
-
-    Paper: GKD, arXiv:2306.13649, section 2; MiniLLM, arXiv:2306.08543
+    """KL(student, teacher) = sum_v p_S log(p_S / p_T): stays within the teacher's modes. [GKD, arXiv:2306.13649,
+    section 2; MiniLLM, arXiv:2306.08543]
     """
     return _divergence(log_probs, teacher_log_probs)
 
 
 @register("distillation", "jsd", "token")
 def _jsd(log_probs: Tensor, teacher_log_probs: Tensor, *, beta: Annotated[float, gt(0.0), lt(1.0)] = 0.5) -> Tensor:
-    """beta KL(teacher, m) + (1 - beta) KL(student, m), m = beta p_T + (1 - beta) p_S.
+    """beta KL(teacher, m) + (1 - beta) KL(student, m), m = beta p_T + (1 - beta) p_S. [GKD, arXiv:2306.13649, section
+    2, equation 1]
 
-    Paper: GKD, arXiv:2306.13649, section 2, equation 1
     Differs: beta=0 and beta=1 are refused: they are 0; forward_kl and reverse_kl are the limits of jsd over beta and
     1 - beta.
     """

@@ -1,5 +1,6 @@
-"""Online policy mirror descent, three forms: the Trinity-RFT report, arXiv:2505.17826, appendix A.
+"""Three forms of online policy mirror descent.
 
+They are those of the Trinity-RFT report, arXiv:2505.17826, appendix A.
 log pi(y) is the sum over the model tokens of y; pi_ref is ``ref_log_probs`` where given, else ``old_log_probs`` (the
 policy that the update starts from).
 """
@@ -22,10 +23,7 @@ __all__ = []
 
 @register("loss", "opmd", "token")
 def _opmd(log_probs: Tensor, advantages: Tensor, *, tau: NotNegative = 1.0) -> LossResult:
-    """-A log pi / (1 + tau), A = R - mean_group(R).
-
-    Paper: Trinity-RFT report, arXiv:2505.17826, appendix A.3
-    """
+    """-A log pi / (1 + tau), A = R - mean_group(R). [Trinity-RFT report, arXiv:2505.17826, appendix A.3]"""
     return -advantages * log_probs / (1.0 + tau), {}
 
 
@@ -37,11 +35,22 @@ def _given(**candidates: Tensor | None) -> Tensor:
     raise ConfigError(f"this form of mirror descent needs {' or '.join(candidates)}", code="algorithm.input")
 
 
-def _row_logs(log_probs: Tensor, old_log_probs: Tensor | None, ref_log_probs: Tensor | None, reference: str) -> Tensor:
-    """log(pi(y) / pi_ref(y)) per row, ``[B]``."""
+def _regularised(
+    log_probs: Tensor,
+    response_mask: Tensor,
+    old_log_probs: Tensor | None,
+    ref_log_probs: Tensor | None,
+    rewards: Tensor | None,
+    advantages: Tensor | None,
+    tau: float,
+    reference: str,
+) -> tuple[Tensor, Tensor]:
+    """a = R - tau (log pi(y) - log pi_ref(y)), up to a constant of the group, and that log-ratio; both ``[B]``."""
+    gains = _given(rewards=rewards, advantages=None if advantages is None else row_means(advantages, response_mask))
     candidates = {"ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
     wanted = {name: value for name, value in candidates.items() if reference in ("auto", name[:3])}
-    return row_log_ratio(log_probs, _given(**wanted))
+    logs = row_log_ratio(log_probs, _given(**wanted))
+    return gains.to(log_probs.dtype) - tau * logs, logs
 
 
 def _log_partitions(rewards: Tensor, group_ids: Tensor, tau: float) -> dict[str, Tensor]:
@@ -69,35 +78,17 @@ def _opmd_kimi(
     reference: Literal["auto", "old", "ref"] = "auto",
 ) -> LossResult:
     """(R - tau log Z - tau (log pi(y) - log pi_ref(y)))^2 per sequence, log Z = log(mean_group(exp(R / tau))).
+    [Trinity-RFT report, arXiv:2505.17826, appendix A.1; Kimi k1.5, arXiv:2501.12599, section 2.3.2]
 
     Without ``rewards``, R - tau log Z is the row's advantage, by the estimator ``opmd`` with
     ``baseline="log_avg_exp"`` and the same tau.
 
-    Paper: Trinity-RFT report, arXiv:2505.17826, appendix A.1; Kimi k1.5, arXiv:2501.12599, section 2.3.2
     Differs: Divided by the global count of sequences; the report writes a plain sum.
     """
-    if rewards is None:
-        target = row_means(_given(rewards=rewards, advantages=advantages), response_mask)
-    else:
-        log_partition = _given(opmd_log_partition=opmd_log_partition)
-        target = (rewards - tau * log_partition).to(log_probs.dtype)
-    logs = _row_logs(log_probs, old_log_probs, ref_log_probs, reference)
-    return _kept((target - tau * logs).square(), response_mask), {"policy/log_ratio": logs}
-
-
-def _regularised(
-    log_probs: Tensor,
-    response_mask: Tensor,
-    old_log_probs: Tensor | None,
-    ref_log_probs: Tensor | None,
-    rewards: Tensor | None,
-    advantages: Tensor | None,
-    tau: float,
-    reference: str,
-) -> Tensor:
-    """a = R - tau (log pi(y) - log pi_ref(y)), ``[B]``, up to a constant of the group."""
-    gains = _given(rewards=rewards, advantages=None if advantages is None else row_means(advantages, response_mask))
-    return gains.to(log_probs.dtype) - tau * _row_logs(log_probs, old_log_probs, ref_log_probs, reference)
+    a, logs = _regularised(log_probs, response_mask, old_log_probs, ref_log_probs, rewards, advantages, tau, reference)
+    if rewards is not None:
+        a = a - tau * _given(opmd_log_partition=opmd_log_partition).to(a.dtype)
+    return _kept(a.square(), response_mask), {"policy/log_ratio": logs}
 
 
 def _group_columns(
@@ -112,7 +103,7 @@ def _group_columns(
     advantages: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Compute the mean of a and the number of responses of each row's group, ``[B]``."""
-    a = _regularised(log_probs, response_mask, old_log_probs, ref_log_probs, rewards, advantages, tau, reference)
+    a, _ = _regularised(log_probs, response_mask, old_log_probs, ref_log_probs, rewards, advantages, tau, reference)
     groups, real = Groups(group_ids), (response_mask != 0).any(-1)
     sizes = groups.sums(real.double())
     means = groups.sums(a.double().masked_fill(~real, 0.0)) / sizes.clamp(min=1.0)
@@ -141,15 +132,15 @@ def _opmd_pairwise(
     tau: Positive = 1.0,
     reference: Literal["auto", "old", "ref"] = "auto",
 ) -> LossResult:
-    """sum_{i<j}((a_i - a_j)^2) over each group, a = R - tau (log pi(y) - log pi_ref(y)).
+    """sum_{i<j}((a_i - a_j)^2) over each group, a = R - tau (log pi(y) - log pi_ref(y)). [Trinity-RFT report,
+    arXiv:2505.17826, appendix A.2; two responses: Flet-Berliac et al., arXiv:2406.19185]
 
     Computed as K sum_i((a_i - mean(a))^2), whose gradient, too, is that with mean(a) held fixed: so each row needs no
     more of its group than size and mean. Any baseline of the group cancels: without ``rewards`` the row's advantage
     will do.
 
-    Paper: Trinity-RFT report, arXiv:2505.17826, appendix A.2; two responses: Flet-Berliac et al., arXiv:2406.19185
     Differs: Trinity-RFT needs a group's rows in one micro-batch; here a split group gives the same loss and gradient.
     Divided by the global count of sequences.
     """
-    a = _regularised(log_probs, response_mask, old_log_probs, ref_log_probs, rewards, advantages, tau, reference)
+    a, _ = _regularised(log_probs, response_mask, old_log_probs, ref_log_probs, rewards, advantages, tau, reference)
     return _kept(opmd_group_sizes * (a - opmd_group_means).square(), response_mask), {}

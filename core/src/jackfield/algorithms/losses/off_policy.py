@@ -17,28 +17,19 @@ __all__ = []
 
 @register("loss", "reinforce", "token")
 def _reinforce(log_probs: Tensor, advantages: Tensor) -> LossResult:
-    """-A log pi.
-
-    Paper: Williams, 1992
-    """
+    """-A log pi. [Williams, 1992]"""
     return -advantages * log_probs, {}
 
 
 @register("loss", "gpg", "token")
 def _gpg(log_probs: Tensor, advantages: Tensor) -> LossResult:
-    """-A log pi: what is special in GPG is its advantages.
-
-    Paper: GPG, arXiv:2504.02546
-    """
+    """-A log pi: what is special in GPG is its advantages. [GPG, arXiv:2504.02546]"""
     return -advantages * log_probs, {}
 
 
 @register("loss", "sppo", "token")
 def _sppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, epsilon: Positive = 0.3) -> LossResult:
-    """-A log(clip(r, 1 / (1 + epsilon), 1 + epsilon)).
-
-    Paper: Vaswani et al., arXiv:2108.05828 (softmax PPO)
-    """
+    """-A log(clip(r, 1 / (1 + epsilon), 1 + epsilon)). [Vaswani et al., arXiv:2108.05828 (softmax PPO)]"""
     bound = math.log1p(epsilon)
     logs = log_probs - old_log_probs
     clipped = logs.clamp(-bound, bound)
@@ -61,13 +52,13 @@ def _rec(
     regularizer: Literal["none", "k2", "forward_kl"] = "none",
     regularizer_coefficient: NotNegative = 0.0,
 ) -> LossResult:
-    """-M w A log pi + regulariser; M keeps r within bounds, w is 1, r (no gradient) or exp(A / temperature).
+    """-M w A log pi + regulariser; M keeps r within bounds, w is 1, r (no gradient) or exp(A / temperature). [Yao et
+    al., arXiv:2509.24203 (REC family, RED-Weight, and OPMD's and AsymRE's regularisers)]
 
     ``clip``: ``two-side`` keeps 1 - clip_low <= r <= 1 + clip_high; ``one-side`` bounds r from above for A >= 0 and
     from below for A <= 0; ``ring`` is two-side and, beyond, r <= 1 - ring_low for A >= 0 and r >= 1 + ring_high for
     A <= 0. ``regularizer``: ``k2`` adds coefficient (log r)^2, ``forward_kl`` adds -coefficient log pi.
 
-    Paper: Yao et al., arXiv:2509.24203 (REC family, RED-Weight, and OPMD's and AsymRE's regularisers)
     Differs: Rows that RED-Drop leaves out are the estimator's business, not the loss's.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp().detach()

@@ -1,4 +1,4 @@
-"""Policy losses with a ratio per sequence. The sequence's log-ratio is the sum over its model tokens."""
+"""Policy losses with a ratio per sequence: its log is the sum over the model tokens."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _gspo(
     clip_low: Share = 3e-4,
     clip_high: NotNegative = 4e-4,
 ) -> LossResult:
-    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = (pi(y) / pi_old(y))^(1 / |y|), on each token of y.
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = (pi(y) / pi_old(y))^(1 / |y|), on each token of y. [GSPO,
+    arXiv:2507.18071]
 
-    Paper: GSPO, arXiv:2507.18071
     Differs: verl aggregates it by seq-mean-token-mean whatever is configured; here the configuration holds (the bundle
     asks for seq-mean-token-mean, as the paper does).
     """
@@ -49,11 +49,10 @@ def _gmpo(
     clip_high: NotNegative = 0.4,
 ) -> LossResult:
     """-A (prod_t c_t)^(1 / |y|), c = min(r, clip(r)) where A > 0 and max(r, clip(r)) where A < 0, clip to [e^-clip_low,
-    e^clip_high].
+    e^clip_high]. [GMPO, arXiv:2507.20673]
 
     A is the mean of the row's advantages. One value per sequence.
 
-    Paper: GMPO, arXiv:2507.20673
     Differs: One value per sequence, averaged over the global count of sequences (verl: over the micro-batch). An empty
     response gives 0.
     """
@@ -76,9 +75,8 @@ def _topr(
     upper: Positive = 1.0,
 ) -> LossResult:
     """-w A log pi, w = 1 where A > threshold and sg(min(pi(y) / pi_old(y), upper)) elsewhere: the tapered importance
-    weight.
+    weight. [TOPR, arXiv:2503.14286, canonical form]
 
-    Paper: TOPR, arXiv:2503.14286, canonical form
     Differs: A sequence is positive or negative by the sign of its mean advantage.
     """
     ratio = row_log_ratio(log_probs, old_log_probs).detach().clamp(max=CLAMP).exp().clamp(max=upper)
@@ -95,9 +93,9 @@ def _dro(
     beta: Positive = 1.0,
     level: Literal["sequence", "token"] = "sequence",
 ) -> LossResult:
-    """-A log pi(y) + beta / 2 (log pi(y) - log pi_old(y))^2, per sequence, or per token with ``level="token"``.
+    """-A log pi(y) + beta / 2 (log pi(y) - log pi_old(y))^2, per sequence, or per token with ``level="token"``. [DRO,
+    arXiv:2405.19107 (its policy objective, the value as baseline in A)]
 
-    Paper: DRO, arXiv:2405.19107 (its policy objective, the value as baseline in A)
     Differs: level=token is the form that Tinker documents. The paper learns the value; here A carries any baseline.
     """
     gain = advantages * log_probs

@@ -1,4 +1,4 @@
-"""Losses that learn from given answers: likelihood, preferences, and mixtures with reinforcement learning."""
+"""Losses that learn from given answers: likelihood, preferences, and mixtures."""
 
 from __future__ import annotations
 
@@ -65,13 +65,12 @@ def _dpo(
     label_smoothing: Annotated[float, ge(0.0), lt(0.5)] = 0.0,
 ) -> LossResult:
     """-(1 - e) log sigmoid(z) - e log sigmoid(-z) per pair, z = beta (h(chosen) - h(rejected)), h = log pi(y) - log
-    pi_ref(y).
+    pi_ref(y). [DPO, arXiv:2305.18290, equation 7; label smoothing: cDPO (Mitchell, 2023)]
 
     e is ``label_smoothing``. Rows of one ``pair_ids`` are a pair: the one of higher ``rewards`` is chosen, or, without
     rewards, the first. A pair may be split into micro-batches: each of its rows carries ``dpo_margins`` (z as the step
     begins) and ``dpo_signs``, and contributes its half of value and gradient.
 
-    Paper: DPO, arXiv:2305.18290, equation 7; label smoothing: cDPO (Mitchell, 2023)
     Differs: One loss per pair, averaged over the global count of pairs (global_sequences / 2). Summing
     log-probabilities over a micro-batch first would make it one pair.
     """
@@ -106,11 +105,11 @@ def _mix_chord(
     clip_high: NotNegative = 0.2,
     clip_dual: ClipDual | None = 3.0,
 ) -> LossResult:
-    """(1 - mu) PPO(usual rows) + mu (-phi log pi)(expert rows), phi = sg(pi (1 - pi)) (``phi=False``: 1).
+    """(1 - mu) PPO(usual rows) + mu (-phi log pi)(expert rows), phi = sg(pi (1 - pi)) (``phi=False``: 1). [CHORD,
+    arXiv:2508.11408]
 
     Counts are those of ``mix``.
 
-    Paper: CHORD, arXiv:2508.11408
     Differs: mu is an option; the schedule that the paper decays it by is jackfield.algorithms.chord_mu.
     """
     if (global_usual_tokens is None) != (global_expert_tokens is None):
@@ -120,7 +119,9 @@ def _mix_chord(
         )
     probability = log_probs.detach().exp()
     imitation = -log_probs * (probability * (1.0 - probability) if phi else 1.0)
-    surrogate, metrics = clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, clip_dual)
+    surrogate, metrics = clipped_surrogate(
+        log_probs, old_log_probs, advantages, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual
+    )
     expert = expert_mask != 0
 
     def term(values: Tensor, weight: float, rows: Tensor, tokens: int | None, sequences: int | None) -> Term:
@@ -154,13 +155,13 @@ def _mix(
     clip_high: NotNegative = 0.2,
     clip_dual: ClipDual | None = 3.0,
 ) -> LossResult:
-    """(1 - mu) PPO(usual rows) + mu SFT(expert rows), each normalised by its own global count.
+    """(1 - mu) PPO(usual rows) + mu SFT(expert rows), each normalised by its own global count. [MIX, Trinity-RFT
+    report, arXiv:2505.17826, section 3.2]
 
     ``expert_mask`` is bool ``[B]``. Tokens are counted by ``global_usual_tokens`` and ``global_expert_tokens``; unset,
     this call is the whole batch. Means over sequences use ``global_usual_sequences`` and ``global_expert_sequences``
     or, where only the tokens are counted, all sequences of the batch.
 
-    Paper: MIX, Trinity-RFT report, arXiv:2505.17826, section 3.2
     Differs: Each part is a mean over its own tokens (or sequences) of the whole batch; Trinity-RFT scales means of
     micro-batches.
     """
@@ -170,9 +171,10 @@ def _mix(
 
 
 def chord_mu(step: int, *, warmup_steps: int, decay_steps: int, peak: float = 0.9, valley: float = 0.05) -> float:
-    """Return CHORD's weight of the expert data at ``step``: linear to ``peak``, then a half cosine to ``valley``.
+    """Return CHORD's weight of the expert data at ``step``.
 
-    The form is Trinity-RFT's for arXiv:2508.11408; peak and valley are that paper's example, to be set per task.
+    It is linear up to ``peak``, then a half cosine down to ``valley``. The form is Trinity-RFT's for arXiv:2508.11408;
+    peak and valley are that paper's example, to be set per task.
     """
     if step < warmup_steps:
         return peak * step / warmup_steps

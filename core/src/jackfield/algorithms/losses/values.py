@@ -26,9 +26,10 @@ def value_loss(
     aggregation: str = "token-mean",
     length_norm: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; without a clip (V - R)^2 / 2.
+    """Return the loss of a critic and its metrics.
 
-    PPO's value loss as in OpenAI baselines (the paper has no clip). Everything is float ``[B, T]``.
+    It is max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; without a clip (V - R)^2 / 2. PPO's value
+    loss as in OpenAI baselines (the paper has no clip). Everything is float ``[B, T]``.
 
     Args:
         values: of the critic, with gradients.
