@@ -45,7 +45,8 @@ What `mixing.replay.sampler`, `mixing.expert.sampler` and `mixing.human.sampler`
 BUILT_IN = """\
 ## Built-in plugins
 
-Settings of the plugins that come with the core; every other plugin's README lists its own.
+Settings of the plugins that come with the core, and of the reward `function`; the README of every other plugin lists
+its own.
 """
 
 
@@ -66,7 +67,7 @@ def reference() -> str:
     lines.append(BUILT_IN)
     registry = discover()
     for record in registry.records():
-        if record.distribution == "jackfield":
+        if record.distribution == "jackfield" or (record.kind, record.name) == ("reward", "function"):
             settings = registry.settings_class(record.kind, record.name)
             title = f"`{record.kind}: {{name: {record.name}}}`"
             lines += _section(title, settings, record.kind, level=3)

@@ -11,12 +11,12 @@ import torch
 
 def read_column(file: str, name: str) -> dict[str, torch.Tensor]:
     """Key to the tensor of a column, for each sample that has it."""
-    query = "SELECT key, dtype, shape, content FROM jackfield_cells WHERE name = ?"
+    query = "SELECT key, type, content FROM jackfield_cells WHERE name = ?"
     with closing(sqlite3.connect(file)) as database:
         rows = database.execute(query, [name]).fetchall()
     found = {}
-    for key, dtype, shape, content in rows:
-        values = torch.empty(json.loads(shape), dtype=getattr(torch, dtype))
-        values.reshape(-1).view(torch.uint8).numpy()[:] = memoryview(content)
-        found[key] = values
+    for key, text, content in rows:
+        kind, dtype, shape = json.loads(text)  # of one element, where the column is jagged
+        values = torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)) if content else torch.tensor([])
+        found[key] = values.reshape([-1, *shape] if kind == "jagged" else shape)
     return found

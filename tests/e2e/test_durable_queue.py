@@ -7,10 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from jackfield.errors import RunError
 from jackfield.plugins import hookimpl
+from jackfield_testing import refused
 
 from .conftest import Run
 from .test_modes import GRADED, INVARIANT, steps, without_times
@@ -35,7 +34,7 @@ def rows(folder: Path) -> int:
 def test_a_run_that_begins_anew_does_not_see_the_rows_of_the_one_before(small_run: Run, tmp_path: Path) -> None:
     """They have the keys that this run will give to others."""
     folder = f"folder={tmp_path / 'run'}"
-    with pytest.raises(RunError, match="stop"):
+    with refused("run.failed", "stop"):
         small_run("run", "seed=3", "schedule.steps=4", "schedule.sync_offset=1", folder, *DURABLE, hooks=[Stop()])
     left = rows(tmp_path / "run")
     assert left >= 8

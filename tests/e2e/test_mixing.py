@@ -80,7 +80,7 @@ def test_rows_of_another_run_are_mixed_in(small_run: Run, tmp_path: Path) -> Non
         ["import", tmp_path / "rows.jsonl", tmp_path / "kept", "--partition", "human"],
     ):
         done = CliRunner().invoke(main, ["queue", *map(str, arguments)])
-        assert (0, "4 rows") == (done.exit_code, done.output[:6]), done.output
+        assert (0, "4 samples") == (done.exit_code, done.output[:9]), done.output
     human = f"mixing.human={{ratio: 1, samples: {tmp_path / 'kept'}}}"
     second, lines = small_run("second", "schedule.steps=2", human, *SMALL)
     assert [4.0, 4.0] == [line["samples/human"] for line in steps(lines)]

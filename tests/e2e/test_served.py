@@ -63,7 +63,7 @@ class Roles:
         """Have the controller end as people do; it has refused nothing."""
         self.order(end="queue")
         assert 128 + signal.SIGTERM == self.ended("queue"), self.printed("queue")
-        assert "ended; refused: nothing" in self.printed("queue")
+        assert "ended; connections refused: 0" in self.printed("queue")
 
     def _next(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -210,7 +210,7 @@ def test_a_run_outlives_its_controller(roles: Roles, made: Path, tmp_path: Path)
     """
     folder = tmp_path / "run"
     common = shared(folder, made, "queue={durable: true}", "deadlines.heartbeat=8")
-    second_cut = ("jackfield.queue.local:LocalQueue.checkpoint", 2)
+    second_cut = ("jackfield.queue.checkpoints:Checkpoints.save", 2)
     roles.start("queue", "queue", "serve", *common, die_at=second_cut)
     roles.until("the queue is served", of="queue")
     roles.start("trainer", "run", *common, "--role", "train")
@@ -218,7 +218,7 @@ def test_a_run_outlives_its_controller(roles: Roles, made: Path, tmp_path: Path)
     assert -signal.SIGKILL == roles.ended("queue"), roles.printed("queue")
     for name in ("trainer", "explorer"):
         assert 1 == roles.ended(name), roles.printed(name)
-        assert "the connection to the queue's controller is lost: nothing was heard of it" in roles.printed(name)
+        assert "the connection to the queue's controller is lost" in roles.printed(name)
         assert "queue.session" in roles.printed(name)
     before = list(read_ledger(folder))
     roles.said.clear()

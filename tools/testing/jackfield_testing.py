@@ -25,9 +25,10 @@ from typing import Any
 
 import pytest
 
+from jackfield.errors import JackfieldError
 from jackfield_servers import PostgresServer, RedisServer, postgres_programs, redis_program
 
-__all__ = ["DATA_VARIABLE", "HARDWARE", "TOOLS", "in_loop", "sglang_python", "vllm_python"]
+__all__ = ["DATA_VARIABLE", "HARDWARE", "TOOLS", "in_loop", "refused", "sglang_python", "vllm_python"]
 
 DATA_VARIABLE = "JACKFIELD_DATA"
 LEFT_OUT_VARIABLE = "JACKFIELD_LEFT_OUT"  #: tools that tools/ci.py has no room for, separated by spaces
@@ -40,6 +41,16 @@ def _cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def refused(code: str | tuple[str, ...], *names: object) -> Iterator[pytest.ExceptionInfo[JackfieldError]]:
+    """Expect an error of Jackfield by its code, or one of several; the error names everything in ``names``."""
+    with pytest.raises(JackfieldError) as caught:
+        yield caught
+    assert caught.value.code in (code if isinstance(code, tuple) else (code,)), str(caught.value)
+    missing = [str(name) for name in names if str(name) not in str(caught.value)]
+    assert [] == missing, str(caught.value)
 
 
 def _may(*command: str) -> bool:
@@ -97,7 +108,12 @@ _ALLOWED = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers."""
+    """Declare the markers, and let examples of Hypothesis take the time that a busy machine needs."""
+    if find_spec("hypothesis") is not None:
+        from hypothesis import settings
+
+        settings.register_profile("jackfield", deadline=None)
+        settings.load_profile("jackfield")
     config.addinivalue_line("markers", "needs(*tools): skip where a tool is missing; under CI=true fail instead")
     config.addinivalue_line("markers", "shared_interpreter: uses an interpreter that all tests of the session share")
     config.addinivalue_line("markers", "nightly: part of a full matrix; `make nightly` runs it, CI does not")

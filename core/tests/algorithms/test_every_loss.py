@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jackfield.abc.engine import LossSpec, TokenOutput
 from jackfield.algorithms import part, policy_loss, prepare, resolve_loss
 from jackfield.errors import ConfigError
+from jackfield_testing import refused
 
 from .cases import AGGREGATIONS, LOSSES, OPTIONS, batch, counts, loss_of
 
@@ -164,7 +165,7 @@ def test_other_inputs_that_are_not_finite_are_named_where_they_are_used(name: st
         if key not in (*chosen.needs, *chosen.accepts):
             loss_of(name, data)
             continue
-        with pytest.raises(ConfigError, match=f"{key} is nan"):
+        with refused("algorithm.not-finite", f"{key} is nan"):
             loss_of(name, data)
 
 
@@ -178,9 +179,8 @@ def test_float32_is_as_good_as_its_type(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_unknown_option_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused("algorithm.input", "clip_lo"):
         loss_of(name, batch(), clip_lo=0.1)
-    assert ("algorithm.input", "clip_lo") == (caught.value.code, caught.value.found)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -188,7 +188,7 @@ def test_a_missing_input_is_named(name: str) -> None:
     data = batch()
     required = [key for key in part("loss", name).needs if key in data and key not in ("log_probs", "response_mask")]
     for key in required:
-        with pytest.raises(ConfigError, match=key):
+        with refused("algorithm.input", key):
             policy_loss(name, **{**data, key: None}, global_tokens=9, global_sequences=8)
 
 
@@ -214,7 +214,7 @@ def test_an_engine_refuses_a_whole_batch_loss_without_what_it_needs(name: str) -
     data = batch()
     few = {"global_tokens": 10, "global_sequences": 8}
     function = resolve_loss(LossSpec(name=name, options={}, global_counts=few))
-    with pytest.raises(ConfigError, match=r"needs|depends on the whole batch"):
+    with refused("algorithm.input"):
         function(TokenOutput(log_probs=data["log_probs"]), data)
 
 
@@ -224,12 +224,12 @@ def test_a_constant_norm_is_asked_for_where_widths_differ() -> None:
         options={"aggregation": "seq-mean-token-sum-norm"},
         global_counts={"global_tokens": 1, "global_sequences": 1},
     )
-    with pytest.raises(ConfigError, match="length_norm"):
+    with refused("algorithm.input", "length_norm"):
         resolve_loss(spec)
 
 
 def test_a_spec_with_an_unknown_option_is_refused_before_the_first_batch() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'clip_high'"):
+    with refused("algorithm.input", "clip_high"):
         resolve_loss(
             LossSpec(name="ppo", options={"clip_hi": 0.3}, global_counts={"global_tokens": 1, "global_sequences": 1})
         )
@@ -238,11 +238,11 @@ def test_a_spec_with_an_unknown_option_is_refused_before_the_first_batch() -> No
 def test_shapes_that_differ_are_refused() -> None:
     data = batch()
     data["advantages"] = data["advantages"][:, :-1]
-    with pytest.raises(ConfigError, match="different shapes"):
+    with refused("algorithm.input"):
         loss_of("ppo", data)
     data = batch()
     data["expert_mask"] = data["expert_mask"][:-1]
-    with pytest.raises(ConfigError, match="one value per row"):
+    with refused("algorithm.input"):
         policy_loss("mix", **data, global_tokens=1, global_sequences=1)
 
 
@@ -252,7 +252,7 @@ def test_a_part_says_whether_it_has_one_value_per_sequence(name: str) -> None:
     data = batch(seed=4)
     weights = {"rollout_weights": torch.ones_like(data["log_probs"])}
     if part("loss", name).per_sequence:
-        with pytest.raises(ConfigError, match="one value per sequence"):
+        with refused("algorithm.input"):
             loss_of(name, {**data, **weights})
     else:
         assert loss_of(name, data)[0] == pytest.approx(loss_of(name, {**data, **weights})[0])

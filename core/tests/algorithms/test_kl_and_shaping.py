@@ -26,6 +26,7 @@ from jackfield.algorithms import (
     resolve_loss,
 )
 from jackfield.errors import ConfigError
+from jackfield_testing import refused
 
 from .cases import AGGREGATIONS, batch, counts
 
@@ -106,7 +107,7 @@ def test_the_bounds_of_low_var_kl() -> None:
 
 
 def test_k3_corrected_names_what_it_needs() -> None:
-    with pytest.raises(ConfigError, match="needs old_log_probs"):
+    with refused("algorithm.input", "old_log_probs"):
         kl("k3_corrected", torch.zeros(1, 1), torch.zeros(1, 1))
 
 
@@ -163,7 +164,7 @@ def test_the_norm_is_a_constant_of_the_run() -> None:
     mode = "seq-mean-token-sum-norm"
     assert 7 / 2 / 10 == pytest.approx(float(aggregate(values, mask, mode, length_norm=10, **own)))
     assert 7 / 2 / 2 == pytest.approx(float(aggregate(values, mask, mode, **own))), "else the width"
-    with pytest.raises(ConfigError, match="positive"):
+    with refused("algorithm.input"):
         aggregate(values, mask, mode, length_norm=0, **own)
 
 
@@ -192,7 +193,7 @@ def test_kl_in_reward(seed: int, estimator: str) -> None:
 def test_kl_in_reward_names_a_bad_sample() -> None:
     data = batch()
     data["ref_log_probs"][1, 0] = math.nan
-    with pytest.raises(ConfigError, match="row 1, response token 0"):
+    with refused("algorithm.not-finite", "row 1, response token 0"):
         kl_in_reward(
             data["advantages"], data["log_probs"], data["ref_log_probs"], data["response_mask"], coefficient=1.0
         )
@@ -206,7 +207,7 @@ def test_the_overlong_penalty() -> None:
     )
     assert -2.0 == float(overlong_penalty(lengths, max_length=100, buffer=20, factor=2.0)[-1])
     for wrong in ({"buffer": 0}, {"buffer": 101}):
-        with pytest.raises(ConfigError, match="0 < buffer"):
+        with refused("algorithm.input"):
             overlong_penalty(lengths, max_length=100, **wrong)
 
 
@@ -239,7 +240,7 @@ def test_normalisation_and_clipping() -> None:
     assert [0.0, 0.0] == normalize_rewards(torch.tensor([0.1, 0.1])).tolist()
     assert [3.0] == normalize_rewards(torch.tensor([3.0]), center=False).tolist()
     assert [1.0, 2.0, 3.0] == clip_rewards(scores, low=0.0, high=3.0).tolist()
-    with pytest.raises(ConfigError, match="low < high"):
+    with refused("algorithm.input"):
         clip_rewards(scores, low=1.0, high=1.0)
 
 
@@ -252,7 +253,7 @@ def test_failed_scores_become_their_groups_mean() -> None:
     assert [False] * 5 + [True] == still.tolist(), "a group without any score has no mean"
     found, _ = advantages("grpo", token_rewards=filled[:, None], response_mask=torch.ones(6, 1), group_ids=groups)
     assert [0.0, 0.0] == pytest.approx([float(found[1, 0]), float(found[3, 0])])
-    with pytest.raises(ConfigError, match="row 3"):
+    with refused("algorithm.not-finite", "row 3"):
         fill_failed(scores, torch.tensor([False, True, False, False, False, False]), groups)
 
 

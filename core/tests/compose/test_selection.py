@@ -8,8 +8,9 @@ import pytest
 
 from jackfield.compose.selection import check_weights
 from jackfield.config import make_config
-from jackfield.errors import ConfigError, PluginError
+from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
+from jackfield_testing import refused
 
 EVERYTHING = {"rollout": {"weights_delta": "full", "weights_float8": "partial"}, "checkpoint_engine": {"delta": "full"}}
 
@@ -44,7 +45,7 @@ def test_weights_are_sent_to_those_who_can_load_them(override: str, kind: str, c
     check("weights.dtype=bfloat16")
     check(override, **EVERYTHING)
     declared = {**EVERYTHING, kind: {**EVERYTHING[kind], capability: "unsupported"}}
-    with pytest.raises(PluginError, match=f"does not have the capability '{capability}'") as caught:
+    with refused("plugin.capability", capability) as caught:
         check(override, **declared)
     assert "plugin.capability" == caught.value.code
 

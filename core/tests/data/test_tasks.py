@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jackfield.data import sources as sources_module
 from jackfield.data.tasks import SeededOrder, Task, TaskFormat, TaskSet
 from jackfield.errors import ConfigError, DataError
+from jackfield_testing import refused
 
 
 def write(path: Path, *records: object) -> Path:
@@ -104,26 +105,25 @@ def test_empty_files_are_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "what"),
+    "line",
     [
-        (b'{"question": "q", ', "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b"[1]", "not a JSON object"),
-        (b'{"question": "q"}', "field 'answer' is missing"),
-        (b'{"answer": "a"}', "field 'question' is missing"),
-        (b'{"question": 5, "answer": "a"}', "field 'question' is not a text"),
-        (b'{"question": [{"role": "user"}], "answer": "a"}', "not a conversation"),
-        (b'{"question": "q", "answer": "a", "id": true}', "not an id"),
-        (b'{"question": "q", "answer": "a", "self": 1}', "reserved name 'self'"),
-        (b'{"question": "q", "answer": "a", "id": "bad:1"}', "two tasks have one id"),
+        b'{"question": "q", ',
+        b"\xff\xfe",
+        b"[1]",
+        b'{"question": "q"}',
+        b'{"answer": "a"}',
+        b'{"question": 5, "answer": "a"}',
+        b'{"question": [{"role": "user"}], "answer": "a"}',
+        b'{"question": "q", "answer": "a", "id": true}',
+        b'{"question": "q", "answer": "a", "self": 1}',
+        b'{"question": "q", "answer": "a", "id": "bad:1"}',
     ],
 )
-def test_malformed_lines_name_file_and_line(tmp_path: Path, line: bytes, what: str) -> None:
+def test_malformed_lines_name_file_and_line(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_bytes(json.dumps(problem(1)).encode() + b"\n\n" + line + b"\n")
-    with pytest.raises(DataError, match=what) as caught:
+    with refused("data.malformed") as caught:
         TaskSet.load(file)
-    assert "data.malformed" == caught.value.code
     assert f"{file}:3" == caught.value.where
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary
 from jackfield.errors import DataError
+from jackfield_testing import refused
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -142,7 +143,7 @@ def test_a_template_without_end_token_uses_the_tokenizers() -> None:
 
 def test_a_tokenizer_without_template_needs_one_from_the_configuration(tmp_path: Path) -> None:
     make_tokenizer(None).save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"set data\.chat_template") as caught:
+    with refused("data.no-chat-template", "data.chat_template") as caught:
         HuggingFaceChatTokenizer.load(tmp_path)
     assert "data.no-chat-template" == caught.value.code
     given = HuggingFaceChatTokenizer.load(tmp_path, chat_template=CHATML)
@@ -171,7 +172,7 @@ def test_vocabulary_has_to_fit_the_model() -> None:
     assert len(NUMBERS) == tokenizer.vocabulary_size
     check_vocabulary(tokenizer, len(NUMBERS))
     check_vocabulary(tokenizer, len(NUMBERS) + 40)
-    with pytest.raises(DataError, match=f"up to {len(NUMBERS) - 1}") as caught:
+    with refused("data.vocabulary", len(NUMBERS) - 1) as caught:
         check_vocabulary(tokenizer, len(NUMBERS) - 1)
     assert "data.vocabulary" == caught.value.code
 

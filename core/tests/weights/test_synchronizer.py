@@ -13,11 +13,12 @@ import pytest
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.clock import VirtualClock
-from jackfield.errors import DeadlineExceeded, WeightsError
+from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import Replica, SyncReport, WeightSender, WeightSynchronizer, in_process
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
+from jackfield_testing import refused
 
 torch = pytest.importorskip("torch")
 
@@ -163,7 +164,7 @@ def sync(trainer: FakeTrainer, *replicas: FakeReplica, version: int = 1) -> Sync
     return clock.run(main())
 
 
-def refused(trainer: FakeTrainer, *replicas: FakeReplica) -> WeightsError:
+def refused_sync(trainer: FakeTrainer, *replicas: FakeReplica) -> WeightsError:
     with pytest.raises(WeightsError) as caught:
         sync(trainer, *replicas)
     return caught.value
@@ -231,7 +232,7 @@ def test_versions_only_go_up_and_a_failed_one_may_be_repeated() -> None:
     ],
 )
 def test_a_tensor_that_is_dropped_doubled_or_corrupted_on_the_way_is_found(fault: Any, code: str, words: str) -> None:
-    error = refused(FakeTrainer(), FakeReplica(0), FakeReplica(1, workers=2, faults={1: fault}))
+    error = refused_sync(FakeTrainer(), FakeReplica(0), FakeReplica(1, workers=2, faults={1: fault}))
     assert code == error.code
     assert words in error.message
     assert "replica 1" in str(error)
@@ -250,7 +251,7 @@ def test_a_tensor_that_is_dropped_doubled_or_corrupted_on_the_way_is_found(fault
     ids=["stale version", "worker missing", "another replica's", "one worker twice"],
 )
 def test_a_receipt_that_proves_too_little_is_refused(edit: Any, code: str, words: str) -> None:
-    error = refused(FakeTrainer(), FakeReplica(0), FakeReplica(1, workers=2, edit=edit))
+    error = refused_sync(FakeTrainer(), FakeReplica(0), FakeReplica(1, workers=2, edit=edit))
     assert code == error.code
     assert words in error.message
     assert "replica 1" in error.message
@@ -261,7 +262,7 @@ def test_a_replica_that_raises_is_named_and_ends_all_others() -> None:
         raise ConnectionError("the replica was killed")
 
     waiting = FakeReplica(0, before=lambda: asyncio.sleep(20))
-    error = refused(FakeTrainer(), waiting, FakeReplica(1, before=dies))
+    error = refused_sync(FakeTrainer(), waiting, FakeReplica(1, before=dies))
     assert "weights.transfer" == error.code
     assert "replica 1 failed while weight version 1 was synchronised" in error.message
     assert "the replica was killed" in error.message
@@ -284,7 +285,7 @@ def test_a_transfer_that_breaks_off_is_repeated_once() -> None:
 
 def test_an_engine_that_dies_while_it_sends_is_named() -> None:
     replica = FakeReplica(0)
-    error = refused(FakeTrainer(breaks_after=3), replica)
+    error = refused_sync(FakeTrainer(breaks_after=3), replica)
     assert ("weights.transfer", "sender 0") == (error.code, error.where)
     assert "an engine rank died" in error.message
     assert {} == replica.loaded
@@ -292,9 +293,7 @@ def test_an_engine_that_dies_while_it_sends_is_named() -> None:
 
 def test_a_replica_that_does_not_come_is_named_at_the_deadline() -> None:
     late = FakeReplica(1, before=lambda: asyncio.sleep(1000))
-    with pytest.raises(
-        DeadlineExceeded, match="waited 30 s for weight version 1; not finished: sender 0, replica 0, replica 1"
-    ):
+    with refused("deadline", "version 1", "sender 0", "replica 0", "replica 1"):
         sync(FakeTrainer(), FakeReplica(0), late)
     assert late.cancelled
 
@@ -304,9 +303,7 @@ def test_a_side_that_cannot_be_cancelled_is_named_and_not_waited_for() -> None:
     stuck = FakeReplica(0, before=lambda: asyncio.sleep(1000), stubborn=500.0)
 
     async def main() -> None:
-        with pytest.raises(
-            DeadlineExceeded, match=r"not finished: sender 0, replica 0 \(and replica 0 cannot be cancelled"
-        ):
+        with refused("deadline", "sender 0", "replica 0"):
             await synchronizer(clock, FakeTrainer(), stuck).sync(1)
         assert 40 == clock.time()
         await asyncio.sleep(600)

@@ -15,7 +15,6 @@ from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.config.queue_sections import MixingConfig, QueueConfig
 from jackfield.config.runtime_sections import ClusterConfig
 from jackfield.data.tasks import TaskFormat
-from jackfield.heartbeat import HEARTBEAT_SECONDS
 from jackfield.observe import ObserveSettings
 from jackfield.plugins.environments import EnvironmentSettings
 from jackfield.settings import option
@@ -198,7 +197,7 @@ class DeadlineConfig:
     batch: float = option(1800.0, help="for the batch of the next step", validator=gt(0.0))
     sync: float = option(600.0, help="for one weight synchronisation", validator=gt(0.0))
     heartbeat: float = option(
-        HEARTBEAT_SECONDS,
+        30.0,
         help="without a heartbeat of a process, after which it is dead: it is named and killed, and what it did is "
         "done again; a thread of its own sends them, also during long work",
         validator=gt(0.0),

@@ -138,5 +138,7 @@ def translated_errors(path: Path | None, code: str = "queue.store") -> Iterator[
     try:
         yield
     except sqlite3.Error as error:
+        if code == "queue.ledger":
+            raise damaged(path, "a file of SQLite that is whole", str(error)) from error
         message = f"the queue's own file cannot be used: {error}"
         raise QueueError(message, code=code, where=str(path), found=type(error).__name__) from error

@@ -24,7 +24,7 @@ LOOKS = 4  #: looks at a process, and heartbeats that it sends, in the deadline
 _CAN_RUN = "RSI"  #: states of a thread that is neither stopped, frozen nor waiting for a device
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Process:
     """One process, told apart from later ones with its number."""
 
@@ -36,7 +36,7 @@ class Process:
     @classmethod
     def of(cls, pid: int) -> Process:
         """Return the process of this machine with a number."""
-        return cls(pid, place=_place(), began=_stat(f"/proc/{pid}/stat")[1])
+        return cls(pid=pid, place=_place(), began=_stat(f"/proc/{pid}/stat")[1])
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -53,7 +53,11 @@ class Process:
 
     def can_run(self) -> bool:
         """Whether any of its threads can run. Only for near processes."""
-        return any(_stat(f"{thread}/stat")[0] in _CAN_RUN for thread in Path(f"/proc/{self.pid}/task").glob("*"))
+        folder = f"/proc/{self.pid}/task"
+        try:
+            return any(_stat(f"{folder}/{thread}/stat")[0] in _CAN_RUN for thread in os.listdir(folder))
+        except OSError:  # it has ended
+            return False
 
     def kill(self) -> bool:
         """Kill the process if it is near and still the same. Returns whether it was killed."""

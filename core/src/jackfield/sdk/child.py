@@ -10,15 +10,16 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
 from jackfield.rpc import Codec, Connection, Process
+from jackfield.rpc.heartbeat import until_silent
 from jackfield.rpc.sockets import watch
 from jackfield.rpc.wire import LIMIT
 
-__all__ = ["ChildProcess"]
+__all__ = ["ChildProcess", "until_stopped"]
 
 _OUTPUT_BYTES = 8192  #: of the end of its output, for messages
 _OUTPUT_LINES = 10
@@ -44,7 +45,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
         *,
         heartbeat_seconds: float,
         log: Path | None = None,
-        codec: Codec | None = None,
+        codec: Literal["msgpack", "json"] = "msgpack",
         limit: int = LIMIT,
         lost_error: Callable[[str], JackfieldError] | None = None,
     ) -> None:
@@ -55,11 +56,11 @@ class ChildProcess(asyncio.SubprocessProtocol):
             heartbeat_seconds: The time in which none of its threads can run, after which it is killed.
             log: The file that its output is added to, 4 MiB at most; the file before it gets the suffix ``.1``. None:
                 only the end is kept, for messages.
-            codec: The codec of both ends.
+            codec: The form of messages; json is for a program that has only the standard library.
             limit: The longest message from the process, in bytes.
             lost_error: Makes the error of calls after its end; None: ``rpc.lost``.
         """
-        self.connection = _Connection(self, name, clock, codec, limit, lost_error)
+        self.connection = _Connection(self, name, clock, Codec(codec), limit, lost_error)
         self.death: str | None = None  #: how it ended
         self._name, self._clock, self._seconds, self._log = name, clock, heartbeat_seconds, log
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -219,7 +220,7 @@ class _Connection(Connection):
         child: ChildProcess,
         name: str,
         clock: Clock,
-        codec: Codec | None,
+        codec: Codec,
         limit: int,
         lost_error: Callable[[str], JackfieldError] | None,
     ) -> None:
@@ -247,3 +248,16 @@ def _append(file: Path, data: bytes) -> None:
             size = log.tell()
         if size > _LOG_BYTES:
             file.replace(f"{file}.1")
+
+
+async def until_stopped(pid: int, clock: Clock, seconds: float) -> str:
+    """Wait until no thread of a process of this machine could run for so long; return what to report of it.
+
+    Args:
+        pid: The number of the process.
+        clock: Time source for the looks.
+        seconds: The deadline, ``deadlines.heartbeat``.
+    """
+    process = Process.of(pid)
+    await until_silent(process, lambda: not process.is_near, clock, seconds)
+    return f"({process}) sent no heartbeat for {seconds:g} s and was killed (deadlines.heartbeat)"

@@ -14,6 +14,7 @@ from jackfield.clock import Clock, VirtualClock
 from jackfield.errors import AgentError, DataError
 from jackfield_agent_single_turn.agent import SingleTurnAgent
 from jackfield_agent_single_turn.config import Config
+from jackfield_testing import refused
 
 END = 99
 MESSAGES = [{"role": "user", "content": "abc"}]
@@ -91,7 +92,7 @@ def test_sampling_parameters_reach_the_server_with_the_end_tokens() -> None:
 
 def test_unknown_sampling_parameters_are_refused_with_a_suggestion() -> None:
     server = Server(7)
-    with pytest.raises(AgentError, match=r"'temprature' \(did you mean 'temperature'\?\)") as caught:
+    with refused("agent.failed", "'temperature'") as caught:
         answer(make(server), {"temprature": 1.0})
     assert "agent.failed" == caught.value.code
     assert [] == server.requests

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from jackfield.errors import ConfigError, RewardError
 from jackfield.settings import structure
 from jackfield_reward_rules.config import Config
 from jackfield_reward_rules.judge import Judge, settings_of
+from jackfield_testing import refused
 
 RIGHT, WRONG, FORMLESS = (True, True), (False, True), (False, False)
 
@@ -117,35 +117,35 @@ def test_math_with_patterns() -> None:
 @pytest.mark.parametrize(
     ("truth", "settings", "words"),
     [
-        ("72", {}, "ground_truth_pattern"),
-        ("(", {"method": "regex"}, "not a regular expression"),
-        ("", {"method": "math"}, "not mathematics"),
+        ("72", {}, ["ground_truth_pattern"]),
+        ("(", {"method": "regex"}, []),
+        ("", {"method": "math"}, []),
     ],
 )
-def test_a_ground_truth_that_is_none_is_an_error(truth: str, settings: dict[str, Any], words: str) -> None:
+def test_a_ground_truth_that_is_none_is_an_error(truth: str, settings: dict[str, Any], words: list[str]) -> None:
     """The task is broken, not the answer: no score."""
-    with pytest.raises(RewardError, match=words):
+    with refused("reward.failed", *words):
         judge("#### 72", truth, **settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "name"),
     [
         ({"pattern": "("}, "pattern"),
         ({"ground_truth_pattern": "["}, "ground_truth_pattern"),
         ({"method": "regex", "expected": "({ground_truth}"}, "expected"),
-        ({"expected": "x"}, "no effect"),
-        ({"method": "math", "ignore_case": True}, "no effect"),
-        ({"method": "math", "remove": ","}, "no effect"),
-        ({"method": "regex", "format_score": 0.1}, "needs a pattern"),
+        ({"expected": "x"}, "expected"),
+        ({"method": "math", "ignore_case": True}, "ignore_case"),
+        ({"method": "math", "remove": ","}, "remove"),
+        ({"method": "regex", "format_score": 0.1}, "pattern"),
         ({"seconds": 0}, "seconds"),
         ({"workers": 0}, "workers"),
-        ({"methd": "math"}, "did you mean 'method'"),
+        ({"methd": "math"}, "'method'"),
         ({"method": "maths"}, "method"),
     ],
 )
-def test_settings_that_do_nothing_or_are_wrong_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_settings_that_do_nothing_or_are_wrong_are_refused(settings: dict[str, Any], name: str) -> None:
+    with refused(("config.invalid-value", "config.unknown-key"), name):
         structure(Config, settings)
 
 

@@ -18,6 +18,7 @@ from jackfield.clock import Clock
 from jackfield.errors import ConfigError, WeightsError
 from jackfield.plugins import load_plugin
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
+from jackfield_testing import refused
 
 
 def build(folder: str, replica: int = 0, **settings: Any) -> Any:
@@ -27,7 +28,7 @@ def build(folder: str, replica: int = 0, **settings: Any) -> Any:
 
 def test_settings_are_checked(folder: str) -> None:
     """A misspelt key and a value out of range are refused."""
-    with pytest.raises(ConfigError, match="max_batch_size"):
+    with refused("config.unknown-key", "max_batch_size"):
         build(folder, max_batchsize=3)
     with pytest.raises(ConfigError):
         build(folder, max_batch_size=0)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from jackfield.cluster.pool import ReplicaPool
 from jackfield.cluster.replica import Replica as Pooled
 from jackfield.cluster.replica import Worker
 from jackfield.plugins import installed, load_plugin
-from jackfield.rpc import Connection, Process
 from jackfield.runtime.process import RolloutProcess
 from jackfield.settings import unstructure
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
@@ -32,6 +29,7 @@ from jackfield.workers.router import Router
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.rollout import LONG, greedy, model_folder, named_weights
+from jackfield_kept_process import KeptRolloutProcess
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.server import TransformersServer
 
@@ -41,55 +39,11 @@ CAPABILITIES = RECORD.manifest.capabilities
 CHECKS = [check for check in checks("rollout") if check.number >= FIRST_BEHAVIOUR and check.tier != "gpu"]
 
 
-class Kept:
-    """A process that outlives event loops; it has the members of a ``ChildProcess`` that a server uses."""
-
-    def __init__(self) -> None:
-        self.socket, other = socket.socketpair()
-        command = [sys.executable, "-m", "jackfield.runtime.process.host", str(other.fileno()), str(os.getpid())]
-        with other:
-            self.process = subprocess.Popen(command, pass_fds=[other.fileno()], start_new_session=True)
-        self.connection: Connection
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    async def connect(self, server: RolloutProcess) -> Connection:
-        connection = Connection("the replica", {}, server.context.clock, lost_error=server._gone)
-        self.connection, connection.process = connection, Process.of(self.pid)
-        await asyncio.get_running_loop().create_connection(lambda: connection, sock=self.socket.dup())
-        return connection
-
-    async def close(self, *, grace_seconds: float = 0.0) -> None:
-        died = self.connection.lost.done()
-        await self.connection.leave("was left")
-        if died:
-            self.end()
-        else:
-            Reused.idle.append(self)
-
-    def kill_unless_exited(self) -> None:
-        self.process.kill()
-
-    def end(self) -> None:
-        self.socket.close()
-        self.process.kill()
-        self.process.wait(20)
-
-
-class Reused(RolloutProcess):
-    """Takes a process that an earlier server has left, and leaves it to the next one: each costs an import of torch."""
-
-    idle: ClassVar[list[Kept]] = []
+class Reused(KeptRolloutProcess):
+    """Takes a process that an earlier server has left: each costs an import of torch."""
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
         super().__init__(unstructure(config), context, record=RECORD, python=sys.executable, seconds=25.0)
-
-    async def _spawn(self) -> Connection:
-        kept = self.idle.pop() if self.idle else Kept()
-        self._child = cast(Any, kept)
-        return await kept.connect(self)
 
 
 class Fresh(RolloutProcess):
@@ -103,8 +57,7 @@ class Fresh(RolloutProcess):
 def processes() -> Iterator[None]:
     """Ends those that were reused."""
     yield
-    while Reused.idle:
-        Reused.idle.pop().end()
+    KeptRolloutProcess.end_all()
 
 
 def applicable() -> list[Any]:

@@ -14,6 +14,7 @@ from jackfield.errors import RolloutError, WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.weights.sender import SentVersions
 from jackfield_rollout_transformers.float8 import rounded
+from jackfield_testing import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft
 
@@ -145,7 +146,7 @@ def test_a_wrong_update_stops_the_replica(
         async with serve() as server:
             stream = server.generate_stream(make_request("a", PROMPT, max_new_tokens=100, ignore_eos=True))
             await take(stream, 2)
-            with pytest.raises(WeightsError, match=name.replace(".", r"\.")) as caught:
+            with refused(("weights.missing", "weights.transfer"), name) as caught:
                 await server.update_weights(send(1, items))
             assert code == caught.value.code
             with pytest.raises(RolloutError) as stale:
@@ -195,7 +196,7 @@ def test_a_sender_who_falls_silent(
     async def main() -> None:
         async with serve() as server:
             request = send(1, dict(list(named_weights(other_model).items())[:3]), complete=False, deadline_seconds=0.05)
-            with pytest.raises(WeightsError, match=r"0\.05 s for weights of version 1") as caught:
+            with refused("weights.transfer", "version 1") as caught:
                 await server.update_weights(request)
             assert caught.value.code == "weights.transfer"
             with pytest.raises(RolloutError):

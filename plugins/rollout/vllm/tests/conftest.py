@@ -7,17 +7,16 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import pytest
 
 from jackfield.abc.engine import ModelSpec
-from jackfield.abc.rollout import RolloutContext, ServerInfo
+from jackfield.abc.rollout import RolloutContext
 from jackfield.plugins import PluginRecord, discover
-from jackfield.runtime.process import RolloutProcess
-from jackfield.runtime.process.connection import HostProcess
 from jackfield_conformance.support.rollout import model_folder
+from jackfield_kept_process import KeptRolloutProcess
 from jackfield_testing import vllm_python
 
 HERE = Path(__file__).parent
@@ -32,10 +31,10 @@ class Kept:
     record: PluginRecord
     site: Path
 
-    def server(self, context: RolloutContext, **settings: Any) -> KeptProcess:
+    def server(self, context: RolloutContext, **settings: Any) -> KeptRolloutProcess:
         # one worker in the core's process, vLLM's own default on one GPU: a process less to start
         own = {"eager": True, "kv_cache_bytes": 1 << 26, "engine": {"distributed_executor_backend": "uni"}}
-        return KeptProcess(
+        return KeptRolloutProcess(
             {**own, **settings},
             context,
             record=self.record,
@@ -43,22 +42,6 @@ class Kept:
             seconds=START_SECONDS,
             environment={"PYTHONPATH": str(self.site), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
         )
-
-
-class KeptProcess(RolloutProcess):
-    """Takes the process that an earlier server has left, and leaves it to the next one."""
-
-    idle: ClassVar[list[HostProcess]] = []
-
-    async def start(self) -> ServerInfo:
-        if self.idle:
-            self._process = self.idle.pop()
-        return await super().start()
-
-    async def _end(self) -> None:
-        if self._process.death is None:
-            await self._process.detach()
-            self.idle.append(self._process)
 
 
 @pytest.fixture(scope="session")
@@ -84,8 +67,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
 
     asyncio.run(warm_up())
     yield found
-    while KeptProcess.idle:
-        asyncio.run(KeptProcess.idle.pop().close())
+    KeptRolloutProcess.end_all()
 
 
 def descendants(pid: int) -> set[int]:

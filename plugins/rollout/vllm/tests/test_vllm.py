@@ -10,7 +10,7 @@ import os
 import select
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -73,8 +73,7 @@ def test_a_core_that_dies_is_named_and_nothing_is_left(kept: Kept) -> None:
     async def life() -> set[int]:
         server = kept.server(RolloutContext(model=ModelSpec(path=model_folder())))
         await server.start()
-        process = server._process
-        assert process.pid is not None
+        process = cast(Any, server._child)
         started = descendants(process.pid) | {process.pid}
         watched = {each: os.pidfd_open(each) for each in started}
         try:
@@ -88,10 +87,11 @@ def test_a_core_that_dies_is_named_and_nothing_is_left(kept: Kept) -> None:
             health = await server.health()
             assert not health.healthy
             assert "vLLM" in health.detail
-            await process.close()
+            await process.connection.leave("was left")
+            process.end()
             return {each for each, descriptor in watched.items() if not select.select([descriptor], [], [], 10.0)[0]}
         finally:
-            await process.close()
+            process.end()
             for descriptor in watched.values():
                 os.close(descriptor)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from jackfield.errors import PluginError
 from jackfield_conformance import certify
 from jackfield_queue_machine import check_queue_against_model
 from jackfield_queue_model import check_against_model
 from jackfield_servers import RedisServer
+from jackfield_testing import refused
 from jackfield_transport_redis.backend import RedisBackend
 from jackfield_transport_redis.config import Config
 from jackfield_transport_redis.conformance import URL_VARIABLE, server
@@ -34,5 +34,5 @@ def test_a_queue_with_redis_does_what_its_model_does(redis_server: RedisServer) 
 
 def test_without_a_server_the_checks_say_how_to_get_one(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(URL_VARIABLE, raising=False)
-    with pytest.raises(PluginError, match=URL_VARIABLE):
+    with refused("plugin.check", URL_VARIABLE):
         server(tmp_path)

@@ -12,7 +12,7 @@ import redis
 from jackfield.errors import QueueError, QueueFull
 from jackfield_servers import PASSWORD, QUOTED_PASSWORD, RedisServer
 from jackfield_stores import Opened, check_a_hanging_server_is_named, check_kill_9_of_the_server, put, values
-from jackfield_testing import in_loop
+from jackfield_testing import in_loop, refused
 
 pytestmark = pytest.mark.needs("redis")
 
@@ -68,7 +68,7 @@ async def test_a_server_beyond_this_host_needs_a_password(opened: Any) -> None:
 async def test_nobody_at_the_address_is_told_at_once(own_server: RedisServer, opened: Any) -> None:
     own_server.kill()
     try:
-        with pytest.raises(QueueError, match=f"127.0.0.1:{own_server.port}") as caught:
+        with refused("queue.unreachable", f"127.0.0.1:{own_server.port}") as caught:
             async with opened(url=own_server.url, seconds=50.0):
                 pass
         assert "queue.unreachable" == caught.value.code

@@ -13,7 +13,8 @@ import pytest
 from jackfield.errors import QueueError
 from jackfield_servers import PASSWORD, QUOTED_PASSWORD, PostgresServer
 from jackfield_stores import Opened, check_a_hanging_server_is_named, check_kill_9_of_the_server, put, values
-from jackfield_testing import in_loop
+from jackfield_testing import in_loop, refused
+from jackfield_transport_sql.schema import FORMAT
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ async def test_logins_and_databases_that_are_refused(postgres_server: PostgresSe
 
 @in_loop
 async def test_nobody_at_the_address_is_told_at_once(opened: Any, unused_port: int) -> None:
-    with pytest.raises(QueueError, match=f"127.0.0.1:{unused_port}") as caught:
+    with refused("queue.unreachable", f"127.0.0.1:{unused_port}") as caught:
         async with opened(url=f"postgresql://me@127.0.0.1:{unused_port}/x", seconds=50.0):
             pass
     assert "queue.unreachable" == caught.value.code
@@ -67,12 +68,12 @@ async def test_tables_of_another_format_are_refused(url: str, opened: Any) -> No
     engine = sql.create_engine(sql.make_url(url).set(drivername="postgresql+psycopg") if "postgres" in url else url)
     try:
         _set_format(engine, 99)
-        with pytest.raises(QueueError, match="format 99") as caught:
+        with refused("queue.store", "format 99") as caught:
             async with opened(url=url):
                 pass
         assert "queue.store" == caught.value.code
     finally:
-        _set_format(engine, 2)
+        _set_format(engine, FORMAT)
         engine.dispose()
     async with opened(url=url):
         pass

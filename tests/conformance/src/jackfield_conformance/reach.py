@@ -18,7 +18,6 @@ ALLOWED = (
     "jackfield.files",
     "jackfield.sdk",
     "jackfield.algorithms",
-    "jackfield.heartbeat",
     "jackfield.queue",
     "jackfield.runtime.generation",
     "jackfield.runtime.openai",

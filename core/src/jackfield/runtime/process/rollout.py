@@ -32,8 +32,8 @@ _OWN = ("start", "stop", "health", "generate", "generate_stream")  #: methods th
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
-    def call(self: RolloutProcess, *arguments: Any) -> Any:
-        return getattr(self.remote, name)(*arguments)
+    async def call(self: RolloutProcess, *arguments: Any) -> Any:
+        return await getattr(self.remote, name)(*arguments)
 
     return call
 

@@ -21,7 +21,6 @@ import msgspec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RunError
 from jackfield.sdk.child import ChildProcess
-from jackfield.sdk.rpc import Codec
 
 __all__ = ["UserCodeWorker", "WorkerLimits", "WorkerResult"]
 
@@ -126,7 +125,7 @@ class UserCodeWorker:
             self._clock,
             heartbeat_seconds=self._limits.heartbeat_seconds,
             log=self._log,
-            codec=Codec("json"),
+            codec="json",
             limit=_ANSWER_BYTES,
         )
         command = [self._python, "-P", "-u", str(_CHILD)]

@@ -28,7 +28,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.clock import Clock
 from jackfield.errors import QueueError
-from jackfield.heartbeat import Process, silence, until_silent
+from jackfield.sdk.child import until_stopped
 from jackfield.sockets import is_loopback
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.config import QueueConfig
@@ -94,8 +94,7 @@ class ZMQBackend(TransferQueueBackend):
             encrypted = not is_loopback(self._host)
         directory = Directory.new(self._settings.units, encrypted)
         numbers = range(self._settings.units)
-        heartbeat_seconds = self.context.heartbeat_seconds
-        self._children = await self._in_thread(started, numbers, self._host, directory, heartbeat_seconds)
+        self._children = await self._in_thread(started, numbers, self._host, directory)
         directory.units = [child.unit for child in self._children if child.unit is not None]
         return directory
 
@@ -112,11 +111,9 @@ class ZMQBackend(TransferQueueBackend):
 
     async def _end_if_silent(self, child: UnitProcess) -> None:
         """Kill a unit that sends no heartbeat; everybody notices that it has ended."""
-        seconds = self.context.heartbeat_seconds
-        await until_silent(child.heartbeat.heard, Clock(), seconds)
+        said = await until_stopped(child.process.pid, Clock(), self.context.heartbeat_seconds)
         if child.process.poll() is None and child.unit is not None:
-            who, process = f"storage unit {child.unit.number}", Process.of(child.process.pid)
-            logging.getLogger("jackfield").warning("%s", silence(who, process, seconds))
+            logging.getLogger("jackfield").warning("storage unit %d %s", child.unit.number, said)
             child.process.kill()
 
     def _noticed(self, unit: UnitAddress) -> None:
@@ -139,7 +136,7 @@ class ZMQBackend(TransferQueueBackend):
         async with self._growing:
             directory = client.directory
             number = len(directory.units)
-            (child,) = await self._in_thread(started, [number], self._host, directory, self.context.heartbeat_seconds)
+            (child,) = await self._in_thread(started, [number], self._host, directory)
             self._children.append(child)
             self._watch([child])
             entry = (number, child.unit.pid, child.unit.address, child.unit.place)

@@ -14,7 +14,6 @@ from typing import Any
 import attrs
 
 from jackfield.errors import QueueError
-from jackfield.heartbeat import Heartbeat
 from jackfield_transport_zmq.directory import Directory, UnitAddress
 
 __all__ = ["UnitProcess", "started"]
@@ -27,35 +26,24 @@ class UnitProcess:
     """One child."""
 
     process: subprocess.Popen[bytes]
-    heartbeat: Heartbeat
     unit: UnitAddress | None = None
 
     @classmethod
-    def begin(cls, number: int, host: str, directory: Directory, heartbeat_seconds: float) -> UnitProcess:
+    def begin(cls, number: int, host: str, directory: Directory) -> UnitProcess:
         """Start it; it comes up by itself."""
         command = [sys.executable, "-m", "jackfield_transport_zmq.serve"]
-        heartbeat = Heartbeat()
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[heartbeat.descriptor]
-            )
-        except BaseException:
-            heartbeat.close()
-            raise
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         order = {
             "number": number,
             "owner": os.getpid(),
             "host": host,
-            "heartbeat": heartbeat.descriptor,
-            "silence": heartbeat_seconds,
             "secret": directory.secret.hex(),
             "keys": None if directory.keys is None else attrs.asdict(directory.keys),
         }
-        heartbeat.started(process.pid)
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
         process.stdin.close()
-        return cls(process, heartbeat)
+        return cls(process)
 
     def answer(self, number: int, until: float) -> UnitAddress:
         """Wait for its address.
@@ -83,12 +71,11 @@ class UnitProcess:
 
     def end(self) -> None:
         """End it: it has nothing that it would have to save."""
-        self.heartbeat.close()
         self.process.kill()
         self.process.wait()
 
 
-def started(numbers: Sequence[int], host: str, directory: Directory, heartbeat_seconds: float) -> list[UnitProcess]:
+def started(numbers: Sequence[int], host: str, directory: Directory) -> list[UnitProcess]:
     """Units of these numbers, side by side. Blocks.
 
     Raises:
@@ -96,7 +83,7 @@ def started(numbers: Sequence[int], host: str, directory: Directory, heartbeat_s
     """
     children: list[UnitProcess] = []
     try:
-        children.extend(UnitProcess.begin(number, host, directory, heartbeat_seconds) for number in numbers)
+        children.extend(UnitProcess.begin(number, host, directory) for number in numbers)
         until = time.monotonic() + _START_SECONDS
         for number, child in zip(numbers, children, strict=True):
             child.answer(number, until)

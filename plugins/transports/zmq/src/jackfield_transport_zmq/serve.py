@@ -17,7 +17,6 @@ from typing import Any
 import zmq
 
 from jackfield.errors import QueueError
-from jackfield.heartbeat import beat
 from jackfield.sockets import Gate, Keys, listening, pieces, readable, whole
 from jackfield.wire import Buffer, Wire
 from jackfield_transport_zmq.arenas import place_of_this_process
@@ -33,7 +32,6 @@ def main() -> None:
     """Be a unit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the owner decides
     order: dict[str, Any] = json.loads(sys.stdin.readline())
-    beat(order["heartbeat"], order["silence"])
     with contextlib.suppress(ProcessLookupError):
         owner = os.pidfd_open(order["owner"])
         if os.getppid() == order["owner"]:
