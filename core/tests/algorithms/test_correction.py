@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.algorithms import importance_weights, policy_loss
+from jackfield.algorithms import Correction, policy_loss
 from jackfield.errors import ConfigError
 from jackfield_testing import refused
 
@@ -20,6 +20,12 @@ from .cases import batch, counts, loss_of
 LEVELS = ("token", "sequence", "geometric")
 BOUNDS = ("truncate", "icepop", "none")
 REJECTS = ("none", "token", "sequence-sum", "sequence-mean", "sequence-max")
+
+
+def importance_weights(
+    log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    return Correction(**options).weights(log_probs, rollout_log_probs, response_mask)
 
 
 def reference(
@@ -170,7 +176,7 @@ def test_bad_numbers_are_named(which: str) -> None:
 )
 def test_wrong_settings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        importance_weights(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), **options)
+        loss_of("ppo", batch(), correction=options)
     assert "algorithm.input" == caught.value.code
 
 

@@ -377,14 +377,16 @@ def test_clip_cov_cuts_as_many_tokens_as_asked_among_the_candidates() -> None:
     )
     plain, cut = (
         loss_of("clip_cov", data, aggregation="token-sum", **{**options, **more})[1]
-        for more in ({"clip_cov_lower": 1e9}, {})
+        for more in ({"clip_cov_lower": 1e9, "clip_cov_upper": 2e9}, {})
     )
     changed = plain != cut
     assert int(0.05 * int(mask.sum())) == int(changed.sum())
     assert bool(((covariance > 0.2) & (covariance < 2.0))[changed].all())
     assert 0.0 == float(cut[changed].abs().max())
     assert aggregated(ppo(data, dual=None), "token-sum") == pytest.approx(
-        loss_of("clip_cov", data, aggregation="token-sum", **{**options, "clip_cov_lower": 1e9})[0]
+        loss_of("clip_cov", data, aggregation="token-sum", **{**options, "clip_cov_lower": 1e9, "clip_cov_upper": 2e9})[
+            0
+        ]
     )
     other = loss_of("clip_cov", data, aggregation="token-sum", **options, seed=1)[1]
     assert not torch.equal(cut, other), "another seed draws other tokens"
@@ -503,11 +505,11 @@ def test_dpo_has_its_slope_at_any_margin(margin: float) -> None:
 def test_dpo_refuses_what_is_no_pair_and_a_tie() -> None:
     data = batch()
     data["pair_ids"] = torch.tensor([0, 0, 1, 1, 2, 2, 3, 4])
-    with refused("algorithm.input"):
+    with refused("algorithm.input", "row 6, pair_ids 3"):
         loss_of("dpo", data)
     data["pair_ids"] = torch.arange(8) // 2
     data["rewards"][:] = 1.0
-    with refused("algorithm.input"):
+    with refused("algorithm.input", "row 0, pair_ids 0"):
         loss_of("dpo", data)
     with refused("algorithm.input", "pair_ids"):
         policy_loss("dpo", **{**data, "pair_ids": None}, global_tokens=1, global_sequences=1)
@@ -564,7 +566,8 @@ def test_at_the_old_policy_a_trust_region_does_nothing(name: str) -> None:
     data = batch(seed=4, scale=0.0)
     data["advantages"] = data["advantages"][:, :1].expand(8, 5).contiguous()
     mode = "seq-mean-token-mean"
-    found = loss_of(name, data, aggregation=mode, **({"clip_cov_lower": 1e9} if name == "clip_cov" else {}))[1]
+    options = {"clip_cov_lower": 1e9, "clip_cov_upper": 2e9} if name == "clip_cov" else {}
+    found = loss_of(name, data, aggregation=mode, **options)[1]
     lengths = data["response_mask"].sum(-1, keepdim=True)
     torch.testing.assert_close(-data["advantages"] * data["response_mask"] / lengths / 8, found)
 

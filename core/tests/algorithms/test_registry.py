@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from jackfield.algorithms import advantages, algorithm, names, part, policy_loss, register, register_part, registry
+from jackfield.abc.engine import LossSpec, TokenOutput
+from jackfield.algorithms import (
+    advantages,
+    algorithm,
+    names,
+    part,
+    policy_loss,
+    prepare,
+    register,
+    register_part,
+    registry,
+    resolve_loss,
+)
 from jackfield.algorithms.describe import describe
 from jackfield.algorithms.registry import Part
 from jackfield.cli import main
@@ -120,6 +133,41 @@ def test_parts_of_ones_own() -> None:
         register_part("kl", "k1", loss)
     with refused("config.invalid-value"):
         register_part("kl", "other", Part(kind="kl", name="whole", function=loss, scope="token"))
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_loss_of_ones_own_that_needs_its_whole_batch() -> None:
+    """Its column is made where the call is the whole batch, and is asked for where an engine runs a part of it."""
+
+    def center(advantages: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"centre": advantages.mean().expand(len(advantages))}
+
+    @register("loss", "centred", "batch", whole_batch=("centre",), prepare=center)
+    def centred(log_probs: torch.Tensor, advantages: torch.Tensor, centre: torch.Tensor) -> Any:
+        """-(A - mean(A)) log pi. [Nowhere, 2026]
+
+        Differs: in nothing.
+        """
+        return -(advantages - centre.unsqueeze(-1)) * log_probs, {}
+
+    one = part("loss", "centred")
+    assert ("-(A - mean(A)) log pi.", "Nowhere, 2026", "in nothing.") == (one.equation, one.paper, one.differs)
+    assert ("log_probs", "advantages") == one.needs
+    rows = {"log_probs": torch.full((2, 1), -1.0), "advantages": torch.tensor([[1.0], [4.0]])}
+    counts = {"global_tokens": 2, "global_sequences": 2}
+    mask = torch.ones(2, 1)
+    whole, _ = policy_loss("centred", **rows, response_mask=mask, **counts)
+    columns = prepare("centred", **rows, response_mask=mask)
+    assert [2.5, 2.5] == columns["centre"].tolist()
+    function = resolve_loss(LossSpec(name="centred", options={}, global_counts=counts))
+    data = {**rows, **columns, "response_mask": mask}
+    shares = [
+        function(TokenOutput(log_probs=rows["log_probs"][row]), {key: value[row] for key, value in data.items()})[0]
+        for row in (slice(0, 1), slice(1, 2))
+    ]
+    assert float(whole) == pytest.approx(float(sum(shares)))
+    with refused("algorithm.input", "centre"):
+        function(TokenOutput(log_probs=rows["log_probs"]), {**rows, "response_mask": mask})
 
 
 def test_list_shows_every_name() -> None:

@@ -120,11 +120,11 @@ def test_bypass_only_rejects_and_decoupled_weighs() -> None:
     reject = ("algorithm.correction.enabled=true", "algorithm.correction.reject=sequence-mean")
     bypass = recipe(*reject, "algorithm.old_log_probs=rollout")
     assert bypass.plan.correction is not None
-    assert ("none", "sequence-mean") == (bypass.plan.correction["bound"], bypass.plan.correction["reject"])
+    assert ("none", "sequence-mean") == (bypass.plan.correction.bound, bypass.plan.correction.reject)
     assert {"old_log_probs": "rollout_log_probs"} == bypass.renamed
     decoupled = recipe(*reject)
     assert decoupled.plan.correction is not None
-    assert ("truncate", {}) == (decoupled.plan.correction["bound"], decoupled.renamed)
+    assert ("truncate", {}) == (decoupled.plan.correction.bound, decoupled.renamed)
 
 
 def test_old_log_probs_are_recomputed_only_where_somebody_reads_them() -> None:

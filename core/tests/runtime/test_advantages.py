@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jackfield.abc.transfer_queue import TransferQueueContext
-from jackfield.algorithms import Shaping, advantages, importance_weights
+from jackfield.algorithms import Correction, Shaping, advantages
 from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta, Lease, Values, column_from_rows, rows_of
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
@@ -144,7 +144,11 @@ def test_an_experts_rows_are_marked_and_left_out_of_every_statistic() -> None:
     batch = scored((1.0, 0.0, 99.0, 99.0), expert=(False, False, True, True))
     batch.columns["old_log_probs"] = jagged([[-1.0] * size for size in SIZES])
     plan = AdvantagePlan(
-        advantages="reinforce_plus_plus", experts=True, correction={}, old_log_probs="old_log_probs", rewards=True
+        advantages="reinforce_plus_plus",
+        experts=True,
+        correction=Correction(),
+        old_log_probs="old_log_probs",
+        rewards=True,
     )
     metrics, found = batch.estimate(plan)
     assert [False, False, True, True] == found["expert_mask"]
@@ -162,8 +166,8 @@ def test_weights_are_of_the_engines_log_probs_over_the_servers_and_0_where_rejec
     batch = scored()
     old = [[-1.0, -0.9], [-1.0, -4.0, -1.0], [-0.5], [-1.2, -1.0]]
     batch.columns["old_log_probs"] = jagged(old)
-    options = {"upper": 1.5, "reject": "token", "reject_low": 0.2}
-    plan = AdvantagePlan(advantages="grpo", correction=options, old_log_probs="old_log_probs")
+    correction = Correction(upper=1.5, reject="token", reject_low=0.2)
+    plan = AdvantagePlan(advantages="grpo", correction=correction, old_log_probs="old_log_probs")
     metrics, found = batch.estimate(plan)
     wanted = [[1.0, 2.718281828**0.1], [1.0, 0.0, 1.0], [1.5], [2.718281828**-0.2, 1.0]]
     assert [value for row in wanted for value in row] == pytest.approx(
@@ -173,7 +177,7 @@ def test_weights_are_of_the_engines_log_probs_over_the_servers_and_0_where_rejec
     dense = torch.zeros(4, 3)
     for row, values in enumerate(old):
         dense[row, : len(values)] = torch.tensor(values)
-    expected = importance_weights(dense, -torch.ones(4, 3), mask, **options)[2]
+    expected = correction.weights(dense, -torch.ones(4, 3), mask)[2]
     assert {f"correction/{name}": pytest.approx(float(value)) for name, value in expected.items()} == {
         name: value for name, value in metrics.items() if name.startswith("correction/")
     }

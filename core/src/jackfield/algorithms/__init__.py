@@ -1,8 +1,9 @@
-"""Advantages, policy losses, KL estimators, off-policy correction and aggregation: pure functions on tensors, by name.
+"""Parts of algorithms by name: pure functions on tensors.
 
-Shapes are ``[B, T]`` over response tokens; ``response_mask`` (bool or float) is 1 on the model's own tokens. Losses
-are normalised by explicit *global* counts, so that no split into micro-batches and no data-parallel size changes
-them. Importing this package does not import torch.
+Advantages, policy losses, KL estimators, off-policy correction, reward shaping, aggregation. Shapes are ``[B, T]`` over
+response tokens; ``response_mask`` (bool or float) is 1 on the model's own tokens. Losses are normalised by explicit
+*global* counts, so that no split into micro-batches and no data-parallel size changes them. Importing this package does
+not import torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from jackfield.algorithms.advantages import advantages
 from jackfield.algorithms.aggregation import aggregate
 from jackfield.algorithms.composed import VALUE_LOSS, resolve_loss
-from jackfield.algorithms.correction import Correction, importance_weights
+from jackfield.algorithms.correction import Correction
 from jackfield.algorithms.kl import KLController, kl
 from jackfield.algorithms.losses import distillation_loss, policy_loss, prepare, value_loss
 from jackfield.algorithms.losses.supervised import chord_mu
@@ -41,7 +42,6 @@ __all__ = [
     "distillation_loss",
     "dynamic_sampling_filter",
     "fill_failed",
-    "importance_weights",
     "kl",
     "kl_in_reward",
     "names",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jackfield.algorithms.registry import call, part, register
@@ -10,7 +11,7 @@ from jackfield.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["aggregate", "aggregate_rows"]
+__all__ = ["aggregate", "means"]
 
 
 def aggregate(
@@ -18,16 +19,17 @@ def aggregate(
     mask: Tensor,
     mode: str,
     *,
-    global_tokens: int,
-    global_sequences: int,
+    global_tokens: float,
+    global_sequences: float,
     length_norm: float | None = None,
 ) -> Tensor:
-    """The share of these rows in the batch's mean.
+    """Return the share of these rows in the batch's mean.
 
     Shares of micro-batches and ranks add up to the batch's value, because the counts are those of the whole batch.
 
     Args:
-        values: float ``[B, T]``.
+        values: float ``[B, T]``; or one per sequence, ``[B]``: then there are no tokens to weigh, and each sequence
+            counts as one token.
         mask: bool or float ``[B, T]``; positions of 0 do not count, whatever they hold (NaN included).
         mode: ``token-mean``, ``token-sum``, ``seq-mean-token-sum``, ``seq-mean-token-sum-norm`` or
             ``seq-mean-token-mean``.
@@ -43,41 +45,32 @@ def aggregate(
     Raises:
         ConfigError: ``algorithm.unknown`` or ``algorithm.input``.
     """
-    kept = values.masked_fill(mask == 0, 0.0)
+    if values.dim() == 1:
+        values, mask, global_tokens = values.unsqueeze(-1), mask.new_ones((len(values), 1)), global_sequences
+    length_norm = length_norm if length_norm is not None else values.shape[-1] or 1
+    if not length_norm > 0:
+        raise ConfigError("length_norm must be positive", code="algorithm.input", found=length_norm)
     offered = {
-        "kept": kept,
+        "kept": values.masked_fill(mask == 0, 0.0),
         "mask": mask.to(values.dtype),
         "global_tokens": global_tokens,
         "global_sequences": global_sequences,
-        "length_norm": _positive(length_norm if length_norm is not None else values.shape[-1] or 1),
+        "length_norm": length_norm,
     }
     share: Tensor = call(part("aggregation", mode), offered, {})
     return share
 
 
-def aggregate_rows(values: Tensor, mode: str, *, global_sequences: float, length_norm: float | None = None) -> Tensor:
-    """The share of losses that have one value per sequence, ``[B]``: there are no tokens to weigh.
-
-    Every mean is the mean over sequences; ``token-sum`` is the sum; ``-norm`` divides by ``length_norm``, too.
-    """
-    part("aggregation", mode)
-    total = values.sum()
-    if mode == "token-sum":
-        return total
-    if mode == "seq-mean-token-sum-norm":
-        total = total / _positive(length_norm if length_norm is not None else 1)
-    return total / max(global_sequences, 1)
+def means(metrics: Mapping[str, Tensor], mask: Tensor, like: Tensor, **counts: float) -> dict[str, Tensor]:
+    """Return the shares in the batch's means of metrics, in ``like``'s dtype."""
+    return {
+        name: aggregate(value.detach().to(like.dtype), mask, "token-mean", **counts) for name, value in metrics.items()
+    }
 
 
-def _positive(length_norm: float) -> float:
-    if not length_norm > 0:
-        raise ConfigError("length_norm must be positive", code="algorithm.input", found=str(length_norm))
-    return length_norm
-
-
-@register("aggregation", "token-mean", "token", paper="DAPO, arXiv:2503.14476")
-def _token_mean(kept: Tensor, global_tokens: int) -> Tensor:
-    """sum of all tokens / tokens of the batch: every token counts the same."""
+@register("aggregation", "token-mean", "token")
+def _token_mean(kept: Tensor, global_tokens: float) -> Tensor:
+    """sum of all tokens / tokens of the batch: every token counts the same. [DAPO, arXiv:2503.14476]"""
     return kept.sum() / max(global_tokens, 1)
 
 
@@ -87,26 +80,25 @@ def _token_sum(kept: Tensor) -> Tensor:
     return kept.sum()
 
 
-@register("aggregation", "seq-mean-token-sum", "sequence", paper="Dr. GRPO, arXiv:2503.20783")
-def _seq_mean_token_sum(kept: Tensor, global_sequences: int) -> Tensor:
-    """sum of all tokens / sequences of the batch."""
+@register("aggregation", "seq-mean-token-sum", "sequence")
+def _seq_mean_token_sum(kept: Tensor, global_sequences: float) -> Tensor:
+    """sum of all tokens / sequences of the batch. [Dr. GRPO, arXiv:2503.20783]"""
     return kept.sum() / max(global_sequences, 1)
 
 
-@register(
-    "aggregation",
-    "seq-mean-token-sum-norm",
-    "sequence",
-    paper="Dr. GRPO, arXiv:2503.20783",
-    differs="verl divides by the padded width of each micro-batch and not by the number of sequences: its loss depends "
-    "on how the batch is split. We divide by a constant (length_norm) and by the sequences of the batch.",
-)
-def _seq_mean_token_sum_norm(kept: Tensor, global_sequences: int, length_norm: float) -> Tensor:
-    """sum of all tokens / (length_norm * sequences of the batch)."""
+@register("aggregation", "seq-mean-token-sum-norm", "sequence")
+def _seq_mean_token_sum_norm(kept: Tensor, global_sequences: float, length_norm: float) -> Tensor:
+    """sum of all tokens / (length_norm * sequences of the batch). [Dr. GRPO, arXiv:2503.20783]
+
+    Differs: verl divides by the padded width of each micro-batch and not by the number of sequences: its loss depends
+    on how the batch is split. We divide by a constant (length_norm) and by the sequences of the batch.
+    """
     return kept.sum() / (length_norm * max(global_sequences, 1))
 
 
-@register("aggregation", "seq-mean-token-mean", "sequence", paper="GRPO, arXiv:2402.03300")
-def _seq_mean_token_mean(kept: Tensor, mask: Tensor, global_sequences: int) -> Tensor:
-    """mean over sequences of each sequence's mean; a sequence without model tokens gives 0 and still counts."""
+@register("aggregation", "seq-mean-token-mean", "sequence")
+def _seq_mean_token_mean(kept: Tensor, mask: Tensor, global_sequences: float) -> Tensor:
+    """mean over sequences of each sequence's mean; a sequence without model tokens gives 0 and still counts. [GRPO,
+    arXiv:2402.03300]
+    """
     return (kept.sum(-1) / mask.sum(-1).clamp(min=1.0)).sum() / max(global_sequences, 1)

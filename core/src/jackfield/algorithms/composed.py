@@ -1,4 +1,4 @@
-"""The loss functions that an engine runs: a policy loss with KL and entropy, and a critic's loss."""
+"""The loss functions that an engine runs: of a policy, with KL and entropy, and of a critic."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jackfield.abc.engine import LossFunction, LossSpec, TokenOutput
-from jackfield.algorithms.aggregation import aggregate
+from jackfield.algorithms.aggregation import aggregate, means
 from jackfield.algorithms.kl import kl
-from jackfield.algorithms.losses import COUNTS, ROW_INPUTS, TOKEN_INPUTS, policy_loss, value_loss
-from jackfield.algorithms.registry import check_options, part, signature
+from jackfield.algorithms.losses import policy_loss, value_loss
+from jackfield.algorithms.options import check_options
+from jackfield.algorithms.registry import COUNTS, INPUTS, part
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["VALUE_LOSS", "resolve_loss"]
 
+_GIVEN = frozenset({"log_probs", "response_mask", "rollout_weights", "global_tokens", "global_sequences"})
 VALUE_LOSS = "value"  #: the name of a critic's loss in a LossSpec
 
 
 def resolve_loss(spec: LossSpec) -> LossFunction:
-    """The loss function of a spec, to be run on micro-batches.
+    """Return the loss function of a spec, to be run on micro-batches.
 
     Options of the spec are the loss's own, and ``aggregation``, ``length_norm``, ``kl`` (an estimator's name),
     ``kl_coefficient``, ``entropy_coefficient`` and ``correction`` (see :func:`jackfield.algorithms.policy_loss`). The
@@ -44,7 +46,7 @@ def resolve_loss(spec: LossSpec) -> LossFunction:
 
 @contextmanager
 def _naming_rows(data: TensorDict) -> Iterator[None]:
-    """A micro-batch has an order of its own: an error names the row of the whole batch, by the column ``row``."""
+    """Restore the order of the batch: an error names the row of the whole batch, by the column ``row``."""
     try:
         yield
     except ConfigError as error:
@@ -55,12 +57,17 @@ def _naming_rows(data: TensorDict) -> Iterator[None]:
         raise
 
 
-class _ValueLoss:
-    """The critic's loss on one micro-batch."""
+class _Loss:
+    """What both losses know of the whole batch."""
 
     def __init__(self, spec: LossSpec) -> None:
-        self._options: dict[str, Any] = dict(spec.options)
-        self._counts = {name: int(spec.global_counts[name]) for name in ("global_tokens", "global_sequences")}
+        self._options = dict(spec.options)
+        self._all_counts = {name: int(spec.global_counts[name]) for name in COUNTS if name in spec.global_counts}
+        self._counts: dict[str, Any] = {name: self._all_counts[name] for name in ("global_tokens", "global_sequences")}
+
+
+class _ValueLoss(_Loss):
+    """The critic's loss on one micro-batch."""
 
     def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         assert output.values is not None, "the model of a critic has a value head"
@@ -70,87 +77,82 @@ class _ValueLoss:
                 returns=data["returns"],
                 response_mask=data["response_mask"],
                 old_values=data.get("values"),
-                global_tokens=self._counts["global_tokens"],
-                global_sequences=self._counts["global_sequences"],
+                **self._counts,
                 **self._options,
             )
         return loss, {**metrics, "value/loss": loss.detach()}
 
 
-class _ComposedLoss:
+class _ComposedLoss(_Loss):
     """policy loss + kl_coefficient * KL(pi, reference) - entropy_coefficient * entropy."""
 
     def __init__(self, spec: LossSpec) -> None:
-        options = dict(spec.options)
+        super().__init__(spec)
+        take = self._options.pop
         self._part = part("loss", spec.name)
-        self._counts = {name: int(spec.global_counts[name]) for name in ("global_tokens", "global_sequences")}
-        self._own_counts = {name: int(value) for name, value in spec.global_counts.items() if name in COUNTS}
-        self._aggregation = options.pop("aggregation", "token-mean")
-        self._length_norm = options.pop("length_norm", None)
-        self._kl = options.pop("kl", "k3")
-        self._kl_coefficient = options.pop("kl_coefficient", 0.0)
-        self._entropy_coefficient = options.pop("entropy_coefficient", 0.0)
-        self._correction = options.pop("correction", None)
-        check_options(self._part, options)
-        part("aggregation", self._aggregation)
+        self._aggregation = {"aggregation": take("aggregation", "token-mean"), "length_norm": take("length_norm", None)}
+        self._kl, self._kl_coefficient = take("kl", "k3"), take("kl_coefficient", 0.0)
+        self._entropy_coefficient = take("entropy_coefficient", 0.0)
+        self._correction = take("correction", None)
+        check_options(self._part, self._options)
+        part("aggregation", self._aggregation["aggregation"])
         if self._kl_coefficient:
             part("kl", self._kl)
-        if self._aggregation == "seq-mean-token-sum-norm" and self._length_norm is None:
+        if self._aggregation == {"aggregation": "seq-mean-token-sum-norm", "length_norm": None}:
             raise ConfigError(
                 "seq-mean-token-sum-norm needs length_norm: micro-batches are padded to different widths",
                 code="algorithm.input",
                 where=f"algorithm: loss {spec.name}",
                 fix="set the loss option length_norm to the longest response that may be generated",
             )
-        self._options = options
         self.needs_entropy = self._entropy_coefficient != 0.0
 
     def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = data["response_mask"]
         with _naming_rows(data):
             loss, metrics = policy_loss(
                 self._part.name,
                 log_probs=output.log_probs,
-                response_mask=mask,
-                aggregation=self._aggregation,
-                length_norm=self._length_norm,
+                response_mask=data["response_mask"],
                 correction=self._correction,
                 rollout_weights=data.get("rollout_weights"),
-                global_tokens=self._counts["global_tokens"],
-                global_sequences=self._counts["global_sequences"],
+                **self._aggregation,
+                **self._counts,
                 **self._inputs(data),
                 **self._options,
             )
         metrics["policy/loss"] = loss.detach()
-        mask = self._own(mask, data)
+        mask = self._own(data)
         if self._kl_coefficient:
             divergence = self._divergence(output.log_probs, data, mask)
-            penalty = aggregate(divergence, mask, self._aggregation, length_norm=self._length_norm, **self._counts)
-            loss = loss + self._kl_coefficient * penalty
-            metrics["policy/kl"] = aggregate(divergence.detach(), mask, "token-mean", **self._counts)
+            loss = loss + self._kl_coefficient * self._penalty("policy/kl", divergence, mask, metrics)
         if output.entropy is not None:
-            entropy = aggregate(output.entropy, mask, self._aggregation, length_norm=self._length_norm, **self._counts)
-            loss = loss - self._entropy_coefficient * entropy
-            metrics["policy/entropy"] = aggregate(output.entropy.detach(), mask, "token-mean", **self._counts)
+            loss = loss - self._entropy_coefficient * self._penalty("policy/entropy", output.entropy, mask, metrics)
         return loss, metrics
 
-    def _own(self, mask: Tensor, data: TensorDict) -> Tensor:
+    def _penalty(self, name: str, values: Tensor, mask: Tensor, metrics: dict[str, Tensor]) -> Tensor:
+        """The values aggregated like the loss; in the metrics stands their mean per token."""
+        metrics |= means({name: values}, mask, values, **self._counts)
+        mode, length_norm = self._aggregation.values()
+        return aggregate(values, mask, mode, length_norm=length_norm, **self._counts)
+
+    def _own(self, data: TensorDict) -> Tensor:
         """The mask without the rows that an expert wrote, where the loss tells them apart."""
-        expert = data.get("expert_mask") if "expert_mask" in signature(self._part.function).inputs else None
+        expert = data.get("expert_mask") if "expert_mask" in self._part.signature.inputs else None
+        mask: Tensor = data["response_mask"]
         return mask if expert is None else mask.masked_fill((expert != 0).unsqueeze(-1), 0)
 
     def _inputs(self, data: TensorDict) -> dict[str, Any]:
         """What the loss takes and the data hold; what it would need of the whole batch has to be there."""
-        known = signature(self._part.function)
-        wanted = {name for name in (*TOKEN_INPUTS, *ROW_INPUTS) if known.open or name in known.inputs}
+        known = self._part.signature
+        wanted = INPUTS if known.open else {*known.inputs}
         if self._correction is not None:
-            wanted |= {"old_log_probs", "rollout_log_probs"}
-        grouping = wanted & {"group_ids", "pair_ids"}
-        found = {name: data.get(name) for name in sorted(wanted - grouping)}
+            wanted = wanted | {"old_log_probs", "rollout_log_probs"}
+        grouping = {"group_ids", "pair_ids"}
+        found = {name: data.get(name) for name in sorted(wanted - grouping - _GIVEN)}
         inputs = {name: value for name, value in found.items() if value is not None}
-        inputs |= {name: value for name, value in self._own_counts.items() if known.open or name in known.inputs}
+        inputs |= {name: value for name, value in self._all_counts.items() if name not in _GIVEN and known.takes(name)}
         missing = [name for name in self._part.whole_batch if name not in inputs]
-        if missing and not grouping:  # a loss that groups rows says itself that it got no groups
+        if missing and not wanted & grouping:  # a loss that groups rows refuses to be without groups
             raise ConfigError(
                 f"{self._part.name} depends on the whole batch and got no {' and '.join(missing)}",
                 code="algorithm.input",
@@ -161,11 +163,7 @@ class _ComposedLoss:
 
     def _divergence(self, log_probs: Tensor, data: TensorDict, mask: Tensor) -> Tensor:
         """The KL per token. Positions that do not count are emptied first, so that no NaN reaches a gradient."""
-        outside = mask == 0
-        old = data.get("old_log_probs")
-        return kl(
-            self._kl,
-            log_probs.masked_fill(outside, 0.0),
-            data["ref_log_probs"].masked_fill(outside, 0.0),
-            old_log_probs=None if old is None else old.masked_fill(outside, 0.0),
-        )
+        tensors = {"log_probs": log_probs, "ref_log_probs": data["ref_log_probs"]}
+        if (old := data.get("old_log_probs")) is not None:
+            tensors["old_log_probs"] = old
+        return kl(self._kl, **{name: value.masked_fill(mask == 0, 0.0) for name, value in tensors.items()})

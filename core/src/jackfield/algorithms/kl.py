@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from the policy to a reference, per token, and controllers of its coefficient.
+"""Estimators of the KL divergence to a reference, per token, and its coefficient.
 
 J. Schulman, "Approximating KL divergence", 2020. With r = pi_ref / pi and samples from pi, E[k1] = E[k3] = KL(pi,
 pi_ref).
@@ -19,18 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["KLController", "kl"]
 
-_SCHULMAN = "Schulman, Approximating KL divergence, 2020"
-_STRAIGHT_THROUGH = "the gradient of k2 is the gradient of the KL in expectation: arXiv:2506.09477"
 _CLAMP = 20.0  # of a log-ratio, before it is exponentiated in the clipped form
 
 
 def kl(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Tensor | None = None) -> Tensor:
-    """A KL estimate per token.
+    """Estimate the KL per token.
 
     Args:
-        name: ``k1`` (-log r), ``k2`` ((log r)^2 / 2), ``k3`` (r - 1 - log r), ``abs`` (absolute value of
-            log r), ``low_var_kl`` (k3 with bounds), ``k1+``, ``k3+``, ``abs+``,
-            ``low_var_kl+`` (their value with the gradient of k2) or ``k3_corrected`` (k3 times pi / pi_old).
+        name: ``k1``, ``k2``, ``k3``, ``abs``, ``low_var_kl``, the value of one of them with the gradient of k2
+            (``k1+``, ``k3+``, ``abs+``, ``low_var_kl+``), or ``k3_corrected``.
         log_probs: of the policy, ``[B, T]``.
         ref_log_probs: of the reference, ``[B, T]``.
         old_log_probs: of the behaviour policy; only estimators that correct for it use it.
@@ -46,21 +43,25 @@ def kl(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Te
     return value
 
 
-@register("kl", "k1", "token", paper=_SCHULMAN)
+@register("kl", "k1", "token")
 def _k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """-log r = log pi - log pi_ref. Unbiased in value; in a loss its gradient is 0 in expectation."""
+    """-log r = log pi - log pi_ref. Unbiased in value; in a loss its gradient is 0 in expectation. [Schulman,
+    Approximating KL divergence, 2020]
+    """
     return log_probs - ref_log_probs
 
 
-@register("kl", "k2", "token", paper=_SCHULMAN)
+@register("kl", "k2", "token")
 def _k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """(log r)^2 / 2. Biased in value; its gradient is that of the KL in expectation."""
+    """(log r)^2 / 2. Biased in value; its gradient is that of the KL in expectation. [Schulman, Approximating KL
+    divergence, 2020]
+    """
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
-@register("kl", "k3", "token", paper=_SCHULMAN)
+@register("kl", "k3", "token")
 def _k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """r - 1 - log r. Unbiased in value, never negative."""
+    """r - 1 - log r. Unbiased in value, never negative. [Schulman, Approximating KL divergence, 2020]"""
     log_ratio = ref_log_probs - log_probs
     return log_ratio.expm1() - log_ratio
 
@@ -71,9 +72,11 @@ def _abs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return (log_probs - ref_log_probs).abs()
 
 
-@register("kl", "low_var_kl", "token", paper=_SCHULMAN)
+@register("kl", "low_var_kl", "token")
 def _low_var_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """clip(r - 1 - log r, -10, 10) with log r clipped to [-20, 20]. Beyond the bounds there is no gradient."""
+    """clip(r - 1 - log r, -10, 10) with log r clipped to [-20, 20]. Beyond the bounds there is no gradient. [Schulman,
+    Approximating KL divergence, 2020]
+    """
     log_ratio = (ref_log_probs - log_probs).clamp(-_CLAMP, _CLAMP)
     return (log_ratio.expm1() - log_ratio).clamp(-10.0, 10.0)
 
@@ -87,23 +90,26 @@ def _add_straight_through(name: str) -> None:
         combined: Tensor = value.detach() + (gradient - gradient.detach())
         return combined
 
-    function.__doc__ = f"the value of {name} with the gradient of k2."
-    register("kl", f"{name}+", "token", paper=_STRAIGHT_THROUGH)(function)
+    paper = "the gradient of k2 is the gradient of the KL in expectation: arXiv:2506.09477"
+    function.__doc__ = f"the value of {name} with the gradient of k2. [{paper}]"
+    register("kl", f"{name}+", "token")(function)
 
 
 for _name in ("k1", "k3", "abs", "low_var_kl"):
     _add_straight_through(_name)
 
 
-@register("kl", "k3_corrected", "token", paper="DeepSeek-V3.2, arXiv:2512.02556")
+@register("kl", "k3_corrected", "token")
 def _k3_corrected(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """(pi / pi_old) (r - 1 - log r): unbiased, in value and gradient, for samples from pi_old."""
+    """(pi / pi_old) (r - 1 - log r): unbiased, in value and gradient, for samples from pi_old. [DeepSeek-V3.2,
+    arXiv:2512.02556]
+    """
     return (log_probs - old_log_probs).clamp(-_CLAMP, _CLAMP).exp() * _k3(log_probs, ref_log_probs)
 
 
 @attrs.define(kw_only=True)
 class KLController:
-    """The coefficient of the KL penalty: constant, or steered so that the KL comes to a target.
+    """The coefficient of the KL penalty: constant, or steered to a target.
 
     ``coefficient *= 1 + clip(current / target - 1, -0.2, 0.2) * samples / horizon`` (Ziegler et al., arXiv:1909.08593,
     section 2.2). Its whole state is ``coefficient``.

@@ -1,8 +1,8 @@
-"""The named algorithms: an advantage estimator, a policy loss, an aggregation, and what they need."""
+"""The named algorithms: an estimator, a loss, an aggregation, and what they need."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -40,13 +40,13 @@ class Algorithm:
 
     @property
     def scope(self) -> Scope:
-        """How much of a batch it has to see at once: the widest scope of its parts, under their options."""
+        """The widest scope of its parts, under their options."""
         options = {"advantages": self.advantages_options, "loss": self.loss_options}
         return max((one.scope_with(options.get(one.kind, {})) for one in self.parts), key=_SCOPES.index)
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the algorithm of this name; ``jackfield algorithms list --kind algorithm`` shows them all.
+    """Return the algorithm of this name.
 
     Raises:
         ConfigError: ``algorithm.unknown``.
@@ -55,209 +55,104 @@ def algorithm(name: str) -> Algorithm:
     return found
 
 
-def _named(name: str, text: str, paper: str = "", differs: str = "", **fields: Any) -> None:
-    """Register an algorithm under its name; ``fields`` are those of :class:`Algorithm`."""
-    chosen = Algorithm(**fields)
-
-    def make() -> Algorithm:
-        return chosen
-
-    make.__doc__ = text
-    register("algorithm", name, chosen.scope, paper=paper, differs=differs)(make)
+_SUM, _MEAN = "seq-mean-token-sum", "seq-mean-token-mean"
 
 
-_named("grpo", "group-relative advantages, PPO's loss.", "arXiv:2402.03300", loss="ppo", advantages="grpo")
-_named("sft", "likelihood of given answers.", loss="sft")
-_named("ppo", "GAE with a critic, PPO's loss.", "arXiv:1707.06347", loss="ppo", advantages="gae", needs=("critic",))
-_named(
-    "dr_grpo",
+def _named(
+    name: str, loss: str, advantages: str | None, aggregation: str = "token-mean", **fields: Any
+) -> Callable[..., None]:
+    """Register an algorithm under its name; the result is called with its description, paper and difference."""
+    chosen = Algorithm(loss=loss, advantages=advantages, aggregation=aggregation, **fields)
+
+    def describe(text: str, paper: str = "", differs: str = "") -> None:
+        def make() -> Algorithm:
+            return chosen
+
+        make.__doc__ = f"{text} [{paper}]\n\nDiffers: {differs}"
+        register("algorithm", name, chosen.scope)(make)
+
+    return describe
+
+
+_named("grpo", "ppo", "grpo")("group-relative advantages, PPO's loss.", "arXiv:2402.03300")
+_named("sft", "sft", None)("likelihood of given answers.")
+_named("ppo", "ppo", "gae", needs=("critic",))("GAE with a critic, PPO's loss.", "arXiv:1707.06347")
+_named("dr_grpo", "ppo", "dr_grpo", _SUM, loss_options={"clip_dual": None})(
     "rewards less the group's mean; sums over tokens, so that length has no bias.",
     "arXiv:2503.20783",
     "The paper also divides by a constant, a factor of the learning rate: aggregation seq-mean-token-sum-norm with "
     "the loss option length_norm.",
-    loss="ppo",
-    advantages="dr_grpo",
-    aggregation="seq-mean-token-sum",
-    loss_options={"clip_dual": None},
 )
 _named(
     "dapo",
+    "ppo",
+    "grpo",
+    loss_options={"clip_low": 0.2, "clip_high": 0.28, "clip_dual": None},
+    needs=("dynamic_sampling",),
+)(
     "GRPO with a higher upper clip, a token mean and groups of mixed results only.",
     "arXiv:2503.14476",
     "The overlong penalty is a reward shaping of its own (overlong_penalty).",
-    loss="ppo",
-    advantages="grpo",
-    loss_options={"clip_low": 0.2, "clip_high": 0.28, "clip_dual": None},
-    needs=("dynamic_sampling",),
 )
-_named(
-    "rloo",
-    "leave-one-out baseline, policy gradient of whole responses.",
-    "arXiv:2402.14740",
-    loss="reinforce",
-    advantages="rloo",
-    aggregation="seq-mean-token-sum",
+_named("rloo", "reinforce", "rloo", _SUM)(
+    "leave-one-out baseline, policy gradient of whole responses.", "arXiv:2402.14740"
 )
-_named(
-    "opo",
-    "length-weighted baseline, policy gradient of whole responses.",
-    "arXiv:2505.23585",
-    loss="reinforce",
-    advantages="opo",
-    aggregation="seq-mean-token-sum",
+_named("opo", "reinforce", "opo", _SUM)(
+    "length-weighted baseline, policy gradient of whole responses.", "arXiv:2505.23585"
 )
-_named(
-    "reinforce_plus_plus",
-    "reward to go, normalised over the batch, PPO's loss.",
-    "arXiv:2501.03262",
-    loss="ppo",
-    advantages="reinforce_plus_plus",
+_named("reinforce_plus_plus", "ppo", "reinforce_plus_plus")(
+    "reward to go, normalised over the batch, PPO's loss.", "arXiv:2501.03262"
 )
-_named(
-    "reinforce_plus_plus_baseline",
-    "rewards less the group's mean, normalised over the batch, PPO's loss.",
-    "arXiv:2501.03262",
-    loss="ppo",
-    advantages="reinforce_plus_plus_baseline",
+_named("reinforce_plus_plus_baseline", "ppo", "reinforce_plus_plus_baseline")(
+    "rewards less the group's mean, normalised over the batch, PPO's loss.", "arXiv:2501.03262"
 )
-_named(
-    "remax",
-    "the greedy response's reward as baseline, policy gradient of whole responses.",
-    "arXiv:2310.10505",
-    loss="reinforce",
-    advantages="remax",
-    aggregation="seq-mean-token-sum",
-    needs=("baseline_rewards",),
+_named("remax", "reinforce", "remax", _SUM, needs=("baseline_rewards",))(
+    "the greedy response's reward as baseline, policy gradient of whole responses.", "arXiv:2310.10505"
 )
-_named("gpg", "group policy gradient.", "arXiv:2504.02546", loss="gpg", advantages="gpg")
-_named(
-    "gdpo",
-    "several rewards, each normalised in the group, PPO's loss.",
-    "arXiv:2601.05242",
-    loss="ppo",
-    advantages="gdpo",
-    needs=("reward_dimensions",),
+_named("gpg", "gpg", "gpg")("group policy gradient.", "arXiv:2504.02546")
+_named("gdpo", "ppo", "gdpo", needs=("reward_dimensions",))(
+    "several rewards, each normalised in the group, PPO's loss.", "arXiv:2601.05242"
 )
-_named(
-    "gspo",
-    "group-relative advantages, a clipped ratio per sequence.",
-    "arXiv:2507.18071",
-    loss="gspo",
-    advantages="grpo",
-    aggregation="seq-mean-token-mean",
+_named("gspo", "gspo", "grpo", _MEAN)("group-relative advantages, a clipped ratio per sequence.", "arXiv:2507.18071")
+_named("gmpo", "gmpo", "grpo", _MEAN)(
+    "group-relative advantages, the geometric mean of clipped ratios.", "arXiv:2507.20673"
 )
-_named(
-    "gmpo",
-    "group-relative advantages, the geometric mean of clipped ratios.",
-    "arXiv:2507.20673",
-    loss="gmpo",
-    advantages="grpo",
-    aggregation="seq-mean-token-mean",
+_named("cispo", "cispo", "grpo")("group-relative advantages, clipped weights.", "arXiv:2506.13585")
+_named("sapo", "sapo", "grpo", _MEAN)("group-relative advantages, a soft gate.", "arXiv:2511.20347")
+_named("m2po", "m2po", "grpo", needs=("prepare",))(
+    "group-relative advantages, a second-moment trust region for stale data.", "arXiv:2510.01161"
 )
-_named("cispo", "group-relative advantages, clipped weights.", "arXiv:2506.13585", loss="cispo", advantages="grpo")
-_named(
-    "sapo",
-    "group-relative advantages, a soft gate.",
-    "arXiv:2511.20347",
-    loss="sapo",
-    advantages="grpo",
-    aggregation="seq-mean-token-mean",
+_named("decoupled_ppo", "decoupled_ppo", "grpo", needs=("rollout_log_probs",))(
+    "group-relative advantages, PPO's loss around pi_old, weighted for the policy that generated.", "arXiv:2110.00641"
 )
-_named(
-    "m2po",
-    "group-relative advantages, a second-moment trust region for stale data.",
-    "arXiv:2510.01161",
-    loss="m2po",
-    advantages="grpo",
-    needs=("prepare",),
+_named("topr", "topr", "topr", _SUM)("rewards as they are, tapered importance weights.", "arXiv:2503.14286")
+_named("asymre", "reinforce", "asymre", _SUM)(
+    "a baseline below the group's mean, policy gradient of whole responses.", "arXiv:2506.20520"
 )
-_named(
-    "decoupled_ppo",
-    "group-relative advantages, PPO's loss around pi_old, weighted for the policy that generated.",
-    "arXiv:2110.00641",
-    loss="decoupled_ppo",
-    advantages="grpo",
-    needs=("rollout_log_probs",),
-)
-_named(
-    "topr",
-    "rewards as they are, tapered importance weights.",
-    "arXiv:2503.14286",
-    loss="topr",
-    advantages="topr",
-    aggregation="seq-mean-token-sum",
-)
-_named(
-    "asymre",
-    "a baseline below the group's mean, policy gradient of whole responses.",
-    "arXiv:2506.20520",
-    loss="reinforce",
-    advantages="asymre",
-    aggregation="seq-mean-token-sum",
-)
-_named(
-    "opmd",
-    "online policy mirror descent, the simple form.",
-    "arXiv:2505.17826, appendix A.3",
-    loss="opmd",
-    advantages="opmd",
-)
+_named("opmd", "opmd", "opmd")("online policy mirror descent, the simple form.", "arXiv:2505.17826, appendix A.3")
 _named(
     "opmd_kimi",
-    "online policy mirror descent, Kimi's squared form.",
-    "arXiv:2505.17826, appendix A.1",
-    loss="opmd_kimi",
-    advantages="opmd",
-    aggregation="seq-mean-token-sum",
+    "opmd_kimi",
+    "opmd",
+    _SUM,
     advantages_options={"baseline": "log_avg_exp"},
     loss_options={"reference": "old"},
+)("online policy mirror descent, Kimi's squared form.", "arXiv:2505.17826, appendix A.1")
+_named("opmd_pairwise", "opmd_pairwise", "opmd", _SUM, loss_options={"reference": "old"}, needs=("prepare",))(
+    "online policy mirror descent, pairs of responses.", "arXiv:2505.17826, appendix A.2"
 )
-_named(
-    "opmd_pairwise",
-    "online policy mirror descent, pairs of responses.",
-    "arXiv:2505.17826, appendix A.2",
-    loss="opmd_pairwise",
-    advantages="opmd",
-    aggregation="seq-mean-token-sum",
-    loss_options={"reference": "old"},
-    needs=("prepare",),
+_named("mix", "mix", "grpo", needs=("expert_data",))(
+    "GRPO on the run's own samples and likelihood of an expert's.", "arXiv:2505.17826, section 3.2"
 )
-_named(
-    "mix",
-    "GRPO on the run's own samples and likelihood of an expert's.",
-    "arXiv:2505.17826, section 3.2",
-    loss="mix",
-    advantages="grpo",
-    needs=("expert_data",),
+_named("mix_chord", "mix_chord", "grpo", needs=("expert_data",))(
+    "mix with CHORD's weights per token.", "arXiv:2508.11408"
 )
-_named(
-    "mix_chord",
-    "mix with CHORD's weights per token.",
-    "arXiv:2508.11408",
-    loss="mix_chord",
-    advantages="grpo",
-    needs=("expert_data",),
+_named("dpo", "dpo", None, _SUM, needs=("pairs", "reference", "prepare"))(
+    "preferences between two answers.", "arXiv:2305.18290"
 )
-_named(
-    "dpo",
-    "preferences between two answers.",
-    "arXiv:2305.18290",
-    loss="dpo",
-    aggregation="seq-mean-token-sum",
-    needs=("pairs", "reference", "prepare"),
+_named("step_wise_grpo", "ppo", "step_wise_grpo", needs=("rollout_ids",))(
+    "runs of several steps compared by their result."
 )
-_named(
-    "step_wise_grpo",
-    "runs of several steps compared by their result.",
-    loss="ppo",
-    advantages="step_wise_grpo",
-    needs=("rollout_ids",),
-)
-_named(
-    "gigpo",
-    "runs compared by their result, and steps by what followed from the same state.",
-    "arXiv:2505.10978",
-    loss="ppo",
-    advantages="gigpo",
-    needs=("rollout_ids", "anchor_ids"),
+_named("gigpo", "ppo", "gigpo", needs=("rollout_ids", "anchor_ids"))(
+    "runs compared by their result, and steps by what followed from the same state.", "arXiv:2505.10978"
 )

@@ -1,7 +1,7 @@
 """Ranges of parts' options, as annotations in their signatures: ``beta: Positive = 0.1``.
 
-A validator of attrs in ``Annotated`` is what a configuration's value is checked by. A plugin's part may use these, or
-``Annotated`` with validators of its own.
+A validator of attrs in ``Annotated`` is what a given value is checked by, in a configuration and in a call. A plugin's
+part may use these, or ``Annotated`` with validators of its own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,22 @@ from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 import attrs
 from attrs.validators import and_, ge, gt, le, optional
 
-from jackfield.algorithms.registry import Part, signature
+from jackfield.algorithms.registry import INPUTS, Part
+from jackfield.errors import ConfigError
 from jackfield.settings import range_of, structure, unstructure
 
-__all__ = ["ClipDual", "Epsilon", "NotNegative", "Positive", "Share", "above", "ascending", "check_values", "ranges"]
+__all__ = [
+    "ClipDual",
+    "Epsilon",
+    "NotNegative",
+    "Positive",
+    "Share",
+    "above",
+    "ascending",
+    "check_options",
+    "check_values",
+    "ranges",
+]
 
 Positive: TypeAlias = Annotated[float, gt(0.0)]
 NotNegative: TypeAlias = Annotated[float, ge(0.0)]
@@ -28,7 +40,7 @@ ClipDual: TypeAlias = Annotated[float, gt(1.0)]
 
 
 def above(lower: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
-    """A validator: more than another option of the same part, or field of the same class."""
+    """Return a validator: more than another option of the same part, or field of the same class."""
 
     def check(made: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         if not value > getattr(made, lower):
@@ -38,25 +50,44 @@ def above(lower: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
 
 
 def ascending(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """A validator: a lower bound, then an upper one."""
+    """Validate a lower bound, then an upper one."""
     if not value[0] < value[1]:
         raise ValueError(f"'{attribute.name}' must be a lower and a higher number: {value!r}")
 
 
 def check_values(chosen: Part, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The options that a configuration gives a part, checked and converted.
+    """Check and convert the options that a configuration gives a part.
 
     Raises:
         ConfigError: ``config.unknown-key``, ``config.wrong-type`` or ``config.invalid-value``, with the option's path.
     """
-    if signature(chosen.function).open:
+    if chosen.signature.open or not given:
         return dict(given)
     made = unstructure(structure(_settings(chosen.kind, chosen.function), given, where))
     return {name: made[name] for name in given}
 
 
+def check_options(chosen: Part, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tell what a caller gives a part apart, and check the options.
+
+    Returns:
+        ``(inputs, options)``. Every part may be offered every known input.
+
+    Raises:
+        ConfigError: ``algorithm.input``: the part has no such option, or not with this value.
+    """
+    taken = INPUTS.union(chosen.signature.inputs)
+    inputs = {name: value for name, value in given.items() if name in taken}
+    options = {name: value for name, value in given.items() if name not in taken}
+    try:
+        return inputs, check_values(chosen, options, f"{chosen.kind} {chosen.name}")
+    except ConfigError as error:
+        error.code, error.fix = "algorithm.input", None
+        raise
+
+
 def ranges(chosen: Part) -> dict[str, str]:
-    """The range of each option that has one, as text."""
+    """Return the range of each option that has one, as text."""
     fields = attrs.fields_dict(_settings(chosen.kind, chosen.function))
     found = {name: range_of(fields[name].validator) for name in chosen.options}
     return {name: text for name, text in found.items() if text}
@@ -64,8 +95,11 @@ def ranges(chosen: Part) -> dict[str, str]:
 
 @functools.cache
 def _settings(kind: str, function: Callable[..., Any]) -> type:
-    """A part's options as a settings class; every loss has a ``length_norm``, which its aggregation reads."""
-    parameters, options = inspect.signature(function).parameters, signature(function).options
+    """Return a part's options as a settings class; every loss has a ``length_norm``, which its aggregation reads."""
+    if isinstance(function, type):
+        return function
+    parameters = inspect.signature(function).parameters
+    options = Part(kind=kind, name="", function=function, scope="batch").options
     fields = {name: _field(parameters[name], function) for name in options}
     if kind == "loss":
         number: Any = float | None

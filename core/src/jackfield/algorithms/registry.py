@@ -2,8 +2,9 @@
 
 A part is a plain function. Its *inputs* are tensors and counts: parameters that it takes by position, parameters
 without a default, and those of a name in :data:`INPUTS`; they are optional where they default to None. Its other
-keyword-only parameters are its *options*: what a configuration sets. So the signature says what a part needs, and
-nothing has to be declared twice. Everything is passed by name.
+keyword-only parameters are its *options*: what a configuration sets. So the signature says what a part needs, and its
+docstring what it is: the equation with its paper, ``-A log pi. [Williams, 1992]``, and a paragraph that begins with
+``Differs:``. Nothing has to be declared twice. Everything is passed by name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -18,35 +20,23 @@ import attrs
 
 from jackfield.errors import ConfigError
 
-__all__ = ["Part", "Scope", "call", "names", "part", "register", "register_part"]
+__all__ = ["COUNTS", "TOKEN_INPUTS", "Part", "Scope", "call", "names", "part", "register", "register_part"]
 
 #: How much of a batch a part has to see at once.
 Scope = Literal["token", "sequence", "group", "batch"]
 
-#: Names that are inputs wherever they stand in a signature.
-INPUTS = frozenset(
-    {
-        "advantages",
-        "anchor_ids",
-        "baseline_rewards",
-        "expert_mask",
-        "global_sequences",
-        "global_tokens",
-        "group_ids",
-        "log_probs",
-        "old_log_probs",
-        "pair_ids",
-        "ref_log_probs",
-        "response_mask",
-        "reward_dimensions",
-        "rewards",
-        "rollout_log_probs",
-        "rollout_ids",
-        "step_ids",
-        "token_rewards",
-        "values",
-    }
+_PER_TOKEN = (
+    "advantages log_probs old_log_probs ref_log_probs response_mask rollout_log_probs rollout_weights sum_pi_squared "
+    "token_rewards values"
 )
+_PER_ROW = "anchor_ids baseline_rewards expert_mask group_ids pair_ids reward_dimensions rewards rollout_ids step_ids"
+
+#: Inputs per token, ``[B, T]`` …
+TOKEN_INPUTS = frozenset(_PER_TOKEN.split())
+#: … counts over the whole batch …
+COUNTS = frozenset(f"global_{rows}{what}" for rows in ("", "usual_", "expert_") for what in ("tokens", "sequences"))
+#: … and all names, with those per row, that are inputs wherever they stand in a signature.
+INPUTS = TOKEN_INPUTS.union(COUNTS, _PER_ROW.split())
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,107 +49,99 @@ class Signature:
     options: Mapping[str, Any]  #: name to default
     open: bool  #: it has ``**kwargs`` and takes whatever it is given
 
+    def takes(self, name: str) -> bool:
+        """Return whether the function takes an input of this name."""
+        return self.open or name in self.inputs
+
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """A registered function. Parts of scope ``batch`` refuse a schedule that streams mini-batches."""
+    """A registered function.
 
-    kind: str
-    name: str
+    Parts of scope ``batch`` refuse a schedule that streams mini-batches.
+    """
+
+    kind: str  #: ``advantages``, ``loss``, ``kl``, ``aggregation``, ``distillation``, ``shaping``, ``correction`` …
+    name: str  #: unique in its kind
     function: Callable[..., Any]
     scope: Scope
-    paper: str = ""
-    differs: str = ""  #: where this differs from well-known implementations, and why
     whole_batch: tuple[str, ...] = ()  #: inputs that have to be precomputed when the batch is split
     per_sequence: bool = False  #: a loss with one value per row, so that nothing per token can weigh it
-    prepare: Callable[..., Mapping[str, Any]] | None = None  #: makes the columns of ``whole_batch``
+    #: Makes the columns of ``whole_batch`` by name. It takes inputs and options of the loss, the latter without
+    #: defaults.
+    prepare: Callable[..., Mapping[str, Any]] | None = None
     batch_options: Mapping[str, Any] = attrs.field(factory=dict)  #: option values that make its scope ``batch``
 
     def scope_with(self, options: Mapping[str, Any]) -> Scope:
-        """Its scope under these options."""
+        """Return its scope under these options."""
         raised = any(options.get(name) == value for name, value in self.batch_options.items())
         return "batch" if raised else self.scope
 
     @property
     def equation(self) -> str:
-        """The first paragraph of the function's docstring."""
-        return " ".join((inspect.getdoc(self.function) or "").split("\n\n")[0].split())
+        """The first paragraph of the function's docstring, without the citation."""
+        return self._cited[0]
+
+    @property
+    def paper(self) -> str:
+        """Where the equation is from."""
+        return self._cited[2] or ""
+
+    @property
+    def _cited(self) -> tuple[str, ...]:
+        first = " ".join((inspect.getdoc(self.function) or "").split("\n\n")[0].split())
+        found = re.fullmatch(r"(.*?)((?<=\.) \[(.*)\])?", first)
+        return found.groups() if found else (first, "", "")
+
+    @property
+    def differs(self) -> str:
+        """Where this differs from well-known implementations, and why."""
+        paragraphs = (inspect.getdoc(self.function) or "").split("\n\n")
+        return next((" ".join(one.split()[1:]) for one in paragraphs if one.startswith("Differs: ")), "")
+
+    @property
+    def signature(self) -> Signature:
+        """The inputs and options of the function."""
+        return signature(self.function)
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The inputs that it cannot do without."""
-        return tuple(name for name, required in signature(self.function).inputs.items() if required)
+        """The inputs that it cannot do without, beside those of :attr:`whole_batch`."""
+        inputs = self.signature.inputs
+        return tuple(name for name, required in inputs.items() if required and name not in self.whole_batch)
 
     @property
     def accepts(self) -> tuple[str, ...]:
         """The inputs that it uses where they are given."""
-        return tuple(name for name, required in signature(self.function).inputs.items() if not required)
+        return tuple(name for name in self.signature.inputs if name not in self.needs)
 
     @property
     def prepare_inputs(self) -> Mapping[str, bool]:
-        """The inputs of :attr:`prepare`, and whether each is required; it takes options of the loss, too."""
+        """The inputs of :attr:`prepare` beside options of the loss; whether each is required."""
         known = {} if self.prepare is None else signature(self.prepare).inputs
         return {name: required for name, required in known.items() if name not in self.options}
 
     @property
     def options(self) -> Mapping[str, Any]:
         """Its options and their defaults."""
-        return signature(self.function).options
+        return self.signature.options
 
 
 _PARTS: dict[tuple[str, str], Part] = {}
 
 
-def register(
-    kind: str,
-    name: str,
-    scope: Scope,
-    paper: str = "",
-    *,
-    differs: str = "",
-    whole_batch: tuple[str, ...] = (),
-    per_sequence: bool = False,
-    prepare: Callable[..., Mapping[str, Any]] | None = None,
-    batch_options: Mapping[str, Any] | None = None,
-) -> Callable[[F], F]:
-    """Register the decorated function as a part.
-
-    Args:
-        kind: ``advantages``, ``loss``, ``kl``, ``aggregation``, ``distillation``, ``shaping``,
-            ``correction`` or ``algorithm``.
-        name: unique in its kind.
-        scope: how much of a batch it has to see at once.
-        paper: where its equation is from.
-        differs: where it differs from well-known implementations, and why.
-        whole_batch: inputs that have to be precomputed over the whole batch when the batch is split.
-        per_sequence: whether a loss has one value per row in the place of one per token.
-        prepare: a function of the whole batch that makes the columns of ``whole_batch`` by name. It takes inputs and
-            options of the loss, the latter without defaults.
-        batch_options: option values that make the scope ``batch``.
-    """
+def register(kind: str, name: str, scope: Scope, **fields: Any) -> Callable[[F], F]:
+    """Register the decorated function as a part; ``fields`` are further ones of :class:`Part`."""
 
     def decorator(function: F) -> F:
-        _add(
-            Part(
-                kind=kind,
-                name=name,
-                function=function,
-                scope=scope,
-                paper=paper,
-                differs=differs,
-                whole_batch=whole_batch,
-                per_sequence=per_sequence,
-                prepare=prepare,
-                batch_options=dict(batch_options or {}),
-            )
-        )
+        _add(Part(kind=kind, name=name, function=function, scope=scope, **fields))
         return function
 
     return decorator
 
 
 def register_part(kind: str, name: str, candidate: Part | Callable[..., Any]) -> None:
-    """What a run hands to the plugins' hook ``register_parts``.
+    """Register what a plugin's hook ``register_parts`` offers.
 
     A bare function counts as scope ``batch``, which every schedule that hands out whole batches supports.
 
@@ -178,104 +160,67 @@ def register_part(kind: str, name: str, candidate: Part | Callable[..., Any]) ->
 
 
 def _add(new: Part) -> None:
-    known = _PARTS.get((new.kind, new.name))
-    if known is not None and known.function is not new.function:
+    known = _PARTS.setdefault((new.kind, new.name), new)
+    if known.function is not new.function:
         raise ConfigError(f"two parts of kind {new.kind} are named {new.name!r}", where=f"{new.kind}:{new.name}")
-    _PARTS[new.kind, new.name] = new
 
 
 def part(kind: str, name: str) -> Part:
-    """The part of this kind and name.
+    """Return the part of this kind and name.
 
     Raises:
         ConfigError: ``algorithm.unknown``, with what there is.
     """
-    try:
+    if (kind, name) in _PARTS:
         return _PARTS[kind, name]
-    except KeyError:
-        raise ConfigError(
-            f"no part of kind {kind} is named {name!r}" + _suggestion(name, names(kind)),
-            code="algorithm.unknown",
-            where=f"algorithm: {kind}",
-            expected="one of " + ", ".join(names(kind)),
-            found=name,
-        ) from None
+    close = difflib.get_close_matches(name, names(kind), n=1)
+    raise ConfigError(
+        f"no part of kind {kind} is named {name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""),
+        code="algorithm.unknown",
+        where=f"algorithm: {kind}",
+        expected="one of " + ", ".join(names(kind)),
+        found=name,
+    )
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """The sorted names of one kind."""
+    """Return the sorted names of one kind."""
     return tuple(sorted(name for known, name in _PARTS if known == kind))
 
 
 @functools.cache
 def signature(function: Callable[..., Any]) -> Signature:
-    """Inputs and options of a part's function."""
+    """Read inputs and options of a part's function."""
     inputs: dict[str, bool] = {}
     options: dict[str, Any] = {}
-    is_open = False
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            is_open = True
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            continue
-        elif (
-            parameter.kind is parameter.KEYWORD_ONLY
-            and parameter.default is not parameter.empty
-            and parameter.name not in INPUTS
-        ):
-            options[parameter.name] = parameter.default
-        else:
-            inputs[parameter.name] = parameter.default is parameter.empty
-    return Signature(inputs=inputs, options=options, open=is_open)
-
-
-def check_options(chosen: Part, options: Mapping[str, Any], extras: tuple[str, ...] = ()) -> None:
-    """Refuse options that the part does not have, beside inputs of its own and ``extras`` that anyone may offer.
-
-    Raises:
-        ConfigError: ``algorithm.input``.
-    """
-    known = signature(chosen.function)
-    if known.open:
-        return
-    for name in options:
-        if name not in known.options and name not in known.inputs and name not in extras:
-            raise ConfigError(
-                f"{chosen.kind} {chosen.name} has no option {name!r}" + _suggestion(name, known.options),
-                code="algorithm.input",
-                where=f"algorithm: {chosen.kind} {chosen.name}",
-                expected="one of " + ", ".join(known.options) if known.options else "no options",
-                found=name,
-            )
+    parameters = inspect.signature(function).parameters.values()
+    for one in parameters:
+        required = one.default is one.empty
+        if one.kind is one.KEYWORD_ONLY and not required and one.name not in INPUTS:
+            options[one.name] = one.default
+        elif one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+            inputs[one.name] = required
+    return Signature(inputs=inputs, options=options, open=any(one.kind is one.VAR_KEYWORD for one in parameters))
 
 
 def call(chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Call a part with those of the offered inputs that it takes, and with options.
+    """Call a part with those of the offered inputs that it takes, and with its options.
 
-    Options may hold inputs, too; an input that is None counts as not offered.
+    An input that is None counts as not offered.
 
     Raises:
-        ConfigError: ``algorithm.input``: a required input is missing, or it has no such option.
+        ConfigError: ``algorithm.input``: a required input is missing.
     """
-    known = signature(chosen.function)
-    given = {name: value for name, value in {**offered, **options}.items() if value is not None}
-    if known.open:
-        return chosen.function(**given)
-    inputs = {name: given[name] for name in known.inputs if name in given}
-    missing = [name for name, required in known.inputs.items() if required and name not in inputs]
-    if missing:
+    known = chosen.signature
+    given = {name: value for name, value in offered.items() if value is not None and known.takes(name)}
+    missing = [name for name, required in known.inputs.items() if required and name not in given]
+    if missing and not known.open:
+        hint = f"or {', '.join(chosen.prepare_inputs)}, of which prepare makes it" if chosen.prepare else None
         raise ConfigError(
             f"{chosen.kind} {chosen.name} needs {' and '.join(missing)}",
             code="algorithm.input",
             where=f"algorithm: {chosen.kind} {chosen.name}",
-            expected=", ".join(chosen.needs),
+            expected=hint or ", ".join(chosen.needs),
             found=", ".join(sorted(given)),
         )
-    chosen_options = {name: value for name, value in options.items() if name in known.options}
-    result: Any = chosen.function(**inputs, **chosen_options)
-    return result
-
-
-def _suggestion(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return chosen.function(**given, **options)

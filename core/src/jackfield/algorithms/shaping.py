@@ -10,7 +10,7 @@ from attrs.validators import ge, gt, optional
 from jackfield.algorithms.kl import kl
 from jackfield.algorithms.options import Epsilon, NotNegative, ascending
 from jackfield.algorithms.registry import register
-from jackfield.algorithms.tensors import Groups, masked_mean_std, require_finite, require_shapes
+from jackfield.algorithms.tensors import Groups, clean, masked_mean_std, require_shapes
 from jackfield.errors import ConfigError
 from jackfield.settings import option
 
@@ -30,7 +30,7 @@ __all__ = [
 
 @attrs.frozen(kw_only=True)
 class Shaping:
-    """What happens to rewards before the advantages: clip, then normalise, then add the overlong penalty."""
+    """Rewards are clipped, then normalised, then given the overlong penalty."""
 
     clip: tuple[float, float] | None = option(
         None, help="bounds of a response's reward; null: off", validator=optional(ascending)
@@ -45,7 +45,7 @@ class Shaping:
 
     @property
     def active(self) -> bool:
-        """Whether any reward may change."""
+        """True where any reward may change."""
         return self.clip is not None or self.normalize or self.overlong_length is not None
 
     def shape(self, totals: Tensor, lengths: Tensor) -> Tensor:
@@ -69,12 +69,7 @@ class Shaping:
         return totals
 
 
-@register(
-    "shaping",
-    "kl_in_reward",
-    "token",
-    paper="InstructGPT, arXiv:2203.02155, equation 2; Ziegler et al., arXiv:1909.08593",
-)
+@register("shaping", "kl_in_reward", "token")
 def kl_in_reward(
     token_rewards: Tensor,
     log_probs: Tensor,
@@ -85,6 +80,8 @@ def kl_in_reward(
     estimator: str = "k1",
 ) -> tuple[Tensor, Tensor]:
     """r_t - coefficient kl_t on each model token.
+    [InstructGPT, arXiv:2203.02155, equation 2; Ziegler et al.,
+    arXiv:1909.08593]
 
     Args:
         token_rewards: float ``[B, T]``.
@@ -95,24 +92,23 @@ def kl_in_reward(
         estimator: see :func:`jackfield.algorithms.kl`.
 
     Returns:
-        ``(token_rewards, kl)``: ``[B, T]``, and the mean KL per model token, a scalar: what a controller is told.
+        ``(token_rewards, kl)``: ``[B, T]``, and the mean KL per model token, a scalar, for a controller.
 
     Raises:
         ConfigError: ``algorithm.unknown``, ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
     """
-    tensors = {"log_probs": log_probs, "ref_log_probs": ref_log_probs}
-    require_shapes({**tensors, "token_rewards": token_rewards}, response_mask)
-    require_finite(tensors, response_mask)
+    require_shapes({"token_rewards": token_rewards}, response_mask)
+    tensors = clean({"log_probs": log_probs.detach(), "ref_log_probs": ref_log_probs.detach()}, response_mask)
     keep = response_mask != 0
-    new, reference = (tensor.detach().masked_fill(~keep, 0.0) for tensor in (log_probs, ref_log_probs))
-    penalty = kl(estimator, new, reference).masked_fill(~keep, 0.0)
+    penalty = kl(estimator, **tensors).masked_fill(~keep, 0.0)
     mean = masked_mean_std(penalty, keep)[0].to(penalty.dtype)
     return token_rewards - coefficient * penalty.to(token_rewards.dtype), mean
 
 
-@register("shaping", "overlong_penalty", "sequence", paper="DAPO, arXiv:2503.14476, equation 13")
+@register("shaping", "overlong_penalty", "sequence")
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: NotNegative = 1.0) -> Tensor:
-    """factor * clip((max_length - buffer - length) / buffer, -1, 0): to be added to the reward of a response.
+    """factor * clip((max_length - buffer - length) / buffer, -1, 0): to be added to the
+    reward of a response. [DAPO, arXiv:2503.14476, equation 13]
 
     Args:
         lengths: of the responses in tokens, int ``[B]``.
@@ -135,9 +131,10 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: N
     return factor * ((max_length - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
 
 
-@register("shaping", "dynamic_sampling_filter", "group", paper="DAPO, arXiv:2503.14476, equation 11")
+@register("shaping", "dynamic_sampling_filter", "group")
 def dynamic_sampling_filter(scores: Tensor, group_ids: Tensor, *, min_spread: NotNegative = 0.0) -> Tensor:
-    """Keep rows of groups with max(score) - min(score) > min_spread: the others give no group-relative gradient.
+    """Keep rows of groups with max(score) - min(score) > min_spread: the others give no group-relative gradient. [DAPO,
+    arXiv:2503.14476, equation 11]
 
     Args:
         scores: float ``[B]``.
@@ -177,15 +174,12 @@ def clip_rewards(rewards: Tensor, *, low: float, high: float) -> Tensor:
     return rewards.clamp(low, high)
 
 
-@register(
-    "shaping",
-    "fill_failed",
-    "group",
-    paper="verl's async reward agent recipe (post_process_scores)",
-    differs="A group that failed as a whole has no mean: its rows are reported, not scored 0.",
-)
+@register("shaping", "fill_failed", "group")
 def fill_failed(scores: Tensor, failed: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """A failed score becomes the mean of its group's other scores: group-relative estimators then give it about 0.
+    [verl's async reward agent recipe (post_process_scores)]
+
+    Differs: A group that failed as a whole has no mean: its rows are reported, not scored 0.
 
     Args:
         scores: float ``[B]``; what a failed row holds does not matter, NaN included.

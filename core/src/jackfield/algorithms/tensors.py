@@ -1,9 +1,9 @@
-"""What the parts share: masks, groups of rows, statistics over a batch. No torch is imported here."""
+"""Masks, groups of rows, and statistics over a batch; no torch is imported here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from jackfield.errors import ConfigError
 
@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "Estimate",
     "Groups",
     "ModelTokens",
+    "clean",
     "credited_returns",
     "discounted_sums",
     "masked_mean_std",
@@ -23,27 +25,33 @@ __all__ = [
     "spread",
 ]
 
+#: Advantages and returns, ``[B, T]``; or one tensor that is both, ``[B, T]`` or a value per row, ``[B]``.
+Estimate: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 _BLOCK = 1 << 17  # numbers that are converted to float64 at once
 
 
 class Groups:
-    """Rows by an integer id; sums over groups without a loop."""
+    """Rows by integer ids; sums over groups without a loop."""
 
-    def __init__(self, ids: Tensor) -> None:
-        """``ids``: int ``[B]``, in any order, any values."""
-        _, index, counts = ids.unique(return_inverse=True, return_counts=True)
+    def __init__(self, *ids: Tensor) -> None:
+        """``ids``: each ``[B]``, in any order, any values; rows of one group have all of them in common."""
+        index = ids[0]
+        for further in ids[1:]:
+            inner = further.unique(return_inverse=True)[1]
+            index = index.unique(return_inverse=True)[1] * (len(inner) + 1) + inner
+        _, index, counts = index.unique(return_inverse=True, return_counts=True)
         self.index: Tensor = index  #: int64 ``[B]``: the number of each row's group
         self.counts: Tensor = counts.double()  #: ``[G]``: rows of each group
         self.sizes: Tensor = self.counts[index]  #: ``[B]``: rows of each row's group
         self.alone: Tensor = self.sizes == 1  #: bool ``[B]``
 
     def totals(self, rows: Tensor) -> Tensor:
-        """``[G, ...]``: the sum of each group's rows (``[B, ...]``)."""
+        """Return ``[G, ...]``: the sum of each group's rows (``[B, ...]``)."""
         return rows.new_zeros((len(self.counts), *rows.shape[1:])).index_add(0, self.index, rows)
 
     def sums(self, rows: Tensor) -> Tensor:
-        """``[B, ...]``: for each row the sum over its group."""
+        """Return ``[B, ...]``: for each row the sum over its group."""
         return self.totals(rows)[self.index]
 
     def means(self, rows: Tensor) -> Tensor:
@@ -60,6 +68,22 @@ class Groups:
         lowest = rows.new_full((len(self.counts),), float("-inf"))
         return lowest.scatter_reduce(0, self.index, rows, "amax")[self.index]
 
+    def relative(self, rows: Tensor, eps: float | None = None) -> Tensor:
+        """Return x - mean of each row (``[B]`` or ``[B, D]``), by (std + eps) where eps is given."""
+        centred = rows - self.means(rows)
+        return centred if eps is None else centred / (self.stds(rows) + eps)
+
+    def positions(self, keys: Tensor | None = None) -> Tensor:
+        """Return int64 ``[B]``: each row's place in its group, by key or as the rows come."""
+        order = self.index.argsort(stable=True)
+        if keys is not None:
+            by_key = keys.argsort(stable=True)
+            order = by_key[self.index[by_key].argsort(stable=True)]
+        starts = (self.counts.cumsum(0) - self.counts).long()
+        positions = starts.new_zeros(len(order))
+        positions[order] = starts.new_ones(len(order)).cumsum(0) - 1 - starts[self.index[order]]
+        return positions
+
     def log_mean_exp(self, rows: Tensor) -> Tensor:
         """For each row log(mean(exp)) of its group."""
         highest = self.maxima(rows)
@@ -71,20 +95,21 @@ def _like(rows: Tensor, other: Tensor) -> Tensor:
 
 
 def spread(rows: Tensor, mask: Tensor, like: Tensor) -> Tensor:
-    """A value per row (``[B]``) on each of the row's masked tokens: ``[B, T]`` of ``like``'s dtype."""
+    """Put a value per row (``[B]``) on each masked token: ``[B, T]`` of ``like``'s dtype."""
     return rows.to(like.dtype).unsqueeze(-1).masked_fill(mask == 0, 0.0)
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """``[B]``: the mean over each row's masked tokens; 0 for a row without any."""
+    """Return ``[B]``: the mean over each row's masked tokens; 0 for a row without any."""
     kept = values.masked_fill(mask == 0, 0.0)
     return kept.sum(-1) / (mask != 0).sum(-1).clamp(min=1)
 
 
 def row_sums(values: Tensor) -> Tensor:
-    """``[B]``: the sum of each row, in float64: equal rewards differ from their mean by far less than any eps.
+    """Return ``[B]``: the sum of each row, in float64.
 
-    In blocks that fit a cache: a sum in another dtype converts all that it is given first.
+    So equal rewards differ from their mean by far less than any eps. In blocks that fit a cache: a sum in another dtype
+    converts all that it is given first.
     """
     sums = values.new_empty(len(values)).double()
     rows = max(1, _BLOCK // max(values.shape[-1], 1))
@@ -94,7 +119,7 @@ def row_sums(values: Tensor) -> Tensor:
 
 
 def masked_mean_std(values: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (n - 1) of ``values`` where ``keep``: two float64 scalars, 0 where undefined."""
+    """Return mean and standard deviation (n - 1) where ``keep``: float64, 0 if undefined."""
     wide = values.new_empty(0).double().dtype
     count = keep.sum()
     mean = values.masked_fill(~keep, 0.0).sum(dtype=wide) / count.clamp(min=1)
@@ -103,7 +128,10 @@ def masked_mean_std(values: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ModelTokens:
-    """Rows packed to the left: the t-th model token of each row in column t, so that a recurrence meets no gap."""
+    """Rows packed to the left, so that a recurrence meets no gap.
+
+    The t-th model token of each row is in column t.
+    """
 
     def __init__(self, mask: Tensor) -> None:
         """``mask``: ``[B, T]``."""
@@ -113,14 +141,14 @@ class ModelTokens:
             self._position = self.keep.cumsum(-1) - 1  # -1 before the first model token
 
     def pack(self, values: Tensor) -> Tensor:
-        """``[B, T]``: the values of model tokens, then zeros."""
+        """Return ``[B, T]``: the values of model tokens, then zeros."""
         kept = values.masked_fill(~self.keep, 0.0)
         return kept if self._position is None else self._scatter(kept)
 
     def credit(self, rewards: Tensor) -> Tensor:
         """Packed rewards, each with those of the observations up to the next model token.
 
-        What stands before the first model token is nobody's doing.
+        What stands before the first model token is credited to no token.
         """
         if self._position is not None:
             return self._scatter(rewards.masked_fill(self._position < 0, 0.0))
@@ -160,6 +188,17 @@ def credited_returns(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0) ->
         return discounted_sums(token_rewards, 1.0).masked_fill(mask == 0, 0.0)
     tokens = ModelTokens(mask)
     return tokens.unpack(discounted_sums(tokens.credit(token_rewards), gamma))
+
+
+def clean(tensors: Mapping[str, Tensor | None], mask: Tensor) -> dict[str, Tensor]:
+    """Return tensors (``[B, T]``) with 0 where the mask is 0, those that are there.
+
+    Raises:
+        ConfigError: ``algorithm.input`` or ``algorithm.not-finite``.
+    """
+    require_shapes(tensors, mask)
+    require_finite(tensors, mask)
+    return {name: value.masked_fill(mask == 0, 0.0) for name, value in tensors.items() if value is not None}
 
 
 def require_shapes(tensors: Mapping[str, Tensor | None], mask: Tensor) -> None:

@@ -8,17 +8,17 @@ from typing import Any, Literal
 import attrs
 
 from jackfield.algorithms import Algorithm, Part, algorithm, part
-from jackfield.algorithms.losses import COUNTS, ROW_INPUTS, TOKEN_INPUTS
 from jackfield.algorithms.options import check_values
+from jackfield.algorithms.registry import COUNTS
 from jackfield.algorithms.settings import CriticSettings, PartSettings
 from jackfield.compose.rollout_policy import (
     check_correction,
     check_mismatch,
     check_sampling,
-    correction_options,
     corrects,
     old_log_probs,
     rollout_bound,
+    used_correction,
 )
 from jackfield.config import RunConfig, WeightsConfig
 from jackfield.errors import ConfigError
@@ -160,7 +160,7 @@ def _plan(
         old_log_probs="old_log_probs" if old == "engine" else "rollout_log_probs",
         shaping=settings.shaping,
         kl=settings.kl.name if settings.kl.in_reward and settings.kl.coefficient > 0 else None,
-        correction=correction_options(config, old) if corrects else None,
+        correction=used_correction(config, old) if corrects else None,
         experts=mixes,
         reference=reference,
         rewards="rewards" in loss.needs,
@@ -228,8 +228,7 @@ def _prepared(loss: Part, supplied: frozenset[str]) -> tuple[str, ...]:
 def _loss_columns(
     config: RunConfig, loss: Part, supplied: frozenset[str], prepared: tuple[str, ...], corrects: bool
 ) -> tuple[str, ...]:
-    taken = {*loss.needs, *loss.accepts}
-    wanted = {name for name in (*TOKEN_INPUTS, *ROW_INPUTS) if name in taken and name in supplied} | set(prepared)
+    wanted = ({*loss.needs, *loss.accepts} & supplied) | set(prepared)
     if "rewards" in loss.needs:
         wanted.add("rewards")
     if corrects:
@@ -273,8 +272,7 @@ def _check_supply(
 ) -> None:
     """Refuse what cannot be had, by name."""
     inputs = _ESTIMATOR_INPUTS | {"values", "reward_dimensions", "baseline_rewards"}
-    of_loss = supplied | {*COUNTS, *prepared, "rewards", "log_probs", "response_mask", "pair_ids"}
-    of_loss |= {"global_tokens", "global_sequences", "expert_mask"}
+    of_loss = supplied | {*COUNTS, *prepared, "rewards", "log_probs", "response_mask", "pair_ids", "expert_mask"}
     missing = sorted(
         {name for name in recipe.algorithm.needs if name not in inputs | _KNOWN_NEEDS}
         | {name for name in (estimator.needs if estimator else ()) if name not in inputs}

@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import attrs
+
 from jackfield.abc.rollout import SamplingParams
-from jackfield.algorithms import Part
+from jackfield.algorithms import Correction, Part
 from jackfield.config import RunConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
@@ -16,12 +18,12 @@ __all__ = [
     "check_correction",
     "check_mismatch",
     "check_sampling",
-    "correction_options",
     "corrects",
     "filters",
     "log_prob_check_options",
     "old_log_probs",
     "rollout_bound",
+    "used_correction",
 ]
 
 #: How far a replica's log-probs may be from the engine's on average, in nats, where none is configured.
@@ -167,7 +169,7 @@ def check_correction(config: RunConfig, loss: Part, corrects: bool, old: str) ->
         )
 
 
-def correction_options(config: RunConfig, old: str) -> dict[str, Any]:
+def used_correction(config: RunConfig, old: str) -> Correction:
     """Around the rollout's own log-probs, the loss's ratio weighs and the correction only rejects."""
-    options = config.algorithm.correction.options
-    return options if old == "engine" else {**options, "bound": "none", "batch_normalize": False}
+    given = config.algorithm.correction
+    return given if old == "engine" else attrs.evolve(given, bound="none", batch_normalize=False)

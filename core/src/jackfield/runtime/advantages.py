@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from jackfield.algorithms import Shaping, advantages, importance_weights, kl_in_reward, part, prepare
+from jackfield.algorithms import Correction, Shaping, advantages, kl_in_reward, part, prepare
 from jackfield.clock import Clock
 from jackfield.queue import (
     BatchMeta,
@@ -45,7 +45,7 @@ class AdvantagePlan:
     old_log_probs: str = "rollout_log_probs"  #: the column of the policy that the loss calls old
     shaping: Shaping = attrs.field(factory=Shaping)
     kl: str | None = None  #: estimator of the KL penalty in the reward; None: off
-    correction: Mapping[str, Any] | None = None  #: options of importance_weights; None: off
+    correction: Correction | None = None  #: None: off
     experts: bool = False  #: rows of an expert are among the others: write ``expert_mask``
     reference: bool = False  #: there is a column ``ref_log_probs``
     rewards: bool = False  #: write ``rewards``, one number a row, for a loss that asks for it
@@ -227,8 +227,8 @@ class AdvantageWorker:
     def _weights(self, rows: _Responses, metrics: dict[str, float]) -> torch.Tensor:
         """Weights of the policy that generated, 0 for what is rejected."""
         assert self._plan.correction is not None
-        weights, kept, diagnostics = importance_weights(
-            rows.padded("old_log_probs"), rows.padded("rollout_log_probs"), rows.mask, **self._plan.correction
+        weights, kept, diagnostics = self._plan.correction.weights(
+            rows.padded("old_log_probs"), rows.padded("rollout_log_probs"), rows.mask
         )
         metrics |= {f"correction/{name}": float(value) for name, value in diagnostics.items()}
         return weights.masked_fill(kept == 0, 0.0)

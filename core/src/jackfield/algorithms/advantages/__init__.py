@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jackfield.algorithms.advantages import baselines, critic, group, steps
-from jackfield.algorithms.registry import call, check_options, part
-from jackfield.algorithms.tensors import require_finite, require_shapes, row_sums
+from jackfield.algorithms.options import check_options
+from jackfield.algorithms.registry import TOKEN_INPUTS, call, part
+from jackfield.algorithms.tensors import Estimate, require_finite, require_shapes, row_sums, spread
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,30 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["advantages"]
 
-#: Inputs that anyone may offer; an estimator takes those that it uses.
-EXTRA_INPUTS = (
-    "rollout_ids",
-    "step_ids",
-    "anchor_ids",
-    "reward_dimensions",
-    "baseline_rewards",
-    "old_log_probs",
-    "sum_pi_squared",
-    "rollout_weights",
-)
 _PARTS = (baselines, critic, group, steps)  # imported for their registrations
 
 
 def advantages(
-    name: str,
-    *,
-    token_rewards: Tensor,
-    response_mask: Tensor,
-    group_ids: Tensor | None = None,
-    values: Tensor | None = None,
-    **options: Any,
+    name: str, *, token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns by a registered estimator, over a whole batch.
+    """Estimate advantages and returns over a whole batch.
 
     Args:
         name: of the estimator; ``jackfield algorithms list`` shows them all.
@@ -45,11 +29,10 @@ def advantages(
             observation tokens count: for the row's total, and as credit of the model token before them.
         response_mask: bool or float ``[B, T]``, 1 on the model's own tokens.
         group_ids: int ``[B]``, equal for the rollouts of one task; needed by group-relative estimators.
-        values: float ``[B, T]`` of a critic.
-        **options: of the estimator, and its further inputs: ``rollout_ids`` int ``[B]`` (rows of one are its steps),
-            ``step_ids`` int ``[B]`` (order of the steps in a run), ``anchor_ids`` int ``[B]`` (equal for steps taken in
-            the same state), ``reward_dimensions`` float ``[B, D]``, ``baseline_rewards`` float ``[B]``,
-            ``old_log_probs`` and ``sum_pi_squared`` float ``[B, T]``.
+        **options: of the estimator, and its further inputs: ``values`` float ``[B, T]`` of a critic, ``rollout_ids``
+            int ``[B]`` (rows of one are its steps), ``step_ids`` int ``[B]`` (order of the steps in a run),
+            ``anchor_ids`` int ``[B]`` (equal for steps taken in the same state), ``reward_dimensions`` float
+            ``[B, D]``, ``baseline_rewards`` float ``[B]``, ``old_log_probs`` and ``sum_pi_squared`` float ``[B, T]``.
 
     Returns:
         ``(advantages, returns)``, float ``[B, T]``, 0 where the mask is 0. Estimators that compare whole responses
@@ -59,22 +42,22 @@ def advantages(
         ConfigError: ``algorithm.unknown``, ``algorithm.input``, ``algorithm.not-finite`` (names the first row).
     """
     chosen = part("advantages", name)
-    check_options(chosen, options, EXTRA_INPUTS)
+    inputs, options = check_options(chosen, options)
     if not token_rewards.is_floating_point():
         token_rewards = token_rewards.float()
     _require_finite_rows(row_sums(token_rewards), "reward")  # a sum of float32 does not overflow in float64
-    for extra in ("reward_dimensions", "baseline_rewards"):
-        if options.get(extra) is not None and extra in (*chosen.needs, *chosen.accepts):
-            _require_finite_rows(options[extra], extra)
-    token_inputs = {"values": values} | {
-        key: options.get(key) for key in ("old_log_probs", "sum_pi_squared", "rollout_weights")
-    }
-    used = {key: value for key, value in token_inputs.items() if key in (*chosen.needs, *chosen.accepts)}
-    require_shapes({"token_rewards": token_rewards, **used}, response_mask)
-    require_finite(used, response_mask)
-    offered = {"token_rewards": token_rewards, "response_mask": response_mask, "group_ids": group_ids, "values": values}
-    result: tuple[Tensor, Tensor] = call(chosen, offered, options)
-    return result
+    used = {key: value for key, value in inputs.items() if value is not None and key in chosen.signature.inputs}
+    for key in {"reward_dimensions", "baseline_rewards"} & used.keys():
+        _require_finite_rows(used[key], key)
+    on_tokens = {key: used[key] for key in used if key in TOKEN_INPUTS}
+    require_shapes({"token_rewards": token_rewards, **on_tokens}, response_mask)
+    require_finite(on_tokens, response_mask)
+    offered = {**inputs, "token_rewards": token_rewards, "response_mask": response_mask, "group_ids": group_ids}
+    result: Estimate = call(chosen, offered, options)
+    if isinstance(result, tuple):
+        return result
+    both = spread(result, response_mask, token_rewards) if result.dim() == 1 else result
+    return both, both
 
 
 def _require_finite_rows(values: Tensor, what: str) -> None:

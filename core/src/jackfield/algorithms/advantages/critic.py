@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from jackfield.algorithms.options import Epsilon, Share
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import (
+    Estimate,
     Groups,
     ModelTokens,
     credited_returns,
@@ -21,18 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = []
 
-Pair = tuple["Tensor", "Tensor"]
 
-
-@register(
-    "advantages",
-    "gae",
-    "sequence",
-    paper="Schulman et al., arXiv:1506.02438, equation 16",
-    differs="No whitening unless asked for. A reward on an observation token is credited to the model token before it "
-    "(verl drops it).",
-    batch_options={"whiten": True},
-)
+@register("advantages", "gae", "sequence", batch_options={"whiten": True})
 def _gae(
     token_rewards: Tensor,
     response_mask: Tensor,
@@ -42,12 +33,16 @@ def _gae(
     lam: Share = 1.0,
     whiten: bool = False,
     eps: Epsilon = 1e-8,
-) -> Pair:
-    """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t; t counts model tokens only.
+) -> Estimate:
+    """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t; t counts model tokens only. [Schulman
+    et al., arXiv:1506.02438, equation 16]
 
     Observation tokens are skipped: their values are not used and they neither discount nor decay. The value after the
     last model token is 0. returns = A + V. ``whiten`` (scope ``batch``) centres and scales A over all model tokens,
     after the returns were taken.
+
+    Differs: No whitening unless asked for. A reward on an observation token is credited to the model token before it
+    (verl drops it).
     """
     tokens = ModelTokens(response_mask)
     dtype = token_rewards.dtype if token_rewards.dtype.itemsize >= 4 else values.float().dtype
@@ -66,52 +61,44 @@ def _whitened(values: Tensor, keep: Tensor, eps: float) -> Tensor:
     return ((values - mean.to(values.dtype)) / (deviation + eps).to(values.dtype)).masked_fill(~keep, 0.0)
 
 
-@register("advantages", "reinforce", "sequence", paper="Williams, 1992")
-def _reinforce(token_rewards: Tensor, response_mask: Tensor, *, gamma: Share = 1.0) -> Pair:
-    """A_t = sum_{s >= t} gamma^{s - t} r_s: reward to go, no baseline."""
-    returns = credited_returns(token_rewards, response_mask, gamma)
-    return returns, returns
+@register("advantages", "reinforce", "sequence")
+def _reinforce(token_rewards: Tensor, response_mask: Tensor, *, gamma: Share = 1.0) -> Estimate:
+    """A_t = sum_{s >= t} gamma^{s - t} r_s: reward to go, no baseline. [Williams, 1992]"""
+    return credited_returns(token_rewards, response_mask, gamma)
 
 
-@register(
-    "advantages",
-    "reinforce_plus_plus",
-    "batch",
-    paper="REINFORCE++, arXiv:2501.03262",
-    differs="std + eps in the place of sqrt(variance + eps): equal rewards give exactly 0.",
-)
+@register("advantages", "reinforce_plus_plus", "batch")
 def _reinforce_plus_plus(
     token_rewards: Tensor, response_mask: Tensor, *, gamma: Share = 1.0, eps: Epsilon = 1e-8
-) -> Pair:
+) -> Estimate:
     """A = (G - mean_batch(G)) / (std_batch(G) + eps), G_t the reward to go; statistics over all model tokens.
+    [REINFORCE++, arXiv:2501.03262]
 
     The paper's KL penalty in the reward is :func:`jackfield.algorithms.kl_in_reward`.
+
+    Differs: std + eps in the place of sqrt(variance + eps): equal rewards give exactly 0.
     """
     returns = credited_returns(token_rewards, response_mask, gamma)
     return _whitened(returns, response_mask != 0, eps), returns
 
 
-@register(
-    "advantages",
-    "reinforce_plus_plus_baseline",
-    "batch",
-    paper="REINFORCE++, arXiv:2501.03262 (with baseline)",
-    differs="A group of one gets 0 and is left out of the statistics; verl keeps its raw score.",
-)
+@register("advantages", "reinforce_plus_plus_baseline", "batch")
 def _reinforce_plus_plus_baseline(
     token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, eps: Epsilon = 1e-8
-) -> Pair:
-    """A = (D - mean_batch(D)) / (std_batch(D) + eps), D_i = R_i - mean_group(R); statistics over all model tokens."""
+) -> Estimate:
+    """A = (D - mean_batch(D)) / (std_batch(D) + eps), D_i = R_i - mean_group(R); statistics over all model tokens.
+    [REINFORCE++, arXiv:2501.03262 (with baseline)]
+
+    Differs: A group of one gets 0 and is left out of the statistics; verl keeps its raw score.
+    """
     groups = Groups(group_ids)
-    scores = row_sums(token_rewards)
-    centred = (scores - groups.means(scores)).unsqueeze(-1).expand(token_rewards.shape)
+    centred = groups.relative(row_sums(token_rewards)).unsqueeze(-1).expand(token_rewards.shape)
     keep = (response_mask != 0) & ~groups.alone.unsqueeze(-1)
-    advantages = _whitened(centred, keep, eps).to(token_rewards.dtype)
-    return advantages, advantages
+    return _whitened(centred, keep, eps).to(token_rewards.dtype)
 
 
-@register("advantages", "remax", "sequence", paper="ReMax, arXiv:2310.10505")
-def _remax(token_rewards: Tensor, response_mask: Tensor, baseline_rewards: Tensor) -> Pair:
-    """A_t = sum_{s >= t} r_s - R(greedy response): ``baseline_rewards`` float ``[B]``."""
+@register("advantages", "remax", "sequence")
+def _remax(token_rewards: Tensor, response_mask: Tensor, baseline_rewards: Tensor) -> Estimate:
+    """A_t = sum_{s >= t} r_s - R(greedy response): ``baseline_rewards`` float ``[B]``. [ReMax, arXiv:2310.10505]"""
     returns = credited_returns(token_rewards, response_mask)
     return returns - spread(baseline_rewards, response_mask, returns), returns

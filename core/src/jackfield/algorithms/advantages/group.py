@@ -1,7 +1,7 @@
-"""Estimators that compare the runs of one task with each other, by the total reward of each row.
+"""Estimators that compare the rollouts of one task with each other.
 
-A group of one has nothing to be compared with: its advantage is 0. Scores are compared in float64, so that equal
-rewards differ from their mean by far less than any eps.
+Each row counts by its total reward. A group of one has nothing to be compared with: its advantage is 0. Scores are
+compared in float64, so that equal rewards differ from their mean by far less than any eps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jackfield.algorithms.options import Epsilon, Positive, Share
 from jackfield.algorithms.registry import register
-from jackfield.algorithms.tensors import Groups, masked_mean_std, row_sums, spread
+from jackfield.algorithms.tensors import Estimate, Groups, masked_mean_std, row_sums
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,27 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = []
 
-Pair = tuple["Tensor", "Tensor"]
 
-_SINGLETONS = "verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with."
-
-
-def _same(rows: Tensor, mask: Tensor, token_rewards: Tensor) -> Pair:
-    advantages = spread(rows, mask, token_rewards)
-    return advantages, advantages
-
-
-@register(
-    "advantages",
-    "grpo",
-    "group",
-    paper="DeepSeekMath, arXiv:2402.03300, section 4.1.2; std of the batch: arXiv:2508.08221; "
-    "rank penalty: arXiv:2506.02355",
-    differs=_SINGLETONS
-    + " With a rank penalty, Trinity-RFT mixes raw rewards and penalised statistics; here mean, std "
-    "and numerator all use the penalised rewards.",
-    batch_options={"std": "batch"},
-)
+@register("advantages", "grpo", "group", batch_options={"std": "batch"})
 def _grpo(
     token_rewards: Tensor,
     response_mask: Tensor,
@@ -49,159 +30,132 @@ def _grpo(
     std: Literal["group", "batch"] = "group",
     rank_penalty: Share = 0.0,
     eps: Epsilon = 1e-6,
-) -> Pair:
-    """A_i = (R_i - mean_group(R)) / (std(R) + eps), the same for every token of row i; std over n - 1.
+) -> Estimate:
+    """A_i = (R_i - mean_group(R)) / (std(R) + eps), the same for every token of row i; std over n - 1. [DeepSeekMath,
+    arXiv:2402.03300, section 4.1.2; std of the batch: arXiv:2508.08221; rank penalty: arXiv:2506.02355]
 
     ``std="batch"`` takes the standard deviation of all rows. ``rank_penalty`` replaces R_i by
     R_i (1 - rank_penalty * rank_i / G), rank_i counting from 0 at the group's least likely response: it needs
     ``old_log_probs``. Scope is ``group`` but with ``std="batch"``, which needs the whole batch.
+
+    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
+    With a rank penalty, Trinity-RFT mixes raw rewards and penalised statistics; here mean, std and numerator all use
+    the penalised rewards.
     """
-    if std not in ("group", "batch"):
-        raise ConfigError("grpo's std is taken over a group or a batch", code="algorithm.input", found=std)
-    groups = Groups(group_ids)
-    scores = row_sums(token_rewards)
+    groups, scores = Groups(group_ids), row_sums(token_rewards)
     if rank_penalty:
         if old_log_probs is None:
             raise ConfigError("grpo's rank_penalty needs old_log_probs", code="algorithm.input")
         likelihood = row_sums(old_log_probs.masked_fill(response_mask == 0, 0.0))
         scores = scores * (1.0 - rank_penalty * _ranks(likelihood, groups) / groups.sizes)
-    centred = scores - groups.means(scores)
-    if normalize_by_std:
-        deviation = groups.stds(scores) if std == "group" else masked_mean_std(scores, scores.isfinite())[1]
-        centred = centred / (deviation + eps)
-    return _same(centred.masked_fill(groups.alone, 0.0), response_mask, token_rewards)
+    if normalize_by_std and std == "batch":
+        return groups.relative(scores) / (masked_mean_std(scores, scores.isfinite())[1] + eps)
+    return groups.relative(scores, eps if normalize_by_std else None)
 
 
 def _ranks(keys: Tensor, groups: Groups) -> Tensor:
     """Rank of each row in its group by ascending key, from 0; equal keys share their mean rank."""
-    by_key = keys.argsort(stable=True)
-    order = by_key[groups.index[by_key].argsort(stable=True)]
-    index, sorted_keys = groups.index[order], keys[order]
-    starts = groups.counts.cumsum(0) - groups.counts
-    positions = starts.new_ones(len(order)).cumsum(0) - 1 - starts[index]
-    new_run = (index.diff(prepend=index[:1] - 1) != 0) | (sorted_keys.diff(prepend=sorted_keys[:1]) != 0)
-    run = Groups(new_run.cumsum(0))
-    ranks = positions.new_zeros(len(order))
-    ranks[order] = run.means(positions)
-    return ranks
+    return Groups(groups.index, keys).means(groups.positions(keys).double())
 
 
-@register("advantages", "dr_grpo", "group", paper="Dr. GRPO, arXiv:2503.20783", differs=_SINGLETONS)
-def _dr_grpo(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> Pair:
-    """A_i = R_i - mean_group(R)."""
-    groups, scores = Groups(group_ids), row_sums(token_rewards)
-    centred = (scores - groups.means(scores)).masked_fill(groups.alone, 0.0)
-    return _same(centred, response_mask, token_rewards)
+@register("advantages", "dr_grpo", "group")
+def _dr_grpo(token_rewards: Tensor, group_ids: Tensor) -> Estimate:
+    """A_i = R_i - mean_group(R). [Dr. GRPO, arXiv:2503.20783]
+
+    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
+    """
+    return Groups(group_ids).relative(row_sums(token_rewards))
 
 
-@register(
-    "advantages",
-    "grpo_passk",
-    "group",
-    paper="Tang et al., arXiv:2503.19595 (leave-one-out baseline of the best of k)",
-    differs="verl refuses a group of one; here it gets 0. Several best responses get 0 each: without any one of them "
-    "the maximum stays.",
-)
+@register("advantages", "grpo_passk", "group")
 def _grpo_passk(
-    token_rewards: Tensor,
-    response_mask: Tensor,
-    group_ids: Tensor,
-    *,
-    normalize_by_std: bool = True,
-    eps: Epsilon = 1e-6,
-) -> Pair:
-    """A_i = (max_group(R) - max_{j != i}(R_j)) / (std_group(R) + eps): only a single best response gets any."""
+    token_rewards: Tensor, group_ids: Tensor, *, normalize_by_std: bool = True, eps: Epsilon = 1e-6
+) -> Estimate:
+    """A_i = (max_group(R) - max_{j != i}(R_j)) / (std_group(R) + eps): only a single best response gets any. [Tang et
+    al., arXiv:2503.19595 (leave-one-out baseline of the best of k)]
+
+    Differs: verl refuses a group of one; here it gets 0. Several best responses get 0 each: without any one of them
+    the maximum stays.
+    """
     groups, scores = Groups(group_ids), row_sums(token_rewards)
     best = groups.maxima(scores)
     is_best = scores == best
     second = groups.maxima(scores.masked_fill(is_best, float("-inf")))
     unique = is_best & (groups.sums(is_best.double()) == 1) & ~groups.alone
     gap = (best - second).masked_fill(~unique, 0.0)
-    if normalize_by_std:
-        gap = gap / (groups.stds(scores) + eps)
-    return _same(gap, response_mask, token_rewards)
+    return gap / (groups.stds(scores) + eps) if normalize_by_std else gap
 
 
-@register(
-    "advantages", "rloo", "group", paper="Ahmadian et al., arXiv:2402.14740; Kool et al., 2019", differs=_SINGLETONS
-)
-def _rloo(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> Pair:
-    """A_i = R_i - mean_{j != i}(R_j)."""
-    groups, scores = Groups(group_ids), row_sums(token_rewards)
-    centred = scores - groups.means(scores)  # n / (n - 1) times this is the difference to the mean of the others
-    factor = groups.sizes / (groups.sizes - 1).clamp(min=1)
-    return _same((centred * factor).masked_fill(groups.alone, 0.0), response_mask, token_rewards)
+@register("advantages", "rloo", "group")
+def _rloo(token_rewards: Tensor, group_ids: Tensor) -> Estimate:
+    """A_i = R_i - mean_{j != i}(R_j). [Ahmadian et al., arXiv:2402.14740; Kool et al., 2019]
+
+    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
+    """
+    groups = Groups(group_ids)
+    factor = groups.sizes / (groups.sizes - 1).clamp(min=1)  # from R_i - mean(R) to the mean of the others
+    return groups.relative(row_sums(token_rewards)) * factor
 
 
-@register("advantages", "opo", "group", paper="OPO, arXiv:2505.23585", differs=_SINGLETONS)
-def _opo(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> Pair:
-    """A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), l the number of model tokens of a response.
+@register("advantages", "opo", "group")
+def _opo(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> Estimate:
+    """A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), l the number of model tokens of a response. [OPO, arXiv:2505.23585]
 
     A group of empty responses has no tokens to give an advantage to.
+
+    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
     """
     groups, scores = Groups(group_ids), row_sums(token_rewards)
     lengths = (response_mask != 0).sum(-1).double()
     baseline = groups.sums(lengths * scores) / groups.sums(lengths).clamp(min=1.0)
-    return _same((scores - baseline).masked_fill(groups.alone, 0.0), response_mask, token_rewards)
+    return (scores - baseline).masked_fill(groups.alone, 0.0)
 
 
-@register(
-    "advantages",
-    "gpg",
-    "batch",
-    paper="GPG, arXiv:2504.02546, accurate gradient estimation",
-    differs=_SINGLETONS
-    + " verl counts rows with a score other than 0 in the place of rows whose group is not uniform.",
-)
-def _gpg(token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, f_norm: Positive = 1.0) -> Pair:
-    """A_i = alpha (R_i - mean_group(R)) / f_norm, alpha = B / (rows of groups whose rewards are not all equal).
+@register("advantages", "gpg", "batch")
+def _gpg(token_rewards: Tensor, group_ids: Tensor, *, f_norm: Positive = 1.0) -> Estimate:
+    """A_i = alpha (R_i - mean_group(R)) / f_norm, alpha = B / (rows of groups whose rewards are not all equal). [GPG,
+    arXiv:2504.02546, accurate gradient estimation]
 
     alpha makes up for the groups without a gradient; it is 1 where there are only such groups.
+
+    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
+    verl counts rows with a score other than 0 in the place of rows whose group is not uniform.
     """
     groups, scores = Groups(group_ids), row_sums(token_rewards)
-    centred = scores - groups.means(scores)
     mixed = groups.maxima(scores) + groups.maxima(-scores) > 0
     alpha = len(scores) / mixed.sum().clamp(min=1)
-    rows = (alpha * centred / f_norm).masked_fill(~mixed, 0.0)
-    return _same(rows, response_mask, token_rewards)
+    return (alpha * groups.relative(scores) / f_norm).masked_fill(~mixed, 0.0)
 
 
-@register(
-    "advantages",
-    "gdpo",
-    "batch",
-    paper="GDPO, arXiv:2601.05242",
-    differs=_SINGLETONS + " verl normalises over tokens, which weighs long responses; the paper's batch statistics are "
-    "over responses.",
-)
+@register("advantages", "gdpo", "batch")
 def _gdpo(
     token_rewards: Tensor,
-    response_mask: Tensor,
     group_ids: Tensor,
     reward_dimensions: Tensor,
     *,
     weights: tuple[float, ...] | None = None,
     normalize_over_batch: bool = True,
     eps: Epsilon = 1e-6,
-) -> Pair:
+) -> Estimate:
     """A = (S - mean_batch(S)) / (std_batch(S) + eps), S_i = sum_d w_d (r_id - mean_group(r_d)) / (std_group(r_d) +
-    eps).
+    eps). [GDPO, arXiv:2601.05242]
 
     ``reward_dimensions`` is float ``[B, D]``; ``token_rewards`` gives shape and dtype alone.
+
+    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
+    verl normalises over tokens, which weighs long responses; the paper's batch statistics are over responses.
     """
-    groups, rewards = Groups(group_ids), reward_dimensions.double()
-    normalized = (rewards - groups.means(rewards)) / (groups.stds(rewards) + eps)
-    if weights is not None:
-        if len(weights) != rewards.shape[1]:
-            raise ConfigError(
-                "gdpo needs one weight for each reward dimension",
-                code="algorithm.input",
-                expected=str(rewards.shape[1]),
-                found=str(len(weights)),
-            )
-        normalized = normalized * normalized.new_tensor(list(weights))
-    total = normalized.sum(-1).masked_fill(groups.alone, 0.0)
+    groups, dimensions = Groups(group_ids), reward_dimensions.shape[1]
+    if weights is not None and len(weights) != dimensions:
+        raise ConfigError(
+            "gdpo needs one weight for each reward dimension",
+            code="algorithm.input",
+            expected=dimensions,
+            found=len(weights),
+        )
+    normalized = groups.relative(reward_dimensions.double(), eps)
+    total = (normalized * normalized.new_tensor(weights or [1.0] * dimensions)).sum(-1)
     if normalize_over_batch:
         mean, deviation = masked_mean_std(total, ~groups.alone)
         total = ((total - mean) / (deviation + eps)).masked_fill(groups.alone, 0.0)
-    return _same(total, response_mask, token_rewards)
+    return total

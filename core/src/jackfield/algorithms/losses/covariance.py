@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: hold back the few tokens whose covariance of log-probability and advantage eats entropy."""
+"""Clip-Cov and KL-Cov hold back the few tokens whose covariance eats entropy."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = []
 
-_PAPER = "Cui et al., arXiv:2505.22617"
-_WHOLE = "verl takes means and selection per micro-batch; here they are those of the whole batch."
-
 
 def _covariance(log_probs: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
     """(log pi - mean) (A - mean) per token, means over the batch's model tokens."""
-    logs, gains = log_probs.detach().double(), advantages.double()
+    logs, gains = log_probs.double(), advantages.double()
     return (logs - masked_mean_std(logs, keep)[0]) * (gains - masked_mean_std(gains, keep)[0])
 
 
-def _clip_cov_columns(
+def _clip_cov_mask(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
@@ -42,7 +39,7 @@ def _clip_cov_columns(
 
     keep = response_mask != 0
     covariance = _covariance(log_probs, advantages, keep)
-    r = log_ratio(log_probs.detach(), old_log_probs).exp()
+    r = log_ratio(log_probs, old_log_probs).exp()
     clipped = r.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages < r * advantages
     candidates = (keep & ~clipped & (covariance > clip_cov_lower) & (covariance < clip_cov_upper)).nonzero()
     wanted = max(int(clip_cov_ratio * int(keep.sum())), 1)
@@ -53,21 +50,12 @@ def _clip_cov_columns(
     return {"clip_cov_mask": mask}
 
 
-@register(
-    "loss",
-    "clip_cov",
-    "batch",
-    paper=_PAPER + ", Clip-Cov",
-    differs=_WHOLE,
-    whole_batch=("clip_cov_mask",),
-    prepare=_clip_cov_columns,
-)
+@register("loss", "clip_cov", "batch", whole_batch=("clip_cov_mask",), prepare=_clip_cov_mask)
 def _clip_cov(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    response_mask: Tensor,
-    clip_cov_mask: Tensor | None = None,
+    clip_cov_mask: Tensor,
     *,
     clip_low: Share = 0.2,
     clip_high: NotNegative = 0.2,
@@ -77,24 +65,21 @@ def _clip_cov(
     seed: int = 0,
 ) -> LossResult:
     """PPO's loss, 0 for a random clip_cov_ratio of the tokens, drawn among those of clip_cov_lower < Cov <
-    clip_cov_upper.
+    clip_cov_upper. [Cui et al., arXiv:2505.22617, Clip-Cov]
 
     Cov_t = (log pi_t - mean(log pi)) (A_t - mean(A)); tokens that PPO clips are no candidates; at least one token is
-    drawn where there is a candidate. :func:`jackfield.algorithms.prepare` makes ``clip_cov_mask`` for a batch that is
-    split; ``seed`` should change from step to step.
+    drawn where there is a candidate. ``seed`` should change from step to step.
+
+    Differs: verl takes means and selection per micro-batch; here they are those of the whole batch.
     """
-    if clip_cov_mask is None:
-        options = (clip_low, clip_high, clip_cov_ratio, clip_cov_lower, clip_cov_upper, seed)
-        clip_cov_mask = _clip_cov_columns(log_probs, old_log_probs, advantages, response_mask, *options)[
-            "clip_cov_mask"
-        ]
-    losses, metrics = clipped_surrogate(log_probs, old_log_probs, advantages, clip_low, clip_high, None)
+    losses, metrics = clipped_surrogate(
+        log_probs, old_log_probs, advantages, clip_low=clip_low, clip_high=clip_high, clip_dual=None
+    )
     cut = clip_cov_mask != 0
-    metrics["policy/cov_fraction"] = cut.to(losses.dtype)
-    return losses.masked_fill(cut, 0.0), metrics
+    return losses.masked_fill(cut, 0.0), {**metrics, "policy/cov_fraction": cut}
 
 
-def _kl_cov_columns(
+def _kl_cov_mask(
     log_probs: Tensor, advantages: Tensor, response_mask: Tensor, kl_cov_ratio: float
 ) -> dict[str, Tensor]:
     """Mark the tokens of the largest covariance by 1, ``[B, T]``."""
@@ -107,33 +92,23 @@ def _kl_cov_columns(
     return {"kl_cov_mask": mask.reshape(keep.shape)}
 
 
-@register(
-    "loss",
-    "kl_cov",
-    "batch",
-    paper=_PAPER + ", KL-Cov",
-    differs=_WHOLE + " The penalty |log r| is that of the authors' code.",
-    whole_batch=("kl_cov_mask",),
-    prepare=_kl_cov_columns,
-)
+@register("loss", "kl_cov", "batch", whole_batch=("kl_cov_mask",), prepare=_kl_cov_mask)
 def _kl_cov(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    response_mask: Tensor,
-    kl_cov_mask: Tensor | None = None,
+    kl_cov_mask: Tensor,
     *,
     kl_cov_ratio: Share = 0.0002,
     kl_coefficient: NotNegative = 1.0,
 ) -> LossResult:
     """-r A, plus kl_coefficient |log r| on the kl_cov_ratio of the tokens with the largest Cov (see clip_cov), at least
-    one.
+    one. [Cui et al., arXiv:2505.22617, KL-Cov]
 
-    :func:`jackfield.algorithms.prepare` makes ``kl_cov_mask`` for a batch that is split.
+    Differs: verl takes means and selection per micro-batch; here they are those of the whole batch. The penalty
+    |log r| is that of the authors' code.
     """
-    if kl_cov_mask is None:
-        kl_cov_mask = _kl_cov_columns(log_probs, advantages, response_mask, kl_cov_ratio)["kl_cov_mask"]
     logs = log_ratio(log_probs, old_log_probs)
     penalised = kl_cov_mask != 0
     losses = -logs.exp() * advantages + kl_coefficient * logs.abs().masked_fill(~penalised, 0.0)
-    return losses, {"policy/cov_fraction": penalised.to(losses.dtype), "policy/ratio": logs.exp()}
+    return losses, {"policy/cov_fraction": penalised, "policy/ratio": logs.exp()}

@@ -1,4 +1,7 @@
-"""On-policy distillation: divergences between student and teacher over the vocabulary, on the student's own tokens."""
+"""Divergences between student and teacher over the vocabulary.
+
+The tokens are the student's own (on-policy distillation).
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from attrs.validators import gt, lt
 
-from jackfield.algorithms.aggregation import aggregate
-from jackfield.algorithms.registry import call, check_options, part, register
+from jackfield.algorithms.aggregation import aggregate, means
+from jackfield.algorithms.options import check_options
+from jackfield.algorithms.registry import call, part, register
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["distillation_loss"]
-
-_GKD = "GKD, arXiv:2306.13649, section 2"
 
 
 def distillation_loss(
@@ -31,7 +33,7 @@ def distillation_loss(
     length_norm: float | None = None,
     **options: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The share of these rows in the batch's distillation loss.
+    """Return the share of these rows in the batch's distillation loss.
 
     Args:
         name: ``forward_kl``, ``reverse_kl`` or ``jsd``.
@@ -51,7 +53,7 @@ def distillation_loss(
         ConfigError: ``algorithm.unknown``, ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
     """
     chosen = part("distillation", name)
-    check_options(chosen, options)
+    _, checked = check_options(chosen, options)
     if log_probs.shape != teacher_log_probs.shape or log_probs.shape[:2] != response_mask.shape:
         raise ConfigError(
             "student, teacher and response_mask do not fit together",
@@ -59,12 +61,10 @@ def distillation_loss(
             expected="[B, T, V], [B, T, V] and [B, T]",
             found=f"{tuple(log_probs.shape)}, {tuple(teacher_log_probs.shape)} and {tuple(response_mask.shape)}",
         )
-    outside = (response_mask == 0).unsqueeze(-1)
-    offered = {
-        "log_probs": log_probs.masked_fill(outside, -math.log(log_probs.shape[-1])),
-        "teacher_log_probs": teacher_log_probs.masked_fill(outside, -math.log(log_probs.shape[-1])),
-    }
-    divergence: Tensor = call(chosen, offered, options)
+    outside, even = (response_mask == 0).unsqueeze(-1), -math.log(log_probs.shape[-1])
+    tensors = {"log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
+    offered = {key: value.masked_fill(outside, even) for key, value in tensors.items()}
+    divergence: Tensor = call(chosen, offered, checked)
     bad = ~divergence.detach().isfinite()
     if bool(bad.any()):
         row, token = (int(index) for index in bad.nonzero()[0])
@@ -76,8 +76,7 @@ def distillation_loss(
         )
     counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
     loss = aggregate(divergence, response_mask, aggregation, length_norm=length_norm, **counts)
-    metrics = {f"distillation/{name}": aggregate(divergence.detach(), response_mask, "token-mean", **counts)}
-    return loss, metrics
+    return loss, means({f"distillation/{name}": divergence}, response_mask, loss, **counts)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -87,29 +86,29 @@ def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     return terms.sum(-1)
 
 
-@register("distillation", "forward_kl", "token", paper=_GKD)
+@register("distillation", "forward_kl", "token")
 def _forward_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """KL(teacher, student) = sum_v p_T log(p_T / p_S): covers the teacher's modes."""
+    """KL(teacher, student) = sum_v p_T log(p_T / p_S): covers the teacher's modes. [GKD, arXiv:2306.13649,
+    section 2]
+    """
     return _divergence(teacher_log_probs, log_probs)
 
 
-@register("distillation", "reverse_kl", "token", paper=_GKD + "; MiniLLM, arXiv:2306.08543")
+@register("distillation", "reverse_kl", "token")
 def _reverse_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """KL(student, teacher) = sum_v p_S log(p_S / p_T): stays within the teacher's modes."""
+    """KL(student, teacher) = sum_v p_S log(p_S / p_T): stays within the teacher's modes. [GKD, arXiv:2306.13649,
+    section 2; MiniLLM, arXiv:2306.08543]
+    """
     return _divergence(log_probs, teacher_log_probs)
 
 
-@register(
-    "distillation",
-    "jsd",
-    "token",
-    paper=_GKD + ", equation 1",
-    differs="beta=0 and beta=1 are refused: they are 0; forward_kl and reverse_kl are the limits of jsd over beta and "
-    "1 - beta.",
-)
+@register("distillation", "jsd", "token")
 def _jsd(log_probs: Tensor, teacher_log_probs: Tensor, *, beta: Annotated[float, gt(0.0), lt(1.0)] = 0.5) -> Tensor:
-    """beta KL(teacher, m) + (1 - beta) KL(student, m), m = beta p_T + (1 - beta) p_S."""
-    if not 0.0 < beta < 1.0:
-        raise ConfigError("jsd needs 0 < beta < 1", code="algorithm.input", found=str(beta))
+    """beta KL(teacher, m) + (1 - beta) KL(student, m), m = beta p_T + (1 - beta) p_S. [GKD, arXiv:2306.13649, section
+    2, equation 1]
+
+    Differs: beta=0 and beta=1 are refused: they are 0; forward_kl and reverse_kl are the limits of jsd over beta and
+    1 - beta.
+    """
     mixture = (teacher_log_probs + math.log(beta)).logaddexp(log_probs + math.log1p(-beta))
     return beta * _divergence(teacher_log_probs, mixture) + (1.0 - beta) * _divergence(log_probs, mixture)

@@ -1,4 +1,4 @@
-"""What a registered loss returns: values and how they are counted."""
+"""What a registered loss returns, and log-ratios."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class Term:
     values: Tensor
     weight: float = 1.0
     mask: Tensor | None = None  #: None: the response mask
-    tokens: int | None = None  #: the whole batch's count of tokens like these; None: ``global_tokens``
-    sequences: float | None = None  #: the same of sequences; None: ``global_sequences``
+    counts: Mapping[str, float] = attrs.field(factory=dict)  #: of the whole batch, where they differ
 
 
 #: Values per token ``[B, T]``, one per sequence ``[B]``, or several terms; and metrics.
@@ -35,10 +34,10 @@ CLAMP = 20.0
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """log(pi / pi_old) per token, within ±20."""
+    """Return log(pi / pi_old) per token, within ±20."""
     return (log_probs - old_log_probs).clamp(-CLAMP, CLAMP)
 
 
 def row_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """log(pi(y) / pi_old(y)) per row, ``[B]``; both are 0 where the mask is 0."""
+    """Return log(pi(y) / pi_old(y)) per row, ``[B]``; both are 0 where the mask is 0."""
     return (log_probs - old_log_probs).sum(-1)

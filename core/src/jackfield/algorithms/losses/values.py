@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jackfield.algorithms.aggregation import aggregate
-from jackfield.algorithms.tensors import require_finite, require_shapes
+from jackfield.algorithms.aggregation import aggregate, means
+from jackfield.algorithms.tensors import clean
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,9 +26,10 @@ def value_loss(
     aggregation: str = "token-mean",
     length_norm: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, or (V - R)^2 / 2 without clipping.
+    """Return the loss of a critic and its metrics.
 
-    PPO's value loss as in OpenAI baselines (the paper has no clip). Everything is float ``[B, T]``.
+    It is max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; without a clip (V - R)^2 / 2. PPO's value
+    loss as in OpenAI baselines (the paper has no clip). Everything is float ``[B, T]``.
 
     Args:
         values: of the critic, with gradients.
@@ -49,22 +50,14 @@ def value_loss(
     """
     if clip is not None and old_values is None:
         raise ConfigError("a clipped value loss needs old_values", code="algorithm.input", fix="clip=None: no clipping")
-    tensors = {"values": values, "returns": returns, "old_values": old_values}
-    require_shapes(tensors, response_mask)
-    require_finite(tensors, response_mask)
-    outside = response_mask == 0
-    predicted, target = values.masked_fill(outside, 0.0), returns.masked_fill(outside, 0.0)
-    errors = (predicted - target).square()
-    clipped = errors
-    if clip is not None and old_values is not None:
-        old = old_values.masked_fill(outside, 0.0)
+    tensors = clean({"values": values, "returns": returns, "old_values": old_values}, response_mask)
+    predicted, target = tensors["values"], tensors["returns"]
+    errors = clipped = (predicted - target).square()
+    if clip is not None:
+        old = tensors["old_values"]
         clipped = (predicted.maximum(old - clip).minimum(old + clip) - target).square()
     counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
     losses = 0.5 * errors.maximum(clipped)
     loss = aggregate(losses, response_mask, aggregation, length_norm=length_norm, **counts)
-    metrics = {
-        "value/clip_fraction": (clipped > errors).to(errors.dtype),
-        "value/mean": predicted.detach(),
-        "value/squared_error": errors.detach(),
-    }
-    return loss, {key: aggregate(value, response_mask, "token-mean", **counts) for key, value in metrics.items()}
+    metrics = {"value/clip_fraction": clipped > errors, "value/mean": predicted, "value/squared_error": errors}
+    return loss, means(metrics, response_mask, loss, **counts)
