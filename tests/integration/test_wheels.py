@@ -25,6 +25,9 @@ GROUPS = {
 }
 
 
+LIGHT = ["jackfield-user-code", "jackfield-reward-rules", "jackfield-agent-single-turn"]
+
+
 def provided(package: Package) -> set[tuple[str, str]]:
     """Kind and name of the plugins that a package's entry points promise."""
     project = tomllib.loads((package.folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -52,7 +55,7 @@ def install(folder: Path, wheels: list[Path], installer: str) -> Path:
     ("names", "torch", "installer"),
     [
         pytest.param([], False, "pip", id="core alone"),
-        pytest.param(["jackfield-reward-rules", "jackfield-agent-single-turn"], False, "pip", id="light plugins"),
+        pytest.param(LIGHT, False, "pip", id="light plugins"),
         pytest.param(None, True, "uv", id="all packages"),
     ],
 )
