@@ -10,7 +10,7 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
-from jackfield.queue.meta import GroupKey, Lineage, Notice, group_of
+from jackfield.queue.meta import GroupKey, Lineage, Notice, group_of, partition_of
 from jackfield.queue.records import BatchState, Consumer, Group, Partition, Place, Sample, Signal
 
 __all__ = ["State"]
@@ -150,6 +150,20 @@ class State:
         for key in keys:
             self.discarded.setdefault(partition, []).append(key)
         self.discards.notify()
+
+    def discard_keys(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        """Let the backend forget values of any partition; return the keys."""
+        for key in keys:
+            self.discard(partition_of(key), [key])
+        return keys
+
+    async def wait_notice(self, topic: str, after: int, seconds: float) -> Notice:
+        """See :meth:`TransferQueue.wait_notice`."""
+        until = self.clock.time() + seconds
+        self.require_open()
+        while (notice := self.notices.get(topic)) is None or notice.number <= after:
+            await self.wait(self.noticed.next(), until, lambda: f"a post of {topic!r}")
+        return notice
 
     def wake(self) -> None:
         """Wake every waiter: the queue closes, or is another one."""

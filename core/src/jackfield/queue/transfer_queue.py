@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.clock import Clock
@@ -15,63 +15,35 @@ from jackfield.queue.deletion import Deletion
 from jackfield.queue.groups import Groups
 from jackfield.queue.leases import Leases
 from jackfield.queue.listing import lost_samples
-from jackfield.queue.meta import (
-    Batch,
-    BatchMeta,
-    GroupKey,
-    NewGroup,
-    Notice,
-    Reuse,
-    RolloutReport,
-    Written,
-    partition_of,
-)
+from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, Notice, Reuse, RolloutReport, Written
 from jackfield.queue.samplers import SamplerSpec
 from jackfield.queue.state import State
 from jackfield.queue.store import Store
 
 __all__ = ["TransferQueue"]
 
-P = ParamSpec("P")
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def mutates(
-    method: Callable[Concatenate[TransferQueue, P], Awaitable[T]],
-) -> Callable[Concatenate[TransferQueue, P], Coroutine[Any, Any, T]]:
+def mutates(method: F) -> F:
     """Make a method whose changes are in the store when its caller hears of them."""
 
     @functools.wraps(method)
-    async def called(self: TransferQueue, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def called(self: TransferQueue, *args: Any, **kwargs: Any) -> Any:
         self._require_open()
         try:
             return await method(self, *args, **kwargs)
         finally:
             self._store.write(self._state)
 
-    return cast(Callable[Concatenate["TransferQueue", P], Coroutine[Any, Any, T]], called)
+    return cast(F, called)
 
 
 class TransferQueue:
     """Samples × columns in groups and batches, leased and acked exactly once.
 
-    It holds metadata only: values go straight to a backend (:class:`~jackfield.queue.values.Values`).
-
-    **Groups.** The rollouts of a group end with no, one or several samples or fail (:meth:`end_rollouts`). With the
-    last of them the group settles: with enough samples it is published; else it is dropped and its index made again.
-    When a sample of a published group fails, the same rule decides again. A sample that is gone is no one's error:
-    columns that are added to it and acks of it are ignored, and its values are deleted.
-
-    **Consumers.** A *stage* is registered with the columns that it ``writes``, and is done with a group when they are
-    there. Any other consumer acks under a lease; once it has leased a group, the group does not change. Leases last
-    until they are given back or acked, or until their holder ends.
-
-    **Backpressure.** :meth:`groups_to_fill` gives no further group while ``max_samples`` or ``max_bytes`` would be
-    exceeded. Groups of a batch that a consumer waits for *now* are given whatever the limits say, and those of the
-    oldest batch that is not complete, while a consumer waits for any group in vain and no other one has work. So what a
-    trainer waits for can always be finished: the limits bound how far producers run ahead.
-
-    **Threads.** All methods are called on one event loop.
+    It holds metadata only: values go straight to a backend (:class:`~jackfield.queue.values.Values`). The text of
+    :mod:`jackfield.queue` says what groups, consumers and backpressure are. All methods are called on one event loop.
     """
 
     def __init__(
@@ -89,10 +61,8 @@ class TransferQueue:
         Args:
             backend: Keeps the values.
             clock: Time source for all waits.
-            store: The file of the ledger and of the state; None: in memory.
-            durable: Keep the state with every call, beside a durable backend; else only the ledger.
-            max_samples: The number of samples at which producers wait.
-            max_bytes: The same in bytes of values.
+            store: The file of ledger and state; None: in memory. ``durable`` keeps the state with every call.
+            max_samples: The number of samples at which producers wait; ``max_bytes``: of bytes.
             max_retries: How often one index of a batch may be made again before the batch fails.
         """
         self.backend = backend
@@ -111,8 +81,6 @@ class TransferQueue:
         self._checkpoints = Checkpoints(
             backend, self._state, self._store, self._leases, self._deletion, self.fail_lost, self._begin_again
         )
-
-    # -- life
 
     async def start(self) -> None:
         """Start the backend, and the deletion of what nothing needs."""
@@ -138,8 +106,6 @@ class TransferQueue:
         self._batches.release_client(client)
         self._leases.end(lambda consumer, epoch: consumer.holders[epoch] == client)
 
-    # -- producers
-
     @mutates
     async def claim_batch(
         self,
@@ -157,13 +123,8 @@ class TransferQueue:
         groups. Where all below ``below`` are claimed, it waits: another explorer's may be given back. Without ``below``
         it never waits.
 
-        Args:
-            partition: The partition of the batch.
-            explorer: The explorer that makes it.
-            groups: The number of groups of a new batch.
-            rollouts: How many a group of it probably has; backpressure counts with it.
-            below: The first number that is not to be made.
-            deadline_seconds: How long nothing may happen while no consumer works with complete batches.
+        Backpressure counts with ``rollouts``, how many a group of a new batch probably has. The deadline counts while
+        nothing happens and no consumer works with complete batches.
 
         Raises:
             DeadlineExceeded: naming an unfinished batch.
@@ -212,15 +173,10 @@ class TransferQueue:
     async def end_rollouts(self, reports: Sequence[RolloutReport]) -> tuple[str, ...]:
         """Record that rollouts have ended; the values of their samples are in the backend.
 
-        Returns:
-            Keys that were not taken: the group was dropped, or the rollout reported before. Their values are deleted.
+        Return the keys that were not taken: the group was dropped, or the rollout reported before. Their values are
+        deleted.
         """
-        return self._discard(tuple(key for report in reports for key in self._groups.end(report)))
-
-    def _discard(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        for key in keys:
-            self._state.discard(partition_of(key), [key])
-        return keys
+        return self._state.discard_keys(tuple(key for report in reports for key in self._groups.end(report)))
 
     @mutates
     async def drop_groups(self, groups: Sequence[str], reason: str) -> None:
@@ -248,8 +204,7 @@ class TransferQueue:
         it names its batch (``meta``), gives it back and leases its groups again. What it has acked is not made again.
         ``keys`` are samples that the backend has named already (``found`` of ``queue.lost``).
 
-        Returns:
-            Keys of lost samples that are not in the queue any more.
+        Return the keys of lost samples that are not in the queue any more.
         """
         lost = [*keys, *sorted(await lost_samples(self.backend, self._state))]
         mine = [] if meta is None else [group for groups in self._leases.held(meta).values() for group in groups]
@@ -261,8 +216,7 @@ class TransferQueue:
 
         The holder of a lease may replace columns; without a lease a column is written once.
 
-        Returns:
-            The keys of samples that are still there; of the others the values are deleted.
+        Return the keys of samples that are still there; of the others the values are deleted.
 
         Raises:
             LeaseError: when the lease does not hold any more.
@@ -271,7 +225,7 @@ class TransferQueue:
         if isinstance(target, BatchMeta):
             self._leases.held(target, whole=False)
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
-        stray = set(self._discard(self._groups.add(keys, written, replace=isinstance(target, BatchMeta))))
+        stray = set(self._state.discard_keys(self._groups.add(keys, written, replace=isinstance(target, BatchMeta))))
         return tuple(key for key in keys if key not in stray)
 
     def new_samples(self, partition: str) -> AsyncIterator[tuple[str, ...]]:
@@ -280,8 +234,6 @@ class TransferQueue:
         Samples that have the columns of all stages are left out. The iteration ends when the queue closes.
         """
         return self._groups.new_samples(partition)
-
-    # -- consumers
 
     @mutates
     async def register_consumer(
@@ -300,11 +252,9 @@ class TransferQueue:
         partition and columns: the other arguments are taken over.
 
         Args:
-            name: The name of the consumer.
-            partition: The partition whose groups it takes.
-            columns: The columns that it needs.
-            writes: The columns that it adds, where it is a stage.
-            sampler: Chooses among what is ready; None: in the order of batch and index. Its state is in checkpoints.
+            name: The name of the consumer, of groups of ``partition``.
+            columns: The columns that it needs; ``writes``: those that it adds, where it is a stage.
+            sampler: Chooses among what is ready; None: in order. Its state is in checkpoints.
             reuse: How often :meth:`lease_groups` gives a group; None: once.
 
         Raises:
@@ -342,13 +292,9 @@ class TransferQueue:
 
         Groups that are too stale at ``step`` are given up; those that rest after a use are not offered.
 
-        Args:
-            consumer: A registered consumer.
-            groups: Their number; None: all that are ready, at least one.
-            step: The step of the trainer that will use them; cooldown and staleness are counted in steps.
-            fresh: Offer groups that the consumer has not used yet, too, and wait until there are enough. Without: those
-                that it has used before, as many as there are, at once.
-            deadline_seconds: How long to wait.
+        Without ``groups`` all that are ready are given, at least one. With ``fresh`` groups that the consumer has not
+        used yet are offered, too, and it waits until there are enough; without, those that it has used before are given
+        at once, as many as there are. Cooldown and staleness are counted in steps of the trainer (``step``).
 
         Raises:
             DeadlineExceeded: naming rollouts that go on, columns that samples lack, and groups that are used up.
@@ -384,8 +330,6 @@ class TransferQueue:
         """Make all acks up to ``step`` final: the checkpoint of the weights that contain them is durable."""
         self._leases.commit(step)
 
-    # -- observing
-
     @property
     def ledger(self) -> list[dict[str, Any]]:
         """Every ack, commit, rollback, expiry, retirement, derivation, drop, release and loss, in order."""
@@ -401,10 +345,7 @@ class TransferQueue:
         return {**self._state.stats(), **self.served()}
 
     async def post(self, topic: str, value: Mapping[str, Any]) -> None:
-        """Tell all who wait for it the newest value of a topic, plain values: the weights that there are, for example.
-
-        It does not outlive the controller: its sender posts it again when it begins.
-        """
+        """Replace the newest value of a topic, plain values; it does not outlive the controller."""
         self._state.post(topic, value)
 
     async def wait_notice(self, topic: str, after: int, deadline_seconds: float) -> Notice:
@@ -413,22 +354,14 @@ class TransferQueue:
         Raises:
             DeadlineExceeded: when none was posted.
         """
-        until = self.clock.time() + deadline_seconds
-        self._require_open()
-        while (notice := self._state.notices.get(topic)) is None or notice.number <= after:
-            await self._state.wait(self._state.noticed.next(), until, lambda: f"a post of {topic!r}")
-        return notice
-
-    # -- keeping
+        return await self._state.wait_notice(topic, after, deadline_seconds)
 
     @mutates
     async def checkpoint(self, folder: str | Path, again_from: Mapping[str, int] | None = None) -> None:
         """Write state and values, as they are at one moment. Producers go on; deletions wait.
 
-        Args:
-            folder: Made when it is not there; the process of the queue reaches it.
-            again_from: By partition, the first batch that is saved as if nothing of it had been made. A durable queue
-                keeps what there is.
+        ``again_from`` names by partition the first batch that is saved as if nothing of it had been made. A durable
+        queue keeps what there is.
         """
         await self._checkpoints.save(Path(folder), again_from or {})
 
@@ -441,8 +374,7 @@ class TransferQueue:
         are made again, and acks of steps after ``step`` do not count. ``step`` is the last one of the checkpoint, whose
         acks are final; with None only the checkpoint counts, as it is. Samplers are those of the checkpoint.
 
-        Returns:
-            Whether what came after the checkpoint was kept.
+        Return whether what came after the checkpoint was kept.
 
         Raises:
             QueueError: ``queue.invalid`` for a damaged checkpoint; ``queue.ledger`` where the ledger is not the one
