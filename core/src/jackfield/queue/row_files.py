@@ -89,7 +89,7 @@ def read_rows(file: Path) -> Iterator[StoredRow]:
 
         yield from read_parquet(file)
         return
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _from_json(line, f"{file}, line {number}")
@@ -166,9 +166,9 @@ def _as_json(row: StoredRow) -> dict[str, Any]:
     }
 
 
-def _from_json(line: str, where: str) -> StoredRow:
+def _from_json(line: bytes, where: str) -> StoredRow:
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8"))
         columns, types = record["columns"], record.get("types", {})
         cells = {
             name: from_plain(types[name], value) if name in types else cell_of(name, value)
