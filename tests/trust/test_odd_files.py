@@ -81,3 +81,22 @@ def test_an_override(jackfield: CommandServer, quickstart_settings: Callable[...
     ended = jackfield("config", "validate", *arguments)
     assert 1 == ended.code
     assert ended.error.startswith("[config.override] "), ended.error[:2000]
+
+
+def test_files_that_cannot_be_read_or_written(jackfield: CommandServer, tmp_path: Path) -> None:
+    """They are coded errors of the command, not tracebacks, and what was there stays."""
+    samples, queue, file = tmp_path / "samples.jsonl", tmp_path / "queue", tmp_path / "file"
+    samples.write_text('{"columns": {"prompt_ids": [1], "response_ids": [2]}}\n')
+    file.write_text("mine")
+    assert 0 == jackfield("queue", "import", str(samples), str(queue)).code
+    (tmp_path / "latin.jsonl").write_bytes(b"\xff\xfe[")
+    for code, *arguments in (
+        ("run.storage", "queue", "export", str(queue), str(file / "out.jsonl")),
+        ("run.storage", "queue", "export", str(queue), str(queue)),
+        ("queue.invalid", "queue", "import", str(tmp_path / "latin.jsonl"), str(tmp_path / "other")),
+    ):
+        done = jackfield(*arguments)
+        assert (1, "Traceback" in done.error) == (done.code, False), done.error
+        assert f"[{code}]" in done.error
+    assert "mine" == file.read_text()
+    assert [] == [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")]

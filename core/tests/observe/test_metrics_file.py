@@ -117,3 +117,16 @@ def test_an_event_before_the_start_is_an_error(make_run):
     with pytest.raises(RunError) as caught:
         make_run(metrics_file=True).step(1, loss=1.0)
     assert "came before run_started" in str(caught.value.found)
+
+
+def test_damaged_lines_are_left_out_with_a_warning(make_run, caplog):
+    run = make_run(metrics_file=True).start()
+    run.step(1, a=1.0)
+    run.end()
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n" + "garbage\n")
+
+    again = make_run(metrics_file=True).start(first_step=1)
+    again.step(2, a=2.0)
+    assert [1.0, 2.0] == [line["a"] for line in read(again.folder)]
+    assert "2 damaged lines" in caplog.text

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from jackfield import __version__
-from jackfield.errors import JackfieldError, PluginError
+from jackfield.errors import JackfieldError, PluginError, RunError
 from jackfield.imports import own_process
 
 __all__ = ["COMMANDS", "LazyGroup", "json_option", "main", "report", "show"]
@@ -73,6 +73,10 @@ class _Main(LazyGroup):
             return super().invoke(ctx)
         except JackfieldError as error:
             report(ctx, error)
+        except OSError as error:  # a file that the command was given, which cannot be read or written
+            if error.filename is None:
+                raise
+            report(ctx, RunError(f"a file cannot be used: {error}", code="run.storage", where=str(error.filename)))
         except KeyboardInterrupt:  # where the command does not handle the signal, or not yet
             click.echo("SIGINT: ending", err=True)
             ctx.exit(130)

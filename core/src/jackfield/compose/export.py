@@ -85,7 +85,7 @@ def export_checkpoint(
         RunError: ``run.no-adapter``: there is nothing to merge.
         EngineError: when ``out`` is not empty, or the engine cannot load or save.
     """
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise EngineError("the folder for the model is not empty", where=str(out), expected="an empty or absent folder")
     config = make_config(checkpoint.state()["config"])
     if merge and config.model.lora is None:

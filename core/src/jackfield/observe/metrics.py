@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import numbers
 from collections.abc import Iterator, Mapping
@@ -88,13 +89,18 @@ def read_lines(path: Path, last_step: int | None = None) -> Iterator[dict[str, A
     if not path.exists():
         return
     with path.open("rb") as file:
-        for raw in file:
-            try:
-                line = json.loads(raw)
-            except ValueError:
-                continue
-            if isinstance(line, dict) and (last_step is None or line.get("step", 0) <= last_step):
+        for line in map(_line, file):
+            if line is not None and (last_step is None or line.get("step", 0) <= last_step):
                 yield line
+
+
+def _line(raw: bytes) -> dict[str, Any] | None:
+    """Read a line; None where it is no JSON object."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
 
 
 def cut_after(path: Path, last_step: int) -> None:
@@ -103,5 +109,15 @@ def cut_after(path: Path, last_step: int) -> None:
     A run that begins at step 0 has restored nothing, so it keeps nothing.
     """
     if path.exists():
+        if last_step > 0:
+            _warn_of_damage(path)
         with replacing(path) as partial, partial.open("wb") as file:
             file.writelines(encode(line) + b"\n" for line in read_lines(path, last_step) if last_step > 0)
+
+
+def _warn_of_damage(path: Path) -> None:
+    """Warn of whole lines that are no JSON objects: more than a kill can tear."""
+    with path.open("rb") as file:
+        damaged = sum(_line(raw) is None for raw in file if raw.endswith(b"\n"))
+    if damaged:
+        logging.getLogger("jackfield").warning("%s: %d damaged lines are left out", path, damaged)

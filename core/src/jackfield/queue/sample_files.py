@@ -154,15 +154,15 @@ def _write_lines(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> in
 
 
 def _read_lines(file: Path) -> Iterator[SavedSample]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _from_json(line, f"{file}, line {number}")
 
 
-def _from_json(line: str, where: str) -> SavedSample:
+def _from_json(line: bytes, where: str) -> SavedSample:
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8"))
         columns, types = record["columns"], record.get("types", {})
         cells = {
             name: from_plain(types[name], value) if name in types else cell_of(name, value)

@@ -227,8 +227,8 @@ def _report_damaged(folder: Path, error: RunError, step: int, *, sets_aside: boo
         folder.rename(aside)
         done = f"; it is now {aside}"
     logging.getLogger("jackfield").warning(
-        "the checkpoint %s is damaged (%s: expected %s, found %s)%s; the newest whole one is taken, of step %d",
-        *(folder, error.where, error.expected, error.found, done, step),
+        "the checkpoint %s is damaged (%s: %s)%s; the newest whole one is taken, of step %d",
+        *(folder, error.where, _difference(error), done, step),
     )
 
 
@@ -269,3 +269,7 @@ def _damaged(path: Path, expected: str, found: str) -> RunError:
         found=found,
         fix="restore the file from a copy, or take another checkpoint: a run goes on from the newest whole one",
     )
+
+
+def _difference(error: RunError) -> str:
+    return error.message if error.expected is None else f"expected {error.expected}, found {error.found}"

@@ -83,6 +83,16 @@ def test_an_answer_that_makes_the_checker_time_out_is_wrong(answer: str) -> None
     assert [0.0, 1.0, 0.0] == [each.metrics["timeout"] for each in results]
 
 
+@pytest.mark.timeout(180)
+def test_a_ground_truth_without_end_is_a_failure_and_no_score() -> None:
+    """The task is broken, and no response is wrong by it."""
+    broken, sound = score(
+        request("$5$", "9!!!!!!!!!!", seconds=20.0), request("$5$", "5", seconds=20.0), method="math", seconds=1.0,
+        ground_truth_pattern=None,
+    )  # fmt: skip
+    assert (("failed", None), ("ok", 1.0)) == ((broken.status, broken.score), (sound.status, sound.score))
+
+
 def test_an_endless_answer_is_wrong_though_the_deadline_of_a_request_comes_first() -> None:
     [result] = score(request(ENDLESS[0], "4", seconds=4.0), method="math", seconds=60.0)
     assert ("ok", 0.0, 1.0) == (result.status, result.score, result.metrics["timeout"])

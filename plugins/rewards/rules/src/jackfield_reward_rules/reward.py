@@ -12,6 +12,7 @@ __all__ = ["RulesReward"]
 
 #: A pattern that takes longer on one text goes to a worker process, where it cannot hold the event loop.
 INLINE_SECONDS = 0.02
+_PATIENCE = 4  #: times longer than a response a ground truth may take
 
 
 class RulesReward(RewardAgent):
@@ -77,15 +78,16 @@ class RulesReward(RewardAgent):
         result = await self._call(request, request.solution_str, request.deadline_seconds, seconds)
         if result.status == "ok":
             return self._result(*result.value)
-        if result.status == "timeout":
-            if result.timed_out_after == seconds and config.on_timeout == "incorrect":
-                return self._wrong(timeout=1.0)
+        timed_out = result.status == "timeout"
+        if timed_out and (result.timed_out_after != seconds or config.on_timeout == "fail"):
             return ScoreResult(status="timeout", error=result.error)
         left = max(request.deadline_seconds - (self.context.clock.time() - began), 0.0)
-        control = await self._call(request, request.ground_truth, left, seconds)
-        if control.status == "ok":  # the ground truth is sound, and so is the checker: the response is what broke it
-            return self._wrong(checker_failed=1.0)
-        return ScoreResult(status="failed", error=result.error)
+        longest = min(_PATIENCE * seconds, left / 2)
+        control = await self._call(request, request.ground_truth, left, longest)
+        if control.status == "ok" or (timed_out and control.timed_out_after != longest):
+            # the ground truth is sound, and so is the checker: the response is what broke it
+            return self._wrong(**{"timeout" if timed_out else "checker_failed": 1.0})
+        return ScoreResult(status="failed", error=f"the ground truth cannot be compared with itself: {control.error}")
 
     async def _call(self, request: ScoreRequest, response: str, deadline: float, seconds: float) -> WorkerResult:
         arguments = {"response": response, "ground_truth": request.ground_truth}
