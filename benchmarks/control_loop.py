@@ -22,10 +22,10 @@ from typing import Any
 import attrs
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
-from jackfield.abc.engine import EngineLayout, LossSpec
+from jackfield.abc.engine import EngineLayout
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
-from jackfield.algorithms import algorithm
+from jackfield.algorithms import LossSpec, algorithm
 from jackfield.clock import Clock
 from jackfield.cluster.device import DeviceLease
 from jackfield.data.tasks import Task

@@ -47,7 +47,8 @@ def public_modules(package: str = "jackfield") -> list[str]:
             continue
         names.append(name)
         if name in ("jackfield.abc", "jackfield.sdk"):
-            names += [f"{name}.{inner.name}" for inner in pkgutil.iter_modules(importlib.import_module(name).__path__)]
+            inner = [found.name for found in pkgutil.iter_modules(importlib.import_module(name).__path__)]
+            names += [f"{name}.{each}" for each in inner if each != "rpc"]  # names of jackfield.rpc, on its page
         if name == "jackfield.plugins":
             names.append(f"{name}.hooks")
     return sorted(names)

@@ -18,7 +18,6 @@ from jackfield.abc.engine import (
     EngineContext,
     LoadCheckpointRequest,
     LoraSpec,
-    LossSpec,
     ModelSpec,
     OptimizerSpec,
     SaveCheckpointRequest,
@@ -42,6 +41,7 @@ from jackfield.abc.transfer_queue import (
     SnapshotRequest,
     TransferQueueContext,
 )
+from jackfield.algorithms import LossSpec, resolve_loss
 from jackfield.compose import run
 from jackfield.config import make_config
 from jackfield.data.tokens import HuggingFaceChatTokenizer
@@ -176,7 +176,7 @@ def batch() -> TensorDict:
     return TensorDict(columns, batch_size=[3])
 
 
-SFT = LossSpec(name="sft", global_counts={"global_tokens": 13, "global_sequences": 3})
+SFT = resolve_loss(LossSpec(name="sft", global_counts={"global_tokens": 13, "global_sequences": 3}))
 
 
 def gradients(build: Any, model_folder: Path, micro_batch_tokens: int) -> dict[str, torch.Tensor]:

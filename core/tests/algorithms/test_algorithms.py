@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.abc.engine import LossSpec, TokenOutput
-from jackfield.algorithms import advantages, aggregate, kl, part, policy_loss, register, resolve_loss
+from jackfield.abc.engine import TokenOutput
+from jackfield.algorithms import LossSpec, advantages, aggregate, kl, part, policy_loss, register, resolve_loss
 from jackfield.errors import ConfigError
 from jackfield_testing import refused
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.abc.engine import LossSpec, TokenOutput
-from jackfield.algorithms import part, policy_loss, prepare, resolve_loss
+from jackfield.abc.engine import TokenOutput
+from jackfield.algorithms import LossSpec, part, policy_loss, prepare, resolve_loss
 from jackfield.errors import ConfigError
 from jackfield_testing import refused
 

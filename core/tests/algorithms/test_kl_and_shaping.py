@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.abc.engine import LossSpec, TokenOutput
+from jackfield.abc.engine import TokenOutput
 from jackfield.algorithms import (
     KLController,
+    LossSpec,
     advantages,
     aggregate,
     clip_rewards,

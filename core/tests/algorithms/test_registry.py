@@ -10,8 +10,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from jackfield.abc.engine import LossSpec, TokenOutput
+from jackfield.abc.engine import TokenOutput
 from jackfield.algorithms import (
+    LossSpec,
     advantages,
     algorithm,
     names,

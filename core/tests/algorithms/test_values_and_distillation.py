@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from jackfield.abc.engine import LossSpec, TokenOutput
-from jackfield.algorithms import VALUE_LOSS, distillation_loss, names, resolve_loss, value_loss
+from jackfield.abc.engine import TokenOutput
+from jackfield.algorithms import VALUE_LOSS, LossSpec, distillation_loss, names, resolve_loss, value_loss
 from jackfield.errors import ConfigError
 from jackfield_testing import refused
 

@@ -89,7 +89,7 @@ async def world(host: str = "127.0.0.1", port: int = 0, seconds: float = SECONDS
     async def on_end(connection: Connection, reason: str) -> None:
         ended.append(f"{connection.name} {reason}")
 
-    server = Server("the controller", {"queue": Service(queue, CONTRACT)}, Clock(), seconds, on_end)
+    server = Server("the controller", {"queue": Service(target=queue, contract=CONTRACT)}, Clock(), seconds, on_end)
     address = await server.listen(host, port)
     connection = await connect(address, "the client", Clock(), {"queue": CONTRACT})
     try:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from jackfield.abc.engine import EngineLayout, LossSpec
+from jackfield.abc.engine import EngineLayout
+from jackfield.algorithms import LossSpec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError
 from jackfield.queue import BatchMeta, Lease, Written

@@ -14,7 +14,6 @@ import attrs
 import torch
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
-from jackfield.abc.engine import LossSpec
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.abc.transfer_queue import (
     GetRequest,
@@ -25,7 +24,7 @@ from jackfield.abc.transfer_queue import (
     PutResult,
     TransferQueueContext,
 )
-from jackfield.algorithms import KLController, algorithm
+from jackfield.algorithms import KLController, LossSpec, algorithm
 from jackfield.clock import Clock, VirtualClock
 from jackfield.cluster.device import DeviceLease
 from jackfield.data.tasks import Task

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from jackfield.abc.engine import LossSpec, TokenOutput
+from jackfield.abc.engine import TokenOutput
 from mutants.engine_register import mutant
 from mutants.plain_engine import Micro, PlainEngine
 
@@ -154,16 +154,6 @@ class LossAveraged(PlainEngine):
 
     def added_up(self, losses: list[float]) -> float:
         return sum(losses) / len(losses)
-
-
-@mutant("ENG-018")
-class LossOptionsDropped(PlainEngine):
-    """The options of a LossSpec are not used."""
-
-    def resolved(self, loss_function: Any) -> Any:
-        if isinstance(loss_function, LossSpec):
-            loss_function = attrs.evolve(loss_function, options={})
-        return super().resolved(loss_function)
 
 
 @mutant("ENG-020", "ENG-025")

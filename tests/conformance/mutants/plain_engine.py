@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,11 @@ from jackfield.abc.engine import (
     LoadCheckpointRequest,
     LoadCheckpointResult,
     LossFunction,
-    LossSpec,
     OptimizerSpec,
     SaveCheckpointRequest,
     SaveCheckpointResult,
     TokenOutput,
 )
-from jackfield.algorithms import resolve_loss
 from jackfield.errors import EngineError
 from jackfield.sdk.jagged import jagged
 from jackfield_huggingface.names import CheckpointNames
@@ -236,35 +234,31 @@ class PlainEngine(BaseEngine):
     # ---- passes
 
     def forward_backward_batch(
-        self, data: TensorDict, loss_function: LossFunction | LossSpec | None, forward_only: bool = False
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> EngineOutput:
         self.ready()
         self.check_mode(forward_only)
-        function = self.resolved(loss_function)
         results: dict[str, dict[int, torch.Tensor]] = {}
         losses: list[float] = []
         metrics: dict[str, float] = {}
         with self.gradients_on(forward_only), self.drawing():
             plan = self.plan(data)
             for micro in plan:
-                output = self.forward(micro, bool(getattr(function, "needs_entropy", False)))
+                output = self.forward(micro, bool(getattr(loss_function, "needs_entropy", False)))
                 self.collect(results, micro, output)
-                if function is None:
+                if loss_function is None:
                     continue
-                loss, found = function(output, TensorDict(dict(micro.columns), batch_size=[len(micro.rows)]))
+                loss, found = loss_function(output, TensorDict(dict(micro.columns), batch_size=[len(micro.rows)]))
                 if not forward_only:
                     self.backward(loss, len(plan))
                 losses.append(float(loss.detach()))
                 self.merge(metrics, {name: float(value) for name, value in found.items()})
         nested = {name: self.in_order(by_row) for name, by_row in results.items()}
-        return EngineOutput(loss=self.added_up(losses) if function else None, metrics=metrics, **nested)
+        return EngineOutput(loss=self.added_up(losses) if loss_function else None, metrics=metrics, **nested)
 
     def check_mode(self, forward_only: bool) -> None:
         if self.mode is None or (self.mode == "eval" and not forward_only):
             raise EngineError("a pass outside of its mode", code="engine.state")
-
-    def resolved(self, loss_function: LossFunction | LossSpec | None) -> Callable[..., Any] | None:
-        return resolve_loss(loss_function) if isinstance(loss_function, LossSpec) else loss_function
 
     @contextmanager
     def gradients_on(self, forward_only: bool) -> Iterator[None]:

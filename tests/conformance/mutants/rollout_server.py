@@ -40,10 +40,10 @@ from jackfield.abc.rollout import (
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
 from jackfield.plugins import load_plugin
-from jackfield.runtime.openai import EndpointConfig
-from jackfield.runtime.openai.endpoint import OpenAIEndpoint
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import HeldWeights, WeightReceiver, check_base
+from jackfield_openai import EndpointConfig
+from jackfield_openai.endpoint import OpenAIEndpoint
 
 __all__ = ["Config", "Job", "Model", "ReferenceServer"]
 

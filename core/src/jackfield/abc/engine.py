@@ -30,7 +30,6 @@ __all__ = [
     "LoadCheckpointResult",
     "LoraSpec",
     "LossFunction",
-    "LossSpec",
     "ModelSpec",
     "OptimizerSpec",
     "SaveCheckpointRequest",
@@ -121,19 +120,6 @@ class EngineLayout:
     is_output_rank: bool = True  #: whether this rank's :class:`EngineOutput` is the group's
 
 
-@attrs.frozen(kw_only=True)
-class LossSpec:
-    """A loss that travels by name to wherever the engine runs and is resolved there.
-
-    ``global_counts`` hold the counts over the *whole* batch (all micro-batches, all ranks) by which the
-    loss is normalised: ``global_tokens`` and ``global_sequences``, and whatever else the loss asks for.
-    """
-
-    name: str
-    options: Mapping[str, Any] = attrs.field(factory=dict)
-    global_counts: Mapping[str, int] = attrs.field(factory=dict)
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class TokenOutput:
     """What a loss function gets from the model for one micro-batch: ``[b, T]`` over response tokens.
@@ -213,7 +199,7 @@ class BaseEngine(ABC):
     The constructor only stores; :meth:`initialize` loads. Methods are called by one thread at a time.
     """
 
-    abi_version: ClassVar[str] = "1.1"
+    abi_version: ClassVar[str] = "1.0"
 
     def __init__(self, config: Any, context: EngineContext) -> None:
         self.config = config
@@ -246,7 +232,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def forward_backward_batch(
-        self, data: TensorDict, loss_function: LossFunction | LossSpec | None, forward_only: bool = False
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> EngineOutput:
         """Run this rank's rows through the model, split into micro-batches, and accumulate gradients.
 
@@ -254,8 +240,7 @@ class BaseEngine(ABC):
             data: batch size ``[B]``; jagged int64 columns ``prompt_ids`` and ``response_ids``, and any response-aligned
                 jagged columns that the loss reads (``response_mask``, ``advantages``, ``old_log_probs``, …) or dense
                 row columns ``[B]``.
-            loss_function: see :data:`LossFunction`; a :class:`LossSpec` is resolved by name through
-                ``jackfield.algorithms``; None only with ``forward_only``.
+            loss_function: see :data:`LossFunction`; None only with ``forward_only``.
             forward_only: no gradients; a loss function, if given, is still evaluated.
 
         Raises:

@@ -58,7 +58,7 @@ class RewardAgent(ABC):
     groups.
     """
 
-    abi_version: ClassVar[str] = "1.2"
+    abi_version: ClassVar[str] = "1.0"
 
     def __init__(self, config: Any, context: RewardContext) -> None:
         self.config = config

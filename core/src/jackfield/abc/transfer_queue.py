@@ -170,7 +170,7 @@ class TransferQueueBackend(ABC):
     Raises (all methods): ``QueueError`` with ``queue.unknown-sample``, ``queue.column``, ``queue.closed``.
     """
 
-    abi_version: ClassVar[str] = "1.1"
+    abi_version: ClassVar[str] = "1.0"
 
     #: whether values survive ``kill -9`` of the process that put them
     durable: ClassVar[bool] = False

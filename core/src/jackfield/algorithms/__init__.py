@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from jackfield.algorithms.advantages import advantages
 from jackfield.algorithms.aggregation import aggregate
-from jackfield.algorithms.composed import VALUE_LOSS, resolve_loss
+from jackfield.algorithms.composed import VALUE_LOSS, LossSpec, resolve_loss
 from jackfield.algorithms.correction import Correction
 from jackfield.algorithms.kl import KLController, kl
 from jackfield.algorithms.losses import distillation_loss, policy_loss, prepare, value_loss
@@ -32,6 +32,7 @@ __all__ = [
     "Algorithm",
     "Correction",
     "KLController",
+    "LossSpec",
     "Part",
     "Shaping",
     "advantages",

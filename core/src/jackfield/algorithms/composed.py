@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from jackfield.abc.engine import LossFunction, LossSpec, TokenOutput
+import attrs
+
+from jackfield.abc.engine import LossFunction, TokenOutput
 from jackfield.algorithms.aggregation import aggregate, means
 from jackfield.algorithms.kl import kl
 from jackfield.algorithms.losses import policy_loss, value_loss
@@ -18,10 +20,23 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-__all__ = ["VALUE_LOSS", "resolve_loss"]
+__all__ = ["VALUE_LOSS", "LossSpec", "resolve_loss"]
 
 _GIVEN = frozenset({"log_probs", "response_mask", "rollout_weights", "global_tokens", "global_sequences"})
 VALUE_LOSS = "value"  #: the name of a critic's loss in a LossSpec
+
+
+@attrs.frozen(kw_only=True)
+class LossSpec:
+    """A loss that travels by name to the engine's ranks.
+
+    ``global_counts`` hold the counts over the *whole* batch (all micro-batches, all ranks) by which the loss is
+    normalised: ``global_tokens`` and ``global_sequences``, and whatever else the loss asks for.
+    """
+
+    name: str
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+    global_counts: Mapping[str, int] = attrs.field(factory=dict)
 
 
 def resolve_loss(spec: LossSpec) -> LossFunction:

@@ -66,7 +66,7 @@ async def serve_control(
         further: What the file names beside the address.
     """
     served, file = _Control(pool), folder / _FILE
-    server = Server("the run", {"replicas": Service(served, _CONTRACT)}, clock, heartbeat_seconds)
+    server = Server("the run", {"replicas": Service(target=served, contract=_CONTRACT)}, clock, heartbeat_seconds)
     try:
         (await server.listen()).write(file, **further)
         yield

@@ -68,7 +68,7 @@ class ClusterConfig:
     metrics_port: int | None = option(
         None,
         help="where the controller shows how each replica is, for Prometheus, on loopback; 0: a free port; null: "
-        "nowhere; needs jackfield[serve]",
+        "nowhere",
         validator=optional([ge(0), le(65535)]),
     )
     max_model_len: int | None = option(

@@ -28,7 +28,7 @@ class QueueServer:
             clock: of the queue.
             heartbeat_seconds: a client that is silent for so long is dead.
         """
-        service = {_SERVICE: Service(queue, QUEUE)}
+        service = {_SERVICE: Service(target=queue, contract=QUEUE)}
         self._server = Server(_SERVER, service, clock, heartbeat_seconds, self._client_ended)
         self._queue, self._endings = queue, set[asyncio.Task[None]]()
         queue.caller = lambda: caller().session

@@ -33,7 +33,7 @@ def caller() -> Connection:
     return _CALLER.get()
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(kw_only=True, eq=False)
 class Service:
     """An object, and the contract of what may be called of it."""
 

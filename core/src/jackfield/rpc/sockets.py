@@ -225,7 +225,7 @@ class Server:
         """Watch a client until it ends; then report it to the others, unless it has done its work."""
         reason = await watch(connection, self._seconds, self._clock)
         del self.clients[connection.session]
-        if reason != _ENDED:
+        if reason != _ENDED and self._server is not None and self._server.is_serving():
             text = f"{connection.name} ({connection.process}) {reason}"
             logging.getLogger("jackfield").warning("%s", text)
             for other in self.clients.values():

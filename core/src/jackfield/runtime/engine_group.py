@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
-from jackfield.abc.engine import EngineLayout, LossSpec
+from jackfield.abc.engine import EngineLayout
+from jackfield.algorithms import LossSpec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError, WorkerLost
 from jackfield.queue import BatchMeta, TransferQueue, Written

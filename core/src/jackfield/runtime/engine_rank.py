@@ -13,10 +13,10 @@ from jackfield.abc.engine import (
     EngineLayout,
     EngineOutput,
     LoadCheckpointRequest,
-    LossSpec,
     SaveCheckpointRequest,
 )
 from jackfield.abc.transfer_queue import Column
+from jackfield.algorithms import LossSpec, resolve_loss
 from jackfield.errors import EngineError, JackfieldError
 from jackfield.queue import BatchMeta, Values, Written, column_from_rows, from_nested, to_nested
 from jackfield.runtime.log_probs import Comparison, distances
@@ -152,7 +152,7 @@ class EngineRank:
         engine = self._engine
         with engine.train_mode():
             engine.optimizer_zero_grad()
-            output = engine.forward_backward_batch(data, loss)
+            output = engine.forward_backward_batch(data, resolve_loss(loss))
             grad_norm = engine.optimizer_step()
         lr = engine.lr_scheduler_step()
         return output, {**output.metrics, "grad_norm": grad_norm, "lr": lr}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jackfield.settings import option
+from jackfield.files import replace_file
+from jackfield.settings import option, structure
 
-__all__ = ["abi_version", "option"]
+__all__ = ["abi_version", "option", "replace_file", "structure"]
 
 abi_version = "1.0"

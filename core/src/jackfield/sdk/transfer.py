@@ -63,7 +63,7 @@ class TransferSession:
         self._server: Server | None = None
         self._why: str | None = None  #: why this end broke off
         self._changed = asyncio.Event()
-        self._services = {"transfer": Service(self, TRANSFER)}
+        self._services = {"transfer": Service(target=self, contract=TRANSFER)}
 
     # -- meeting -------------------------------------------------------------------------------------------------------
 

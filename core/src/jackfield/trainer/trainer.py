@@ -8,8 +8,7 @@ from typing import Any, Literal, Protocol
 
 import attrs
 
-from jackfield.abc.engine import LossSpec
-from jackfield.algorithms import VALUE_LOSS, Algorithm, KLController
+from jackfield.algorithms import VALUE_LOSS, Algorithm, KLController, LossSpec
 from jackfield.clock import Clock
 from jackfield.cluster.device import DeviceLease
 from jackfield.errors import QueueError, RunError

@@ -16,7 +16,7 @@ import torch
 
 from jackfield.abc.engine import BaseEngine, EngineContext, EngineLayout, LoraSpec, ModelSpec, OptimizerSpec
 from jackfield.errors import ConfigError, EngineError
-from jackfield.settings import structure
+from jackfield.sdk import structure
 from jackfield_engine_fsdp.config import Config
 from jackfield_engine_fsdp.engine import FSDPEngine
 

@@ -16,8 +16,7 @@ from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from jackfield.abc.engine import LoraSpec, LossSpec, OptimizerSpec
-from jackfield.algorithms import resolve_loss
+from jackfield.abc.engine import LoraSpec, OptimizerSpec
 from jackfield.errors import EngineError
 from jackfield_engine_fsdp.config import Config
 
@@ -235,12 +234,3 @@ def test_a_failed_pass_leaves_nothing_behind(kit: ModuleType, build: Build, rows
         with pytest.raises(EngineError) as caught:
             kit.gradients(engine, batch, loss)
         assert "engine.state" == caught.value.code
-
-
-def test_a_loss_may_come_by_name(kit: ModuleType, build: Build, rows: Rows) -> None:
-    """A spec is resolved where the engine runs, to what the core makes of it."""
-    counts = {"global_tokens": sum(int(sum(row["response_mask"])) for row in rows), "global_sequences": len(rows)}
-    spec = LossSpec(name="ppo", options={"entropy_coefficient": 0.1}, global_counts=counts)
-    batch = kit.make_batch(rows)
-    expected, actual = (kit.gradients(build(), batch, loss) for loss in (resolve_loss(spec), spec))
-    assert equal(expected, actual)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.settings import structure
+from jackfield.sdk import structure
 from jackfield_reward_rules.config import Config
 from jackfield_reward_rules.judge import Judge, settings_of
 from jackfield_testing import refused

@@ -11,7 +11,7 @@ import pytest
 
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.clock import Clock
-from jackfield.settings import structure
+from jackfield.sdk import structure
 from jackfield_reward_rules.config import Config
 from jackfield_reward_rules.reward import RulesReward
 

@@ -24,7 +24,7 @@ async def main(theirs: str, folder: str) -> None:
         await backend.put(PutRequest(partition="p", keys=("c", "d"), columns={"x": column}))
     client = joined._client
     assert client is not None
-    await client.ask("room", {"size": 3 << 20})  # and dies before it has written there
+    await client.room(3 << 20)  # and dies before it has written there
     print("ready", flush=True)
     await asyncio.Event().wait()
 

@@ -16,7 +16,7 @@ from jackfield.abc.transfer_queue import TransferQueueContext as Context
 from jackfield.errors import ConfigError, QueueError
 from jackfield.queue import column_from_rows, dense_column, json_column
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.settings import structure
+from jackfield.sdk import structure
 from jackfield_servers import RedisServer
 from jackfield_testing import in_loop
 from jackfield_transport_redis import backend as backend_module

@@ -24,7 +24,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import ConfigError, QueueError
 from jackfield.queue import column_from_rows, dense_column, json_column, rows_of
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.settings import structure
+from jackfield.sdk import structure
 from jackfield_testing import in_loop, refused
 from jackfield_transport_sql import rows as rows_module
 from jackfield_transport_sql.backend import SQLBackend

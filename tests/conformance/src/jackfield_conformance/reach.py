@@ -10,23 +10,8 @@ import attrs
 
 __all__ = ["ALLOWED", "Reach", "find_reaches"]
 
-#: What plugins may import, each with everything below it. The first four stay; the others are what the SDK will hold.
-ALLOWED = (
-    "jackfield.abc",
-    "jackfield.clock",
-    "jackfield.errors",
-    "jackfield.files",
-    "jackfield.sdk",
-    "jackfield.algorithms",
-    "jackfield.queue",
-    "jackfield.runtime.generation",
-    "jackfield.runtime.openai",
-    "jackfield.runtime.ray.loopback",
-    "jackfield.runtime.relay",
-    "jackfield.sockets",
-    "jackfield.settings",
-    "jackfield.wire",
-)
+#: What plugins may import, each with everything below it.
+ALLOWED = ("jackfield.abc", "jackfield.clock", "jackfield.errors", "jackfield.sdk")
 
 
 @attrs.frozen(order=True)

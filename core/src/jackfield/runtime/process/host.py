@@ -35,7 +35,7 @@ class Host:
     """Makes the part that it is asked for, and serves it beside itself."""
 
     def __init__(self) -> None:
-        self.services = {"host": Service(self, HOST)}
+        self.services = {"host": Service(target=self, contract=HOST)}
 
     async def introduce(self, kind: str, name: str) -> dict[str, Any]:
         """Say which installation and which plugin this interpreter has."""
@@ -44,7 +44,7 @@ class Host:
     async def make(self, name: str, settings: dict[str, Any], context: RolloutContext) -> None:
         """Make a rollout server from its plugin; it is not started."""
         server = load_plugin("rollout", name).build(settings, context, "rollout")
-        self.services["worker"] = Service(server, ROLLOUT)
+        self.services["worker"] = Service(target=server, contract=ROLLOUT)
 
     async def stop(self) -> None:
         """Stop the server, whose owner is gone."""

@@ -18,10 +18,10 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
 from jackfield.plugins.introduction import look
 from jackfield.runtime.ray.host import Host, Place
-from jackfield.runtime.ray.loopback import HOST, enter
-from jackfield.runtime.ray.processes import see_gone, with_descendants
 from jackfield.runtime.ray.pulses import SignsOfLife
 from jackfield.runtime.ray.stub import answer
+from jackfield.sdk.ray_loopback import HOST, enter
+from jackfield.sdk.ray_processes import see_gone, with_descendants
 
 if TYPE_CHECKING:
     import psutil

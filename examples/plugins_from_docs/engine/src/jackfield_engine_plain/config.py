@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from jackfield.settings import option
+from jackfield.sdk import option
 
 __all__ = ["Config"]
 

@@ -21,11 +21,9 @@ from jackfield.abc.engine import (
     LoadCheckpointRequest,
     LoadCheckpointResult,
     LossFunction,
-    LossSpec,
     SaveCheckpointRequest,
     SaveCheckpointResult,
 )
-from jackfield.algorithms import resolve_loss
 from jackfield.errors import EngineError, PluginError
 from jackfield_engine_plain.config import Config
 from jackfield_engine_plain.passes import Pass, micro_batches
@@ -132,7 +130,7 @@ class PlainEngine(BaseEngine):
     # ---- computing
 
     def forward_backward_batch(
-        self, data: TensorDict, loss_function: LossFunction | LossSpec | None, forward_only: bool = False
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> EngineOutput:
         """Every micro-batch adds its share of the loss to the gradients; nothing is divided here."""
         model = self._loaded()
@@ -147,8 +145,7 @@ class PlainEngine(BaseEngine):
             self._training()
             if loss_function is None:
                 raise EngineError("a backward pass needs a loss function")
-        loss = resolve_loss(loss_function) if isinstance(loss_function, LossSpec) else loss_function
-        run = Pass(model, data, loss, temperature=self.context.temperature, backward=not forward_only)
+        run = Pass(model, data, loss_function, temperature=self.context.temperature, backward=not forward_only)
         with torch.set_grad_enabled(not forward_only):
             for rows in micro_batches(run.lengths, self.context.micro_batch_tokens):
                 run.micro_batch(rows)

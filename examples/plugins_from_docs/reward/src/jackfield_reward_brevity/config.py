@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from jackfield.settings import option
+from jackfield.sdk import option
 
 __all__ = ["Config"]
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from jackfield.errors import EngineError
-from jackfield.files import replace_file
+from jackfield.sdk import replace_file
 from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
 from jackfield_engine_fsdp.optimization import Optimization
 from jackfield_engine_fsdp.process_group import Ranks

@@ -7,7 +7,7 @@ from typing import Literal
 import attrs
 from attrs.validators import gt
 
-from jackfield.settings import option
+from jackfield.sdk import option
 
 __all__ = ["Config"]
 

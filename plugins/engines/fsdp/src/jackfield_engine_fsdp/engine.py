@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from jackfield.abc.engine import (
     LoadCheckpointRequest,
     LoadCheckpointResult,
     LossFunction,
-    LossSpec,
     SaveCheckpointRequest,
     SaveCheckpointResult,
 )
@@ -233,7 +232,7 @@ class FSDPEngine(BaseEngine):
     # ---- computing
 
     def forward_backward_batch(
-        self, data: TensorDict, loss_function: LossFunction | LossSpec | None, forward_only: bool = False
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> EngineOutput:
         """See :meth:`jackfield.abc.engine.BaseEngine.forward_backward_batch`.
 
@@ -243,10 +242,9 @@ class FSDPEngine(BaseEngine):
         model = self._ready()
         self._check_pass(loss_function, forward_only)
         assert self._ranks is not None, "initialized"
-        function = _resolve(loss_function)
         vocabulary = model.causal_lm.get_input_embeddings().num_embeddings
         batch = RowBatch(data, vocabulary, self._ranks.device, model.rotary)
-        run = passes.Pass(model, batch, function, backward=not forward_only)
+        run = passes.Pass(model, batch, loss_function, backward=not forward_only)
         micro_batches = batch.plan(self.context.micro_batch_tokens)
         count = self._ranks.maximum(len(micro_batches))
         streams = self._streams.active() if self._mode == "train" else nullcontext()
@@ -282,9 +280,7 @@ class FSDPEngine(BaseEngine):
         if not forward_only:
             self._optimizing()
             if loss_function is None:
-                raise EngineError(
-                    "a backward pass needs a loss function", expected="a callable or LossSpec", found=None
-                )
+                raise EngineError("a backward pass needs a loss function", expected="a callable", found=None)
 
     def _reduce_gradients(self, now: bool) -> None:
         self._sharded.set_requires_gradient_sync(now)
@@ -373,11 +369,3 @@ def _device(context: EngineContext) -> torch.device:
         device = torch.device("cuda", context.local_rank if device.index is None else device.index)
         torch.cuda.set_device(device)
     return device
-
-
-def _resolve(loss_function: LossFunction | LossSpec | None) -> Callable[..., Any] | None:
-    if isinstance(loss_function, LossSpec):
-        from jackfield.algorithms import resolve_loss
-
-        return resolve_loss(loss_function)
-    return loss_function

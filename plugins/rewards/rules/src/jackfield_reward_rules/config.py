@@ -9,7 +9,7 @@ import regex
 from attrs.validators import gt, le
 
 from jackfield.errors import ConfigError
-from jackfield.settings import option
+from jackfield.sdk import option
 
 __all__ = ["GSM8K_ANSWER", "Config"]
 

@@ -10,7 +10,7 @@ import attrs
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams
 from jackfield.errors import PluginError, RolloutError
-from jackfield.runtime.generation import mixed
+from jackfield.sdk.requests import mixed
 from jackfield_rollout_sglang.config import Config
 
 __all__ = ["Answer", "check_log_probs", "generate_body", "launch_arguments", "read_answer"]

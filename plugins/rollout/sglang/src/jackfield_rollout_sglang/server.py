@@ -20,8 +20,8 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, PluginError, WeightsError
-from jackfield.runtime.generation import Running
-from jackfield.runtime.relay import MEMORY, InterruptingServer
+from jackfield.sdk.relay import MEMORY, InterruptingServer
+from jackfield.sdk.requests import Running
 from jackfield_huggingface.folders import ReceivedWeights, WeightFolder
 from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.process import SglangProcess, free_port

@@ -7,8 +7,8 @@ from typing import Literal
 import attrs
 from attrs.validators import ge, optional
 
-from jackfield.runtime.openai import EndpointConfig
-from jackfield.settings import option
+from jackfield.sdk import option
+from jackfield_openai import EndpointConfig
 
 __all__ = ["Config"]
 
@@ -43,9 +43,7 @@ class Config:
         " after each",
         validator=ge(1),
     )
-    openai: EndpointConfig | None = option(
-        None, help="listen at an OpenAI-compatible address (needs jackfield[serve]); null: no address"
-    )
+    openai: EndpointConfig | None = option(None, help="listen at an OpenAI-compatible address; null: no address")
 
     @property
     def rows(self) -> int:

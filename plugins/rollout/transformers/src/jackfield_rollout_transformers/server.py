@@ -32,9 +32,9 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
-from jackfield.runtime.generation import check_request
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver, check_base, open_receiver
+from jackfield.sdk.requests import check_request
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.decoder import Decoder
 from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_model
@@ -45,7 +45,7 @@ from jackfield_rollout_transformers.sequence import Sequence, StopStrings
 from jackfield_rollout_transformers.weights import ModelWeights
 
 if TYPE_CHECKING:
-    from jackfield.runtime.openai.endpoint import OpenAIEndpoint
+    from jackfield_openai.endpoint import OpenAIEndpoint
 
 __all__ = ["TransformersServer"]
 
@@ -123,7 +123,7 @@ class TransformersServer(BaseRolloutServer):
         config: Config = self.config
         if config.openai is None:
             return None
-        from jackfield.runtime.openai.endpoint import OpenAIEndpoint  # a web server, which few replicas need
+        from jackfield_openai.endpoint import OpenAIEndpoint  # a web server, which few replicas need
 
         self._endpoint = OpenAIEndpoint(self, config.openai)
         return await self._endpoint.start()

@@ -7,7 +7,7 @@ from typing import Any
 
 from jackfield.abc.rollout import GenerateRequest, RolloutContext
 from jackfield.errors import PluginError, RolloutError
-from jackfield.runtime.generation import mixed
+from jackfield.sdk.requests import mixed
 from jackfield_rollout_trtllm.config import Config
 
 __all__ = ["EXTENSION", "check_sampling", "llm_arguments", "new_tokens", "sampling_arguments"]

@@ -19,8 +19,8 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import PluginError, WeightsError
-from jackfield.runtime.generation import Running
-from jackfield.runtime.relay import MEMORY, InterruptingServer
+from jackfield.sdk.relay import MEMORY, InterruptingServer
+from jackfield.sdk.requests import Running
 from jackfield_huggingface.folders import ReceivedWeights, WeightFolder
 from jackfield_rollout_trtllm.config import Config
 from jackfield_rollout_trtllm.requests import check_sampling, llm_arguments, new_tokens, sampling_arguments

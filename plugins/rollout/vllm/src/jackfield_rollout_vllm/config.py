@@ -9,7 +9,7 @@ import attrs
 from attrs.validators import and_, ge, gt, le, optional
 
 from jackfield.errors import ConfigError
-from jackfield.settings import option
+from jackfield.sdk import option
 
 __all__ = ["Config"]
 

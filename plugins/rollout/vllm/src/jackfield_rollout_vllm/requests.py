@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jackfield.abc.rollout import GenerateRequest
-from jackfield.runtime.generation import mixed
+from jackfield.sdk.requests import mixed
 
 __all__ = ["vllm_arguments"]
 

@@ -23,8 +23,8 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, PluginError, WeightsError, rebuilt_error
-from jackfield.runtime.generation import Running, own_seed
-from jackfield.runtime.relay import MEMORY, RelayServer
+from jackfield.sdk.relay import MEMORY, RelayServer
+from jackfield.sdk.requests import Running, own_seed
 from jackfield_rollout_vllm.config import Config
 from jackfield_rollout_vllm.requests import vllm_arguments
 

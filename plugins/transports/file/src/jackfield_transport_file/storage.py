@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from jackfield.errors import WeightsError
-from jackfield.files import replace_file
+from jackfield.sdk import replace_file
 from jackfield.sdk.buckets import digest
 from jackfield_transport_file.failures import guarded
 from jackfield_transport_file.parties import abandoned

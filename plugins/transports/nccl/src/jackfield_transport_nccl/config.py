@@ -7,8 +7,8 @@ from typing import Literal
 import attrs
 from attrs.validators import gt
 
+from jackfield.sdk import option
 from jackfield.sdk.one_sender import SessionSettings
-from jackfield.settings import option
 
 __all__ = ["Config"]
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import secrets
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,17 +30,15 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError
 from jackfield.sdk.cells import Cell, content_of, join, lacking_column, split_request, unknown_sample
-from jackfield.wire import Message
 from jackfield_transport_nixl.agents import Agent, Place, devices_of, place_of
 from jackfield_transport_nixl.client import Client
 from jackfield_transport_nixl.config import QueueConfig
 from jackfield_transport_nixl.regions import Regions, aligned, shown
-from jackfield_transport_nixl.store import Store
+from jackfield_transport_nixl.store import CellEntry, Found, Store
 
 __all__ = ["FILE", "NIXLBackend"]
 
 FILE = "store.json"
-_FORMAT = 1
 _LANDING_BYTES = 2 * 2**30  #: registered for what is read, and kept for the next readings; more while readers hold it
 
 
@@ -65,14 +62,18 @@ class NIXLBackend(TransferQueueBackend):
     async def start(self) -> None:
         """Keep values here, or join the process that does."""
         try:
-            joined = self._settings.join or (str(Path(str(self.context.folder)) / FILE) if self.context.joins else None)
-            entry = await self._started() if joined is None else _read(Path(joined))
-            agent = await self._agent(entry["host"])
-            client = Client(self._settings, agent, f"{entry['host']}:{entry['port']}")
-            self._client = client
-            self._landing = Regions(agent, "cpu", self._settings.region_bytes, _LANDING_BYTES, waits=False)
-            secret = bytes.fromhex(entry["secret"])
-            await client.connect(entry["host"], entry["port"], secret, entry["inline_bytes"])
+            folder, joined = Path(str(self.context.folder)), self._settings.join
+            if joined is None and self.context.joins:
+                joined = str(folder / FILE)
+            host = self._settings.host or self.context.host
+            with ExitStack() as stack:
+                if joined is None and self.context.folder is None:
+                    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                file = await self._started(host, folder) if joined is None else Path(joined)
+                agent = await self._agent(host)
+                self._client = Client(self._settings, agent)
+                self._landing = Regions(agent, "cpu", self._settings.region_bytes, _LANDING_BYTES, waits=False)
+                await self._client.connect(file)
         except BaseException:
             await self.close()
             raise
@@ -87,18 +88,12 @@ class NIXLBackend(TransferQueueBackend):
             raise QueueError(f"NIXL cannot start: {error}", code="queue.store", where=where) from error
         return agent
 
-    async def _started(self) -> dict[str, Any]:
-        settings, secret = self._settings, secrets.token_bytes(32)
-        host = settings.host or self.context.host
-        self._store = Store(settings, await self._agent(host), secret)
-        port = await self._store.listen(host, settings.port)
-        entry = {
-            "format": _FORMAT, "host": host, "port": port, "secret": secret.hex(),
-            "inline_bytes": settings.inline_bytes,
-        }  # fmt: skip
-        if self.context.folder is not None:
-            _write(Path(self.context.folder), entry)
-        return entry
+    async def _started(self, host: str, folder: Path) -> Path:
+        """Start the store. Returns the file with its address."""
+        self._store = Store(self._settings, await self._agent(host), self.context.heartbeat_seconds)
+        address = await self._store.listen(host, self._settings.port)
+        address.write(folder / FILE)
+        return folder / FILE
 
     async def close(self) -> None:
         """Hang up; with the store all rows go."""
@@ -131,20 +126,20 @@ class NIXLBackend(TransferQueueBackend):
         client = self._open()
         samples = split_request(request)
         size = sum(len(content) for cells in samples for _, content in cells.values())
-        rows = {"partition": request.partition, "keys": list(request.keys), "columns": list(request.columns)}
+        rows = request.partition, list(request.keys), list(request.columns)
         contents = [content_of(column) for column in request.columns.values()]
         starts = [0, *accumulate(aligned(len(content)) for content in contents)]
         total, begins = starts[-1], dict(zip(request.columns, starts, strict=False))
         entries = []
         for cells in samples:
             for name, (text, content) in cells.items():
-                entries.append((text, begins[name], len(content)))
+                entries.append(CellEntry(text, begins[name], len(content)))
                 begins[name] += len(content)
         if total < client.inline_bytes or not total:
             packed = bytearray(total)
             for content, start in zip(contents, starts, strict=False):
                 packed[start : start + len(content)] = content
-            await client.ask("put", {**rows, "cells": entries}, [packed] if total else ())
+            await client.within(client.store.put(*rows, entries, bytes(packed)))
         else:
             sources = [
                 (torch.frombuffer(content, dtype=torch.uint8), start)
@@ -156,14 +151,18 @@ class NIXLBackend(TransferQueueBackend):
 
     @staticmethod
     async def _written(
-        client: Client, sources: Sequence[tuple[torch.Tensor, int]], total: int, rows: Any, entries: Any
+        client: Client,
+        sources: Sequence[tuple[torch.Tensor, int]],
+        total: int,
+        rows: tuple[str, list[str], list[str]],
+        entries: list[CellEntry],
     ) -> None:
         """Write columns into memory of the store that was asked for, and have it kept."""
-        room = await client.ask("room", {"size": total})
+        room = await client.room(total)
         kept = False
         try:
-            region = await client.region(room["region"])
-            theirs = [region.part(room["start"] + start, source.nbytes) for source, start in sources]
+            region = await client.region(room.region)
+            theirs = [region.part(room.start + start, source.nbytes) for source, start in sources]
 
             def write() -> None:
                 agent, registered = client.agent, [source for source, _ in sources]
@@ -176,11 +175,11 @@ class NIXLBackend(TransferQueueBackend):
                         agent.release_now(source)
 
             await client.done(client.agent.run(write))
-            await client.ask("keep", {**rows, "cells": entries, "block": room["block"]})
+            await client.within(client.store.keep(*rows, entries, room.block))
             kept = True
         finally:
             if not kept:
-                client.tell_after("let_go", {"block": room["block"]})
+                client.notify_after("let_go", room)
 
     async def get(self, request: GetRequest) -> GetResult:
         """Columns in the order of the keys; large values are read out of the store's memory, each column into memory of
@@ -190,26 +189,26 @@ class NIXLBackend(TransferQueueBackend):
             QueueError: ``queue.unknown-sample``, ``queue.column``; ``queue.unreachable`` naming the store.
         """
         client = self._open()
-        fields = {"partition": request.partition, "keys": list(request.keys), "columns": list(request.columns)}
-        reply = await client.ask("get", fields)
-        _name_what_lacks(request, reply)
+        found = await client.within(client.store.get(request.partition, list(request.keys), list(request.columns)))
+        _name_what_lacks(request, found)
         try:
+            content = memoryview(b"".join([found.content, *await client.within(_further(client, found))]))
             width = len(request.columns)
             return GetResult(
                 columns={
-                    name: await self._column(client, name, reply["cells"][number::width], reply)
+                    name: await self._column(client, name, found.cells[number::width], content)
                     for number, name in enumerate(request.columns)
                 }
             )
         finally:
-            if reply["lease"]:
-                client.tell_after("done", {"lease": reply["lease"]})
+            if found.lease:
+                client.notify_after("done", Found(lease=found.lease))
 
-    async def _column(self, client: Client, name: str, entries: Sequence[Any], reply: Message) -> Column:
-        if all(entry[1] < 0 for entry in entries):
-            return join(name, [_inline(entry, reply) for entry in entries])
+    async def _column(self, client: Client, name: str, entries: Sequence[CellEntry], inline: memoryview) -> Column:
+        if all(entry.region < 0 for entry in entries):
+            return join(name, [(entry.type, inline[entry.start : entry.start + entry.size]) for entry in entries])
         assert self._landing is not None
-        total = sum(entry[3] for entry in entries)
+        total = sum(entry.size for entry in entries)
         block = await self._landing.take(total)
         assert block is not None
         regions, landing, content = self._landing, block, block.bytes[:total]
@@ -219,14 +218,13 @@ class NIXLBackend(TransferQueueBackend):
         ours: list[Place] = []
         view = content.numpy().data
         for entry in entries:
-            text, number, offset, size = entry
-            here = block.place.part(start, size)
-            if number < 0:
-                view[start : start + size] = _inline(entry, reply)[1]
-            elif size:
-                _append(theirs, ours, (await client.region(number)).part(offset, size), here)
-            cells.append((text, view[start : start + size]))
-            start += size
+            if entry.region < 0:
+                view[start : start + entry.size] = inline[entry.start : entry.start + entry.size]
+            elif entry.size:
+                there = (await client.region(entry.region)).part(entry.start, entry.size)
+                _append(theirs, ours, there, block.place.part(start, entry.size))
+            cells.append((entry.type, view[start : start + entry.size]))
+            start += entry.size
 
         def read(_: Any = values) -> None:  # the memory is not used again before this has ended
             client.agent.move_now("READ", client.name, theirs, ours)
@@ -237,35 +235,33 @@ class NIXLBackend(TransferQueueBackend):
 
     async def keys(self, request: KeysRequest) -> KeysResult:
         """List what the store has."""
-        reply = await self._open().ask("keys", {})
-        wanted = request.partition
-        return KeysResult(
-            samples={(part, key): tuple(names) for part, key, names in reply["samples"] if wanted in (None, part)}
-        )
+        client, wanted = self._open(), request.partition
+        rows = await client.within(client.store.keys())
+        return KeysResult(samples={(part, key): tuple(names) for part, key, names in rows if wanted in (None, part)})
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Forget rows; unknown keys are ignored."""
-        fields = {"partition": request.partition, "keys": list(request.keys)}
-        reply = await self._open().ask("delete", fields)
-        return DeleteResult(samples=reply["rows"], bytes=reply["bytes"])
+        client = self._open()
+        count = await client.within(client.store.delete(request.partition, list(request.keys)))
+        return DeleteResult(samples=count.rows, bytes=count.bytes)
 
     async def stats(self) -> StatsResult:
         """Rows and bytes; in ``details`` what is registered, who is there and what was refused."""
-        reply = await self._open().ask("stats", {})
-        return StatsResult(samples=reply["rows"], bytes=reply["bytes"], details=reply["details"])
+        client = self._open()
+        state = await client.within(client.store.stats())
+        return StatsResult(samples=state.rows, bytes=state.bytes, details=state.details)
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Have the store write the rows of one moment, in a thread of its own."""
-        return await self._snapshot("checkpoint", request)
+        client = self._open()
+        count = await client.within(client.long_store.checkpoint(str(Path(request.folder).absolute())))
+        return SnapshotResult(samples=count.rows, bytes=count.bytes)
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         """Have the store replace everything by a checkpoint, at once."""
-        return await self._snapshot("restore", request)
-
-    async def _snapshot(self, what: str, request: SnapshotRequest) -> SnapshotResult:
-        fields = {"folder": str(Path(request.folder).absolute())}
-        reply = await self._open().ask(what, fields, seconds=self._settings.checkpoint_seconds)
-        return SnapshotResult(samples=reply["rows"], bytes=reply["bytes"])
+        client = self._open()
+        count = await client.within(client.long_store.restore(str(Path(request.folder).absolute())))
+        return SnapshotResult(samples=count.rows, bytes=count.bytes)
 
 
 def _append(theirs: list[Place], ours: list[Place], there: Place, here: Place) -> None:
@@ -278,45 +274,18 @@ def _append(theirs: list[Place], ours: list[Place], there: Place, here: Place) -
         ours.append(here)
 
 
-def _inline(entry: Sequence[Any], reply: Message) -> Cell:
-    text, _, start, size = entry
-    return text, memoryview(reply.buffers[0])[start : start + size] if size else b""
+async def _further(client: Client, found: Found) -> list[bytes]:
+    """Fetch the content that did not fit into the message with what was found."""
+    missing = sum(cell.size for cell in found.cells if cell.region < 0) - len(found.content)
+    return [piece async for piece in client.store.further_content(found.lease)] if missing else []
 
 
-def _name_what_lacks(request: GetRequest, reply: Message) -> None:
-    if reply["unknown"]:
-        raise unknown_sample(request.partition, request.keys[reply["unknown"][0]])
-    if reply["lacking"]:
-        _, name, there = reply["lacking"][0]
-        keys = [request.keys[number] for number, other, _ in reply["lacking"] if other == name]
+def _name_what_lacks(request: GetRequest, found: Found) -> None:
+    if found.unknown:
+        raise unknown_sample(request.partition, request.keys[found.unknown[0]])
+    if found.lacking:
+        _, name, there = found.lacking[0]
+        keys = [request.keys[number] for number, other, _ in found.lacking if other == name]
         raise lacking_column(request.partition, name, keys, there)
     if not request.keys:
         raise QueueError("no rows are named", expected="one key at least")
-
-
-# -- the file by which others join -------------------------------------------------------------------------------------
-
-
-def _write(folder: Path, entry: dict[str, Any]) -> None:
-    """For this user's eyes only: who can read it may read and write samples."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{FILE}.{os.getpid()}"
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(entry, file)
-    partial.replace(folder / FILE)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        entry: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise QueueError(
-            f"no queue can be joined: {error}",
-            code="queue.unreachable",
-            where=str(path),
-            fix=f"name the {FILE} in the queue folder of a run that is running",
-        ) from error
-    if not isinstance(entry, dict) or entry.get("format") != _FORMAT:
-        raise QueueError("the store's file is of another format", code="queue.store", where=str(path))
-    return entry

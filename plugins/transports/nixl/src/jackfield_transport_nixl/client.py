@@ -1,151 +1,126 @@
-"""Requests to a store, and the transfers that belong to them."""
+"""A connection to a store, and the transfers that belong to its calls."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import TypeVar
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, RpcError
-from jackfield.wire import Buffer, Limits, Message, Wire
+from jackfield.sdk.rpc import Address, Connection, connect, stub
 from jackfield_transport_nixl.agents import Agent, Place
 from jackfield_transport_nixl.config import QueueConfig
-from jackfield_transport_nixl.wiring import REPLIES, Stream
+from jackfield_transport_nixl.store import STORE, Found, Room, Store
 
 __all__ = ["Client"]
+
+T = TypeVar("T")
 
 
 class Client:
     """A connection to a store, and this process's agent."""
 
-    def __init__(self, settings: QueueConfig, agent: Agent, where: str) -> None:
+    def __init__(self, settings: QueueConfig, agent: Agent) -> None:
         """
         Args:
             settings: of the backend.
             agent: of this process, started.
-            where: the store is, for errors.
         """
         self._settings = settings
-        self.where = where
         self._clock = Clock()
-        self._stream: Stream | None = None
-        self._replies: dict[int, asyncio.Future[Message]] = {}
-        self._number = 0
-        self._listening: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
         self._regions: dict[int, Place] = {}  #: of the store
+        self._region_lock = asyncio.Lock()
         self.name = ""  #: of the store's agent
-        self._meeting = asyncio.Lock()
         self.agent = agent
         self.inline_bytes = 0
+        self.store: Store
+        self.long_store: Store  #: the same, with the deadline of checkpoints
 
-    async def connect(self, host: str, port: int, secret: bytes, inline_bytes: int) -> None:
-        """Reach the store.
+    async def connect(self, file: Path) -> None:
+        """Connect to the store whose address is in a file.
 
         Raises:
             QueueError: ``queue.unreachable``.
         """
-        allowed = Limits(buffers=1)
-        self.inline_bytes = inline_bytes
         try:
-            reader, writer = await self._clock.wait_for(
-                asyncio.open_connection(host, port), self._settings.seconds, "the store"
-            )
-        except (OSError, DeadlineExceeded) as error:
-            raise self._unreachable(f"the store cannot be reached: {error}") from error
-        self._stream = Stream(reader, writer, Wire(REPLIES, secret), allowed)
-        self._listening = asyncio.ensure_future(self._listen(self._stream))
-        await self.ask("stats", {})  # it knows the secret, and so do we
+            address = Address.read(file)
+        except RpcError as error:
+            raise QueueError(
+                "no queue can be joined",
+                code="queue.unreachable",
+                where=str(file),
+                found=error.found,
+                fix=f"name the {file.name} in the queue folder of a run that is running",
+            ) from error
+        self._where = str(address.process)
+        self._connection = await connect(address, "a client", self._clock, {"store": STORE}, lost_error=self._lost)
+        self.store, self.long_store = (
+            stub(self._connection, "store", STORE, Store, seconds)
+            for seconds in (self._settings.seconds, self._settings.checkpoint_seconds)
+        )
+        self.inline_bytes = await self.within(self.store.inline_bytes())
 
     def _unreachable(self, message: str) -> QueueError:
-        return QueueError(message, code="queue.unreachable", where=self.where)
+        return QueueError(message, code="queue.unreachable", where=self._where)
 
-    async def _listen(self, stream: Stream) -> None:
-        reason = "has ended"
-        try:
-            while True:
-                message = await stream.receive()
-                future = self._replies.pop(message["id"], None)
-                if future is not None and not future.done():
-                    future.set_result(message)
-        except (EOFError, OSError):
-            pass
-        except RpcError as error:
-            reason = f"speaks otherwise: {error.message}"
-        finally:
-            self._hang_up(reason)
+    def _lost(self, reason: str) -> QueueError:
+        return self._unreachable(f"the process that keeps the samples {reason}")
 
-    def _hang_up(self, reason: str) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.writer.close()
-        replies, self._replies = self._replies, {}
-        for future in replies.values():
-            if not future.done():
-                future.set_exception(self._unreachable(f"the process that keeps the samples {reason}"))
-
-    async def ask(
-        self, kind: str, fields: Mapping[str, Any], buffers: Sequence[Buffer] = (), seconds: float | None = None
-    ) -> Message:
-        """A request and its reply, which may take ``seconds``, by default those of the settings.
+    async def within(self, call: Awaitable[T]) -> T:
+        """Wait for a call of the store.
 
         Raises:
-            QueueError: what the store answers; ``queue.unreachable`` where it does not.
+            QueueError: what the store raises; ``queue.unreachable`` where it does not answer in time.
         """
-        stream = self._stream
-        if stream is None:
-            raise self._unreachable("the process that keeps the samples has ended")
-        seconds = seconds or self._settings.seconds
-        self._number += 1
-        number = self._number
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._replies[number] = future
         try:
-            stream.send(kind, {"id": number, **fields}, buffers)
-            reply = await self._clock.wait_for(future, seconds, "the store")
+            return await call
+        except DeadlineExceeded as error:
+            raise self._unreachable(error.message) from error
+
+    async def room(self, size: int) -> Room:
+        """Ask for memory of the store.
+
+        Raises:
+            QueueError: ``queue.full``; ``queue.unreachable``.
+        """
+        try:
+            return await self.store.room(size)
         except DeadlineExceeded:
-            if kind == "room":
-                raise QueueError(
-                    f"the store's registered memory stayed full for {seconds:g} s",
-                    code="queue.full",
-                    where=self.where,
-                    fix="delete rows, or raise max_bytes",
-                ) from None
-            raise self._unreachable(f"waited {seconds:g} s for the store to answer {kind!r}") from None
-        finally:
-            self._replies.pop(number, None)
-        if reply.kind == "error":
-            raise QueueError(reply["message"], code=reply["code"], where=reply["where"] or self.where)
-        return reply
+            raise QueueError(
+                f"the store's registered memory stayed full for {self._settings.seconds:g} s",
+                code="queue.full",
+                where=self._where,
+                fix="delete rows, or raise max_bytes",
+            ) from None
 
-    def tell(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """A request without a reply; for nothing where nobody listens any more."""
-        if self._stream is not None:
-            self._number += 1
-            self._stream.send(kind, {"id": self._number, **fields})
-
-    def tell_after(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """The same, once the transfers that were begun have ended."""
-        loop = asyncio.get_running_loop()
+    def notify_after(self, method: str, argument: Room | Found) -> None:
+        """Call a method of the store without waiting, once the transfers that were begun have ended."""
+        loop, connection = asyncio.get_running_loop(), self._connection
+        assert connection is not None, "connected"
+        notify = lambda: connection.notify(f"store.{method}", STORE, argument)  # noqa: E731
         with suppress(RuntimeError):  # closed
-            self.agent.run(lambda: loop.call_soon_threadsafe(self.tell, kind, fields))
+            self.agent.run(lambda: loop.call_soon_threadsafe(notify))
 
     async def region(self, number: int) -> Place:
-        """Memory of the store."""
-        async with self._meeting:
+        """Return where a region of the store lies."""
+        async with self._region_lock:
             if number not in self._regions:
-                reply = await self.ask("agent", {})
+                described = await self.within(self.store.describe())
                 if self.name:  # its old regions may have lain where new ones lie
                     await self.done(self.agent.forget(self.name))
-                self.name = await self.done(self.agent.meet(reply["metadata"]))
-                self._regions = {number: Place(*place) for number, place in reply["regions"]}
+                self.name = await self.done(self.agent.meet(described.metadata))
+                self._regions = described.regions
         try:
             return self._regions[number]
         except KeyError:
             raise self._unreachable("the store speaks of memory that it does not have") from None
 
-    async def done(self, future: Any) -> Any:
+    async def done(self, future: Future[T]) -> T:
         """Wait for the agent.
 
         Raises:
@@ -160,9 +135,6 @@ class Client:
             raise self._unreachable(f"waited {seconds:g} s for the store's memory to be moved") from None
 
     async def close(self) -> None:
-        """Hang up."""
-        listening, self._listening = self._listening, None
-        self._hang_up("was left")
-        if listening is not None:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
+        """End the connection."""
+        if self._connection is not None:
+            await self._connection.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 from attrs.validators import and_, ge, gt, le
 
+from jackfield.sdk import option
 from jackfield.sdk.one_sender import SessionSettings
-from jackfield.settings import option
 
 __all__ = ["EngineConfig", "QueueConfig"]
 
@@ -46,7 +46,7 @@ class QueueConfig:
     device: str = option("cpu", help="Of the registered memory: cpu, or a GPU such as cuda:0 (never tried).")
     inline_bytes: int = option(
         1 << 14, help="Requests of fewer bytes carry the values themselves; larger ones move them by NIXL.",
-        validator=ge(0),
+        validator=and_(ge(0), le(16 * 2**20)),
     )  # fmt: skip
     region_bytes: int = option(
         64 * 2**20, help="Memory is registered in regions of this size; a larger put has one of its own.",

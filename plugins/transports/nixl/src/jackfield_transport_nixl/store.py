@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
 
-from jackfield.errors import JackfieldError, QueueError, RpcError
+from jackfield.clock import Clock
+from jackfield.errors import QueueError, RpcError
 from jackfield.sdk.archive import batches, read_archive, write_archive
 from jackfield.sdk.arrow import SavedSample
-from jackfield.sdk.cells import Cell, ColumnType
-from jackfield.wire import Buffer, Message, Wire
-from jackfield_transport_nixl.agents import Agent, place_of
+from jackfield.sdk.cells import Buffer, Cell, ColumnType
+from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller
+from jackfield_transport_nixl.agents import Agent, Place, place_of
 from jackfield_transport_nixl.config import QueueConfig
 from jackfield_transport_nixl.regions import Block, Regions, aligned
-from jackfield_transport_nixl.wiring import REQUESTS, Stream, limits
 
-__all__ = ["Store"]
+__all__ = ["STORE", "CellEntry", "Found", "Room", "Store"]
+
+_PIECE_BYTES = 16 * 2**20  #: of the values in one message
 
 
 @attrs.frozen(eq=False)
@@ -42,93 +45,116 @@ class _Kept:
         return self.type, content
 
 
+@attrs.frozen
+class Description:
+    """What a process has to know to reach the store's memory."""
+
+    metadata: bytes  #: of the store's agent
+    regions: dict[int, Place]
+
+
+@attrs.frozen
+class Room:
+    """Memory that a client may write to."""
+
+    block: int
+    region: int
+    start: int
+
+
+@attrs.frozen
+class CellEntry:
+    """Where the bytes of a cell lie."""
+
+    type: str
+    start: int  #: in the region, in the block that is kept, or in the content that is sent along
+    size: int
+    region: int = -1  #: -1: in the content
+
+
+@attrs.frozen(kw_only=True)
+class Found:
+    """What a get has found: cells row after row, or what is missing."""
+
+    unknown: list[int] = attrs.field(factory=list)  #: indexes of keys
+    lacking: list[tuple[int, str, list[str]]] = attrs.field(factory=list)  #: index, column, columns that are there
+    lease: int = 0  #: under which the memory stays what it is; 0: none is needed
+    cells: list[CellEntry] = attrs.field(factory=list)
+    content: bytes = b""  #: the first piece; the store yields the others under the lease
+
+
+@attrs.frozen
+class Count:
+    """How much a call was about."""
+
+    rows: int
+    bytes: int
+
+
+@attrs.frozen
+class State(Count):
+    """What the store has."""
+
+    details: dict[str, float]
+
+
+@attrs.define(eq=False)
+class _Lease:
+    """What a client may read."""
+
+    blocks: list[Block]
+    rest: bytes  #: content that has not been sent along
+
+
 @attrs.define(eq=False)
 class _Client:
-    """Somebody who puts and gets, and what they may write to or read now."""
+    """What a client may write to and read now."""
 
-    stream: Stream
     rooms: dict[int, Block] = attrs.field(factory=dict)
-    leases: dict[int, list[Block]] = attrs.field(factory=dict)
-    tasks: set[asyncio.Task[Any]] = attrs.field(factory=set)
+    leases: dict[int, _Lease] = attrs.field(factory=dict)
 
 
 class Store:
-    """Answers everybody who knows the secret. Values above ``inline_bytes`` do not pass here."""
+    """Answers its clients. Values above ``inline_bytes`` do not pass here."""
 
-    def __init__(self, settings: QueueConfig, agent: Agent, secret: bytes) -> None:
+    def __init__(self, settings: QueueConfig, agent: Agent, heartbeat_seconds: float) -> None:
         self._settings = settings
         self._agent = agent
         self._regions = Regions(agent, settings.device, settings.region_bytes, settings.max_bytes)
-        self._allowed = limits(settings.inline_bytes)
-        self._wire = Wire(REQUESTS, secret)
         self._rows: dict[tuple[str, str], dict[str, _Kept]] = {}
         self._bytes = 0
-        self._numbers = iter(range(1, 1 << 62))
-        self._clients: set[_Client] = set()
-        self._freed: set[asyncio.Future[None]] = set()  #: who waits for room
-        self._server: asyncio.Server | None = None
-        self._listening: set[asyncio.Task[Any]] = set()
+        self._numbers = itertools.count(1)
+        self._clients = defaultdict[str, _Client](_Client)  #: by session
+        self._freed: set[asyncio.Future[None]] = set()  #: of the calls that wait for room
+        self._server = Server(
+            "the store", {"store": Service(target=self, contract=STORE)}, Clock(), heartbeat_seconds, self._client_ended
+        )
 
-    async def listen(self, host: str, port: int) -> int:
-        """Take requests; the port.
+    async def listen(self, host: str, port: int) -> Address:
+        """Take calls.
 
         Raises:
-            QueueError: ``queue.store`` where nobody can listen there.
+            QueueError: ``queue.store``: the address is taken, or none of this machine's.
         """
         try:
-            self._server = await asyncio.start_server(self._accepted, host, port)
-        except OSError as error:
-            raise QueueError(
-                f"the store cannot listen: {error.strerror or error}",
-                code="queue.store",
-                where=f"{host}:{port}",
-                fix="name an address of this host, and a port that is free",
-            ) from error
-        return int(self._server.sockets[0].getsockname()[1])
+            return await self._server.listen(host, port)
+        except RpcError as error:
+            raise QueueError(error.message, code="queue.store", where=error.where, fix=error.fix) from error
 
-    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self._serve(reader, writer))
-        self._listening.add(task)
-        task.add_done_callback(self._listening.discard)
+    async def _client_ended(self, connection: Connection, _: str) -> None:
+        client = self._clients.pop(connection.session, _Client())
+        for block in client.rooms.values():
+            self._free(block)
+        for lease in client.leases.values():
+            self._release(lease.blocks)
+        self._show_progress()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        client = _Client(Stream(reader, writer, self._wire, self._allowed))
-        self._clients.add(client)
-        try:
-            while True:
-                message = await client.stream.receive()
-                answer = asyncio.ensure_future(self._answer(client, message))
-                client.tasks.add(answer)
-                answer.add_done_callback(client.tasks.discard)
-        except (EOFError, OSError, RpcError):
-            pass  # gone, or no client of ours: the wire has counted it
-        finally:
-            self._clients.discard(client)
-            for task in client.tasks:
-                task.cancel()
-            for block in client.rooms.values():
-                self._free(block)
-            for lease in client.leases.values():
-                self._let_go(lease)
-            self._rest()
-            writer.close()
+    def _client(self) -> _Client:
+        return self._clients[caller().session]
 
-    async def _answer(self, client: _Client, message: Message) -> None:
-        try:
-            answer = await getattr(self, f"_do_{message.kind}")(client, message)
-        except JackfieldError as error:
-            fields = {"code": error.code, "message": error.message, "where": str(error.where or "")}
-            answer = "error", fields, ()
-        except (OSError, RuntimeError) as error:
-            answer = "error", {"code": "queue.store", "message": f"the store failed: {error}", "where": ""}, ()
-        if answer is not None:
-            kind, fields, buffers = answer
-            client.stream.send(kind, {"id": message["id"], **fields}, buffers)
-            self._rest()
-
-    def _rest(self) -> None:
-        """Answer NIXL's peers while somebody may write or read."""
-        self._agent.progress(any(client.rooms or client.leases for client in self._clients))
+    def _show_progress(self) -> None:
+        """Answer NIXL's peers while a client may write or read."""
+        self._agent.progress(any(client.rooms or client.leases for client in self._clients.values()))
 
     # -- memory
 
@@ -139,7 +165,7 @@ class Store:
             if not future.done():
                 future.set_result(None)
 
-    def _let_go(self, blocks: Iterable[Block]) -> None:
+    def _release(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             block.uses -= 1
             if not block.uses:
@@ -151,136 +177,158 @@ class Store:
         for cell in kept:
             size += cell.size
             if cell.block is not None:
-                self._let_go([cell.block])
+                self._release([cell.block])
         return size
 
-    # -- requests: each returns kind, fields and buffers of the reply
+    # -- calls
 
-    async def _do_agent(self, client: _Client, message: Message) -> Any:
+    async def inline_bytes(self) -> int:
+        """Return the bytes from which on values are moved by NIXL."""
+        return self._settings.inline_bytes
+
+    async def describe(self) -> Description:
+        """Describe the store's memory."""
         metadata = await asyncio.wrap_future(self._agent.metadata())
-        regions = [(number, attrs.astuple(place_of(region.memory))) for number, region in self._regions.regions.items()]
-        return "agent", {"metadata": metadata, "regions": regions}, ()
+        regions = self._regions.regions.items()
+        return Description(metadata, {number: place_of(region.memory) for number, region in regions})
 
-    async def _do_room(self, client: _Client, message: Message) -> Any:
-        while (block := await self._regions.take(message["size"])) is None:
+    async def room(self, size: int) -> Room:
+        """Wait for memory that the caller may write to until it keeps it or lets it go."""
+        client = self._client()
+        while (block := await self._regions.take(size)) is None:
             future = asyncio.get_running_loop().create_future()
             self._freed.add(future)
             await future
         number = next(self._numbers)
         client.rooms[number] = block
-        return "room", {"block": number, "region": block.region.number, "start": block.start}, ()
+        self._show_progress()
+        return Room(number, block.region.number, block.start)
 
-    async def _do_let_go(self, client: _Client, message: Message) -> Any:
-        block = client.rooms.pop(message["block"], None)
-        if block is not None:
-            self._free(block)
-            self._rest()
+    async def let_go(self, room: Room) -> None:
+        """Take back memory that is not needed."""
+        taken = self._client().rooms.pop(room.block, None)
+        if taken is not None:
+            self._free(taken)
+            self._show_progress()
 
-    async def _do_put(self, client: _Client, message: Message) -> Any:
-        (content,) = message.buffers or (b"",)
-        view = memoryview(content)
+    async def put(
+        self, partition: str, keys: list[str], columns: list[str], cells: list[CellEntry], content: bytes
+    ) -> Count:
+        """Store cells whose bytes are sent along, row after row."""
         made = []
-        for text, start, size in message["cells"]:
-            value = bytes(view[start : start + size])
-            ColumnType.parse(text).length(value)
-            made.append(_Kept(text, size, value))
-        return self._stored(message, made)
+        for cell in cells:
+            value = content[cell.start : cell.start + cell.size]
+            ColumnType.parse(cell.type).length(value)
+            made.append(_Kept(cell.type, cell.size, value))
+        return self._stored(partition, keys, columns, made)
 
-    async def _do_keep(self, client: _Client, message: Message) -> Any:
-        block = client.rooms.pop(message["block"], None)
-        if block is None:
+    async def keep(
+        self, partition: str, keys: list[str], columns: list[str], cells: list[CellEntry], block: int
+    ) -> Count:
+        """Store cells whose bytes the caller has written to a block."""
+        room = self._client().rooms.pop(block, None)
+        if room is None:
             raise QueueError("a put is about memory that it was not given", code="queue.store")
         made = []
         try:
-            for text, start, size in message["cells"]:
-                if start < 0 or start + size > block.size:
+            for cell in cells:
+                if cell.start < 0 or cell.start + cell.size > room.size:
                     raise QueueError("a cell lies outside of its memory", code="queue.store")
-                made.append(_Kept(text, size, block=block, start=block.start + start))
-            reply = self._stored(message, made)
+                made.append(_Kept(cell.type, cell.size, block=room, start=room.start + cell.start))
+            count = self._stored(partition, keys, columns, made)
         except BaseException:
-            self._free(block)
+            self._free(room)
             raise
-        block.uses += len(made)
+        room.uses += len(made)
         if not made:
-            self._free(block)
-        return reply
+            self._free(room)
+        self._show_progress()
+        return count
 
-    def _stored(self, message: Message, made: Sequence[_Kept]) -> Any:
-        """All or nothing: cells were looked at before any is stored."""
-        keys, columns = message["keys"], message["columns"]
+    def _stored(self, partition: str, keys: list[str], columns: list[str], made: Sequence[_Kept]) -> Count:
+        """Store all or nothing: the cells were checked before."""
         if len(made) != len(keys) * len(columns):
             raise QueueError(f"{len(made)} cells for {len(keys)} rows of {len(columns)} columns", code="queue.store")
         cells = iter(made)
         for key in keys:
-            row = self._rows.setdefault((message["partition"], key), {})
+            row = self._rows.setdefault((partition, key), {})
             for column in columns:
                 if column in row:
                     self._bytes -= self._drop([row[column]])
                 row[column] = next(cells)
         size = sum(cell.size for cell in made)
         self._bytes += size
-        return "counted", {"rows": len(keys), "bytes": size}, ()
+        return Count(len(keys), size)
 
-    async def _do_get(self, client: _Client, message: Message) -> Any:
-        unknown: list[int] = []
-        lacking: list[tuple[int, str, list[str]]] = []
+    async def get(self, partition: str, keys: list[str], columns: list[str]) -> Found:
+        """Find the cells of rows. The caller ends the lease once it has read them."""
         found: list[_Kept] = []
-        for number, key in enumerate(message["keys"]):
-            row = self._rows.get((message["partition"], key))
+        missing = Found()
+        for number, key in enumerate(keys):
+            row = self._rows.get((partition, key))
             if row is None:
-                unknown.append(number)
+                missing.unknown.append(number)
                 continue
-            for column in message["columns"]:
+            for column in columns:
                 if column in row:
                     found.append(row[column])
                 else:
-                    lacking.append((number, column, sorted(row)))
-        if unknown or lacking:
-            return "cells", {"unknown": unknown, "lacking": lacking, "lease": 0, "cells": []}, ()
+                    missing.lacking.append((number, column, sorted(row)))
+        return missing if missing.unknown or missing.lacking else self._leased(found)
+
+    def _leased(self, found: Sequence[_Kept]) -> Found:
         inline = sum(cell.size for cell in found) < self._settings.inline_bytes
-        parts: list[Buffer] = []
-        entries, start = [], 0
+        content, entries = bytearray(), []
         for cell in found:
             if inline or cell.block is None:
-                parts.append(cell.cell()[1])
-                entries.append((cell.type, -1, start, cell.size))
-                start += cell.size
+                entries.append(CellEntry(cell.type, len(content), cell.size))
+                content += cell.cell()[1]
             else:
-                entries.append((cell.type, cell.block.region.number, cell.start, cell.size))
+                entries.append(CellEntry(cell.type, cell.start, cell.size, cell.block.region.number))
         blocks = [] if inline else list({id(cell.block): cell.block for cell in found if cell.block}.values())
-        lease = next(self._numbers) if blocks else 0
         for block in blocks:
             block.uses += 1
-        if lease:
-            client.leases[lease] = blocks
-        fields = {"unknown": [], "lacking": [], "lease": lease, "cells": entries}
-        return "cells", fields, [b"".join(parts)] if parts else ()
+        lease = 0
+        if blocks or len(content) > _PIECE_BYTES:
+            lease = next(self._numbers)
+            self._client().leases[lease] = _Lease(blocks, bytes(content[_PIECE_BYTES:]))
+            self._show_progress()
+        return Found(lease=lease, cells=entries, content=bytes(content[:_PIECE_BYTES]))
 
-    async def _do_done(self, client: _Client, message: Message) -> Any:
-        self._let_go(client.leases.pop(message["lease"], []))
-        self._rest()
+    async def further_content(self, lease: int) -> AsyncIterator[bytes]:
+        """Yield the content that was not sent along with what a get has found."""
+        rest = self._client().leases[lease].rest
+        for start in range(0, len(rest), _PIECE_BYTES):
+            yield rest[start : start + _PIECE_BYTES]
 
-    async def _do_delete(self, client: _Client, message: Message) -> Any:
-        rows = size = 0
-        for key in message["keys"]:
-            row = self._rows.pop((message["partition"], key), None)
-            if row is not None:
-                rows += 1
-                size += self._drop(row.values())
+    async def done(self, found: Found) -> None:
+        """End the lease of what was found."""
+        ended = self._client().leases.pop(found.lease, None)
+        if ended is not None:
+            self._release(ended.blocks)
+            self._show_progress()
+
+    async def delete(self, partition: str, keys: list[str]) -> Count:
+        """Forget rows; unknown keys are ignored."""
+        rows = [row for key in keys if (row := self._rows.pop((partition, key), None)) is not None]
+        size = sum(self._drop(row.values()) for row in rows)
         self._bytes -= size
-        return "counted", {"rows": rows, "bytes": size}, ()
+        return Count(len(rows), size)
 
-    async def _do_keys(self, client: _Client, message: Message) -> Any:
-        return "samples", {"samples": [(*place, list(row)) for place, row in self._rows.items()]}, ()
+    async def keys(self) -> list[tuple[str, str, list[str]]]:
+        """List partition, key and columns of every row."""
+        return [(*place, list(row)) for place, row in self._rows.items()]
 
-    async def _do_stats(self, client: _Client, message: Message) -> Any:
-        refused = {f"refused {code}": float(count) for code, count in self._wire.refused.items()}
-        details = {"clients": float(len(self._clients)), "registered bytes": float(self._regions.bytes), **refused}
-        return "state", {"rows": len(self._rows), "bytes": self._bytes, "details": details}, ()
+    async def stats(self) -> State:
+        """Return what the store has, and what it has refused."""
+        clients, refused = len(self._server.clients), self._server.refused
+        details = {"clients": clients, "registered bytes": self._regions.bytes, "refused": refused}
+        return State(len(self._rows), self._bytes, {name: float(value) for name, value in details.items()})
 
     # -- checkpoints
 
-    async def _do_checkpoint(self, client: _Client, message: Message) -> Any:
+    async def checkpoint(self, folder: str) -> Count:
+        """Write the rows of this moment, in a thread."""
         rows = {place: dict(row) for place, row in self._rows.items()}
         blocks = [cell.block for row in rows.values() for cell in row.values() if cell.block is not None]
         for block in blocks:
@@ -292,14 +340,15 @@ class Store:
                 yield SavedSample(partition=partition, key=key, cells=cells)
 
         try:
-            written = await asyncio.to_thread(write_archive, Path(message["folder"]), archived())
+            written = await asyncio.to_thread(write_archive, Path(folder), archived())
         finally:
-            self._let_go(blocks)
-        return "counted", {"rows": written.samples, "bytes": written.bytes}, ()
+            self._release(blocks)
+        return Count(written.samples, written.bytes)
 
-    async def _do_restore(self, client: _Client, message: Message) -> Any:
+    async def restore(self, folder: str) -> Count:
+        """Replace everything by a checkpoint, at once."""
         staged: dict[tuple[str, str], dict[str, _Kept]] = {}
-        archive = batches(read_archive(Path(message["folder"])), lambda row: row.bytes)
+        archive = batches(read_archive(Path(folder)), lambda row: row.bytes)
         try:
             while batch := await asyncio.to_thread(next, archive, None):
                 await self._stage(staged, batch)
@@ -311,7 +360,7 @@ class Store:
             self._drop(row.values())
         self._rows = staged
         self._bytes = sum(cell.size for row in staged.values() for cell in row.values())
-        return "counted", {"rows": len(staged), "bytes": self._bytes}, ()
+        return Count(len(staged), self._bytes)
 
     async def _stage(self, staged: dict[tuple[str, str], dict[str, _Kept]], batch: Sequence[SavedSample]) -> None:
         """Rows of a checkpoint into memory, in one block."""
@@ -332,15 +381,12 @@ class Store:
                 kept[name] = _Kept(text, size, block=block, start=block.start + start)
                 block.uses += 1
                 start += aligned(size)
-        self._let_go([block])
+        self._release([block])
 
     async def close(self) -> None:
-        """Hang up, and forget everything."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
-        tasks = list(self._listening)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End all connections, and forget everything."""
+        await self._server.close()
         self._rows.clear()
+
+
+STORE = Contract(Store, without=("listen", "close"), undo={"room": "let_go", "get": "done"})

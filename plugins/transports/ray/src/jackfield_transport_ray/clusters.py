@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from jackfield.errors import QueueError
-from jackfield.runtime.ray.loopback import HOST, enter
+from jackfield.sdk.ray_loopback import HOST, enter
 
 __all__ = ["joined"]
 

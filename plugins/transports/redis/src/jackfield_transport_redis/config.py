@@ -8,7 +8,7 @@ import attrs
 from attrs.validators import gt
 
 from jackfield.errors import ConfigError
-from jackfield.settings import option
+from jackfield.sdk import option
 
 __all__ = ["Config"]
 

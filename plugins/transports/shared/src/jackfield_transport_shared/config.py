@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 from attrs.validators import gt
 
+from jackfield.sdk import option
 from jackfield.sdk.one_sender import SessionSettings
-from jackfield.settings import option
 
 __all__ = ["Config"]
 

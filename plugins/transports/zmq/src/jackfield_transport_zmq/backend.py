@@ -29,7 +29,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.clock import Clock
 from jackfield.errors import QueueError
 from jackfield.sdk.child import until_stopped
-from jackfield.sockets import is_loopback
+from jackfield.sdk.rpc import is_loopback
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.config import QueueConfig
 from jackfield_transport_zmq.directory import FILE, Directory, UnitAddress

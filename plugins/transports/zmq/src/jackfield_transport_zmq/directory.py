@@ -13,7 +13,7 @@ import attrs
 import xxhash
 
 from jackfield.errors import QueueError
-from jackfield.sockets import Keys
+from jackfield_transport_zmq.sockets import Keys
 
 __all__ = ["FILE", "Directory", "UnitAddress"]
 

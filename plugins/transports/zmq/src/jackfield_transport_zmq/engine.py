@@ -12,10 +12,11 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import views
 from jackfield.sdk.one_sender import OneSenderEngine
+from jackfield.sdk.rpc import is_loopback
 from jackfield.sdk.transfer import Peer, TransferSession
-from jackfield.sockets import Keys, is_loopback
 from jackfield_transport_zmq.config import EngineConfig
 from jackfield_transport_zmq.sending import Receiving, Sending
+from jackfield_transport_zmq.sockets import Keys
 
 __all__ = ["ZMQCheckpointEngine"]
 

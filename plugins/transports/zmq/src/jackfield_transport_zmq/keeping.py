@@ -10,9 +10,9 @@ from typing import Any
 
 import attrs
 
-from jackfield.wire import Buffer
 from jackfield_transport_zmq.arenas import Mapping, has_ended
 from jackfield_transport_zmq.protocol import CellEntry, Packer, bytes_of
+from jackfield_transport_zmq.wire import Buffer
 
 __all__ = ["Client", "Kept", "Memory", "Shared"]
 

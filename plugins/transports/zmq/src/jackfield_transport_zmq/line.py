@@ -13,10 +13,10 @@ import zmq
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, RpcError
-from jackfield.sockets import Keys, dealer, pieces, readable, whole
-from jackfield.wire import Buffer, Message, Wire
 from jackfield_transport_zmq.arenas import has_ended, place_of_this_process
 from jackfield_transport_zmq.directory import UnitAddress
+from jackfield_transport_zmq.sockets import Keys, dealer, pieces, readable, whole
+from jackfield_transport_zmq.wire import Buffer, Message, Wire
 
 __all__ = ["Line", "Lost", "Stale"]
 

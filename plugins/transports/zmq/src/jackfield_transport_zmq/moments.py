@@ -13,10 +13,10 @@ from jackfield.abc.transfer_queue import SnapshotResult
 from jackfield.errors import QueueError
 from jackfield.sdk.archive import ArchiveWriter, batches, read_archive
 from jackfield.sdk.arrow import SavedSample
-from jackfield.wire import Message
 from jackfield_transport_zmq.client import Client
 from jackfield_transport_zmq.line import Lost
 from jackfield_transport_zmq.values import Lease, Reader, packed_cells
+from jackfield_transport_zmq.wire import Message
 
 __all__ = ["restored", "written"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from jackfield.wire import Buffer, Schema
+from jackfield_transport_zmq.wire import Buffer, Schema
 
 __all__ = ["BLOCK", "CELL", "REPLIES", "REQUESTS", "UNIT", "CellEntry", "Packer", "bytes_of"]
 

@@ -20,8 +20,8 @@ import zmq
 from jackfield.errors import RpcError
 from jackfield.sdk.buckets import Entry, aligned, entry_of, put, raw
 from jackfield.sdk.transfer import TransferSession
-from jackfield.sockets import Gate, Keys, dealer, listening, pieces, readable, whole
-from jackfield.wire import Buffer, Message, Schema, Wire
+from jackfield_transport_zmq.sockets import Gate, Keys, dealer, listening, pieces, readable, whole
+from jackfield_transport_zmq.wire import Buffer, Message, Schema, Wire
 
 __all__ = ["MESSAGES", "Arrived", "Receiving", "Sending"]
 

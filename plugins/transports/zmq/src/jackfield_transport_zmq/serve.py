@@ -17,11 +17,11 @@ from typing import Any
 import zmq
 
 from jackfield.errors import QueueError
-from jackfield.sockets import Gate, Keys, listening, pieces, readable, whole
-from jackfield.wire import Buffer, Wire
 from jackfield_transport_zmq.arenas import place_of_this_process
 from jackfield_transport_zmq.protocol import REQUESTS
+from jackfield_transport_zmq.sockets import Gate, Keys, listening, pieces, readable, whole
 from jackfield_transport_zmq.unit import Unit
+from jackfield_transport_zmq.wire import Buffer, Wire
 
 __all__ = ["main"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import attrs
 
 from jackfield.errors import RpcError
-from jackfield.wire import Buffer, Message, Wire
 from jackfield_transport_zmq.keeping import Client, Kept, Memory
+from jackfield_transport_zmq.wire import Buffer, Message, Wire
 
 __all__ = ["Unit"]
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from jackfield.abc.engine import LossSpec, TokenOutput
-from jackfield.algorithms import resolve_loss
+from jackfield.abc.engine import TokenOutput
 from jackfield.sdk.jagged import jagged, rows
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
@@ -199,26 +198,6 @@ def losses_and_metrics_add_up(subject: Subject) -> None:
         assert abs(value - found) <= 1e-5 * max(1.0, abs(value)), f"the metric {name} is {found:g}, expected {value:g}"
 
 
-@check("ENG-018", page=_PAGE)
-def a_loss_spec_is_resolved_by_name(subject: Subject) -> None:
-    """A ``LossSpec`` gives the loss and the gradients of the function that ``jackfield.algorithms`` makes of it."""
-    chosen = support.make_rows()
-    counts = {"global_tokens": int(support.Loss().tokens), "global_sequences": len(chosen)}
-    options = {"clip_low": 0.05, "clip_high": 0.3, "entropy_coefficient": 0.2, "aggregation": "seq-mean-token-sum"}
-    spec = LossSpec(name="ppo", options=options, global_counts=counts)
-    with support.opened(subject) as engine, engine.train_mode():
-        found, losses = [], []
-        for function in (resolve_loss(spec), spec):
-            engine.optimizer_zero_grad()
-            losses.append(engine.forward_backward_batch(support.batch(), function).loss)
-            found.append(support.held_gradients(engine))
-    assert losses[0] is not None, "a pass with a loss function has no loss"
-    assert losses[1] is not None, "a pass with a LossSpec has no loss"
-    difference = abs(losses[0] - losses[1])
-    assert difference <= 1e-6, f"the spec's loss is {losses[1]:g}, its function's {losses[0]:g}"
-    support.assert_close(found[0], found[1], SUM_TOLERANCE, "gradients of a LossSpec")
-
-
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +272,7 @@ def half_precision_stays_within_its_error(subject: Subject) -> None:
     support.assert_close(whole, other, GRADIENT_TOLERANCE["bfloat16"], "gradients in bfloat16")
 
 
-@check("ENG-026", capability="dropout", since="1.1", page=_PAGE)
+@check("ENG-026", capability="dropout", page=_PAGE)
 def dropout_is_on_in_train_mode_only(subject: Subject) -> None:
     """Dropout is on in ``train_mode`` and off in ``eval_mode``."""
     folder = support.model_folder(dropout=0.1)
@@ -309,7 +288,7 @@ def dropout_is_on_in_train_mode_only(subject: Subject) -> None:
     assert not same, "two training passes of a model with dropout are equal: dropout is off in train_mode"
 
 
-@check("ENG-029", since="1.1", page=_PAGE)
+@check("ENG-029", page=_PAGE)
 def a_training_pass_is_an_inference_pass(subject: Subject) -> None:
     """Without ``ModelSpec.dropout`` a training pass gives what an inference pass gives, whatever the config says."""
     with support.opened(subject, support.model_folder(dropout=0.5)) as engine:

@@ -270,7 +270,7 @@ def one_seed_gives_one_engine(subject: Subject) -> None:
     support.assert_same_tensors(one, other, "weights of two engines of one seed, trained with dropout")
 
 
-@check("ENG-062", capability="dropout", since="1.1", page=_STATE)
+@check("ENG-062", capability="dropout", page=_STATE)
 def another_seed_gives_another_engine(subject: Subject) -> None:
     """What is random follows the seed: training with dropout differs under another seed."""
     one, other = _trained(subject, 5, 0), _trained(subject, 6, 0)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from jackfield.runtime.ray.processes import children, see_gone, with_descendants
+from jackfield.sdk.ray_processes import children, see_gone, with_descendants
 
 if TYPE_CHECKING:
     import psutil

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import BaseRolloutServer, GenerateChunk, GenerateRequest, GenerateResult, RolloutContext
-from jackfield.runtime.openai import EndpointConfig
-from jackfield.runtime.openai.endpoint import OpenAIEndpoint
+from jackfield_openai import EndpointConfig
+from jackfield_openai.endpoint import OpenAIEndpoint
 
 WORDS = ("<end>", "<user>", "<assistant>", "one", "two", "three", "four", "five")
 ANSWER = (3, 4, 5)

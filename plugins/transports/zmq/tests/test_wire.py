@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jackfield.errors import RpcError
-from jackfield.wire import VERSION, Buffer, Limits, Message, Wire
+from jackfield_transport_zmq.wire import VERSION, Buffer, Limits, Message, Wire
 
 SECRET = b"a secret of this test"
 MESSAGES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import pytest
 
 from jackfield.abc.rollout import GenerateChunk, GenerateRequest, SamplingParams
 from jackfield.errors import RolloutError
-from jackfield.runtime.generation import Running, check_request, own_seed
+from jackfield.sdk.requests import Running, check_request, own_seed
 
 
 def request(*prompt: int, **sampling: Any) -> GenerateRequest:

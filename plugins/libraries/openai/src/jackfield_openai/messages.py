@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jackfield.runtime.openai.errors import ClientError, refused
+from jackfield_openai.errors import ClientError, refused
 
 __all__ = ["check_message"]
 

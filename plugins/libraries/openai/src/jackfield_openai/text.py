@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from jackfield.data.tokens import HuggingFaceChatTokenizer
 
 __all__ = ["ServedTokenizer", "TextStream"]
 
@@ -31,21 +28,14 @@ class ServedTokenizer:
             path, trust_remote_code=trust_remote_code, local_files_only=True
         )
 
-    @functools.cached_property
-    def _chat(self) -> HuggingFaceChatTokenizer:
-        return HuggingFaceChatTokenizer(self._tokenizer)
-
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Tokens of a bare text, with those that the tokenizer begins one with."""
         return tuple(self._tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Tokens of a conversation.
-
-        Raises:
-            DataError: ``data.no-chat-template``, ``data.no-end-token``, ``data.malformed``.
-        """
-        return self._chat.encode_chat(messages)
+        """Tokens of a conversation, up to where the model has to answer. Raises what the template raises."""
+        found = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        return tuple(found)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of some tokens, without special ones."""

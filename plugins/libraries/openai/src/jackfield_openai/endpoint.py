@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
-import ipaddress
 import json
 import logging
 import re
@@ -22,12 +22,13 @@ from aiohttp.http import HttpProcessingError
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateChunk, GenerateRequest
 from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RolloutError
-from jackfield.runtime.openai.answers import Answer, Choice
-from jackfield.runtime.openai.bodies import Body, ChatBody, CompletionBody, read_body
-from jackfield.runtime.openai.errors import ClientError, refused
-from jackfield.runtime.openai.metrics import Metrics
-from jackfield.runtime.openai.settings import EndpointConfig
-from jackfield.runtime.openai.text import ServedTokenizer
+from jackfield.sdk.rpc import is_loopback
+from jackfield_openai.answers import Answer, Choice
+from jackfield_openai.bodies import Body, ChatBody, CompletionBody, read_body
+from jackfield_openai.errors import ClientError, refused
+from jackfield_openai.metrics import Metrics
+from jackfield_openai.settings import EndpointConfig
+from jackfield_openai.text import ServedTokenizer
 
 __all__ = ["OpenAIEndpoint"]
 
@@ -44,11 +45,8 @@ _CODES = {
     "rollout.request": "invalid_value",
     "rollout.context-length": "context_length_exceeded",
     "plugin.capability": "unsupported_parameter",
-    "data.malformed": "invalid_value",
-    "data.no-chat-template": "invalid_value",
-    "data.no-end-token": "invalid_value",
 }
-_PARAMS = {"rollout": "prompt", "data": "messages", "plugin": None}  #: fields, by kind of our codes
+_PARAMS = {"rollout": "prompt", "plugin": None}  #: fields, by kind of our codes
 _HTTP_CODES = {404: "unknown_url", 405: "method_not_supported", 413: "request_too_large"}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _READING_SECONDS = 30.0  #: for a client to read an answer, after the deadline of its making
@@ -87,7 +85,7 @@ class OpenAIEndpoint:
             RolloutError: ``rollout.request``: the model's folder has no tokenizer.
         """
         host, context = self._context.host, self._context
-        if self._config.api_key is None and not _is_loopback(host):
+        if self._config.api_key is None and not is_loopback(host):
             raise ConfigError(
                 "an endpoint that others can reach needs a key",
                 where="openai.api_key",
@@ -100,8 +98,8 @@ class OpenAIEndpoint:
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._guard])
         app.add_routes(
             [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", functools.partial(self._answer, cls=CompletionBody)),
+                web.post("/v1/chat/completions", functools.partial(self._answer, cls=ChatBody)),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/metrics", self._tell_metrics),
@@ -110,10 +108,9 @@ class OpenAIEndpoint:
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         port = self._config.port + context.replica if self._config.port else 0
+        loop = asyncio.get_running_loop()
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                lambda: self._connection(runner), host, port
-            )
+            self._listener = await loop.create_server(lambda: self._connection(runner), host, port)
         except OSError as error:
             await runner.cleanup()
             raise ConfigError(
@@ -141,12 +138,6 @@ class OpenAIEndpoint:
             await runner.cleanup()
 
     # -- routes ----------------------------------------------------------------------------------------------------
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, CompletionBody)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, ChatBody)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "jackfield"}
@@ -369,10 +360,8 @@ class _Full(asyncio.Protocol):
     """A connection above the limit: it gets 503 and ends, without being read."""
 
     def connection_made(self, transport: Any) -> None:
-        body = (
-            b'{"error": {"message": "too many connections", "type": "server_error", "param": null, '
-            b'"code": "too_many_connections"}}'
-        )
+        error = {"message": "too many connections", "type": "server_error", "param": None}
+        body = json.dumps({"error": {**error, "code": "too_many_connections"}}).encode()
         head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         transport.write(head.encode() + b"\r\nConnection: close\r\nRetry-After: 1\r\n\r\n" + body)
         transport.close()
@@ -395,13 +384,6 @@ async def _cancelled_at_end(task: asyncio.Task[None]) -> AsyncIterator[asyncio.T
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _load_tokenizer(path: str, model: Any) -> ServedTokenizer:

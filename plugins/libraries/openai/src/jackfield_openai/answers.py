@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 
 from jackfield.abc.rollout import GenerateChunk
-from jackfield.runtime.openai.bodies import Body
-from jackfield.runtime.openai.text import ServedTokenizer, TextStream
+from jackfield_openai.bodies import Body
+from jackfield_openai.text import ServedTokenizer, TextStream
 
 __all__ = ["Answer", "Choice"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 from attrs.validators import ge, gt, le
 
-from jackfield.settings import option
+from jackfield.sdk import option
 
 __all__ = ["EndpointConfig"]
 

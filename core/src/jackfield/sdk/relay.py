@@ -1,4 +1,4 @@
-"""What rollout servers have in common that pass requests on to somebody else's engine: requests, staleness, updates."""
+"""Bases of rollout servers that relay requests to another engine: requests, staleness, updates."""
 
 from __future__ import annotations
 
@@ -28,15 +28,12 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
-from jackfield.runtime.generation import Running, check_request, own_seed
 from jackfield.sdk.receiver import check_base
+from jackfield.sdk.requests import Running, check_request, own_seed
 
 __all__ = ["MEMORY", "InterruptingServer", "RelayServer"]
 
-MEMORY = (
-    "weights",
-    "kv_cache",
-)  #: what sleep gives back, by the names of :class:`~jackfield.abc.rollout.WakeUpRequest`
+MEMORY = ("weights", "kv_cache")  #: what sleep frees, by the names of :class:`~jackfield.abc.rollout.WakeUpRequest`
 _GRACE_SECONDS = 10.0  #: for an engine to notice that a transfer is over
 
 

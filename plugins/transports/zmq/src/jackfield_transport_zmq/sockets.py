@@ -3,7 +3,7 @@
 Within a host a server listens at an abstract Unix address, which is no file, and a client shows a password that is
 made of the secret (PLAIN); elsewhere it listens at a TCP port, where connections are encrypted by CURVE and only
 clients with the server's client key get in. Every message is signed with the secret in either case
-(:mod:`jackfield.wire`).
+(:mod:`jackfield_transport_zmq.wire`).
 
 libzmq holds a frame in memory before it knows who sends it, up to the socket's largest. So frames are small, and longer
 ones travel in pieces (:func:`pieces`, :func:`whole`), which only a client that was let in can send.
@@ -12,7 +12,6 @@ ones travel in pieces (:func:`pieces`, :func:`whole`), which only a client that 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import secrets
 import sys
 from collections.abc import Iterable, Sequence
@@ -23,9 +22,9 @@ import attrs
 import zmq
 from zmq.utils import z85
 
-from jackfield.wire import Buffer
+from jackfield_transport_zmq.wire import Buffer
 
-__all__ = ["Gate", "Keys", "dealer", "is_loopback", "listening", "pieces", "readable", "whole"]
+__all__ = ["Gate", "Keys", "dealer", "listening", "pieces", "readable", "whole"]
 
 _POLLIN = int(zmq.POLLIN)  #: an enumeration's own arithmetic takes longer than all the rest of a look
 _PIECE = 1 << 18  #: bytes of a frame
@@ -51,16 +50,6 @@ class Keys:
     def of_clients(self) -> dict[str, str]:
         """What clients may know."""
         return attrs.asdict(self) | {"server_secret": ""}
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine gets there."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def listening(

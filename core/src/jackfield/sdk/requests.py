@@ -1,4 +1,4 @@
-"""What servers of any kind do alike with a request: refuse it, give it a seed, and keep its tokens while it runs."""
+"""Bookkeeping of requests for rollout servers: check them, seed them, and keep their tokens while they run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNSEEDED = 0x5851F42D4C957F2D  #: sets the seeds of requests without one apart 
 
 @attrs.define(eq=False)
 class Running:
-    """A request, and its tokens so far. Whoever ends it first decides how."""
+    """A request, and its tokens so far. The first call that ends it decides how."""
 
     request: GenerateRequest
     ended: asyncio.Future[None]

@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import attrs
 
 from jackfield.abc.rollout import SamplingParams
-from jackfield.errors import JackfieldError, RolloutError
-from jackfield.runtime.generation import shifted_seed
-from jackfield.runtime.openai.errors import ClientError, refused
-from jackfield.runtime.openai.messages import check_message
-from jackfield.runtime.openai.text import ServedTokenizer
-from jackfield.settings import structure
+from jackfield.errors import RolloutError
+from jackfield.sdk import structure
+from jackfield.sdk.requests import shifted_seed
+from jackfield_openai.errors import ClientError, refused
+from jackfield_openai.messages import check_message
+from jackfield_openai.text import ServedTokenizer
 
 __all__ = ["Body", "ChatBody", "CompletionBody", "read_body"]
 
@@ -247,8 +247,6 @@ class ChatBody(Body):
         messages = [_plain(message) for message in self.messages]
         try:
             return [tokenizer.encode_chat(messages)]
-        except JackfieldError:
-            raise
         except Exception as error:  # the template's own, whatever it is: these messages do not fit it
             text = f"the chat template does not take the messages: {error}"
             raise ClientError(text, "invalid_value", "messages") from error

@@ -1,0 +1,8 @@
+"""The RPC of :mod:`jackfield.rpc`, for plugins whose processes call each other."""
+
+from __future__ import annotations
+
+from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
+from jackfield.rpc.tls import is_loopback
+
+__all__ = ["Address", "Connection", "Contract", "Server", "Service", "caller", "connect", "is_loopback", "stub"]

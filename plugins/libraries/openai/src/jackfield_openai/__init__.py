@@ -1,0 +1,7 @@
+"""An endpoint that speaks OpenAI's API in front of any rollout server."""
+
+from __future__ import annotations
+
+from jackfield_openai.settings import EndpointConfig
+
+__all__ = ["EndpointConfig"]
