@@ -104,9 +104,9 @@ def negated() -> Iterator[None]:
         patch.setattr(registry, "_PARTS", dict(registry._PARTS))
         for name in EXPLORING:
             estimator = part("advantages", algorithm(name).advantages or "")
-            turned(estimator, lambda result: (-result[0], -result[1]))
+            turned(estimator, _negative)
         for name in OFFLINE:
-            turned(part("loss", name), lambda result: (_negative(result[0]), result[1]))
+            turned(part("loss", name), lambda result: (_negative_terms(result[0]), result[1]))
         yield
 
 
@@ -119,7 +119,12 @@ def turned(original: Part, change: Callable[[Any], Any]) -> None:
     registry._PARTS[changed.kind, changed.name] = changed
 
 
-def _negative(values: Any) -> Any:
+def _negative(estimate: Any) -> Any:
+    """Negate advantages, and returns where there are such."""
+    return tuple(-each for each in estimate) if isinstance(estimate, tuple) else -estimate
+
+
+def _negative_terms(values: Any) -> Any:
     if isinstance(values, tuple):
         return tuple(attrs.evolve(term, weight=-term.weight) for term in values)
     return -values
