@@ -28,15 +28,17 @@ from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueCont
 from jackfield.algorithms import LossSpec, algorithm
 from jackfield.clock import Clock
 from jackfield.cluster.device import DeviceLease
+from jackfield.compose.ray_workers import AGENT, RANK, REWARD
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
 from jackfield.plugins import hook_manager
 from jackfield.queue import BatchMeta, GroupKey, TransferQueue, Values
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
+from jackfield.rpc import Address, Service
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_group import EngineGroup
-from jackfield.runtime.ray import Cluster, ClusterOptions, RemoteBackend, Storage, Stub
+from jackfield.runtime.engine_rank import EngineRank
+from jackfield.runtime.ray import Cluster, ClusterOptions, connect_worker, remote_backend, store_services
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import (
@@ -137,11 +139,23 @@ def make_rewards(backend: TransferQueueBackend) -> RewardWorker:
     return RewardWorker(Values(backend), reward, Tokenizer(), Clock(), score_seconds=SECONDS)
 
 
-def make_storage() -> Storage:
+async def serve_store(stack: AsyncExitStack) -> Mapping[str, Service]:
     import torch  # noqa: F401, now rather than at the first row
 
-    backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
-    return Storage(backend, AdvantageWorker(Values(backend), AdvantagePlan()))
+    return store_services(MemoryBackend(MemoryConfig(), TransferQueueContext()))
+
+
+async def serve_worker(kind: str, store: Address, stack: AsyncExitStack) -> Mapping[str, Service]:
+    connection = await connect_worker(store, "the store", kind, Clock())
+    stack.push_async_callback(connection.close)
+    backend = remote_backend(connection, SECONDS)
+    if kind == "agents":
+        return {"worker": Service(target=make_agents(backend), contract=AGENT)}
+    return {"worker": Service(target=make_rewards(backend), contract=REWARD)}
+
+
+async def serve_rank(stack: AsyncExitStack) -> Mapping[str, Service]:
+    return {"worker": Service(target=Rank(), contract=RANK)}
 
 
 async def inline_crew() -> Crew:
@@ -159,14 +173,21 @@ async def ray_crew(stack: AsyncExitStack) -> Crew:
     cluster = Cluster(Clock(), SECONDS)
     await cluster.open(ClusterOptions(num_cpus=2, object_store_bytes=500_000_000), needed_cpus=1)
     stack.push_async_callback(cluster.close)
-    handles = {name: await cluster.start(name) for name in ("storage", "agents", "rewards", "rank")}
-    storage, agents, rewards, rank = (Stub(handle, name, SECONDS) for name, handle in handles.items())
-    backend = RemoteBackend(storage)
-    makes = [make_storage, partial(make_agents, backend), partial(make_rewards, backend), Rank]
-    for handle, make in zip(handles.values(), makes, strict=True):
-        await cluster.place(handle)
-        await cluster.make(handle, make)
-    return Crew(backend, Workers([agents]), Workers([rewards]), rank)  # type: ignore[list-item]
+    actors = {name: await cluster.start(name) for name in ("store", "agents", "rewards", "rank")}
+    for actor in actors.values():
+        await cluster.place(actor)
+    await actors["store"].make(serve_store)
+    address = actors["store"].address
+    assert address is not None, "it has just been made"
+    for kind in ("agents", "rewards"):
+        await actors[kind].make(partial(serve_worker, kind, address))
+    await actors["rank"].make(serve_rank)
+    return Crew(
+        remote_backend(actors["store"].connection, SECONDS),
+        Workers([actors["agents"].stub("worker", AGENT, AgentWorker, SECONDS)]),
+        Workers([actors["rewards"].stub("worker", REWARD, RewardWorker, SECONDS)]),
+        actors["rank"].stub("worker", RANK, EngineRank, SECONDS),
+    )
 
 
 async def measure(crew: Crew, samples: int, steps: int) -> list[float]:

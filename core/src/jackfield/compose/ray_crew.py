@@ -1,60 +1,63 @@
 """The workers of one run in a Ray cluster: each made in an actor of its own, from the run's configuration.
 
-Nothing of the controller's process is sent to an actor but the configuration and stubs of other workers.
+Nothing of the controller's process is sent to an actor but the configuration and addresses of other workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import attrs
 
 from jackfield.abc.rollout import BaseRolloutServer
+from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.cluster.replica import Replica, Worker
 from jackfield.compose.crew import Crew
 from jackfield.compose.ray_workers import (
-    make_agent_worker,
-    make_engine_rank,
-    make_replica,
-    make_reward_worker,
-    make_storage,
+    ADVANTAGES,
+    AGENT,
+    RANK,
+    REWARD,
+    ROUTES,
+    SENDER,
+    Routes,
+    serve_agent_worker,
+    serve_engine_rank,
+    serve_replica,
+    serve_reward_worker,
+    serve_store,
+    store_name,
 )
 from jackfield.compose.selection import interpreters
 from jackfield.compose.workers import Needs, RankPlace, WorkerFactory
 from jackfield.config import RunConfig
-from jackfield.errors import DeadlineExceeded, JackfieldError, WorkerLost
+from jackfield.errors import DeadlineExceeded, WorkerLost
 from jackfield.files import replace_file
 from jackfield.plugins import Registry
+from jackfield.rpc import Address
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.ray import (
-    Cluster,
-    ClusterOptions,
-    Place,
-    RemoteBackend,
-    RemoteRank,
-    RemoteServer,
-    Stub,
-)
+from jackfield.runtime.process.host import ROLLOUT
+from jackfield.runtime.ray import Actor, Cluster, ClusterOptions, MakeServices, Place, remote_backend
 from jackfield.runtime.ray.cluster import check_interpreter
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
+from jackfield.weights import WeightSender
 
 __all__ = ["RayCrews"]
 
 _ROLES = 4  #: actor, reference, critic and replica fit into one place
 _RESTARTS = 100  #: of a worker without state, in one run
-
-_STORAGE = "the queue's storage worker"
+_STOP_SECONDS = 15.0  #: for a replica to stop, or a rank to close
 
 
 @attrs.frozen(kw_only=True)
@@ -62,7 +65,7 @@ class _Spec:
     """A worker, and the actor that holds it."""
 
     name: str
-    make: Callable[[], Callable[[], Any]]  #: what makes it there; asked for once all places are known
+    make: Callable[[], MakeServices]  #: what makes it there; asked for once all places are known
     kind: str | None = None  #: whose interpreter it gets
     pool: str | None = None  #: the places that it takes a part of; None: anywhere
     bundle: int = 0  #: in the pool; beyond its end: a place of its own
@@ -81,7 +84,7 @@ class RayCrews:
         self._pools: dict[str, int]
         self._groups: dict[str, Any]
         self._meetings: str
-        self._backend: RemoteBackend
+        self._store: Address
 
     async def make(self, needs: Needs, stack: AsyncExitStack) -> Crew:
         """Start or join the cluster, and start every worker in it; ``stack`` has them put their things away.
@@ -100,11 +103,10 @@ class RayCrews:
             TemporaryDirectory(prefix="jackfield-meetings-", ignore_cleanup_errors=True)
         )
         stack.push_async_callback(self._cluster.rest)
-        self._handles: dict[str, Any] = {}
+        self._actors: dict[str, Actor] = {}
         self._places: dict[str, Place] = {}
-        self._agents: list[Stub] = []
-        self._routes: dict[int, RemoteServer] = {}
-        self._lives: dict[int, asyncio.Task[None]] = {}
+        self._agents: list[Actor] = []
+        self._routes: dict[int, Address] = {}
         self._made = set(range(self._replicas))  # replicas that are made with the other workers, and are not started
         self._groups = {
             name: await self._cluster.places(count, self._resources(1), name) for name, count in self._pools.items()
@@ -131,44 +133,59 @@ class RayCrews:
         config, needs, ray = self._config, self._needs, self._config.cluster.ray
         roles = ["actor", *(["reference"] if needs.reference else []), *(["critic"] if needs.critic else [])]
         ranks = {role: [self._rank(role, rank) for rank in range(ray.engine_ranks)] for role in roles}
-        agents = [self._stateless("agent", n, partial(self._make_agent, n)) for n in range(ray.agent_workers)]
+        store = _Spec(name=store_name, make=lambda: partial(serve_store, config, needs))
+        agents = [
+            self._stateless("agent", n, lambda n=n: partial(serve_agent_worker, config, self._store, n, needs.replicas))  # type: ignore[misc]
+            for n in range(ray.agent_workers)
+        ]
         rewards = [
-            self._stateless("reward", n, lambda n=n: partial(make_reward_worker, config, self._backend, n))  # type: ignore[misc]
+            self._stateless("reward", n, lambda n=n: partial(serve_reward_worker, config, self._store, n))  # type: ignore[misc]
             for n in range(ray.reward_workers if replicas else 0)
         ]
-        fragile = [_Spec(name=_STORAGE, make=lambda: partial(make_storage, config, needs)), *chain(*ranks.values())]
-        specs = [*fragile, *map(self._replica, range(replicas)), *agents, *rewards]
-        for spec in specs:
+        others = [*chain(*ranks.values()), *map(self._replica, range(replicas)), *agents, *rewards]
+        for spec in (store, *others):
             await self._start(spec)
-        await asyncio.gather(*map(self._find, specs))
-        storage = self._handles[_STORAGE]
-        self._backend = RemoteBackend(Stub(storage, _STORAGE, self._deadlines.batch))
-        again = dict(zip(specs, await asyncio.gather(*map(self._make_worker, specs)), strict=True))
+        await asyncio.gather(*map(self._find, (store, *others)))
+        backend = await self._backend(store)
+        await asyncio.gather(*map(self._make_worker, others))
+        self._agents = [self._actors[spec.name] for spec in agents]
         longest = self._longest + self._deadlines.batch
-        self._agents, scoring = (
-            [Stub(self._handles[spec.name], spec.name, longest, make=again[spec]) for spec in group]
-            for group in (agents, rewards)
-        )
-        engines = {
-            role: [
-                cast(EngineRank, RemoteRank(self._handles[spec.name], spec.name, self._deadlines.engine))
-                for spec in ranks.get(role, ())
-            ]
-            for role in ("actor", "reference", "critic")
-        }
+        scoring = [self._actors[spec.name].restarting_stub("worker", REWARD, RewardWorker, longest) for spec in rewards]
+        fragile = [self._actors[spec.name] for spec in (store, *chain(*ranks.values()))]
+        seconds = self._deadlines.engine
         return Crew(
-            backend=self._backend,
-            **engines,
+            backend=backend,
+            actor=[self._rank_stub(spec) for spec in ranks["actor"]],
+            reference=[self._rank_stub(spec) for spec in ranks.get("reference", ())],
+            critic=[self._rank_stub(spec) for spec in ranks.get("critic", ())],
             replicas=replicas,
-            agents=Workers(cast("list[AgentWorker]", self._agents)),
-            rewards=Workers(cast("list[RewardWorker]", scoring)) if scoring else None,
-            estimator=cast(
-                AdvantageWorker, Stub(storage, "the advantage worker", self._deadlines.engine, "estimator.")
+            agents=Workers(
+                [
+                    actor.restarting_stub("worker", AGENT, AgentWorker, longest, partial(self._routed, actor, 0.0))
+                    for actor in self._agents
+                ]
             ),
+            rewards=Workers(scoring) if scoring else None,
+            estimator=self._actors[store_name].stub("advantages", ADVANTAGES, AdvantageWorker, seconds),
             shares_devices=ray.placement == "colocated",
             places=self,
-            watch=partial(self._cluster.watch, [self._handles[spec.name] for spec in fragile]),
+            watch=partial(self._cluster.watch, fragile),
         )
+
+    async def _backend(self, store: _Spec) -> TransferQueueBackend:
+        await self._make_worker(store)
+        actor = self._actors[store_name]
+        assert actor.address is not None, "it has just been made"
+        self._store = actor.address
+        return remote_backend(actor.connection, self._deadlines.batch)
+
+    def _rank_stub(self, spec: _Spec) -> EngineRank:
+        """What stands for a rank: a dead one has been closed."""
+        actor, seconds = self._actors[spec.name], self._deadlines.engine
+        rank = actor.stub("worker", RANK, EngineRank, seconds)
+        rank.sender = actor.stub("sender", SENDER, WeightSender, seconds)
+        rank.close = _if_there(actor.stub("worker", RANK, EngineRank, _STOP_SECONDS).close)  # type: ignore[method-assign]
+        return rank
 
     # -- replicas
 
@@ -181,16 +198,19 @@ class RayCrews:
         spec = self._replica(number)
         if number in self._made:
             self._made.discard(number)
-        elif spec.name in self._handles:
+        elif spec.name in self._actors:
             with suppress(WorkerLost, DeadlineExceeded):
-                await self._cluster.empty(self._handles[spec.name])
+                await self._actors[spec.name].empty()
             await self._find(spec)
             await self._make_worker(spec)
         else:
             await self._add(number, spec)
-        handle = self._handles[spec.name]
-        worker = Worker(cast(BaseRolloutServer, RemoteServer(handle, spec.name, self._longest)), "cluster")
-        self._lives[number] = asyncio.create_task(self._watch(handle, worker), name=f"life of {spec.name}")
+        actor = self._actors[spec.name]
+        server = actor.stub("worker", ROLLOUT, BaseRolloutServer, self._longest)  # type: ignore[type-abstract]
+        stopping = actor.stub("worker", ROLLOUT, BaseRolloutServer, _STOP_SECONDS)  # type: ignore[type-abstract]
+        server.stop = _if_there(stopping.stop)  # type: ignore[method-assign]
+        worker, connection = Worker(server, "cluster"), actor.connection
+        connection.lost.add_done_callback(lambda _: worker.lose(connection.error()))
         return worker
 
     async def _add(self, number: int, spec: _Spec) -> None:
@@ -203,12 +223,6 @@ class RayCrews:
             raise
         self._replicas = (self._replicas or 0) + 1
 
-    async def _watch(self, handle: Any, worker: Worker) -> None:
-        try:
-            await self._cluster.watch([handle])
-        except JackfieldError as error:
-            worker.lose(error)
-
     async def end(self, number: int) -> None:
         """End its process, and give its place back if it was added to the run."""
         self._replicas = (self._replicas or 0) - 1
@@ -216,25 +230,21 @@ class RayCrews:
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
         """Tell every agent worker; one that dies meanwhile, or later, is told when it is made again."""
-        self._routes = {number: cast(RemoteServer, replica.worker.server) for number, replica in replicas.items()}
-        for number, agent in enumerate(self._agents):
-            agent.made_by(self._cluster.told(self._make_agent(number)))
+        actors = {number: self._actors[f"rollout replica {number}"] for number in replicas}
+        self._routes = {number: actor.address for number, actor in actors.items() if actor.address is not None}
         return sum(await asyncio.gather(*(self._routed(agent, seconds) for agent in self._agents)))
 
-    async def _routed(self, agent: Stub, seconds: float) -> int:
+    async def _routed(self, agent: Actor, seconds: float) -> int:
         try:
-            moved: int = await agent.route(self._routes, seconds)
-        except WorkerLost:  # it was made again with the new routes
+            return await agent.stub("routes", ROUTES, Routes, self._longest).route(self._routes, seconds)
+        except WorkerLost:  # it is made again with the new routes
             return 0
-        return moved
 
     async def _drop(self, number: int) -> None:
         name = f"rollout replica {number}"
-        if number in self._lives:
-            self._lives.pop(number).cancel()
-        handle = self._handles.pop(name, None)
-        if handle is not None:
-            await self._cluster.end(handle)
+        actor = self._actors.pop(name, None)
+        if actor is not None:
+            await self._cluster.end(actor)
         self._places.pop(name, None)
         self._note_places()
         self._cluster.give_back(name)
@@ -250,24 +260,20 @@ class RayCrews:
         name = f"rollout replica {number}"
         return _Spec(
             name=name,
-            make=lambda: partial(make_replica, self._config, number, host=self._places[name].address),
+            make=lambda: partial(serve_replica, self._config, number, self._places[name].address),
             kind="rollout",
             pool=self._pool("rollout"),
             bundle=number,
             restarts=-1 if self._config.cluster.replica_restarts else 0,
         )
 
-    def _stateless(self, kind: str, number: int, make: Callable[[], Callable[[], Any]]) -> _Spec:
+    def _stateless(self, kind: str, number: int, make: Callable[[], MakeServices]) -> _Spec:
         return _Spec(name=f"{kind} worker {number}", make=make, kind=kind, restarts=_RESTARTS)
 
     def _pool(self, name: str) -> str:
         return name if name in self._pools else "shared"
 
-    def _make_agent(self, number: int) -> Callable[[], Any]:
-        servers = self._routes if self._needs.replicas else None
-        return partial(make_agent_worker, self._config, self._backend, servers, number)
-
-    def _make_rank(self, role: str, rank: int) -> Callable[[], Any]:
+    def _make_rank(self, role: str, rank: int) -> MakeServices:
         """A rank has to know where all meet, and its number on its node."""
         places = [self._places[_rank_name(role, each)] for each in range(self._config.cluster.ray.engine_ranks)]
         host = places[rank].address
@@ -278,7 +284,7 @@ class RayCrews:
             init_method=self._meeting(role, places[0]) if len(places) > 1 else None,
             host=host,
         )
-        return partial(make_engine_rank, self._config, self._needs, self._backend, role, place)
+        return partial(serve_engine_rank, self._config, self._needs, self._store, role, place)
 
     def _meeting(self, role: str, first: Place) -> str:
         """In a file where the cluster is this machine alone: torch's store at a port listens on all interfaces."""
@@ -295,7 +301,7 @@ class RayCrews:
         group, bundle = None if spec.pool is None else self._groups[spec.pool], spec.bundle
         if spec.pool is not None and bundle >= self._pools[spec.pool]:
             group, bundle = await self._cluster.places(1, self._resources(1), spec.name), 0
-        self._handles[spec.name] = await self._cluster.start(
+        self._actors[spec.name] = await self._cluster.start(
             spec.name,
             group=group,
             bundle=bundle,
@@ -307,11 +313,11 @@ class RayCrews:
 
     async def _find(self, spec: _Spec) -> None:
         """Find out where a worker lives."""
-        self._places[spec.name] = await self._cluster.place(self._handles[spec.name])
+        self._places[spec.name] = await self._cluster.place(self._actors[spec.name])
         self._note_places()
 
-    async def _make_worker(self, spec: _Spec) -> bytes:
-        return await self._cluster.make(self._handles[spec.name], spec.make())
+    async def _make_worker(self, spec: _Spec) -> None:
+        await self._actors[spec.name].make(spec.make())
 
     def _note_places(self) -> None:
         """Who lives where, for people."""
@@ -330,6 +336,16 @@ class RayCrews:
         """The longest that a call of a worker may take."""
         deadlines = self._deadlines
         return max(deadlines.rollout, deadlines.start, deadlines.sync, deadlines.reward)
+
+
+def _if_there(call: Callable[[], Awaitable[None]]) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Return a call that has nothing to do where the worker is dead."""
+
+    async def called() -> None:
+        with suppress(WorkerLost, DeadlineExceeded):
+            await call()
+
+    return called
 
 
 def _rank_name(role: str, rank: int) -> str:

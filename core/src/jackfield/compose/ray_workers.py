@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import cast
+from contextlib import AsyncExitStack
 
 from jackfield.abc.rollout import BaseRolloutServer
+from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.algorithms import register_part
 from jackfield.clock import Clock
 from jackfield.compose.inputs import check_tokens, read_model, read_tasks
@@ -15,19 +16,57 @@ from jackfield.compose.workers import Needs, RankPlace, WorkerFactory
 from jackfield.config import RunConfig, plugin_sections
 from jackfield.plugins import hook_manager, installed
 from jackfield.queue import Values
+from jackfield.rpc import Address, Connection, Contract, Service, stub
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.ray import (
-    RemoteBackend,
-    RemoteServer,
-    Storage,
-)
+from jackfield.runtime.process.host import ROLLOUT
+from jackfield.runtime.ray import connect_worker, remote_backend, rollout_service, store_services
 from jackfield.runtime.ray.host import interface_of
 from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.workers.router import Generates
+from jackfield.weights import WeightSender
 
-__all__ = ["make_agent_worker", "make_engine_rank", "make_replica", "make_reward_worker", "make_storage"]
+__all__ = [
+    "ADVANTAGES", "AGENT", "RANK", "REWARD", "ROUTES", "SENDER", "Routes", "serve_agent_worker", "serve_engine_rank",
+    "serve_replica", "serve_reward_worker", "serve_store", "store_name",
+]  # fmt: skip
+
+store_name = "the queue's storage worker"
+
+
+class Routes:
+    """The replicas on which an agent worker generates, by their addresses."""
+
+    def __init__(self, worker: AgentWorker, name: str, seconds: float, stack: AsyncExitStack) -> None:
+        self._worker, self._name, self._seconds, self._stack = worker, name, seconds, stack
+        self._connections: dict[int, tuple[Address, Connection]] = {}
+
+    async def route(self, replicas: dict[int, Address], seconds: float) -> int:
+        """Have agents generate on these replicas from now on: :meth:`~jackfield.workers.router.Router.route`."""
+        before, self._connections = self._connections, {}
+        for number, address in replicas.items():
+            known = before.get(number)
+            if known is not None and known[0] == address:
+                self._connections[number] = before.pop(number)
+            else:
+                connection = await connect_worker(address, f"rollout replica {number}", self._name, Clock())
+                self._stack.push_async_callback(connection.close)
+                self._connections[number] = address, connection
+        moved = await self._worker.route(
+            {
+                number: stub(connection, "worker", ROLLOUT, BaseRolloutServer, self._seconds)  # type: ignore[type-abstract]
+                for number, (_, connection) in self._connections.items()
+            },
+            seconds,
+        )
+        for _, connection in before.values():
+            await connection.close()
+        return moved
+
+
+RANK, SENDER = Contract(EngineRank), Contract(WeightSender, without=("send",))
+AGENT, ROUTES = Contract(AgentWorker, without=("route",)), Contract(Routes)
+REWARD, ADVANTAGES = Contract(RewardWorker, without=("close",)), Contract(AdvantageWorker)
 
 
 def _factory(config: RunConfig) -> WorkerFactory:
@@ -48,42 +87,69 @@ def _use_threads(config: RunConfig) -> None:
         torch.set_num_threads(config.cluster.threads)
 
 
-def make_storage(config: RunConfig, needs: Needs) -> Storage:
-    """The queue's backend, and the estimator beside it."""
+async def _values(config: RunConfig, store: Address, name: str, stack: AsyncExitStack) -> Values:
+    connection = await connect_worker(store, store_name, name, Clock())
+    stack.push_async_callback(connection.close)
+    backend: TransferQueueBackend = remote_backend(connection, config.deadlines.batch)
+    return Values(backend)
+
+
+async def serve_store(config: RunConfig, needs: Needs, stack: AsyncExitStack) -> Mapping[str, Service]:
+    """The queue's backend, and the advantage worker beside it."""
     _use_threads(config)  # and import torch now, rather than at the first row
     backend = _factory(config).backend()
-    return Storage(backend, AdvantageWorker(Values(backend), needs.plan))
+    stack.push_async_callback(backend.close)
+    advantages = AdvantageWorker(Values(backend), needs.plan)
+    return {**store_services(backend), "advantages": Service(target=advantages, contract=ADVANTAGES)}
 
 
-def make_engine_rank(
-    config: RunConfig, needs: Needs, backend: RemoteBackend, role: str, place: RankPlace
-) -> EngineRank:
-    """A rank of actor, reference or critic."""
+async def serve_engine_rank(
+    config: RunConfig, needs: Needs, store: Address, role: str, place: RankPlace, stack: AsyncExitStack
+) -> Mapping[str, Service]:
+    """A rank of actor, reference or critic, with its end of the weight plane."""
     _use_threads(config)
     if interface := interface_of(place.host):  # gloo would take the address of the machine's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    return _factory(config).engine_rank(Values(backend), role, needs, place)
+    values = await _values(config, store, f"the {role} engine, rank {place.rank}", stack)
+    rank = _factory(config).engine_rank(values, role, needs, place)
+    stack.push_async_callback(rank.close)
+    services = {"worker": Service(target=rank, contract=RANK)}
+    if rank.sender is not None:
+        services["sender"] = Service(target=rank.sender, contract=SENDER)
+    return services
 
 
-def make_replica(config: RunConfig, number: int, *, host: str) -> BaseRolloutServer:
-    """A replica; not started."""
+async def serve_replica(config: RunConfig, number: int, host: str, stack: AsyncExitStack) -> Mapping[str, Service]:
+    """A replica; its server is not started."""
     _use_threads(config)
-    return _factory(config).rollout_server(number, host=host)
+    server = _factory(config).rollout_server(number, host=host)
+    stack.push_async_callback(server.stop)
+    return {"worker": rollout_service(server, f"rollout replica {number}")}
 
 
-def make_agent_worker(
-    config: RunConfig, backend: RemoteBackend, servers: Mapping[int, RemoteServer] | None, number: int
-) -> AgentWorker:
-    """A worker that runs agents on the replicas; the first one looks whether data, tokenizer and model fit."""
-    factory = _factory(config)
+async def serve_agent_worker(
+    config: RunConfig, store: Address, number: int, generates: bool, stack: AsyncExitStack
+) -> Mapping[str, Service]:
+    """A worker that runs agents; the first one checks whether data, tokenizer and model fit."""
+    factory, name = _factory(config), f"agent worker {number}"
     if number == 0:
         recipe = make_recipe(config, factory.registry.find("rollout", config.rollout.name))
         check_tokens(config, read_tasks(config, recipe), read_model(config))
-    return factory.agent_worker(
-        Values(backend), cast("Mapping[int, Generates] | None", servers), request_prefix=f"{config.name}-{number}"
-    )
+    values = await _values(config, store, name, stack)
+    worker = factory.agent_worker(values, {} if generates else None, request_prefix=f"{config.name}-{number}")
+    deadlines = config.deadlines
+    longest = max(deadlines.rollout, deadlines.start, deadlines.sync, deadlines.reward)
+    return {
+        "worker": Service(target=worker, contract=AGENT),
+        "routes": Service(target=Routes(worker, name, longest, stack), contract=ROUTES),
+    }
 
 
-async def make_reward_worker(config: RunConfig, backend: RemoteBackend, number: int) -> RewardWorker:
+async def serve_reward_worker(
+    config: RunConfig, store: Address, number: int, stack: AsyncExitStack
+) -> Mapping[str, Service]:
     """A worker with a started reward agent."""
-    return await _factory(config).reward_worker(Values(backend), number)
+    values = await _values(config, store, f"reward worker {number}", stack)
+    worker = await _factory(config).reward_worker(values, number)
+    stack.push_async_callback(worker.close)
+    return {"worker": Service(target=worker, contract=REWARD)}

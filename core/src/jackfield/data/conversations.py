@@ -25,8 +25,8 @@ __all__ = [
     "unpacked",
 ]
 
-Conversation: TypeAlias = "tuple[Mapping[str, Any], ...]"  #: messages with a role and content each
-Answer: TypeAlias = "str | Conversation"  #: a text, or the messages that follow the prompt
+Conversation: TypeAlias = tuple[Mapping[str, Any], ...]  #: messages with a role and content each
+Answer: TypeAlias = str | Conversation  #: a text, or the messages that follow the prompt
 
 _ASKING = ("user", "system", "developer")  #: roles of which the last ends the prompt of a conversation
 _ROLES = {*_ASKING, "assistant", "tool", "function"}

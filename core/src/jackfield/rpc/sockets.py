@@ -146,17 +146,20 @@ class Server:
         clock: Clock,
         heartbeat_seconds: float,
         on_end: Callable[[Connection, str], Awaitable[None]] | None = None,
+        *,
+        watches: bool = True,
     ) -> None:
         """
         Args:
             name: of this process, for messages.
             services: what clients may call.
             clock: through which every wait goes.
-            heartbeat_seconds: a client that is silent for so long is dead.
+            heartbeat_seconds: a client that is silent for so long is dead, and so is this process for a client.
             on_end: awaited once for each client that has ended, with the reason, after its calls were cancelled.
+            watches: end clients that are silent.
         """
         self._name, self._services, self._clock, self._seconds = name, services, clock, heartbeat_seconds
-        self._on_end = on_end
+        self._on_end, self._watches = on_end, watches
         self._strangers: set[_Guarded] = set()
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -223,7 +226,8 @@ class Server:
 
     async def _keep(self, connection: Connection) -> None:
         """Watch a client until it ends; then report it to the others, unless it has done its work."""
-        reason = await watch(connection, self._seconds, self._clock)
+        seconds = self._seconds
+        reason = await (watch(connection, seconds, self._clock) if self._watches else asyncio.shield(connection.lost))
         del self.clients[connection.session]
         if reason != _ENDED and self._server is not None and self._server.is_serving():
             text = f"{connection.name} ({connection.process}) {reason}"

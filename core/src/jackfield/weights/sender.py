@@ -74,6 +74,10 @@ class WeightSender:
         """Return whether a delta to ``version`` can be sent."""
         return self._sent is not None and version in self._sent
 
+    async def send_version(self, base: int | None) -> tuple[dict[str, str], int]:
+        """Send the weights of the source: :meth:`send` for other processes. Returns digests, and bytes sent."""
+        return await self.send(base=base), self.sent_bytes
+
     async def send(self, weights: Tensors | None = None, *, base: int | None = None) -> dict[str, str]:
         """Send every tensor and return their digests by name, taken before or while they are sent.
 

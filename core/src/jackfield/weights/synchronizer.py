@@ -206,23 +206,26 @@ class WeightSynchronizer:
             ends[f"replica {replica.info.replica}"] = replica.server.update_weights(update)
             first += replica.info.workers
         results = await run_together(ends, self._clock, self._deadline_seconds, f"weight version {version}")
+        digests, sent_bytes = results[0]
         receipts: tuple[WeightReceipt, ...] = tuple(results[len(self._senders) :])
         return SyncReport(
             version=version,
             receipts=receipts,
             seconds=0.0,
             paused_seconds=max((receipt.paused_seconds for receipt in receipts), default=0.0),
-            bytes=self._senders[0].sent_bytes,
+            bytes=sent_bytes,
             kind=kind,
-            digests=results[0],
+            digests=digests,
             peft_config=peft_config,
             retained=topology.retained,
         )
 
 
-async def _send(sender: WeightSender, arguments: Mapping[str, Any], version: int, base: int | None) -> dict[str, str]:
+async def _send(
+    sender: WeightSender, arguments: Mapping[str, Any], version: int, base: int | None
+) -> tuple[dict[str, str], int]:
     await sender.connect(arguments, version)
-    return await sender.send(base=base)
+    return await sender.send_version(base)
 
 
 def verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping[str, str]) -> None:

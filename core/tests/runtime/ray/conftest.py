@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 from ray import cloudpickle
 
 from jackfield.clock import Clock
-from jackfield.runtime.ray import Cluster, ClusterOptions, Stub
+from jackfield.runtime.ray import Actor, Cluster, ClusterOptions
 
 from . import workers
 
@@ -74,12 +74,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def hosted(cluster: Cluster) -> Callable[..., Any]:
-    """``await hosted(name, make, **options)``: a worker in an actor; its stub and its actor."""
+    """``await hosted(name, make, **options)``: the actor of a worker."""
 
-    async def start(name: str, make: Callable[..., Any], *, seconds: float = 60.0, **options: Any) -> Any:
-        handle = await cluster.start(name, **options)
-        await cluster.place(handle)
-        again = await cluster.make(handle, make)
-        return Stub(handle, name, seconds, make=again if options.get("restarts") else None), handle
+    async def start(name: str, make: Callable[..., Any], **options: Any) -> Actor:
+        actor = await cluster.start(name, **options)
+        await cluster.place(actor)
+        await actor.make(make)
+        return actor
 
     return start

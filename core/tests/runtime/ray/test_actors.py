@@ -7,32 +7,36 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import RayActorError, RayTaskError
-
+from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, SamplingParams
 from jackfield.errors import EngineError, RunError, WorkerLost
-from jackfield.runtime.ray import Cluster
+from jackfield.runtime.process.host import ROLLOUT
+from jackfield.runtime.ray import Actor, Cluster
 from jackfield.runtime.workers import resubmitted
 from jackfield_testing import refused
 
-from .workers import make_counter, make_failure, make_memory
+from .workers import COUNTER, Counter, make_counter, make_failure, make_memory, make_replica
 
 pytestmark = pytest.mark.timeout(180)
 
 Hosted = Callable[..., Any]
 
 
+def stub(actor: Actor, seconds: float = 60.0) -> Counter:
+    return actor.stub("worker", COUNTER, Counter, seconds)
+
+
 def test_a_stub_is_the_worker_from_afar(hosted: Hosted) -> None:
-    """Methods, parts and attributes answer; errors arrive as they were raised; what is cancelled here ends there."""
+    """Methods answer; errors arrive as they were raised; what is cancelled here ends there."""
 
     async def main() -> None:
-        counter, handle = await hosted("a counter", make_counter)
+        actor = await hosted("a counter", make_counter)
+        counter = stub(actor)
         assert 3 == await counter.add(3)
         assert 7 == await counter.add(2, twice=True)
         assert 7 == await counter.count()
@@ -47,52 +51,58 @@ def test_a_stub_is_the_worker_from_afar(hosted: Hosted) -> None:
         await counter.add(0)  # calls of one caller begin in order: it hangs by now
         hanging.cancel()
         assert await counter.hung()
-        impatient = type(counter)(handle, "a counter", 0.05)
         with refused("deadline", "a counter"):
-            await impatient.hang()
+            await stub(actor, 0.05).hang()
 
     asyncio.run(main())
 
 
 def test_a_worker_that_cannot_be_made_says_why(cluster: Cluster) -> None:
     async def main() -> None:
-        handle = await cluster.start("a failure")
+        actor = await cluster.start("a failure")
         with pytest.raises(EngineError) as caught:
-            await cluster.make(handle, make_failure)
+            await actor.make(make_failure)
         assert "engine.failed" == caught.value.code
 
     asyncio.run(main())
 
 
 def test_a_dead_worker_is_named_at_once(cluster: Cluster, hosted: Hosted) -> None:
-    """Whoever waits for it learns it, and so does whoever watches."""
+    """The caller that waits for it is told, and so is the one that watches."""
 
     async def main() -> None:
-        counter, handle = await hosted("the actor engine, rank 1", make_counter)
-        other, other_handle = await hosted("the actor engine, rank 0", make_counter)
-        watching = asyncio.ensure_future(cluster.watch([handle, other_handle]))
+        rank, other = await hosted("the actor engine, rank 1", make_counter), await hosted("rank 0", make_counter)
+        counter = stub(rank)
+        watching = asyncio.ensure_future(cluster.watch([rank, other]))
         hanging = asyncio.ensure_future(counter.hang())
         os.kill(await counter.pid(), signal.SIGKILL)
         for waiting in (hanging, watching):
             with pytest.raises(WorkerLost) as lost:
                 await waiting
             assert "worker.died" == lost.value.code
-            assert str(lost.value.where).startswith("the actor engine, rank 1"), "and its process, once it has answered"
+            assert str(lost.value.where).startswith("the actor engine, rank 1, process")
         with pytest.raises(WorkerLost):
             await counter.add(1)
-        assert 1 == await other.add(1)
+        assert 1 == await stub(other).add(1)
 
     asyncio.run(main())
 
 
 def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(hosted: Hosted) -> None:
     async def main() -> None:
-        counter, _ = await hosted("reward worker 0", partial(make_counter, 10), restarts=5)
+        actor = await hosted("reward worker 0", partial(make_counter, start=10), restarts=5)
+        begun = []
+
+        async def begin() -> None:
+            begun.append(await stub(actor).pid())
+
+        counter = actor.restarting_stub("worker", COUNTER, Counter, 60.0, begin)
         first = await counter.pid()
         assert 11 == await counter.add(1)
         os.kill(first, signal.SIGKILL)
-        assert 11 == await resubmitted(lambda: counter.add(1), "the sum"), "made anew, and asked again"
-        assert first != await counter.pid()
+        assert 11 == await resubmitted(lambda: counter.add(1), "the sum"), "made again, and asked again"
+        assert [await counter.pid()] == begun
+        assert first not in begun
 
     asyncio.run(main())
 
@@ -102,38 +112,40 @@ def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(cluster: C
 
     async def main() -> None:
         names = ("rank 0", "rank 1", "rank 2")
-        stubs = [(await hosted(name, make_counter))[0] for name in names]
-        before = [await stub.pid() for stub in stubs]
+        stubs = [stub(await hosted(name, make_counter)) for name in names]
+        before = [await each.pid() for each in stubs]
         await stubs[0].add(3)
         os.kill(before[1], signal.SIGKILL)
         await stubs[2].refuse_to_end()
         await cluster.rest()
         with refused("worker.died", "rank 0"):
             await stubs[0].count()
-        stubs = [(await hosted(name, partial(make_counter, 10)))[0] for name in names]
-        assert [10, 10, 10] == [await stub.count() for stub in stubs], "made anew"
-        after = [await stub.pid() for stub in stubs]
+        stubs = [stub(await hosted(name, partial(make_counter, start=10))) for name in names]
+        assert [10, 10, 10] == [await each.count() for each in stubs], "made again"
+        after = [await each.pid() for each in stubs]
         assert [True, False, False] == [ours == theirs for ours, theirs in zip(before, after, strict=True)]
 
     asyncio.run(main())
 
 
 def test_a_server_that_is_not_healthy_ends_with_its_process(hosted: Hosted) -> None:
-    """A request that fails, or is refused, ends nobody who is well."""
+    """A request that fails ends no replica that is well."""
+
+    def request(version: int | None = None) -> GenerateRequest:
+        return GenerateRequest(
+            request_id="r", prompt_ids=(1,), sampling=SamplingParams(), minimum_weight_version=version
+        )
 
     async def main() -> None:
-        counter, handle = await hosted("rollout replica 0", partial(make_counter, 10), restarts=1)
-        before = await counter.pid()
-        for member in ("stumble", "refuse"):
-            with pytest.raises(RayTaskError):
-                await handle.serve.remote(member, ())
-        assert (11, before) == (await handle.serve.remote("add", (1,)), await counter.pid())
-        await counter.add(-20)
-        with pytest.raises(RayActorError):
-            await handle.serve.remote("stumble", ())
+        actor = await hosted("rollout replica 0", make_replica, restarts=1)
+        server = actor.restarting_stub("worker", ROLLOUT, BaseRolloutServer, 60.0)
+        before = (await server.generate(request())).request_id
+        with refused("run.failed", "ZeroDivisionError"):
+            await server.generate(request(1))
+        assert before == (await server.generate(request())).request_id
         with pytest.raises(WorkerLost):
-            await counter.pid()
-        assert before != await counter.pid(), "made anew"
+            await server.generate(request(9))
+        assert before != (await server.generate(request())).request_id, "made again"
 
     asyncio.run(main())
 
@@ -150,14 +162,14 @@ def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(c
         assert "3 places of {'CPU': 1.0} for the engine" in str(refused.value)
         assert "in the whole cluster CPU: 2 of 2 free" == refused.value.found
         taken = await cluster.places(2, {"CPU": 0.5}, "the engine")
-        handle = await cluster.start("a worker", group=taken, bundle=1, resources={"CPU": 0.25})
-        await cluster.place(handle)
-        await cluster.make(handle, partial(SimpleNamespace, read=os.getenv))
+        actor = await cluster.start("a worker", group=taken, bundle=1, resources={"CPU": 0.25})
+        await cluster.place(actor)
+        await actor.make(make_counter)
         quiet = "RAY_enable_output_error_log_if_still_retry"  # Ray would print each call that it makes again
-        assert "0" == await handle.call.remote("read", (quiet,), {})
-        await cluster.end(handle)
-        with pytest.raises(RayActorError):
-            await handle.place.remote()
+        assert "0" == await stub(actor).variable(quiet)
+        await cluster.end(actor)
+        with pytest.raises(WorkerLost):
+            await actor.place()
         cluster.give_back("the engine")
         await cluster.places(2, {"CPU": 1.0}, "somebody else")
         cluster.give_back("somebody else")
@@ -165,12 +177,13 @@ def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(c
     asyncio.run(main())
 
 
-def test_values_cross_bit_by_bit(hosted: Hosted) -> None:
-    """Any dtype and shape, by raw buffers; what comes back may be changed."""
+def test_values_cross_bit_by_bit(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any dtype and shape, in pieces; what comes back may be changed."""
     torch = pytest.importorskip("torch")
     from jackfield.queue import Values, column_from_rows, dense_column, json_column
-    from jackfield.runtime.ray import RemoteBackend
+    from jackfield.runtime.ray import remote_backend, store
 
+    monkeypatch.setattr(store, "_PIECE_BYTES", 100)
     columns = {
         "half": dense_column(torch.randn(3, 2).to(torch.bfloat16)),
         "mask": column_from_rows(
@@ -183,8 +196,8 @@ def test_values_cross_bit_by_bit(hosted: Hosted) -> None:
     }
 
     async def main() -> None:
-        stub, _ = await hosted("the storage worker", make_memory)
-        backend = RemoteBackend(stub)
+        actor = await hosted("the storage worker", make_memory)
+        backend = remote_backend(actor.connection, 60.0)
         await backend.start()
         rows = Values(backend)
         await rows.put("train", ["a", "b", "c"], columns)

@@ -1,30 +1,37 @@
-"""Workers that cost nothing: what hosts, stubs and clusters are tested with."""
+"""Workers that cost nothing: what hosts and clusters are tested with."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 
-from jackfield.abc.rollout import HealthReport
+from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import EngineError
-from jackfield.queue import Values
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
-from jackfield.runtime.ray import Storage
+from jackfield.rpc import Contract, Service
+from jackfield.runtime.process.host import ROLLOUT
+from jackfield.runtime.ray import rollout_service, store_services
 
 
 class Counter:
-    """Counts, fails, waits; ``part`` is a part of it."""
+    """Counts, fails, waits."""
 
     def __init__(self, start: int = 0) -> None:
-        self.count = start
+        self.number = start
         self.cancelled = self.refuses = False
-        self.part = self if start == 0 else Counter(0)
 
-    def add(self, number: int, *, twice: bool = False) -> int:
-        self.count += 2 * number if twice else number
-        return self.count
+    async def add(self, number: int, *, twice: bool = False) -> int:
+        self.number += 2 * number if twice else number
+        return self.number
+
+    async def count(self) -> int:
+        return self.number
+
+    async def variable(self, name: str) -> str | None:
+        return os.getenv(name)
 
     async def pid(self) -> int:
         return os.getpid()
@@ -34,9 +41,6 @@ class Counter:
 
     async def stumble(self) -> None:
         raise ZeroDivisionError("by nought")
-
-    async def health(self) -> HealthReport:
-        return HealthReport(healthy=self.count >= 0, detail="it counts below zero")
 
     async def hang(self) -> None:
         try:
@@ -58,14 +62,42 @@ class Counter:
             await self.refuse()
 
 
-async def make_counter(start: int = 0) -> Counter:
-    return Counter(start)
+COUNTER = Contract(Counter)
 
 
-def make_failure() -> Counter:
+async def make_counter(stack: AsyncExitStack, start: int = 0) -> Mapping[str, Service]:
+    counter = Counter(start)
+    stack.push_async_callback(counter.close)
+    return {"worker": Service(target=counter, contract=COUNTER)}
+
+
+async def make_failure(stack: AsyncExitStack) -> Mapping[str, Service]:
     raise EngineError("cannot be made", where="the worker")
 
 
-def make_memory() -> Storage:
-    backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
-    return Storage(backend, AdvantageWorker(Values(backend), AdvantagePlan()))
+class Replica:
+    """A rollout server that fails requests of a weight version, and is not healthy after those of version 9."""
+
+    healthy = True
+
+    def __getattr__(self, name: str) -> object:
+        if name in {method.name for method in ROLLOUT}:
+            return self.health
+        raise AttributeError(name)
+
+    async def health(self) -> HealthReport:
+        return HealthReport(healthy=self.healthy, detail="it is broken")
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.minimum_weight_version is None:
+            return GenerateResult(request_id=str(os.getpid()), finish_reason="length")
+        self.healthy = request.minimum_weight_version < 9
+        raise ZeroDivisionError("by nought")
+
+
+async def make_replica(stack: AsyncExitStack) -> Mapping[str, Service]:
+    return {"worker": rollout_service(Replica(), "rollout replica 0")}  # type: ignore[arg-type]
+
+
+async def make_memory(stack: AsyncExitStack) -> Mapping[str, Service]:
+    return store_services(MemoryBackend(MemoryConfig(), TransferQueueContext()))

@@ -7,19 +7,18 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
 from jackfield.plugins.introduction import look
+from jackfield.runtime.ray.actors import Actor
 from jackfield.runtime.ray.host import Host, Place
-from jackfield.runtime.ray.pulses import SignsOfLife
-from jackfield.runtime.ray.stub import answer
 from jackfield.sdk.ray_loopback import HOST, enter
 from jackfield.sdk.ray_processes import see_gone, with_descendants
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Cluster", "ClusterOptions", "check_interpreter"]
 
 _CONCURRENT_CALLS = 10_000
-_END_SECONDS = 15.0
 _REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 #: Whether Ray prints which calls it makes again: those that wait for an actor. Who died is told anyway.
@@ -43,13 +41,6 @@ class ClusterOptions:
     address: str | None = None  #: of one to join; None: start one on this machine
     num_cpus: int | None = None  #: of one that is started; None: what the machine has, or the run needs
     object_store_bytes: int | None = None  #: shared memory of one that is started; None: Ray's default
-
-
-@attrs.define(eq=False)
-class _Actor:
-    name: str
-    handle: Any
-    signs: SignsOfLife
 
 
 class Cluster:
@@ -69,8 +60,8 @@ class Cluster:
         self._clock = clock
         self._start_seconds = start_seconds
         self._heartbeat_seconds = heartbeat_seconds
-        self._actors: list[_Actor] = []
-        self._spare: dict[str, _Actor] = {}
+        self._actors: list[Actor] = []
+        self._spare: dict[str, Actor] = {}
         self._groups: dict[str, Any] = {}
         self._processes: list[psutil.Process] = []  # of a cluster that was started here; the others are below them
 
@@ -151,7 +142,7 @@ class Cluster:
         python: str | None = None,
         restarts: int = 0,
         one_thread: bool = False,
-    ) -> Any:
+    ) -> Actor:
         """Start an actor that will hold one worker, or take the one that an earlier worker of this name has left.
 
         Args:
@@ -163,15 +154,13 @@ class Cluster:
             restarts: how often Ray starts it again when its process dies.
             one_thread: see :class:`~jackfield.runtime.ray.host.Host`.
 
-        Returns:
-            the actor's handle.
         """
         ray = _ray()
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if name in self._spare:
             self._actors.append(self._spare.pop(name))
-            return self._actors[-1].handle
+            return self._actors[-1]
         taken = dict(resources or {})
         options: dict[str, Any] = {
             "num_cpus": taken.pop("CPU", 0),
@@ -184,26 +173,23 @@ class Cluster:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
         if python is not None:
             options["runtime_env"] = {"py_executable": python}
-        host = ray.remote(concurrency_groups={"heartbeat": 2})(Host)
-        handle = host.options(**options).remote(name, os.getcwd(), one_thread)
-        signs = SignsOfLife(name, handle, self._clock, self._heartbeat_seconds)
-        self._actors.append(_Actor(name, handle, signs))
-        return handle
+        host = ray.remote(Host).options(**options)
+        handle = host.remote(name, os.getcwd(), one_thread, self._heartbeat_seconds)
+        self._actors.append(Actor(name, handle, self._clock, self._start_seconds))
+        return self._actors[-1]
 
-    async def place(self, handle: Any) -> Place:
+    async def place(self, actor: Actor) -> Place:
         """Where an actor lives; and the handshake with it.
 
         Raises:
             RunError: ``cluster.unavailable`` when it does not start, or has another version of Jackfield or Ray.
         """
-        name = self._name(handle)
-        reference = handle.place.options(max_task_retries=-1).remote()  # Ray may be starting it again
-        found: Place = await answer(reference, name, f"{name} to start", self._start_seconds, self._clock)
+        found = await actor.place()
         ours = {"jackfield": version("jackfield"), "ray": version("ray")}
         theirs = {package: found.versions[package] for package in ours}
         if theirs != ours:
             raise RunError(
-                f"{name} has other versions than the controller",
+                f"{actor.name} has other versions than the controller",
                 code="cluster.unavailable",
                 where=f"node {found.address}",
                 expected=ours,
@@ -212,62 +198,22 @@ class Cluster:
             )
         return found
 
-    async def make(self, handle: Any, make: Callable[[], Any]) -> bytes:
-        """Have an actor make its worker.
-
-        Args:
-            handle: of the actor.
-            make: makes the worker, or a coroutine that does, there.
-
-        Returns:
-            ``make`` for the actor, should Ray start it again: a :class:`~jackfield.runtime.ray.stub.Stub` tells it.
-
-        Raises:
-            JackfieldError: why it cannot.
-        """
-        actor, told = self._actor(handle), self.told(make)
-        waiting_for = f"{actor.name} to be ready"
-        await answer(handle.make.remote(told), actor.name, waiting_for, self._start_seconds, self._clock)
-        actor.signs.watch()
-        return told
-
     @staticmethod
-    def told(make: Callable[[], Any]) -> bytes:
-        """``make`` as an actor is told it."""
-        return cast(bytes, _ray().cloudpickle.dumps(make))
-
-    async def watch(self, handles: Sequence[Any]) -> None:
+    async def watch(actors: Sequence[Actor]) -> None:
         """Return never, or raise as soon as one of the actors dies.
 
         Raises:
             WorkerLost: naming it.
         """
-        lives = [asyncio.create_task(self._watch(handle)) for handle in handles]
-        try:
-            await asyncio.gather(*lives)
-        finally:
-            for life in lives:
-                life.cancel()
+        lives = {asyncio.shield(actor.connection.lost): actor for actor in actors}
+        done, _ = await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
+        raise lives[done.pop()].connection.error()
 
-    async def _watch(self, handle: Any) -> None:
-        name = self._name(handle)
-        await answer(handle.live.remote(), name, f"{name} to live", _FOREVER, self._clock)
-
-    async def empty(self, handle: Any) -> None:
-        """Have an actor give its worker up, so that it can make another.
-
-        Raises:
-            WorkerLost: its process has ended.
-        """
-        name = self._name(handle)
-        await answer(handle.end.remote(), name, f"{name} to end", _END_SECONDS, self._clock)
-
-    async def end(self, handle: Any) -> None:
+    async def end(self, actor: Actor) -> None:
         """Have one worker put its things away, and end its process."""
-        actor = self._actor(handle)
         await self._end(actor)
         self._actors.remove(actor)
-        _ray().kill(handle, no_restart=True)
+        await actor.kill()
 
     def give_back(self, what: str) -> None:
         """Give back the places of ``what``, if it has any of its own; nobody is in them any more."""
@@ -279,13 +225,12 @@ class Cluster:
 
     async def rest(self) -> None:
         """Have all workers put their things away; end the processes of those that cannot, and keep the others."""
-        ray = _ray()
         ended = await asyncio.gather(*(self._end(actor) for actor in reversed(self._actors)))
         for actor, well in zip(reversed(self._actors), ended, strict=True):
             if well:
                 self._spare[actor.name] = actor
             else:
-                ray.kill(actor.handle, no_restart=True)
+                await actor.kill()
         self._actors = []
 
     async def close(self) -> None:
@@ -296,7 +241,7 @@ class Cluster:
         ray = _ray()
         await self.rest()
         for actor in self._spare.values():
-            ray.kill(actor.handle, no_restart=True)
+            await actor.kill()
         self._spare = {}
         for what in list(self._groups):
             self.give_back(what)
@@ -305,26 +250,14 @@ class Cluster:
         await asyncio.to_thread(see_gone, family)
         self._processes = []
 
-    async def _end(self, actor: _Actor) -> bool:
+    @staticmethod
+    async def _end(actor: Actor) -> bool:
         """Whether a worker has ended well."""
         try:
-            reference = actor.handle.end.remote()
-            await answer(reference, actor.name, f"{actor.name} to end", _END_SECONDS, self._clock)
-            return True
+            await actor.empty()
         except JackfieldError:
-            await actor.signs.end_process()  # Ray would ask it to end
             return False
-        finally:
-            actor.signs.close()
-
-    def _actor(self, handle: Any) -> _Actor:
-        return next(actor for actor in self._actors if actor.handle is handle)
-
-    def _name(self, handle: Any) -> str:
-        return self._actor(handle).name
-
-
-_FOREVER = 10 * 365 * 24 * 3600.0
+        return True
 
 
 def check_interpreter(python: str, what: str, seconds: float = 30.0) -> None:
