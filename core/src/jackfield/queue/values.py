@@ -17,7 +17,7 @@ class Values:
 
     def __init__(self, backend: TransferQueueBackend) -> None:
         self._backend = backend
-        self._shows_tags = type(backend).put_tags is not TransferQueueBackend.put_tags
+        self._shows_tags = getattr(backend.put_tags, "__func__", None) is not TransferQueueBackend.put_tags
 
     async def get(self, partition: str, keys: Sequence[str], names: Sequence[str]) -> dict[str, Column]:
         """Read columns, in the order of ``keys``.
