@@ -8,7 +8,7 @@ __version__: str
 
 
 def __getattr__(name: str) -> str:
-    """The version, when somebody asks: looking it up takes longer than many a small process has to do."""
+    """Look the version up on first use: it takes longer than much that a small process does."""
     if name == "__version__":
         from importlib.metadata import version
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Clock:
-    """Real time. ``time()`` is monotonic, in seconds, with an arbitrary origin."""
+    """The real clock. ``time()`` is monotonic, in seconds, with an arbitrary origin."""
 
     def time(self) -> float:
         """Seconds on a monotonic clock."""

@@ -23,7 +23,7 @@ __all__ = [
 
 @attrs.frozen(kw_only=True)
 class CheckpointEngineContext:
-    """What one end of the transfer is told at its construction, beside the plugin's own config."""
+    """What one end of the transfer gets at its construction, beside the plugin's own config."""
 
     end: Literal["sender", "receiver"]
     rank: int = 0  #: among the trainer's ranks, or among all inference workers

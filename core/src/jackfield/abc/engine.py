@@ -95,7 +95,7 @@ class OptimizerSpec:
 
 @attrs.frozen(kw_only=True)
 class EngineContext:
-    """What a rank is told at its construction, beside the plugin's own config."""
+    """What a rank gets at its construction, beside the plugin's own config."""
 
     role: Literal["actor", "reference", "critic"]
     model: ModelSpec

@@ -74,7 +74,7 @@ class RewardAgent(ABC):
 
     @property
     def concurrency(self) -> int | None:
-        """How many samples the agent scores side by side; further ones wait, and their deadlines have not begun.
+        """Return how many samples the agent scores at a time; the deadlines of those that wait have not begun.
 
         None: as many as there are.
         """

@@ -44,7 +44,7 @@ __all__ = [
 
 @attrs.frozen(kw_only=True)
 class RolloutContext:
-    """What a replica is told at its construction, beside the plugin's own config."""
+    """What a replica gets at its construction, beside the plugin's own config."""
 
     #: its dtype is what weights are cast to as they are loaded; ``float8_e4m3fn`` belongs to ``weights_float8``
     model: ModelSpec
@@ -203,7 +203,7 @@ class AbortResult:
 
 @attrs.frozen(kw_only=True)
 class PauseRequest:
-    """Stop decoding.
+    """Stop decoding, until a request to resume.
 
     ``keep``: requests stay and go on at resume; ``wait``: running requests finish first; ``abort``: they end at once.
     New requests wait until resume.
@@ -386,7 +386,7 @@ class BaseRolloutServer(ABC):
 
     @abstractmethod
     async def health(self) -> HealthReport:
-        """Whether the replica can serve, and its load."""
+        """Report whether the replica can serve, and its load."""
 
     @abstractmethod
     async def stop(self) -> None:

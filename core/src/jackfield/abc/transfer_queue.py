@@ -35,7 +35,7 @@ __all__ = [
 
 @attrs.frozen(kw_only=True)
 class TransferQueueContext:
-    """What a backend is told at its construction, beside the plugin's own config."""
+    """What a backend gets at its construction, beside the plugin's own config."""
 
     folder: str | None = None  #: the run's folder, for durable backends
     host: str = "127.0.0.1"
@@ -204,11 +204,11 @@ class TransferQueueBackend(ABC):
 
     @abstractmethod
     async def delete(self, request: DeleteRequest) -> DeleteResult:
-        """Forget."""
+        """Delete samples; unknown keys are ignored."""
 
     @abstractmethod
     async def stats(self) -> StatsResult:
-        """Count."""
+        """Count samples and bytes."""
 
     @abstractmethod
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:

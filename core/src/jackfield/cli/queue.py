@@ -210,7 +210,7 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
         servers: list[QueueServer] = []
 
         def ready(server: QueueServer, file: Path) -> None:
-            """Tell whoever started this where the controller is."""
+            """Tell the process that started this where the controller is."""
             servers.append(server)
             click.echo(f"the queue is served; {file} says where")
 

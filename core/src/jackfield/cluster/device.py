@@ -86,7 +86,7 @@ class DeviceLease:
         self._grant()
 
     def _grant(self) -> None:
-        """Let in, in order, everybody who may hold the lease together with whoever holds it."""
+        """Grant the lease, in order, to all waiters that may hold it together with its holders."""
         if self._holders == 0:
             self._role = None
         while self._waiting and self._role in (None, self._waiting[0][0]):

@@ -53,7 +53,7 @@ class ReplicaMetrics:
         return f"http://{_HOST}:{self._server.sockets[0].getsockname()[1]}/metrics"
 
     async def close(self) -> None:
-        """Stop listening."""
+        """Stop listening; idempotent."""
         if self._server is not None:
             self._server.close()
 

@@ -30,7 +30,7 @@ class Worker:
 
     @property
     def restartable(self) -> bool:
-        """Whether another process can take its place."""
+        """Return whether another process can take its place."""
         return self.place != "here"
 
     def lose(self, error: JackfieldError) -> None:

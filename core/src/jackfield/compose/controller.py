@@ -80,14 +80,14 @@ async def serve_queue(
     Args:
         config: of the run.
         until: serve until it is set.
-        ready: told of the server and its address file.
+        ready: called with the server and its address file.
         registry: the installed plugins; discovered when not given.
         clock: through which every wait goes.
 
     Raises:
         PluginError: the backend keeps values in one process.
         RunError: ``run.folder-in-use``: one is served already.
-        QueueError: ``queue.store``: nobody can listen there.
+        QueueError: ``queue.store``: the address is taken.
     """
     registry, clock, settings = registry or discover(), clock or Clock(), config.queue
     check_plugins(config, registry)

@@ -45,7 +45,7 @@ MakeCrew = Callable[[Needs, AsyncExitStack], Awaitable[Crew]]
 
 
 def crew_maker(make: WorkerFactory, processes: AsyncExitStack) -> MakeCrew:
-    """What makes the workers of a run, once more for each recovery; ``processes`` ends what stays in between."""
+    """Return what makes the workers of a run, again after each recovery; ``processes`` ends what stays in between."""
     if make.config.cluster.name == "inline":
         return partial(_inline_crew, make)
     from jackfield.compose.ray_crew import RayCrews

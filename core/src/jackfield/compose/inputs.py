@@ -39,7 +39,7 @@ class Tasks:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Of the contents of each file, by its name in the configuration: what a resumed run compares."""
+        """Return the digest of each file's contents, by its name in the configuration: a resumed run compares them."""
         files = {"train": self.train, "eval": self.held_out, "expert": self.expert}
         return {name: tasks.digest for name, tasks in files.items() if tasks is not None}
 

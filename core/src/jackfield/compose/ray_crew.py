@@ -229,7 +229,7 @@ class RayCrews:
         await self._drop(number)
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
-        """Tell every agent worker; one that dies meanwhile, or later, is told when it is made again."""
+        """Route every agent worker to the replicas; one that dies gets the routes once it is made again."""
         actors = {number: self._actors[f"rollout replica {number}"] for number in replicas}
         self._routes = {number: actor.address for number, actor in actors.items() if actor.address is not None}
         return sum(await asyncio.gather(*(self._routed(agent, seconds) for agent in self._agents)))

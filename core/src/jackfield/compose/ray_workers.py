@@ -120,7 +120,7 @@ async def serve_engine_rank(
 
 
 async def serve_replica(config: RunConfig, number: int, host: str, stack: AsyncExitStack) -> Mapping[str, Service]:
-    """A replica; its server is not started."""
+    """Make a replica; its server is not started."""
     _use_threads(config)
     server = _factory(config).rollout_server(number, host=host)
     stack.push_async_callback(server.stop)

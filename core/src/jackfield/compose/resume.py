@@ -1,4 +1,4 @@
-"""Where a run begins: a folder that nobody else uses, and what an earlier start of the same run left in it."""
+"""Where a run begins: a locked folder, and what an earlier start of the same run left in it."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class StartingPoint:
 
     @property
     def step(self) -> int:
-        """Completed steps."""
+        """Return the number of completed steps."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
 def storage_error(folder: Path, error: OSError) -> RunError:
-    """What a failure of the disk comes to: ``run.storage``."""
+    """Return the error of a disk that fails: ``run.storage``."""
     room = ""
     with suppress(OSError):
         room = f" ({shutil.disk_usage(folder).free >> 20} MB of the disk are free)"
@@ -244,5 +244,5 @@ def _changed(checkpoint: Checkpoint, path: str, expected: str, found: str) -> Ru
         expected=expected,
         found=found,
         fix="give the run another folder, or the settings it had; checkpoint.resume=false removes what is there and "
-        "begins anew",
+        "starts from the beginning",
     )

@@ -84,7 +84,7 @@ class RoleParts:
 
     @property
     def progress(self) -> Progress:
-        """What the role counts: completed steps, an explorer's weight versions, or groups that were scored."""
+        """Return what the role counts: completed steps, an explorer's weight versions, or scored groups."""
         return self.version if self.role == "explore" else self.done
 
     def background(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:

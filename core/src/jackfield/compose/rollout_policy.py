@@ -106,7 +106,7 @@ def _engine_rounds(config: RunConfig) -> bool:
 
 
 def rollout_bound(config: RunConfig) -> float:
-    """How far the log-probs of replicas and rollouts may be from the engine's on average, in nats."""
+    """Return how far the log-probs of replicas may be from the engine's on average, in nats."""
     if config.log_prob_check.bound is not None:
         return config.log_prob_check.bound
     if config.weights.dtype == "float8_e4m3fn":
@@ -115,7 +115,7 @@ def rollout_bound(config: RunConfig) -> float:
 
 
 def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
-    """What :class:`~jackfield.trainer.LogProbCheck` allows."""
+    """Return the bounds of :class:`~jackfield.trainer.LogProbCheck`."""
     settings, lora = config.log_prob_check, config.model.lora
     engine = _ROUNDED_ENGINE_BOUND if _engine_rounds(config) else _EXACT_ENGINE_BOUND
     return {

@@ -63,7 +63,7 @@ def check_plugins(config: RunConfig, registry: Registry) -> None:
 
 
 def check_weights(config: RunConfig, registry: Registry) -> None:
-    """What the section ``weights`` asks of plugins.
+    """Check what the section ``weights`` asks of plugins.
 
     Raises:
         PluginError: a plugin has not declared it.
@@ -143,7 +143,7 @@ def records_of(config: RunConfig, registry: Registry) -> list[PluginRecord]:
 
 
 def manifests(config: RunConfig, registry: Registry) -> Sequence[Manifest]:
-    """Of the plugins of a run."""
+    """Return the manifests of a run's plugins."""
     return [registry.find(kind, name) for kind, name in _chosen(config)]
 
 

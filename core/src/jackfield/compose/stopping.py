@@ -58,7 +58,7 @@ class Stop:
 
     @contextlib.contextmanager
     def boundary(self, until: str) -> Iterator[None]:
-        """What runs inside ends by itself soon after a signal, so that it is worth waiting for ``until`` then."""
+        """Declare that what runs inside ends soon after a signal, so that it is worth waiting for ``until`` then."""
         self.begun()
         self._until = until
         try:

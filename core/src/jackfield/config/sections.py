@@ -43,7 +43,7 @@ class PluginSection:
 
 @attrs.frozen(kw_only=True)
 class DataConfig:
-    """Tasks."""
+    """The tasks, and how they become batches."""
 
     train: str | None = option(None, help="JSONL file of training tasks")
     eval: str | None = option(None, help="JSONL file of held-out tasks")
@@ -102,7 +102,7 @@ class CheckpointConfig:
         validator=ge(0),
     )
     resume: bool = option(
-        True, help="go on from the folder's newest checkpoint; false: remove what is there and begin anew"
+        True, help="go on from the folder's newest checkpoint; false: remove what is there and start from the beginning"
     )
 
 
@@ -166,7 +166,7 @@ class LogProbCheckConfig:
 
 @attrs.frozen(kw_only=True)
 class EvaluationSampling(SamplingParams):
-    """How evaluation answers are drawn: greedy unless told otherwise."""
+    """How evaluation answers are drawn: greedy by default."""
 
     temperature: float = option(
         0.0, help="0: greedy; else 0.01 to 100", validator=attrs.fields(SamplingParams).temperature.validator

@@ -164,7 +164,7 @@ def plain_text(value: Any) -> str:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of messages, one at least."""
+    """Return whether a value is a list of at least one message."""
     return isinstance(value, list) and bool(value) and all(map(_is_message, value))
 
 

@@ -150,7 +150,7 @@ def _integer(text: str) -> int:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """Stems, told apart by a number where two files have one."""
+    """Return the files' stems, with a number where two are equal."""
     names: list[str] = []
     for path in paths:
         stem, count = path.stem, 1

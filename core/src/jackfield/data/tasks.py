@@ -43,7 +43,7 @@ _MISSING = "name the right keys of the records in data.format; null where they h
 
 @attrs.frozen(kw_only=True)
 class Task:
-    """One problem."""
+    """One problem: what the model is asked, and what is right."""
 
     id: str  #: unique in its set and stable: the record's own, or the file's stem and the line number
     messages: tuple[Mapping[str, Any], ...]  #: role and content each; what the model is asked

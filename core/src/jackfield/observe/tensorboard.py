@@ -40,7 +40,7 @@ class TensorBoardFiles(MetricsObserver):
             self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
     def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Write scalars."""
+        """Write the metrics of a step as scalars."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         group = "train" if kind == "step" else kind

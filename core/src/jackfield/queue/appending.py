@@ -61,7 +61,7 @@ class AppendingBackend(TransferQueueBackend):
         return self._open
 
     async def put(self, request: PutRequest) -> PutResult:
-        """Append."""
+        """Append samples to the file."""
         stored = 0
         for key, cells in zip(request.keys, split_request(request), strict=True):
             copied: dict[str, Cell] = {name: (text, bytes(content)) for name, (text, content) in cells.items()}

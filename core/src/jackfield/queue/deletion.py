@@ -32,7 +32,7 @@ class Deletion:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop deleting."""
+        """Stop deleting in the background."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

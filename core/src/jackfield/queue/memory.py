@@ -50,7 +50,7 @@ class MemoryBackend(TransferQueueBackend):
         self._closed = False
 
     async def put(self, request: PutRequest) -> PutResult:
-        """Store copies."""
+        """Store copies of the values."""
         self._check_open()
         stored = 0
         for key, cells in zip(request.keys, split_request(request), strict=True):
@@ -64,7 +64,7 @@ class MemoryBackend(TransferQueueBackend):
         return PutResult(bytes=stored)
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Read copies."""
+        """Read copies of the values."""
         self._check_open()
         cells = self._cells
         for key in request.keys:
@@ -78,7 +78,7 @@ class MemoryBackend(TransferQueueBackend):
         return GetResult(columns={name: join(name, [sample[name] for sample in samples]) for name in request.columns})
 
     async def keys(self, request: KeysRequest) -> KeysResult:
-        """List."""
+        """List the samples of a partition, or of all."""
         self._check_open()
         wanted = request.partition
         return KeysResult(
@@ -86,7 +86,7 @@ class MemoryBackend(TransferQueueBackend):
         )
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
-        """Forget."""
+        """Delete samples; unknown keys are ignored."""
         self._check_open()
         found = [self._cells.pop((request.partition, key), None) for key in request.keys]
         gone = [cells for cells in found if cells is not None]
@@ -95,7 +95,7 @@ class MemoryBackend(TransferQueueBackend):
         return DeleteResult(samples=len(gone), bytes=freed)
 
     async def stats(self) -> StatsResult:
-        """Count."""
+        """Count samples and bytes."""
         self._check_open()
         return StatsResult(samples=len(self._cells), bytes=self._bytes)
 
@@ -123,7 +123,7 @@ class MemoryBackend(TransferQueueBackend):
         return SnapshotResult(samples=len(self._cells), bytes=self._bytes)
 
     async def close(self) -> None:
-        """Forget everything."""
+        """Forget all samples; idempotent."""
         self._closed = True
         self._cells = {}
         self._bytes = 0

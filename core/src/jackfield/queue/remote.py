@@ -41,7 +41,7 @@ class QueueServer:
         return self._server.refused
 
     async def listen(self, host: str, port: int) -> Address:
-        """Listen.
+        """Listen for clients.
 
         Raises:
             QueueError: ``queue.store``: the address is taken, or none of this machine's.

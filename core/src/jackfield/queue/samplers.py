@@ -40,7 +40,7 @@ class Ready(Protocol):
 
     @property
     def step(self) -> int | None:
-        """The trainer's step that asks; None: nobody said."""
+        """Return the step for which the trainer asks; None: it is not known."""
         ...
 
     def __len__(self) -> int: ...
@@ -54,7 +54,7 @@ class Ready(Protocol):
         ...
 
     def uses(self, name: str) -> int:
-        """How often the consumer has used it."""
+        """Return how often the consumer has used it."""
         ...
 
 
@@ -66,7 +66,7 @@ class Sampler(ABC):
         """Distinct names out of ``ready``, best first, ``count`` at most (None: any number)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be known to go on, as plain JSON values."""
+        """Return what has to be known to go on, as plain JSON values."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -153,7 +153,7 @@ class Connection(Frames):
 
     @property
     def iterates(self) -> bool:
-        """Whether the other end iterates over something here."""
+        """Return whether the other end iterates over something here."""
         return bool(self._iterations)
 
     @property
@@ -164,7 +164,7 @@ class Connection(Frames):
 
     @property
     def doing(self) -> str:
-        """What the other end was asked to do and has not done, for messages."""
+        """Describe what the other end was asked to do and has not done, for messages."""
         return ", ".join(each.what for each in itertools.islice(self._asked.values(), 4))
 
     # -- what comes ----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ _CAN_RUN = "RSI"  #: states of a thread that is neither stopped, frozen nor wait
 
 @attrs.frozen(kw_only=True)
 class Process:
-    """One process, told apart from later ones with its number."""
+    """One process, distinguished from later ones with its number."""
 
     pid: int
     host: str = attrs.field(factory=socket.gethostname)
@@ -43,16 +43,16 @@ class Process:
 
     @property
     def is_near(self) -> bool:
-        """Whether the kernel can be asked about it."""
+        """Return whether the kernel can be asked about it."""
         return bool(self.place) and self.place == _place()
 
     def lives(self) -> bool:
-        """Whether the process exists, stopped or not. Only for near processes."""
+        """Return whether the process exists, stopped or not. Only for near processes."""
         state, began = _stat(f"/proc/{self.pid}/stat")
         return began == self.began and state not in "ZX"
 
     def can_run(self) -> bool:
-        """Whether any of its threads can run. Only for near processes."""
+        """Return whether any of its threads can run. Only for near processes."""
         folder = f"/proc/{self.pid}/task"
         try:
             return any(_stat(f"{folder}/{thread}/stat")[0] in _CAN_RUN for thread in os.listdir(folder))

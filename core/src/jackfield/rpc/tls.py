@@ -16,7 +16,7 @@ _DAYS = 3650
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reachable from this machine only."""
+    """Return whether an address is reachable from this machine only."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

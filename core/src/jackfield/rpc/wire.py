@@ -42,7 +42,7 @@ class Welcome(_Message, tag=2):
 
 
 class Call(_Message, tag=3):
-    """Call ``service.method``. Id 0 asks for no reply."""
+    """A call of ``service.method``. Id 0 asks for no reply."""
 
     id: int
     method: str  #: or ``next`` and ``leave``: of the iteration that the call with the id in the arguments has opened

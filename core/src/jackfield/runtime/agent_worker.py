@@ -76,7 +76,7 @@ class AgentWorker:
             tokenizer: of the model.
             clock: through which every wait goes.
             make_agent: a fresh loop for each run, which tells of the sampling parameters of each of its requests;
-                None where nobody generates.
+                None where nothing is generated.
             max_prompt_tokens: of a sample of the data's own answers; agents have the limit in their context.
             router: through which the agents generate.
         """
@@ -167,7 +167,7 @@ def _own_sampling(given: Mapping[str, Any], asked: Iterable[SamplingParams]) -> 
 
 
 def ends_the_run(error: JackfieldError) -> bool:
-    """Whether any other run would fail likewise: the input, the configuration or a replica is what is wrong."""
+    """Return whether every rollout would fail likewise: input, configuration or a replica is wrong."""
     return isinstance(error, ConfigError | DataError | PluginError) or error.code == "rollout.stopped"
 
 

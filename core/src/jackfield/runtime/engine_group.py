@@ -44,7 +44,7 @@ class EngineGroup:
         Args:
             role: ``actor``, ``reference`` or ``critic``, for messages.
             ranks: all of them, in order; in this process, or standing for ranks elsewhere.
-            queue: is told what ranks have written.
+            queue: hears of what ranks have written.
             clock: the run's.
             seconds: the deadline of one call of a rank (a model's loading, a pass, a step, a checkpoint).
             adapter_off: work as the base model (the reference policy of a LoRA actor).
@@ -59,7 +59,7 @@ class EngineGroup:
         self.reading = asyncio.Lock()  #: held by whoever reads the weights outside of a phase of the trainer
 
     def without_adapter(self) -> EngineGroup:
-        """The same ranks as the base model."""
+        """Return the same ranks as the base model."""
         base = EngineGroup("reference", self._ranks, self._queue, self._clock, seconds=self._seconds, adapter_off=True)
         base._layouts = self._layouts
         return base

@@ -86,7 +86,7 @@ class EngineRank:
         return await self._compute(batch, column, adapter_off, lambda output: output.log_probs)
 
     async def compute_values(self, batch: BatchMeta, column: str) -> Written | None:
-        """The same with the values of a critic's value head."""
+        """Do the same with the values of a critic's value head."""
         return await self._compute(batch, column, False, lambda output: output.values)
 
     async def _compute(

@@ -33,7 +33,7 @@ class Comparison:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What has to be read for it."""
+        """Return the columns that have to be read for it."""
         return (self.engine,) if self.version is None else (self.engine, "rollout_log_probs")
 
 

@@ -36,7 +36,7 @@ class Scored:
 
     @classmethod
     def of(cls, key: str, result: ScoreResult) -> Scored:
-        """What the controller needs of a result."""
+        """Take from a result what the controller needs."""
         good = result.status == "ok"
         return cls(
             key=key,
@@ -93,7 +93,7 @@ class RewardWorker:
         """
         scoring = self._scoring(partition, keys)
         await asyncio.wait(scoring)
-        gone = ScoreResult(status="failed", error="nobody needs the score any more")
+        gone = ScoreResult(status="failed", error="the score is not needed any more")
         results = [gone if each.cancelled() else each.result() for each in scoring]
         return tuple(Scored.of(key, result) for key, result in zip(keys, results, strict=True))
 
@@ -133,7 +133,7 @@ class RewardWorker:
         return scored, await self._values.put(partition, list(good), columns)
 
     async def forget(self, keys: Sequence[str]) -> None:
-        """Drop scores that nobody will ask for, and whoever still makes them."""
+        """Drop scores that are not needed any more, and cancel those that are being made."""
         for key in keys:
             scoring = self._scores.pop(key, None)
             if scoring is not None:
@@ -263,7 +263,7 @@ def _with_dimensions(result: ScoreResult, dimensions: Sequence[str]) -> ScoreRes
 
 
 def _dimension_column(results: Sequence[ScoreResult], dimensions: Sequence[str]) -> Any:
-    """Jagged float32, one number for each dimension; 0 for a row that has no metrics because nobody scores it."""
+    """Jagged float32, one number for each dimension; 0 for a row without metrics, which is not scored."""
     import torch
 
     return column_from_rows(

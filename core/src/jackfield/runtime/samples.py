@@ -45,12 +45,12 @@ TRAIN = "train"  #: the partition that the trainer consumes
 
 
 def is_expert(tags: Mapping[str, Any]) -> bool:
-    """Whether a row was written by an expert: it has no reward and is learnt from as it is."""
+    """Return whether a row was written by an expert: it has no reward and is learnt from as it is."""
     return bool(tags.get("expert", False))
 
 
 def is_baseline(tags: Mapping[str, Any]) -> bool:
-    """Whether a row is its group's greedy rollout: its reward is a baseline, and nobody is trained on it."""
+    """Return whether a row is its group's greedy rollout: its reward is a baseline, and it is not trained on."""
     return "greedy_rollout" in tags and tags["rollout"] == tags["greedy_rollout"]
 
 
@@ -119,7 +119,7 @@ def sequence_columns(task: Task, sequences: Sequence[AgentSequence]) -> dict[str
 
 
 def sequence_tags(task: Task, sequence: AgentSequence, run: int) -> dict[str, Any]:
-    """What the controller knows of a row."""
+    """Return what the controller knows of a row."""
     versions = [version for version in sequence.weight_versions if version >= 0]
     return {
         "task": task.id,
@@ -135,7 +135,7 @@ def sequence_tags(task: Task, sequence: AgentSequence, run: int) -> dict[str, An
 
 
 def agent_tags(output: AgentLoopOutput) -> dict[str, Any]:
-    """What an agent loop says of its run, on each of the run's rows: ``turns`` and ``agent/NAME``."""
+    """Return what an agent loop says of its rollout, for each of its rows: ``turns`` and ``agent/NAME``."""
     return {"turns": output.num_turns, **metric_tags("agent", output.metrics)}
 
 
@@ -180,7 +180,7 @@ def supervised_columns(task: Task, prompt_ids: Sequence[int], answers: Sequence[
 
 
 def expert_columns(task: Task, prompt_ids: Sequence[int], answers: Sequence[_Answer]) -> dict[str, Column]:
-    """The same among sampled rows: nobody sampled these, so their log-probs are 0, and nobody scores them."""
+    """Return the same among sampled rows: these were not sampled, so their log-probs are 0, and they have no score."""
     import torch
 
     return {
@@ -191,7 +191,7 @@ def expert_columns(task: Task, prompt_ids: Sequence[int], answers: Sequence[_Ans
 
 
 def supervised_tags(task: Task, prompt_ids: Sequence[int], mask: Sequence[int]) -> dict[str, Any]:
-    """What the controller knows of such a row."""
+    """Return what the controller knows of such a row."""
     return {
         "task": task.id,
         "rollout": 0,

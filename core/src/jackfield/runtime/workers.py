@@ -48,12 +48,12 @@ async def resubmitted(work: Callable[[], Awaitable[T]], what: str) -> T:
 
 
 def one_line(error: JackfieldError) -> str:
-    """What an error says, for a line of a log."""
+    """Describe an error in one line of a log."""
     return f"{error.message} ({error.where}): {error.found}"
 
 
 def is_lost(error: JackfieldError) -> bool:
-    """Whether rows went with a part of the queue's store."""
+    """Return whether rows went with a part of the queue's store."""
     return isinstance(error, QueueError) and error.code == "queue.lost"
 
 

@@ -55,7 +55,7 @@ class ArchiveWriter:
         self._finished = False
 
     def add(self, samples: Iterable[SavedSample]) -> None:
-        """Append samples."""
+        """Append samples to the archive."""
         for batch in batches(samples, lambda sample: sample.bytes):
             stream = _encoded(batch)
             self._file.write(stream)

@@ -107,12 +107,12 @@ class ChildProcess(asyncio.SubprocessProtocol):
 
     @property
     def is_ending(self) -> bool:
-        """Whether the process has ended, or was killed."""
+        """Return whether the process has ended, or was killed."""
         return self._exited or self._complaint is not None or self.connection.silence is not None
 
     @property
     def broke_protocol(self) -> bool:
-        """Whether it was killed because of what it has written."""
+        """Return whether it was killed because of what it has written."""
         return self._complaint is not None and self._transport.get_returncode() == -signal.SIGKILL
 
     def output(self) -> str:

@@ -40,8 +40,8 @@ _GRACE_SECONDS = 10.0  #: for an engine to notice that a transfer is over
 class RelayServer(BaseRolloutServer):
     """A replica whose requests another engine generates. A subclass says how.
 
-    A request is in a table from its submission to its end, and one task reads the engine's answers for it. Whoever ends
-    a request first (the engine, an abort, an update that failed) decides how.
+    A request is in a table from its submission to its end, and one task reads the engine's answers for it. The
+    first of the engine, an abort and a failed update to end a request decides how.
     """
 
     engine_name: ClassVar[str] = "the engine"  #: for messages
@@ -64,7 +64,7 @@ class RelayServer(BaseRolloutServer):
 
     @abstractmethod
     async def _read(self, running: Running) -> None:
-        """Take the engine's answers for a request and end it; cancelled when nobody waits for it any more."""
+        """Take the engine's answers for a request and end it; cancelled when no caller waits for it any more."""
 
     @abstractmethod
     def _down(self) -> str | None:
@@ -213,7 +213,7 @@ class RelayServer(BaseRolloutServer):
         return folder
 
     async def health(self) -> HealthReport:
-        """Whether the replica can serve, and its load."""
+        """Report whether the replica can serve, and its load."""
         refusal = self._refusal()
         waiting = sum(not each.token_ids for each in self._running.values())
         detail = refusal.message if refusal else "paused" if self._paused else ""

@@ -55,7 +55,7 @@ class Running:
             self.stream.put_nowait(None)
 
     def result(self) -> GenerateResult:
-        """What the caller of ``generate`` gets."""
+        """Return what the caller of ``generate`` gets."""
         assert self.finish_reason is not None
         return GenerateResult(
             request_id=self.request.request_id,

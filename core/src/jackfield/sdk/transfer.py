@@ -257,7 +257,7 @@ class TransferSession:
         changed.set()
 
     async def close(self, broken: str | None = None) -> None:
-        """Leave; idempotent.
+        """Leave the session; idempotent.
 
         Args:
             broken: Why this end breaks off; None: it has finished.

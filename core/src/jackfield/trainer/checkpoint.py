@@ -44,7 +44,7 @@ class Checkpointer:
     _random: Mapping[str, Any] = attrs.field(factory=dict, init=False)  #: at the end of the last step
 
     def is_due(self, steps_done: int) -> bool:
-        """Whether a checkpoint is written after ``steps_done`` steps."""
+        """Return whether a checkpoint is written after ``steps_done`` steps."""
         return self.schedule.is_due(self.every, steps_done) or (self.at_end and steps_done == self.schedule.steps)
 
     def note_random_state(self) -> None:
@@ -97,7 +97,7 @@ class Checkpointer:
 
     def _failure(self, steps: int, error: Exception, free: int) -> RunError:
         earlier = self.store.folders()
-        again = f"it goes on after step {max(earlier)}" if earlier else "it begins anew"
+        again = f"it goes on after step {max(earlier)}" if earlier else "it starts again"
         return RunError(
             "a checkpoint could not be written",
             code="run.checkpoint-write",
@@ -110,8 +110,8 @@ class Checkpointer:
     async def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Put engines, queue and random state back to where ``checkpoint`` was cut; the trainer's own state.
 
-        The checkpoint is whole (:meth:`CheckpointStore.newest`), consumers of the queue are registered, and nobody
-        works yet.
+        The checkpoint is whole (:meth:`CheckpointStore.newest`), consumers of the queue are registered, and no
+        worker has begun.
 
         Raises:
             RunError: ``run.checkpoint-damaged``.

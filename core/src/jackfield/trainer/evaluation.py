@@ -55,7 +55,7 @@ class Evaluator:
     recorded: int = 16  #: samples shown in the table
 
     def is_due(self, steps_done: int) -> bool:
-        """Whether the weights of ``steps_done`` steps are evaluated."""
+        """Return whether the weights of ``steps_done`` steps are evaluated."""
         return steps_done in (0, self.schedule.steps) or self.schedule.is_due(self.every, steps_done)
 
     async def evaluate(self, version: int) -> dict[str, float]:

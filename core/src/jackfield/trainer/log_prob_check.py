@@ -59,7 +59,7 @@ class LogProbCheck:
     _passed: int | None = attrs.field(default=None, init=False)  #: the newest weight version that was found right
 
     def is_due(self, step: int) -> bool:
-        """Whether the first update of ``step`` (from 0) is compared; in this process, the first one always is."""
+        """Return whether the first update of ``step`` (from 0) is compared; the first one of a process is."""
         return not self._begun or self._is_scheduled(step)
 
     def _is_scheduled(self, step: int) -> bool:
@@ -67,7 +67,7 @@ class LogProbCheck:
         return first or self.schedule.is_due(self.every, step)
 
     def comparison(self, engine: str, version: int) -> Comparison:
-        """What the engine is to compare.
+        """Return what the engine is to compare.
 
         Args:
             engine: column of an inference pass's log-probs.

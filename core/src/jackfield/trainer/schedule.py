@@ -32,15 +32,15 @@ class Schedule:
         return self.sync_interval - 1 + self.sync_offset
 
     def may_start(self, ticket: int, version: int) -> bool:
-        """Whether an explorer that has ``version`` loaded may start ``ticket``."""
+        """Return whether an explorer that has ``version`` loaded may start ``batch``."""
         return ticket - version <= self.max_staleness
 
     def syncs_after(self, step: int) -> bool:
-        """Whether weights are published after ``step`` (from 0)."""
+        """Return whether weights are published after ``step`` (from 0)."""
         return self.explores and (step + 1) % self.sync_interval == 0
 
     def is_due(self, every: int, steps_done: int) -> bool:
-        """Whether what is to happen every so many steps happens after ``steps_done``.
+        """Return whether what happens every so many steps happens after ``steps_done``.
 
         With explorers it happens at weight syncs only: at the first one when or after its step has come. 0: never.
         """
@@ -81,7 +81,7 @@ class Progress:
         return self._value
 
     async def advance(self, value: int) -> None:
-        """Raise the number and wake whoever waits for it."""
+        """Raise the number and wake its waiters."""
         async with self._changed:
             self._value = max(self._value, value)
             self._changed.notify_all()

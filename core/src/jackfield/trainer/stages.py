@@ -37,7 +37,7 @@ class Stages:
         self._noted[name] = value
 
     def drain(self) -> dict[str, float]:
-        """What was noted since the last call, and seconds per stage, as metrics ``seconds/<stage>``."""
+        """Return what was noted since the last call, and seconds per stage, as metrics ``seconds/<stage>``."""
         drained = {**self._noted, **{f"seconds/{name}": seconds for name, seconds in self._seconds.items()}}
         self._seconds, self._noted = {}, {}
         return drained

@@ -78,7 +78,7 @@ class LocalSession(TransferSession):
         return await self.wait_for(sender._enter(worker, version, cast(Connection, other)), "the sender")
 
     async def close(self, broken: str | None = None) -> None:
-        """Leave; idempotent."""
+        """Leave the transfer; idempotent."""
         _SESSIONS.pop(self.name or "", None)
         await super().close(broken)
 

@@ -59,11 +59,11 @@ class Certificate:
 
     @property
     def seconds(self) -> float:
-        """Of all checks together."""
+        """Return the seconds of all checks together."""
         return round(sum(result.seconds for result in self.checks), 3)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
+        """Return the fields as JSON values."""
         return {"format": FORMAT, **attrs.asdict(self, value_serializer=_plain), "seconds": self.seconds}
 
     def report(self) -> str:
@@ -121,7 +121,7 @@ def make_certificate(
 
 
 def level_of(results: Iterable[CheckResult]) -> Level:
-    """What a plugin may call itself. Only a check that ran and passed counts.
+    """Return what a plugin may call itself. Only a check that ran and passed counts.
 
     ``none``: a check failed, or none of the base tier passed. ``partial``: nothing failed, but a check of the base tier
     is excepted or did not run. ``base``: every check of the base tier that applies passed. ``full``: those of the

@@ -108,7 +108,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of this package only the entry is collected, whatever ``python_files`` says."""
+    """Collect only the entry of this package, whatever ``python_files`` says."""
     if _FOLDER in collection_path.parents:
         return collection_path != _ENTRY
     return None

@@ -111,7 +111,7 @@ class Check:
         return int(self.id.partition("-")[2])
 
     def applies(self, abi: str, declared: Mapping[str, str]) -> bool:
-        """Whether a plugin of this ABI version with these capabilities has to pass it."""
+        """Return whether a plugin of this ABI version with these capabilities has to pass it."""
         if _version(self.since) > _version(abi):
             return False
         return self.capability is None or declared.get(self.capability) in ("full", "partial")

@@ -76,7 +76,7 @@ class Run:
         return outcome
 
     def certificate(self) -> Certificate:
-        """What has been found, as a certificate; a check that was not executed has not passed."""
+        """Return what has been found, as a certificate; a check that was not executed has not passed."""
         found = [self.outcomes.get(check.id) or Outcome(id=check.id, status="not_run") for check in self.checks]
         return make_certificate(self.record, self.checks, found, self.tiers)
 

@@ -37,7 +37,7 @@ class Subject:
 
     @property
     def label(self) -> str:
-        """How messages name it."""
+        """Return its name in messages."""
         return f"{self.kind}:{self.name}"
 
     @property
@@ -46,7 +46,7 @@ class Subject:
         return None if self.record is None else self.record.manifest
 
     def has(self, capability: str) -> bool:
-        """Whether the plugin declares a capability as ``full`` or ``partial``."""
+        """Return whether the plugin declares a capability as ``full`` or ``partial``."""
         return self.capabilities.get(capability) in ("full", "partial")
 
     def make(self, context: Any, **settings: Any) -> Any:
@@ -62,5 +62,5 @@ class Subject:
         return self.cls(structure(self.config_class, {**self.settings, **settings}), context)
 
     def at(self, folder: Path) -> Subject:
-        """The same plugin with another folder."""
+        """Return the same plugin with another folder."""
         return attrs.evolve(self, folder=folder)

@@ -36,7 +36,7 @@ _QUIET = "RAY_enable_output_error_log_if_still_retry"
 
 @attrs.frozen(kw_only=True)
 class ClusterOptions:
-    """Which cluster."""
+    """Which cluster a run joins, or starts."""
 
     address: str | None = None  #: of one to join; None: start one on this machine
     num_cpus: int | None = None  #: of one that is started; None: what the machine has, or the run needs
@@ -216,7 +216,7 @@ class Cluster:
         await actor.kill()
 
     def give_back(self, what: str) -> None:
-        """Give back the places of ``what``, if it has any of its own; nobody is in them any more."""
+        """Give back the places of ``what``, if it has any of its own; no worker is in them any more."""
         from ray.util.placement_group import remove_placement_group
 
         group = self._groups.pop(what, None)

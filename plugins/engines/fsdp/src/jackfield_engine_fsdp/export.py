@@ -66,7 +66,7 @@ def trainable_name(name: str, adapter: bool) -> str:
 
 
 def published_tensors(model: TokenModel, names: CheckpointNames) -> Iterator[tuple[str, torch.Tensor]]:
-    """What inference loads: the adapter's tensors if there is one, else the model's, as a checkpoint has them.
+    """Yield what inference loads: the adapter's tensors if there is one, else the model's, as a checkpoint has them.
 
     A group of tensors that are stacked in the model is gathered, and then converted: at most about three times its
     size is in memory, beside the model.

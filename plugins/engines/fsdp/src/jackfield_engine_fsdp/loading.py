@@ -130,7 +130,7 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
 
 
 def _refuse_missing_weights(path: str, report: dict[str, Any]) -> None:
-    """transformers fills what it does not find with random numbers; nobody wants to train those by accident."""
+    """transformers fills what it does not find with random numbers; training those would be an accident."""
     missing = sorted(report.get("missing_keys", ())) + sorted(str(key) for key in report.get("mismatched_keys", ()))
     if missing:
         raise EngineError(

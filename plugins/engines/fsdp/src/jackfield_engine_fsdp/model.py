@@ -29,13 +29,13 @@ __all__ = ["TokenModel", "decoder_layers", "has_adapter", "is_of_adapter", "shar
 
 
 def has_adapter(model: PreTrainedModel | PeftModel) -> TypeGuard[PeftModel]:
-    """Whether a language model is one of PEFT's, which takes a while to import and is left out where no adapter is."""
+    """Return whether a model is one of PEFT's, which takes a while to import and is left out without an adapter."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a parameter of a model with an adapter is one of the adapter's."""
+    """Return whether a parameter of a model with an adapter is one of the adapter's."""
     return ".lora_" in name
 
 

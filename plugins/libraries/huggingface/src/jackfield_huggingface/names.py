@@ -69,7 +69,7 @@ class TensorGroup:
 
     @property
     def only_renamed(self) -> bool:
-        """Whether it is one tensor with the same values in both forms."""
+        """Return whether it is one tensor with the same values in both forms."""
         return self._converter is None
 
 

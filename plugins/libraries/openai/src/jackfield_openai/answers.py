@@ -33,7 +33,7 @@ class Choice:
 
     @property
     def completion_tokens(self) -> int:
-        """How many tokens have come."""
+        """Return the number of tokens that have come."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     def piece(self, chunk: GenerateChunk) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Answer:
         return {**event, "usage": self.usage()} if usage else event
 
     def usage(self) -> dict[str, int]:
-        """How many tokens went in and came out; a prompt counts once, however many answers it has."""
+        """Count the tokens that went in and came out; a prompt counts once, however many answers it has."""
         prompt = sum(len(choice.prompt) for choice in self.choices) // self.body.choices
         completion = sum(choice.completion_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -130,7 +130,7 @@ class Body(ABC):
     @property
     @abstractmethod
     def wants_log_probs(self) -> bool:
-        """Whether the answer tells log-probabilities."""
+        """Return whether the answer has log-probabilities."""
 
     @property
     @abstractmethod
@@ -140,14 +140,14 @@ class Body(ABC):
     @property
     @abstractmethod
     def prompt_count(self) -> int:
-        """How many prompts it has."""
+        """Return the number of prompts."""
 
     @abstractmethod
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
         """Token ids of each prompt."""
 
     def sampling(self, choice: int) -> SamplingParams:
-        """How tokens of one of the answers are drawn."""
+        """Return how tokens of one of the answers are drawn."""
         given = {
             "temperature": self.temperature,
             "top_p": None if self.top_p is None else max(self.top_p, _TINY),
@@ -169,7 +169,7 @@ class Body(ABC):
 
 @attrs.frozen(kw_only=True)
 class CompletionBody(Body):
-    """Of ``/v1/completions``."""
+    """The body of ``/v1/completions``."""
 
     prompt: Any
     max_tokens: int | None = None
@@ -212,7 +212,7 @@ class CompletionBody(Body):
 
 @attrs.frozen(kw_only=True)
 class ChatBody(Body):
-    """Of ``/v1/chat/completions``."""
+    """The body of ``/v1/chat/completions``."""
 
     messages: list[Any]
     max_tokens: int | None = None

@@ -74,7 +74,7 @@ class TextStream:
         return self._release(text[len(known) :], last=False)
 
     def finish(self) -> str:
-        """The rest."""
+        """Return the rest of the text."""
         known = self._decode(self._ids[self._begin : self._end])
         return self._release(self._decode(self._ids[self._begin :])[len(known) :], last=True)
 

@@ -135,7 +135,7 @@ def _file_module(path: str) -> Any:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Let this process use so much more CPU time: the end of an endless loop when nobody is left to kill it."""
+    """Let this process use so much more CPU time: it ends an endless loop when no process is left to kill it."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

@@ -39,7 +39,7 @@ class Judge:
             _load_math_verify()
 
     def judge(self, response: str, ground_truth: str, timeout: float | None = None) -> tuple[bool, bool]:
-        """Whether the response is right, and whether it has an answer in the right form.
+        """Return whether the response is right, and whether it has an answer in the right form.
 
         Args:
             response: text of the model.

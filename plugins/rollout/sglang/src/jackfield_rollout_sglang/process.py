@@ -45,7 +45,7 @@ class SglangProcess:
 
     @property
     def ended(self) -> str | None:
-        """How the process has ended; None: it runs."""
+        """Return how the process has ended; None: it runs."""
         if self._process is None or self._process.returncode is None:
             return None
         return f"SGLang's server has ended with code {self._process.returncode}"
@@ -64,7 +64,7 @@ class SglangProcess:
         await self.connect(seconds)
 
     async def connect(self, seconds: float) -> None:
-        """Wait until a server answers; :meth:`start` has made it, or somebody else."""
+        """Wait until a server answers, which :meth:`start` has made or which was there."""
         no_deadline = aiohttp.ClientTimeout(total=None, sock_connect=_GRACE_SECONDS)
         connector = aiohttp.TCPConnector(limit=0)  # one connection per running request
         self._session = aiohttp.ClientSession(self.url, timeout=no_deadline, connector=connector)
@@ -134,7 +134,7 @@ async def _check(path: str, answer: aiohttp.ClientResponse) -> None:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens at."""
+    """Return a port that is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))

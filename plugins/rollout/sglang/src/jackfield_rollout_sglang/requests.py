@@ -1,4 +1,4 @@
-"""What SGLang is told, and what its answers mean. Names and types are those of SGLang 0.5.23."""
+"""Requests to SGLang, and the meaning of its answers. Names and types are those of SGLang 0.5.23."""
 
 from __future__ import annotations
 

@@ -52,11 +52,11 @@ class Decoder:
 
     @property
     def running(self) -> int:
-        """How many sequences the batch has."""
+        """Return the number of sequences in the batch."""
         return len(self._rows) - len(self._holes)
 
     def choose_joiners(self, waiting: Iterable[Sequence]) -> int:
-        """How many of the ``waiting`` join now.
+        """Return how many of the ``waiting`` join now.
 
         While more wait than fit, room is collected until a sixteenth of the batch is free: a prefill pass for one
         sequence costs almost as much as one for many.

@@ -13,7 +13,7 @@ __all__ = ["Requests"]
 
 
 class Requests:
-    """All that are unfinished, by name. Of one event loop; what runs forward passes is told of them between hops."""
+    """All that are unfinished, by name. Of one event loop; what runs forward passes sees them between hops."""
 
     def __init__(self) -> None:
         self.active: dict[str, Sequence] = {}
@@ -25,7 +25,7 @@ class Requests:
 
     @property
     def running(self) -> int:
-        """How many are generated."""
+        """Return the number of requests that are generated."""
         return len(self.active) - len(self.waiting)
 
     def add(self, sequence: Sequence) -> None:

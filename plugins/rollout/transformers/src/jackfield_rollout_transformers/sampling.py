@@ -56,7 +56,7 @@ def uniforms(state: Tensor, counter: Tensor) -> Tensor:
 
 @attrs.frozen
 class Modes:
-    """What the rows of a batch need, so that nothing is computed for nobody: how many rows ask for it."""
+    """What the rows of a batch need, so that nothing is computed in vain: the number of rows that ask for it."""
 
     greedy: int = 0
     filtered: int = 0

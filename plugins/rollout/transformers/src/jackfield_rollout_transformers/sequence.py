@@ -72,7 +72,7 @@ class Sequence:
         self.weight_versions.extend([version] * (len(self.token_ids) - len(self.weight_versions)))
 
     def result(self) -> GenerateResult:
-        """What the caller of ``generate`` gets."""
+        """Return what the caller of ``generate`` gets."""
         assert self.finish_reason is not None
         return GenerateResult(
             request_id=self.request.request_id,
@@ -111,7 +111,7 @@ class StopStrings:
         self._window = max(len(string.encode()) for string in strings) + 8
 
     def completed(self, token_ids: list[int]) -> bool:
-        """Whether the text of ``token_ids`` holds a string that it did not hold without the last token."""
+        """Return whether the last token has completed a string in the text of ``token_ids``."""
         if not self._may_complete(token_ids[-1]):
             return False
         text = self._decode(token_ids[-self._window :])

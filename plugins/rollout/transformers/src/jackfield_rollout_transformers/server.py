@@ -60,8 +60,8 @@ class TransformersServer(BaseRolloutServer):
     """One replica in this process.
 
     A task on the event loop alternates between two states: a *hop*, in which the worker thread runs forward passes and
-    nobody else touches the batch, and the time between hops, in which callers come and go. Whoever changes the batch
-    (abort, pause, sleep, update) holds ``_between_hops`` and so gets in after the pass that is running.
+    nothing else touches the batch, and the time between hops, in which callers come and go. What changes the batch
+    (abort, pause, sleep, update) holds ``_between_hops`` and so comes after the pass that is running.
     """
 
     def __init__(self, config: Config, context: RolloutContext) -> None:
@@ -145,7 +145,7 @@ class TransformersServer(BaseRolloutServer):
             await asyncio.to_thread(self._executor.shutdown)  # idle by now, but for a model that is still being loaded
 
     async def health(self) -> HealthReport:
-        """Whether the replica can serve, and its load."""
+        """Report whether the replica can serve, and its load."""
         refusal = self._refusal()
         detail = refusal.message if refusal else "paused" if self._paused else ""
         if not detail and len(self._awake) < len(_MEMORY):

@@ -67,7 +67,7 @@ class ModelWeights:
             self._targets[part].data.copy_(rounded(tensor) if part in self.model.float8 else tensor)
 
     def stored(self, group: TensorGroup) -> dict[str, Tensor]:
-        """What a group's parameters hold, as the checkpoint's tensors; empty where they were rounded."""
+        """Return what a group's parameters hold, as the checkpoint's tensors; empty where they were rounded."""
         if any(part in self.model.float8 for part in group.parts):
             return {}
         return self.model.names.to_checkpoint(group, [self._targets[part].data for part in group.parts])

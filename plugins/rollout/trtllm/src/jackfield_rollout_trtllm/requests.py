@@ -1,4 +1,4 @@
-"""What TensorRT-LLM is told, and what its answers mean. Names are those of its LLM API, 1.2."""
+"""Requests to TensorRT-LLM, and the meaning of its answers. Names are those of its LLM API, 1.2."""
 
 from __future__ import annotations
 

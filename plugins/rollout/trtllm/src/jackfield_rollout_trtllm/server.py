@@ -143,7 +143,7 @@ class TrtllmServer(InterruptingServer):
     async def _interrupt(self) -> None:
         for answer in list(self._answers):
             answer.abort()
-        await self._clock.wait_for(self._idle.wait(), _CONTROL_SECONDS, "TensorRT-LLM to end what it was told to abort")
+        await self._clock.wait_for(self._idle.wait(), _CONTROL_SECONDS, "TensorRT-LLM to end what it has to abort")
 
     async def sleep(self, request: SleepRequest) -> SleepResult:
         """Give memory back, level 1 that of the KV cache alone; only while paused or idle.

@@ -1,4 +1,4 @@
-"""What vLLM is told of a request."""
+"""Requests in the form of vLLM."""
 
 from __future__ import annotations
 

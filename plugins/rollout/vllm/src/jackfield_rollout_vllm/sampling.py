@@ -109,7 +109,7 @@ class RawLogProbs(Sampler):
             self._raw = None
 
     def gather_logprobs(self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
-        """Of the drawn tokens."""
+        """Gather the log-probs of the drawn tokens."""
         if self._raw is not None:
             rows, raw = self._raw
             logprobs = logprobs.clone()

@@ -1,4 +1,4 @@
-"""Weights from the trainer's rank 0 into a folder, and from there to whoever shares it."""
+"""Weights from the trainer's rank 0 into a folder, and from there to all who share it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["FileCheckpointEngine"]
 
 
 class FileCheckpointEngine(CheckpointEngine):
-    """One end. Weights are written as a whole, then marked as the newest, then read by the workers.
+    """One end of the transfer. Weights are written as a whole, then marked as the newest, then read by the workers.
 
     They stay in the folder. Who did not take part in the transfer connects with :meth:`newest` or :meth:`newer`.
     """
@@ -62,7 +62,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
     @classmethod
     def newest(cls, config: Config) -> ConnectRequest | None:
-        """With what somebody connects who comes late: the newest weights; None where there are none."""
+        """Return what a worker that comes late connects with: the newest weights; None where there are none."""
         folder = Path(config.folder)
         with guarded(folder):
             marker = read_json(folder / MARKER)
@@ -100,7 +100,7 @@ class FileCheckpointEngine(CheckpointEngine):
         """
         if self.context.rank != 0:
             return PrepareResult()
-        self._leave("began anew")
+        self._leave("started again")
         transfer = self._folder / secrets.token_hex(8)
         with guarded(self._folder):
             transfer.mkdir(parents=True)
@@ -144,7 +144,7 @@ class FileCheckpointEngine(CheckpointEngine):
         self._parties.tell({"version": self._version})
 
     async def _enter(self, arguments: Mapping[str, Any]) -> None:
-        self._leave("began anew")
+        self._leave("started again")
         self._transfer = self._folder / arguments["transfer"]
         if not self._transfer.is_dir():
             raise WeightsError("the weight transfer is over, or its folder is not here", where=str(self._transfer))
@@ -259,7 +259,7 @@ class FileCheckpointEngine(CheckpointEngine):
             self._parties.tell({"done": True})
 
     async def finalize(self) -> None:
-        """Leave. Weights that were published stay; others are removed."""
+        """Leave the transfer. Weights that were published stay; others are removed."""
         self._leave("left before everything was taken")
 
     def _leave(self, reason: str) -> None:

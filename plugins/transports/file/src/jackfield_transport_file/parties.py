@@ -33,7 +33,7 @@ class Other:
     _read: int = 0  #: bytes of its file
 
     def look(self) -> None:
-        """Read what is new. Whoever said ``done`` may leave."""
+        """Read what is new. A party that said ``done`` may leave."""
         there = self.path.exists()
         left = there and abandoned(self.path)  # before reading: what it said last counts
         if there:
@@ -82,7 +82,7 @@ class Parties:
         self._ends = self._clock.time() + self._seconds
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Say something to whoever looks."""
+        """Write something for the others to read."""
         with guarded(self._folder):
             self._file.write(json.dumps(dict(message)).encode() + b"\n")
 
@@ -128,7 +128,7 @@ class Parties:
 
 
 def abandoned(path: Path) -> bool:
-    """Whether nobody holds a file that somebody made."""
+    """Return whether a file that was made is held by no process."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

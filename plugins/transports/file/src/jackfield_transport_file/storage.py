@@ -88,7 +88,7 @@ def publish(transfer: Path, version: int, shards: Sequence[Sequence[Any]]) -> No
 
 
 def clean(folder: Path, keep: int) -> None:
-    """Remove transfers that nobody takes part in or reads: all but the newest whole ones."""
+    """Remove transfers that are not in use: all but the newest whole ones."""
     marked = (read_json(folder / MARKER) or {}).get("transfer")
     whole: list[Path] = []
     broken: list[Path] = []
@@ -103,10 +103,10 @@ def clean(folder: Path, keep: int) -> None:
 
 @contextlib.contextmanager
 def _alone(transfer: Path) -> Iterator[None]:
-    """While nobody reads the transfer.
+    """Hold the transfer while no process reads it.
 
     Raises:
-        BlockingIOError: somebody does.
+        BlockingIOError: one does.
     """
     if not (transfer / INDEX).exists():
         yield

@@ -37,7 +37,7 @@ class NCCLCheckpointEngine(OneSenderEngine):
     """One end of a broadcast. The trainer's rank 0 is the group's rank 0; its other ranks only exhaust.
 
     The sender announces each bucket through the session once every worker has room for it, and all then join the
-    broadcast: so who is slow or silent is noticed and named there, and no broadcast begins that somebody will not join.
+    broadcast: so a slow or silent worker is noticed and named there, and no broadcast begins that not all will join.
     """
 
     config: Config
@@ -125,7 +125,7 @@ class NCCLCheckpointEngine(OneSenderEngine):
     async def send(
         self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
     ) -> Mapping[str, Any]:
-        """In buckets."""
+        """Send the tensors in buckets."""
         sending = Sending(session, self._group, self._slots, self.config.bucket_bytes, self._buffer_device())
         for name, tensor in weights:
             await sending.add(name, tensor)

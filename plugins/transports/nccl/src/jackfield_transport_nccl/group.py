@@ -24,9 +24,9 @@ _UNDER_WAY = 1  #: pieces beside the newest one
 
 
 class SessionStore(c10d.Store):
-    """The store through which members exchange addresses: what is set here is told to all, through the session.
+    """The store through which members exchange addresses: what is set here goes to all, through the session.
 
-    In the place of a ``TCPStore``, which lets anybody in who finds its port.
+    In the place of a ``TCPStore``, which lets every process in that finds its port.
     """
 
     def __init__(self, seconds: float, publish: Callable[[str, str], None]) -> None:
@@ -43,13 +43,13 @@ class SessionStore(c10d.Store):
         self._closed = False
 
     def put(self, key: str, value: str) -> None:
-        """What another member has published."""
+        """Take what another member has published."""
         with self._changed:
             self._values[key] = base64.b64decode(value)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing will come any more: whoever waits is told so."""
+        """End all waits: nothing will come any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -79,7 +79,7 @@ class SessionStore(c10d.Store):
             raise RuntimeError(f"the group's members published no {', '.join(missing)}: {why}")
 
     def check(self, keys: list[str]) -> bool:
-        """Whether values are there."""
+        """Return whether values are there."""
         return all(key in self._values for key in keys)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -87,11 +87,11 @@ class Agent:
         self._agent = agent
 
     def metadata(self) -> Future[bytes]:
-        """What a peer has to know of this agent and its registered memory."""
+        """Return what a peer has to know of this agent and its registered memory."""
         return self._do(self.metadata_now)
 
     def metadata_now(self) -> bytes:
-        """The same, in this agent's thread."""
+        """Do the same in this agent's thread."""
         return bytes(self._agent.get_agent_metadata())
 
     def meet(self, metadata: bytes) -> Future[str]:
@@ -99,7 +99,7 @@ class Agent:
         return self._do(lambda: self.meet_now(metadata))
 
     def meet_now(self, metadata: bytes) -> str:
-        """The same, in this agent's thread."""
+        """Do the same in this agent's thread."""
         name = self._agent.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
 
@@ -112,7 +112,7 @@ class Agent:
         return self._do(lambda: self.register_now(tensor))
 
     def register_now(self, tensor: torch.Tensor) -> None:
-        """The same, in this agent's thread; once."""
+        """Do the same in this agent's thread, once."""
         place = tensor.data_ptr(), tensor.nbytes
         if place not in self._registered:
             self._registered[place] = self._agent.register_memory(tensor, backends=[_BACKEND])
@@ -122,7 +122,7 @@ class Agent:
         return self._do(lambda: self.release_now(tensor))
 
     def release_now(self, tensor: torch.Tensor) -> None:
-        """The same, in this agent's thread."""
+        """Do the same in this agent's thread."""
         found = self._registered.pop((tensor.data_ptr(), tensor.nbytes), None)
         if found is not None:
             self._agent.deregister_memory(found, backends=[_BACKEND])

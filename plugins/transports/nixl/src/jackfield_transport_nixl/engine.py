@@ -20,7 +20,7 @@ __all__ = ["NIXLCheckpointEngine"]
 
 
 class NIXLCheckpointEngine(OneSenderEngine):
-    """One end. The trainer's rank 0 fills buckets in registered memory, and says so; its other ranks only exhaust.
+    """One end of the transfer: the trainer's rank 0 fills buckets in registered memory; its other ranks only exhaust.
 
     A worker reads a bucket when it has room for it, so who is slow or silent is noticed and named by the sender.
     """
@@ -59,7 +59,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
         return agent.devices == "lo" if self.config.in_place is None else self.config.in_place
 
     def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """Of a bucket that lies ready."""
+        """Take the news of a bucket that lies ready."""
         if self._receiving is not None:
             self._receiving.heard(message)
 

@@ -67,7 +67,7 @@ class Block:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """uint8 ``[size]``."""
+        """Return the memory, uint8 ``[size]``."""
         return self.region.memory[self.start : self.start + self.size]
 
     @property
@@ -100,7 +100,7 @@ class Regions:
 
     @property
     def bytes(self) -> int:
-        """Registered."""
+        """Return the number of registered bytes."""
         return sum(region.memory.numel() for region in self.regions.values())
 
     async def take(self, size: int) -> Block | None:
@@ -130,7 +130,7 @@ class Regions:
         return None
 
     async def _room(self, size: int) -> bool:
-        """Whether one more region may be made; those that nobody uses make room for it."""
+        """Whether one more region may be made; those that are not used make room for it."""
         wanted = max(size, self._region_bytes)
         for region in [region for region in self.regions.values() if region.unused]:
             if self.bytes + wanted <= self._max_bytes:
@@ -163,8 +163,8 @@ class _Held:
 
 
 def shown(block: Block, size: int, gone: Callable[[], object]) -> Any:
-    """The first bytes of a block in host memory, uint8 ``[size]``; once no tensor shows them any more, somebody is
-    told, in any thread."""
+    """The first bytes of a block in host memory, uint8 ``[size]``; once no tensor shows them any more, ``done`` is
+    called, in any thread."""
     import numpy as np
 
     return torch.from_numpy(np.asarray(_Held(block, size, gone)))

@@ -131,7 +131,7 @@ class Store:
         )
 
     async def listen(self, host: str, port: int) -> Address:
-        """Take calls.
+        """Listen for clients.
 
         Raises:
             QueueError: ``queue.store``: the address is taken, or none of this machine's.

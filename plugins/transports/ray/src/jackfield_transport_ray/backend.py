@@ -80,7 +80,7 @@ class RayBackend(TransferQueueBackend):
         self._index = await self._in_thread(lambda: ray.remote(Index).options(**options).remote())
 
     async def close(self) -> None:
-        """Forget everything."""
+        """Forget all samples; idempotent."""
         threads, self._threads = self._threads, None
         self._index = None
         if threads is not None:
@@ -303,7 +303,7 @@ def _rows_lost(partition: str, keys: Sequence[str]) -> QueueError:
         code="queue.lost",
         where=f"{partition}: {keys[0]}",
         found=list(keys),
-        fix="make these rows anew; all others are there",
+        fix="make these rows again; all others are there",
     )
 
 

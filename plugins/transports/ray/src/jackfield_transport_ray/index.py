@@ -15,7 +15,7 @@ Entry: TypeAlias = "tuple[str, str, int, int, int]"
 
 @attrs.frozen
 class Found:
-    """What a get is told."""
+    """The answer to a get."""
 
     unknown: list[str]
     lacking: list[tuple[str, str, list[str]]]  #: row, column, and the columns that are there

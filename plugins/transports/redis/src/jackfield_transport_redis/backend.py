@@ -176,7 +176,7 @@ class RedisBackend(TransferQueueBackend):
         return DeleteResult(samples=count, bytes=size)
 
     async def keys(self, request: KeysRequest) -> KeysResult:
-        """List what the server has, whoever removed the rest: a column has a value and a header."""
+        """List what the server still has: a column has a value and a header."""
         server = self._open()
         places = {row: _place(row) for row in await server.run(lambda client: client.smembers(f"{self._prefix}rows"))}
         rows = [row for row, place in places.items() if request.partition in (None, place[0])]

@@ -13,7 +13,7 @@ Keys of a queue, after its prefix ``jackfield:NAME:``
 ``staged``      rows that are being restored (set), with ``staged:ID``
 =============== =======================================================================================================
 
-A checkpoint copies the set of ids, not the rows. Whoever changes a row that is still pending first keeps what it was.
+A checkpoint copies the set of ids, not the rows. A change of a row that is still pending first keeps what it was.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ return {rows, bytes}
 """
 )
 
-#: Prefix, who, seconds. 0 where somebody else is saving.
+#: Prefix, who, seconds. 0 where another process is saving.
 BEGIN = """
 local P = ARGV[1]
 local whose = redis.call('GET', P .. 'saving')

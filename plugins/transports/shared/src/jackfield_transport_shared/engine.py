@@ -20,7 +20,7 @@ __all__ = ["SharedCheckpointEngine"]
 
 
 class SharedCheckpointEngine(OneSenderEngine):
-    """One end. The trainer's rank 0 copies each tensor once, into a segment; all workers read it there.
+    """One end of the transfer. The trainer's rank 0 copies each tensor once, into a segment; all workers read it there.
 
     Publishing does not wait for workers until ``max_bytes`` are in use. A segment is filled again once all workers have
     read it.
@@ -46,7 +46,7 @@ class SharedCheckpointEngine(OneSenderEngine):
         self._mapped.clear()
 
     def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """Of a bucket that lies ready."""
+        """Take the news of a bucket that lies ready."""
         if "bucket" in message:
             self._announced.append(message)
 
@@ -86,7 +86,7 @@ class SharedCheckpointEngine(OneSenderEngine):
         await session.until(lambda _: True, "")
 
     async def _room(self, session: TransferSession, size: int) -> Segment:
-        """A segment that nobody reads."""
+        """A segment without readers."""
 
         def has_read(peer: Peer, bucket: int | None) -> bool:
             return bucket is None or peer.said.get("read", -1) >= bucket

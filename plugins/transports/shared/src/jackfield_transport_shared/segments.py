@@ -29,7 +29,7 @@ class Segment:
     bucket: int | None = None  #: the last bucket of this transfer that was put here
 
     def place(self) -> dict[str, Any]:
-        """What a worker needs in order to map it: plain values."""
+        """Return what a worker needs in order to map it: plain values."""
         status = os.fstat(self.descriptor)
         return {
             "pid": os.getpid(),
@@ -57,7 +57,7 @@ class Pool:
 
     @property
     def bytes(self) -> int:
-        """Of all segments."""
+        """Return the bytes of all segments."""
         return sum(segment.buffer.numel() for segment in self._segments)
 
     def oldest(self) -> int | None:
@@ -70,7 +70,7 @@ class Pool:
             segment.bucket = None
 
     def drop(self) -> None:
-        """Give everything back. Whoever has it mapped keeps what is in it."""
+        """Give everything back. Processes that have it mapped keep what is in it."""
         self._segments.clear()
 
     def take(self, size: int, free: Callable[[Segment], bool]) -> Segment | None:
@@ -78,7 +78,7 @@ class Pool:
 
         Args:
             size: in bytes.
-            free: whether nobody reads a segment any more.
+            free: whether a segment has no readers any more.
         """
         fitting = [segment for segment in self._segments if segment.buffer.numel() >= size and free(segment)]
         if fitting:
@@ -111,7 +111,7 @@ def _made(number: int, size: int) -> Segment:
 
 
 def mapped(place: Mapping[str, Any]) -> torch.Tensor:
-    """A worker's view of a segment, uint8 ``[bytes]``: to be read. It is private, so that nobody spoils the others'.
+    """A worker's view of a segment, uint8 ``[bytes]``: to be read. It is private, so that no worker spoils the others'.
 
     Raises:
         WeightsError: the sender is not a process of this user on this host, or is gone.

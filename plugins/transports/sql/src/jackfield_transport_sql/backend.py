@@ -105,7 +105,7 @@ class SQLBackend(TransferQueueBackend):
         )
 
     async def keys(self, request: KeysRequest) -> KeysResult:
-        """List what the tables have, whoever removed the rest."""
+        """List what the tables still have."""
         database, rows = self._open()
         return KeysResult(
             samples=await database.run(lambda connection: rows.names(connection, request.partition), "read")

@@ -56,7 +56,7 @@ class Database:
         return self._url.render_as_string(hide_password=True)
 
     async def first(self, work: Work[T]) -> T:
-        """The first transaction, which writes: a database that is not there is told at once.
+        """The first transaction, which writes: a missing database is an error at once.
 
         Raises:
             QueueError: ``queue.unreachable`` or ``queue.store``.
@@ -152,7 +152,7 @@ class Database:
 
 
 class _Attempt:
-    """A transaction in a thread, which somebody may stop waiting for."""
+    """A transaction in a thread, whose caller may stop waiting."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None

@@ -138,7 +138,7 @@ class Rows:
                 connection.execute(sql.delete(HISTORY).where(*self._at(HISTORY, partition, some)))
 
     def delete_all(self, connection: sql.Connection) -> None:
-        """Forget everything."""
+        """Delete all samples."""
         for table in (SAMPLES, CELLS):
             connection.execute(sql.delete(table).where(table.c.queue == self._name))
 

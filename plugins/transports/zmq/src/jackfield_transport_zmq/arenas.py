@@ -37,14 +37,14 @@ def place_of_this_process() -> str:
 
 
 def has_ended(process: int, milliseconds: int = 0) -> bool:
-    """Whether the process of a ``pidfd`` has, or does within so much time: its files are closed a moment earlier."""
+    """Return whether the process of a ``pidfd`` ends within ``seconds``: its files are closed a moment earlier."""
     poller = select.poll()
     poller.register(process, select.POLLIN)
     return bool(poller.poll(milliseconds))
 
 
 class Mapping:
-    """Somebody's arena, to be read: whoever writes there ends with a segmentation fault, and spoils nothing."""
+    """Another process's arena, to be read: a write there is a segmentation fault, and spoils nothing."""
 
     def __init__(self, block: Sequence[int]) -> None:
         """
@@ -67,14 +67,14 @@ class Mapping:
 
     @cached_property
     def address(self) -> int:
-        """Of the first byte."""
+        """Return the address of the first byte."""
         import numpy as np
 
         return int(np.frombuffer(self._memory, dtype=np.uint8).ctypes.data)
 
 
 class Held:
-    """Bytes that are shown to torch; once the last tensor is gone that shows them, somebody is told."""
+    """Bytes that are shown to torch; once the last tensor is gone that shows them, ``released`` is called."""
 
     def __init__(self, memory: Any, address: int, size: int, gone: Callable[[], object]) -> None:
         """
@@ -89,7 +89,7 @@ class Held:
         weakref.finalize(self, gone).atexit = False
 
     def tensor(self) -> Any:
-        """uint8 ``[size]``."""
+        """Return the bytes as uint8 ``[size]``."""
         import numpy as np
         import torch
 
@@ -176,7 +176,7 @@ class Block:
 
 
 class Arenas:
-    """All arenas of one process. They go with this object, and when nobody reads them any more."""
+    """All arenas of one process. They go with this object, and once they have no readers any more."""
 
     def __init__(self, max_bytes: int) -> None:
         """
@@ -213,5 +213,5 @@ class Arenas:
 
     @property
     def bytes(self) -> int:
-        """Of all arenas."""
+        """Return the bytes of all arenas."""
         return sum(arena.size for arena in self._arenas)

@@ -199,7 +199,7 @@ class ZMQBackend(TransferQueueBackend):
         return PutResult(bytes=size)
 
     async def _again(self, attempt: Callable[[int], Awaitable[T]]) -> T:
-        """Do something that is planned with so many units, and plan it anew where there turn out to be more."""
+        """Do something that is planned with so many units, and plan it again where there turn out to be more."""
         while True:
             try:
                 return await attempt(len(self._open().directory.units))
@@ -287,7 +287,7 @@ class ZMQBackend(TransferQueueBackend):
         )
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
-        """Write the rows of one moment, in which all units hold puts and deletions back; reading them stops nobody."""
+        """Write the rows of one moment, in which all units hold puts and deletions back; reading stops no producer."""
         return await written(self._open(), self._reader, Path(request.folder), self._in_thread)
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:

@@ -56,7 +56,7 @@ class Client:
         Args:
             directory: of the queue; kept up to date.
             settings: of the backend.
-            died: told when a unit's death is noticed.
+            died: called when a unit's death is noticed.
         """
         self.directory = directory
         self._settings = settings
@@ -89,7 +89,7 @@ class Client:
 
     @property
     def shares(self) -> bool:
-        """Whether all units can open our memory."""
+        """Return whether all units can open this process's memory."""
         return all(line.shares for line in self._lines.values())
 
     # -- units
@@ -123,7 +123,7 @@ class Client:
                     self._lost(other)
 
     def notice_death(self, unit: int) -> bool:
-        """Whether a unit has died, of which nobody has told yet."""
+        """Return whether a unit has died whose death was not noticed before."""
         line = self._lines.get(unit)
         return line is None or line.notice_death()
 
@@ -137,7 +137,7 @@ class Client:
         return sorted(self._lines)
 
     def nobody_left(self) -> QueueError:
-        """What is said where no unit is left."""
+        """Return the error where no unit is left."""
         return QueueError(
             f"all {len(self.directory.units)} storage units of the queue have died",
             code="queue.unreachable",
@@ -210,7 +210,7 @@ class Client:
             raise
 
     async def ask_all(self, kind: str, fields: Mapping[str, Any]) -> dict[int, Message]:
-        """The same request to all units that live, and their answers."""
+        """Send one request to all units that live, and return their answers."""
         replies: dict[int, Message] = {}
 
         async def ask(unit: int) -> None:
@@ -221,12 +221,12 @@ class Client:
         return replies
 
     def tell_all(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """The same message to all units that live."""
+        """Send one message to all units that live."""
         for line in self._lines.values():
             line.tell(kind, fields)
 
     def lease(self, unit: int, number: int) -> Lease:
-        """What a unit shows us; given back from any thread."""
+        """Return the lease on what a unit shows this process; it is given back from any thread."""
 
         def give_back() -> None:
             self._given_back.append((unit, number))
@@ -269,7 +269,7 @@ class Client:
         return block
 
     def sent(self, block: Block) -> None:
-        """No more units will be told of a block."""
+        """Note that no more units will hear of a block."""
         sent = self._sent.get(block.name)
         if sent is not None:
             sent.sending = False

@@ -23,7 +23,7 @@ _FORMAT = 1
 
 @attrs.frozen
 class UnitAddress:
-    """One unit."""
+    """Where one unit is."""
 
     number: int
     pid: int
@@ -48,7 +48,7 @@ class Directory:
 
     @classmethod
     def new(cls, units: int, encrypted: bool) -> Directory:
-        """Of a queue that is about to start."""
+        """Make the directory of a queue that is about to start."""
         return cls(units, secrets.token_bytes(32), Keys.make() if encrypted else None)
 
     def entries(self) -> list[tuple[int, int, str, str]]:
@@ -56,7 +56,7 @@ class Directory:
         return [(unit.number, unit.pid, unit.address, unit.place) for unit in self.units]
 
     def add(self, entries: Iterable[Sequence[Any]]) -> None:
-        """Units that somebody else tells of."""
+        """Add units of which another process tells."""
         known = {unit.number for unit in self.units}
         self.units += [UnitAddress(*entry) for entry in entries if entry[0] not in known]
         self.units.sort(key=lambda unit: unit.number)
@@ -73,7 +73,7 @@ class Directory:
         return self._winners(partition, key, self.lost)
 
     def was_at_a_lost_unit(self, partition: str, key: str) -> bool:
-        """Whether a row may have been at a unit that died."""
+        """Return whether a row may have been at a unit that died."""
         return bool(self.lost) and not self.lost.isdisjoint(self._winners(partition, key, set()))
 
     def _winners(self, partition: str, key: str, without: set[int]) -> list[int]:

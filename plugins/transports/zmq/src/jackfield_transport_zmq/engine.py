@@ -22,7 +22,7 @@ __all__ = ["ZMQCheckpointEngine"]
 
 
 class ZMQCheckpointEngine(OneSenderEngine):
-    """One end. The trainer's rank 0 sends to each worker what it has room for; its other ranks only exhaust."""
+    """One end of the transfer: rank 0 sends to each worker what it has room for; its other ranks only exhaust."""
 
     config: EngineConfig
 
@@ -35,7 +35,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
     # -- before the transfer
 
     def begin(self) -> None:
-        """A sender that was prepared before, and met nobody, stops listening there."""
+        """Begin a transfer; a sender that was prepared before, and met no worker, stops listening there."""
         sending, self._sending = self._sending, None
         if sending is not None:
             sending.close()
@@ -82,7 +82,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
     async def send(
         self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
     ) -> Mapping[str, Any]:
-        """In chunks."""
+        """Send the tensors in chunks."""
         sending = self._sending
         assert sending is not None, "it is connected"
         for name, tensor in weights:
@@ -109,7 +109,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
             receiving.read(arrived)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         receiving, self._receiving = self._receiving, None
         if receiving is not None:
             receiving.close()

@@ -57,7 +57,7 @@ class Shared:
 
 @attrs.frozen(eq=False)
 class Kept:
-    """One cell."""
+    """One cell, here or in shared memory."""
 
     type: str
     size: int  #: bytes
@@ -68,7 +68,7 @@ class Kept:
 
 @attrs.define(eq=False)
 class Client:
-    """Somebody who puts or reads."""
+    """A process that puts or reads."""
 
     process: int | None  #: a descriptor that tells of its end; None where it runs elsewhere
     leases: dict[int, list[Shared]] = attrs.field(factory=dict)  #: what it reads in shared memory
@@ -83,16 +83,16 @@ class Client:
 
     @property
     def shares(self) -> bool:
-        """Whether it can open our memory, and we notice its end."""
+        """Return whether it can open this process's memory, and its end is noticed."""
         return self.process is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process has, where we would notice."""
+        """Return whether its process has ended, where that can be noticed."""
         return self.process is not None and has_ended(self.process)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching its process."""
         if self.process is not None:
             os.close(self.process)
 
@@ -146,13 +146,13 @@ class Memory:
         return Kept(text, size, bytes(content) if size < _OWN else content)
 
     def use(self, cells: Iterable[Kept]) -> None:
-        """Somebody needs these cells."""
+        """Note that a reader needs these cells."""
         for cell in cells:
             if cell.block is not None:
                 cell.block.uses += 1
 
     def let_go(self, cells: Iterable[Kept]) -> int:
-        """Somebody does not need them any more; their bytes."""
+        """Note that a reader does not need them any more; return their bytes."""
         size = 0
         for cell in cells:
             size += cell.size

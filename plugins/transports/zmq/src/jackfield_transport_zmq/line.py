@@ -61,8 +61,8 @@ class Line:
             secret: of the queue.
             shares: whether this process uses shared memory.
             seconds: the deadline of each request.
-            heard: told of every message before whoever has asked.
-            lost: told when the unit's process has ended, where that can be seen.
+            heard: called with every message, before the request is answered.
+            lost: called when the unit's process has ended, where that can be seen.
         """
         self.unit = unit
         place = place_of_this_process()
@@ -94,7 +94,7 @@ class Line:
         self._loop.add_reader(self._process, self._died)
 
     def notice_death(self) -> bool:
-        """Whether the unit has died, where that can be seen; its memory goes before anybody is told."""
+        """Return whether the unit has died, where that can be seen; its memory is dropped before ``died`` is called."""
         if self._process is not None and has_ended(self._process, _DEATH_MS):
             self._died()
         return self._socket is None
@@ -178,7 +178,7 @@ class Line:
     # -- the end
 
     def close(self, reason: Exception | None = None) -> None:
-        """Hang up; whoever waits gets ``reason``."""
+        """Close the connection; all waits end with ``reason``."""
         socket, self._socket = self._socket, None
         if socket is None:
             return

@@ -23,7 +23,7 @@ _START_SECONDS = 30.0
 
 @attrs.define(eq=False)
 class UnitProcess:
-    """One child."""
+    """One child process."""
 
     process: subprocess.Popen[bytes]
     unit: UnitAddress | None = None

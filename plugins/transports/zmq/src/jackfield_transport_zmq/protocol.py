@@ -79,7 +79,7 @@ class Packer:
         return len(self._large), 0
 
     def buffers(self) -> list[Buffer]:
-        """Of the message."""
+        """Return the buffers of the message."""
         return [bytes(self._small), *self._large]
 
 

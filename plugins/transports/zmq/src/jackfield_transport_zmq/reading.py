@@ -106,17 +106,17 @@ class Reading:
         }
 
     def close(self) -> None:
-        """What is not shown by a column is not needed any more."""
+        """Give back what no column shows."""
         for lease in self._leases:
             lease.done()
 
 
 def lost_rows(unit: int, partition: str, keys: Sequence[str]) -> QueueError:
-    """What is said of rows that went with a unit."""
+    """Return the error of rows that went with a unit."""
     return QueueError(
         f"storage unit {unit} died, and with it {len(keys)} rows: {', '.join(keys[:8])}{', …' * (len(keys) > 8)}",
         code="queue.lost",
         where=f"{partition}: {keys[0]}",
         found=list(keys),
-        fix="make these rows anew; all others are there",
+        fix="make these rows again; all others are there",
     )

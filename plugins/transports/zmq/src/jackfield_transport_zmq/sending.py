@@ -70,7 +70,7 @@ class _Worker:
 
 
 class Sending:
-    """The sender's socket, and the chunks that somebody has not got yet."""
+    """The sender's socket, and the chunks that some worker has not got yet."""
 
     def __init__(self, host: str, keys: Keys | None, tcp: bool, port: int, secret: str, bucket_bytes: int) -> None:
         """
@@ -83,7 +83,7 @@ class Sending:
             bucket_bytes: of a chunk.
 
         Raises:
-            zmq.ZMQError: nobody can listen there.
+            zmq.ZMQError: the address is taken.
         """
         self._context = zmq.Context[Any]()
         try:
@@ -215,7 +215,7 @@ class Sending:
         await self._session.until(lambda peer: peer.said.get("got", 0) >= count, f"take chunk {count - 1}")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the sockets."""
         for attached in self._attached:
             attached.close()
         self._attached.clear()
@@ -296,7 +296,7 @@ class Receiving:
             self._grant()  # this message is not needed any more
 
     def _free(self, size: int) -> torch.Tensor:
-        """A buffer that nobody reads; touching fresh memory is slow, so they are kept."""
+        """A buffer without readers; touching fresh memory is slow, so they are kept."""
         fitting = [number for number, buffer in enumerate(self._pool) if buffer.numel() >= size]
         if fitting:
             return self._pool.pop(min(fitting, key=lambda number: self._pool[number].numel()))
@@ -322,7 +322,7 @@ class Receiving:
         self._session.tell({"room": self._room})
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the sockets."""
         self._monitor.close()
         self._attached.close()
         self._context.destroy(0)

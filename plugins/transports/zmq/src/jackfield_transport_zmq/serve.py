@@ -1,6 +1,6 @@
 """The process of a storage unit: ``python -m jackfield_transport_zmq.serve``, started by who owns the queue.
 
-It is told who it is on standard input, answers with its address on standard output, and ends when it is killed, or when
+It reads who it is from standard input, answers with its address on standard output, and ends when it is killed, or when
 the process that started it has ended, however that was.
 """
 

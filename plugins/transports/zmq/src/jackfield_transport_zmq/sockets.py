@@ -44,18 +44,18 @@ class Keys:
 
     @classmethod
     def make(cls) -> Keys:
-        """New ones."""
+        """Make new keys."""
         return cls(*(key.decode() for _ in range(2) for key in zmq.curve_keypair()))
 
     def of_clients(self) -> dict[str, str]:
-        """What clients may know."""
+        """Return the keys that clients may know."""
         return attrs.asdict(self) | {"server_secret": ""}
 
 
 def listening(
     context: zmq.Context[Any], host: str, keys: Keys | None, tcp: bool, port: int = 0
 ) -> tuple[zmq.Socket[Any], str]:
-    """A server's socket and its address. Its context needs a :class:`Gate`, without which nobody gets in.
+    """A server's socket and its address. Its context needs a :class:`Gate`, without which no client gets in.
 
     Args:
         context: of the process.
@@ -65,7 +65,7 @@ def listening(
         port: for TCP; 0: any that is free.
 
     Raises:
-        zmq.ZMQError: nobody can listen there.
+        zmq.ZMQError: the address is taken.
     """
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -148,7 +148,7 @@ def _password(secret: bytes) -> bytes:
 
 
 def readable(socket: zmq.Socket[Any]) -> bool:
-    """Whether a message is there."""
+    """Return whether a message is there."""
     events: Any = socket.getsockopt(zmq.EVENTS)
     return bool(events & _POLLIN)
 

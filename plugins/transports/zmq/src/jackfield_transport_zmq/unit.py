@@ -1,8 +1,8 @@
 """A storage unit: keeps cells by partition, key and column, and does what clients ask for.
 
 It loads no torch: what cells mean is their readers' concern. Values that a producer of this host put into shared memory
-stay there; the unit keeps that memory open, knows who reads which block, and tells the producer when nobody needs one
-any more.
+stay there; the unit keeps that memory open, knows who reads which block, and tells the producer when
+one is not needed any more.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Unit:
         return None if self._holder is None else max(self._hold_ends - time.monotonic(), 0.0)
 
     def tick(self) -> None:
-        """End a hold that nobody ends."""
+        """End a hold whose owner does not end it."""
         if self._holder is not None and time.monotonic() >= self._hold_ends:
             self._moments.pop(self._holder, None)
             self._go_on()
@@ -109,7 +109,7 @@ class Unit:
         self._reply(identity, message, "counted", {"rows": rows, "bytes": size})
 
     def _answer(self) -> None:
-        """Say what is free before what was asked for: whoever deletes rows may use their memory at once."""
+        """Say what is free before what was asked for: a client that deletes rows may use their memory at once."""
         self._tell_freed()
         replies, self._replies = self._replies, []
         for identity, frames in replies:

@@ -106,7 +106,7 @@ def aligned(size: int) -> int:
 
 
 class Lease:
-    """What a unit lets this client read in shared memory; given back when nobody reads it any more."""
+    """What a unit lets this client read in shared memory; given back when it has no readers any more."""
 
     def __init__(self, give_back: Callable[[], object]) -> None:
         self._give_back = give_back

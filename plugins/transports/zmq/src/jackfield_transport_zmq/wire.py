@@ -1,15 +1,15 @@
-"""Messages between processes: a typed header in msgpack, and raw buffers beside it that nobody copies.
+"""Messages between processes: a typed header in msgpack, and raw buffers beside it that are not copied.
 
 A message is a list of frames, as ZeroMQ sends them. The first is the *head*::
 
     b"JKF" | version, 1 byte | keyed BLAKE2b over the rest, 16 bytes | msgpack [kind, fields, sizes of the buffers]
 
 The other frames are buffers: bytes that the fields speak of. Nothing in a message is executed or looked up by name,
-there is no pickle, and msgpack's extension types are refused. Whoever reads says beforehand which kinds of message it
-takes and of which types their fields are; everything else is refused with a :class:`~jackfield.errors.RpcError`, and
-counted.
+there is no pickle, and msgpack's extension types are refused. A reader says beforehand
+which kinds of message it takes and of which types their fields are; everything else is refused with a
+:class:`~jackfield.errors.RpcError`, and counted.
 
-The key makes sure that the head was written by somebody who was told the secret. It does not hide anything, and covers
+The key makes sure that the head was written by a process that knows the secret. It does not hide anything, and covers
 of the buffers only their number and sizes: beyond one host, an encrypted channel has to carry the frames.
 """
 
@@ -126,7 +126,7 @@ class Wire:
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
         self._check_sizes(len(body), sizes)
         if not hmac.compare_digest(bytes(head[len(_MAGIC) + 1 : _PREFIX_BYTES]), self._mac(body)):
-            raise RpcError("a message by somebody who does not know the secret", code="rpc.authentication")
+            raise RpcError("a message from a process that does not know the secret", code="rpc.authentication")
         kind, fields, announced = _unpacked(body)
         if announced != sizes:
             raise RpcError(

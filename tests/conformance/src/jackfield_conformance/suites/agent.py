@@ -193,7 +193,7 @@ async def failures_are_raised(subject: Subject) -> None:
 
 @check("AGT-021", page=_PAGE + "failures")
 async def aborted_generation_ends_the_run(subject: Subject) -> None:
-    """After an aborted answer the model is not asked again, and what there is of it is told as aborted."""
+    """After an aborted answer the model is not asked again, and what there is of it is reported as aborted."""
     for task in tasks(subject):
         calls = len((await play(subject, task)).model.requests)
         for call in range(calls):
@@ -407,7 +407,7 @@ def _assert_aborted(trial: Trial, tokens: int) -> None:
         own = [token for token in aborted.token_ids if token in sequence.response_ids]
         if own:
             told = sequence.finish_reason
-            assert "abort" == told, f"a sequence ends with an aborted answer of {tokens} tokens, told as {told!r}"
+            assert "abort" == told, f"a sequence ends with an aborted answer of {tokens} tokens, reported as {told!r}"
 
 
 def _assert_unique(trials: list[Trial]) -> None:

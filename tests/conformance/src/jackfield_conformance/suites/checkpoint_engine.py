@@ -192,7 +192,7 @@ async def workers_may_change_between_transfers(subject: Subject) -> None:
 async def an_empty_transfer_ends(subject: Subject) -> None:
     """A transfer without any tensor ends at both sides."""
     async with support.ends(subject, workers=2) as made:
-        assert await support.sync(made, {}) == [{}, {}], "tensors arrived that nobody sent"
+        assert await support.sync(made, {}) == [{}, {}], "tensors arrived that were not sent"
 
 
 @check("CKE-023", page=_ORDER)
@@ -228,7 +228,7 @@ async def transfers_side_by_side_do_not_mix(subject: Subject) -> None:
 
 @check("CKE-025", page=_ORDER)
 async def another_version_is_refused(subject: Subject) -> None:
-    """A receiver that was told another version than its sender raises WeightsError rather than take the tensors."""
+    """A receiver of another version than its sender's raises WeightsError rather than take the tensors."""
     async with support.ends(subject, seconds=support.BREAK_SECONDS, worker_seconds=support.BREAK_SECONDS) as made:
         topology = await made.prepare()
         made.start(support.send(made, topology, [support.source(support.numbers())], 2))
@@ -498,7 +498,7 @@ async def deltas_arrive(subject: Subject) -> None:
 
 @check("CKE-046", capability="retains_weights", page=_TOPOLOGY)
 async def who_comes_late_gets_the_newest(subject: Subject) -> None:
-    """A worker that nobody waited for gets every tensor when the transfer is over, be it one without any worker."""
+    """A worker that comes late gets every tensor when the transfer is over, be it one without any worker."""
     async with support.ends(subject, workers=0) as made, support.ends(subject, workers=2) as late:
         for version in (1, 2):
             tensors, topology = support.numbers(seed=version), await made.prepare()

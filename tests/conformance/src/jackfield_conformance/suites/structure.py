@@ -122,7 +122,7 @@ def capabilities_are_known(subject: Subject) -> None:
 
 @every_kind(7)
 def declared_is_implemented(subject: Subject) -> None:
-    """What the class implements is declared as a capability, and what is declared is implemented."""
+    """The class implements what the manifest declares, and the manifest declares what it implements."""
     _need_class(subject)
     for name, capability in capabilities(subject.kind).items():
         if capability.detect is None:
@@ -175,7 +175,7 @@ def imports_stay_within_the_sdk(subject: Subject) -> None:
 
 
 def exception_problems(subject: Subject, today: datetime.date) -> list[str]:
-    """What is wrong with the exceptions that a manifest declares."""
+    """Find what is wrong with the exceptions that a manifest declares."""
     manifest = subject.manifest
     declared: Mapping[str, object] = manifest.conformance.exceptions if manifest else {}
     known = {each.id: each for each in checks(subject.kind)}

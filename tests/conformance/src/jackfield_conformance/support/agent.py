@@ -149,7 +149,7 @@ class Model:
                 self.hangs.set()
                 await asyncio.Event().wait()
             if self._fails:
-                raise RolloutError("the replica died (told by the conformance suite)", code="rollout.stopped")
+                raise RolloutError("the replica died (says the conformance suite)", code="rollout.stopped")
             return self._answer(call, request)
         finally:
             self.running -= 1

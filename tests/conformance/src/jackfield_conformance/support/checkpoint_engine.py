@@ -231,7 +231,7 @@ async def receive_all(
     version: int = 1,
     meanwhile: Callable[[str], Awaitable[None]] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """What each worker receives."""
+    """Return what each worker receives."""
     pairs = zip(made.workers, topology.rollout, strict=True)
     return list(await asyncio.gather(*(receive(*pair, version, meanwhile) for pair in pairs)))
 
@@ -256,10 +256,10 @@ async def send(
 
 
 def assert_received(wanted: Tensors, found: Tensors, what: str = "received") -> None:
-    """The same names, dtypes, shapes and bits."""
+    """Require the same names, dtypes, shapes and bits."""
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     assert not missing, f"{what}: {len(missing)} tensors have not arrived: {missing[:4]}"
-    assert not unknown, f"{what}: {len(unknown)} tensors that nobody sent: {unknown[:4]}"
+    assert not unknown, f"{what}: {len(unknown)} tensors that were not sent: {unknown[:4]}"
     for name, tensor in wanted.items():
         other = found[name]
         assert tensor.dtype == other.dtype, f"{what}: {name} is {other.dtype}, expected {tensor.dtype}"
@@ -282,7 +282,7 @@ async def within(seconds: float, awaitable: Awaitable[Any], what: str) -> Any:
 
 
 async def ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs, and look at how each has ended: nobody else will."""
+    """Cancel what still runs, and take note of how each has ended."""
     for task in tasks:
         task.cancel()
     if tasks:

@@ -334,7 +334,7 @@ def gradients(engine: BaseEngine, data: TensorDict, loss: Any) -> Gradients:
 
 
 def held_gradients(engine: BaseEngine) -> Gradients:
-    """What the engine has accumulated, as copies on the CPU."""
+    """Return what the engine has accumulated, as copies on the CPU."""
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_grad()}
 
 
@@ -350,7 +350,7 @@ def train(engine: BaseEngine, data: TensorDict, loss: Any, steps: int = 1) -> tu
 
 
 def weights(engine: BaseEngine) -> dict[str, torch.Tensor]:
-    """What the engine publishes, as copies on the CPU."""
+    """Return what the engine publishes, as copies on the CPU."""
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_param()[0]}
 
 
@@ -373,7 +373,7 @@ def relative_error(wanted: torch.Tensor, found: torch.Tensor) -> float:
 def assert_close(
     wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float, what: str
 ) -> None:
-    """The same names and shapes, and no relative error above ``tolerance``; tells the worst."""
+    """Require the same names and shapes, and no relative error above ``tolerance``; the worst is named."""
     assert_names(wanted, found, what)
     errors = {name: relative_error(tensor, found[name].reshape(tensor.shape)) for name, tensor in wanted.items()}
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
@@ -383,7 +383,7 @@ def assert_close(
 
 
 def assert_names(wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], what: str) -> None:
-    """The same names and the same shapes."""
+    """Require the same names and the same shapes."""
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     assert not missing, f"{what}: not there: {missing[:4]}"
     assert not unknown, f"{what}: there, and not expected: {unknown[:4]}"
@@ -394,7 +394,7 @@ def assert_names(wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.T
 
 
 def assert_same_tensors(wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], what: str) -> None:
-    """The same names, dtypes and bits."""
+    """Require the same names, dtypes and bits."""
     assert_names(wanted, found, what)
     for name, tensor in wanted.items():
         same = tensor.dtype == found[name].dtype and torch.equal(tensor, found[name])

@@ -48,7 +48,7 @@ class Host:
 
     @property
     def alive(self) -> bool:
-        """Whether it can take an order."""
+        """Return whether it can take an order."""
         return self._process.poll() is None
 
     def order(self, order: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ def _processes() -> frozenset[str]:
 
 
 def shared_memory() -> frozenset[str]:
-    """The names of the machine's shared memory, whoever made it."""
+    """Return the names of all shared memory of the machine."""
     return frozenset(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.exists() else frozenset()
 
 
@@ -72,7 +72,7 @@ def shared_memory_since(before: frozenset[str]) -> list[str]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether this process or one that it started holds the shared memory, or nobody at all."""
+    """Whether this process or one that it started holds the shared memory, or no process at all."""
     try:
         if path.stat().st_uid != os.getuid():
             return False

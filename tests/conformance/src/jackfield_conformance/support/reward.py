@@ -54,7 +54,7 @@ class Unreadable(ScoreRequest):
 
     @property
     def was_read(self) -> bool:
-        """Whether the plugin met the error."""
+        """Return whether the plugin met the error."""
         return bool(self.__dict__.get("_was_read", False))
 
 
@@ -140,7 +140,7 @@ def assert_result(result: object, request: ScoreRequest | None = None, what: str
 
 
 def same(one: ScoreResult, other: ScoreResult) -> bool:
-    """The same answer: metrics may hold durations, and errors may hold ids."""
+    """Compare two answers: metrics may hold durations, and errors may hold ids."""
     return (one.status, one.score, one.token_scores) == (other.status, other.score, other.token_scores)
 
 

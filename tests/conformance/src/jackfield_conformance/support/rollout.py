@@ -133,7 +133,7 @@ def _new_model(seed: int) -> Any:
 
 
 def _tokenizer() -> Any:
-    """Letters and some pairs of letters; text has no spaces, so tokens are told apart by their ids alone."""
+    """Letters and some pairs of letters; text has no spaces, so only ids distinguish tokens."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -193,7 +193,7 @@ def _quantise(model: Any) -> None:
 
 
 def named_weights(which: Which = "other") -> dict[str, torch.Tensor]:
-    """What an engine would export: Hugging Face names, tied tensors once."""
+    """Return what an engine would export: Hugging Face names, tied tensors once."""
     return {name: parameter.detach().clone() for name, parameter in _float32(which).named_parameters()}
 
 
@@ -257,7 +257,7 @@ def _argmax_path(prompt: tuple[int, ...], count: int) -> list[int]:
 
 
 def tolerance(subject: Subject) -> float:
-    """How far log-probabilities may be off: fixture key ``log_prob_tolerance``, no more than a declaration allows."""
+    """Return how far log-probabilities may be off: fixture key ``log_prob_tolerance``, within what is declared."""
     allowed = float(subject.fixture.get("log_prob_tolerance", ENGINE_TOLERANCE))
     return min(allowed, ENGINE_TOLERANCE) if subject.capabilities.get("engine_log_probs") == "full" else allowed
 
@@ -402,7 +402,7 @@ def refused(kind: type[JackfieldError], *codes: str, naming: str = "") -> Iterat
 
 
 def spawn(coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """A task whose error is its awaiter's business; where a check has failed before, nobody's."""
+    """Start a task whose error is its awaiter's business; after a failed check it is dropped."""
     task = asyncio.create_task(coroutine, name=name)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task

@@ -1,7 +1,7 @@
 """Ends of a weight transfer in processes of their own, for the tests of checkpoint engines; as a script, one of them.
 
-The test orders, the process does and answers, one JSON object a line: so a test decides who is where when somebody is
-killed, and nobody sleeps.
+The test orders, the process does and answers, one JSON object a line: so a test decides
+where each process is when one is killed, without sleeping.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ANSWER_SECONDS = 30.0
 
 
 def model_tensors(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's tensors, drawn anew for each seed: bf16, fp8 and float32, tiny ones, strided ones, one of 1 MB."""
+    """Return a model's tensors, drawn by the seed: bf16, fp8 and float32, tiny ones, strided ones, one of 1 MB."""
     generator = torch.Generator().manual_seed(seed)
     yield "embed.weight", torch.randn(1024, 256, generator=generator)
     for layer in range(12):
@@ -64,7 +64,7 @@ _KINDS = {"full": model_tensors, "adapter": adapter_tensors}
 
 
 def digests(kind: str, seed: int) -> dict[str, str]:
-    """What every receiver has to have."""
+    """Return what every receiver has to have."""
     return {name: digest(tensor) for name, tensor in _KINDS[kind](seed)}
 
 
@@ -73,7 +73,7 @@ def digests(kind: str, seed: int) -> dict[str, str]:
 
 @attrs.define(eq=False)
 class End:
-    """One process."""
+    """One process of a transfer."""
 
     connection: socket.socket
     pid: int = 0
@@ -85,7 +85,7 @@ class End:
         self.connection.sendall(json.dumps({"what": what, **details}).encode() + b"\n")
 
     def answer(self, seconds: float = _ANSWER_SECONDS) -> dict[str, Any]:
-        """What it answers.
+        """Return what it answers.
 
         Raises:
             AssertionError: nothing within ``seconds``, or it has died.
@@ -151,7 +151,7 @@ class _Nursery:
 
 @attrs.define(eq=False)
 class Team:
-    """Trainer ranks and workers of one plugin, each a process; those that a test has killed are made anew."""
+    """Trainer ranks and workers of one plugin, each a process; those that a test has killed are made again."""
 
     plugin: str
     settings: Mapping[str, Any]

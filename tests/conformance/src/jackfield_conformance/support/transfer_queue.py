@@ -148,14 +148,14 @@ async def opened(
 async def put(
     backend: TransferQueueBackend, keys: Sequence[str], columns: Mapping[str, Column], partition: str = "train"
 ) -> PutResult:
-    """Write columns."""
+    """Write columns of rows."""
     return await backend.put(PutRequest(partition=partition, keys=tuple(keys), columns=columns))
 
 
 async def get(
     backend: TransferQueueBackend, keys: Sequence[str], columns: Sequence[str], partition: str = "train"
 ) -> Mapping[str, Column]:
-    """Read columns."""
+    """Read columns of rows."""
     result = await backend.get(GetRequest(partition=partition, keys=tuple(keys), columns=tuple(columns)))
     return result.columns
 

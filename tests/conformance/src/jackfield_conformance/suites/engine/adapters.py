@@ -267,7 +267,7 @@ def gradient_checkpointing_changes_no_gradient(subject: Subject) -> None:
 
 
 def has_value_head(subject: Subject) -> bool:
-    """Whether a model with a value head is loaded and gives values."""
+    """Return whether a model with a value head is loaded and gives values."""
     try:
         with support.opened(subject, role="critic", value_head=True) as engine:
             return bool(_values(engine))
@@ -276,7 +276,7 @@ def has_value_head(subject: Subject) -> bool:
 
 
 def has_lora(subject: Subject) -> bool:
-    """Whether a model with an adapter is loaded and exports it."""
+    """Return whether a model with an adapter is loaded and exports it."""
     try:
         with support.opened(subject, lora=LORA) as engine:
             return bool(_export(engine))

@@ -112,7 +112,7 @@ def nothing_is_computed_that_was_not_asked_for(subject: Subject) -> None:
         without = engine.forward_backward_batch(support.batch(), None, forward_only=True)
     assert seen, "the loss function was not called"
     for where, output in (("the loss function's input", seen[0]), ("the result", with_loss)):
-        assert output.entropy is None, f"{where} has an entropy that nobody asked for"
+        assert output.entropy is None, f"{where} has an entropy that was not asked for"
         assert output.values is None, f"{where} has values without a value head"
     assert without.loss is None, f"a pass without a loss function has the loss {without.loss}, expected None"
     assert not without.metrics, f"a pass without a loss function has metrics: {dict(without.metrics)}"

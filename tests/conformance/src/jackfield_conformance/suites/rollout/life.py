@@ -192,7 +192,7 @@ async def decoding_does_not_sleep(subject: Subject) -> None:
 
 @check("ROL-097", page=PAGE + "life")
 async def stopping_fails_requests(subject: Subject) -> None:
-    """``stop`` makes every request that runs or waits fail with ``rollout.stopped``; nobody waits for ever."""
+    """``stop`` makes every request that runs or waits fail with ``rollout.stopped``; no caller waits for ever."""
     async with serving(subject) as server:
         caller = _task(server, greedy("running", LONG, PROMPT[1:]))
         reader = Reader(server, greedy("streamed", LONG))
