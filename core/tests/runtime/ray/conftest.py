@@ -52,7 +52,14 @@ def alive(pids: set[int]) -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def run() -> Iterator[Callable[..., Any]]:
+    """``run(main())``: one event loop for a module, as a run has one; connections to workers belong to it."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, run: Callable[..., Any]) -> Iterator[Cluster]:
     """An open cluster of two CPUs; after the module, nothing of it is left."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("home")
@@ -60,14 +67,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cloudpickle.register_pickle_by_value(workers)  # actors cannot import what pytest has imported
         before = descendants(os.getpid())
         made = Cluster(Clock(), start_seconds=120.0)
-        asyncio.run(made.open(ClusterOptions(num_cpus=2, object_store_bytes=100_000_000), needed_cpus=1))
+        run(made.open(ClusterOptions(num_cpus=2, object_store_bytes=100_000_000), needed_cpus=1))
         try:
             yield made
         finally:
             ours = descendants(os.getpid()) - before
             assert ours, "a cluster has processes"
             os.kill(max(ours), signal.SIGSTOP)  # a worker's: it will not hear that it is to end
-            asyncio.run(made.close())
+            run(made.close())
             assert set() == alive(ours), "a process of the cluster is left"
             assert [] == list(home.rglob("*token*")), "a token was written to the home folder"
 

@@ -24,14 +24,14 @@ from .workers import COUNTER, Counter, make_counter, make_failure, make_memory, 
 
 pytestmark = pytest.mark.timeout(180)
 
-Hosted = Callable[..., Any]
+Hosted = Run = Callable[..., Any]
 
 
 def stub(actor: Actor, seconds: float = 60.0) -> Counter:
     return actor.stub("worker", COUNTER, Counter, seconds)
 
 
-def test_a_stub_is_the_worker_from_afar(hosted: Hosted) -> None:
+def test_a_stub_is_the_worker_from_afar(hosted: Hosted, run: Run) -> None:
     """Methods answer; errors arrive as they were raised; what is cancelled here ends there."""
 
     async def main() -> None:
@@ -54,24 +54,24 @@ def test_a_stub_is_the_worker_from_afar(hosted: Hosted) -> None:
         with refused("deadline", "a counter"):
             await stub(actor, 0.05).hang()
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_a_worker_that_cannot_be_made_says_why(cluster: Cluster) -> None:
+def test_a_worker_that_cannot_be_made_says_why(cluster: Cluster, run: Run) -> None:
     async def main() -> None:
         actor = await cluster.start("a failure")
         with pytest.raises(EngineError) as caught:
             await actor.make(make_failure)
         assert "engine.failed" == caught.value.code
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_a_dead_worker_is_named_at_once(cluster: Cluster, hosted: Hosted) -> None:
+def test_a_dead_worker_is_named_at_once(cluster: Cluster, hosted: Hosted, run: Run) -> None:
     """The caller that waits for it is told, and so is the one that watches."""
 
     async def main() -> None:
-        rank, other = await hosted("the actor engine, rank 1", make_counter), await hosted("rank 0", make_counter)
+        rank, other = await hosted("the actor engine, rank 1", make_counter), await hosted("another", make_counter)
         counter = stub(rank)
         watching = asyncio.ensure_future(cluster.watch([rank, other]))
         hanging = asyncio.ensure_future(counter.hang())
@@ -85,10 +85,10 @@ def test_a_dead_worker_is_named_at_once(cluster: Cluster, hosted: Hosted) -> Non
             await counter.add(1)
         assert 1 == await stub(other).add(1)
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(hosted: Hosted) -> None:
+def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(hosted: Hosted, run: Run) -> None:
     async def main() -> None:
         actor = await hosted("reward worker 0", partial(make_counter, start=10), restarts=5)
         begun = []
@@ -104,10 +104,12 @@ def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(hosted
         assert [await counter.pid()] == begun
         assert first not in begun
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(cluster: Cluster, hosted: Hosted) -> None:
+def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(
+    cluster: Cluster, hosted: Hosted, run: Run
+) -> None:
     """Workers that died, or cannot end, leave none."""
 
     async def main() -> None:
@@ -125,10 +127,10 @@ def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(cluster: C
         after = [await each.pid() for each in stubs]
         assert [True, False, False] == [ours == theirs for ours, theirs in zip(before, after, strict=True)]
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_a_server_that_is_not_healthy_ends_with_its_process(hosted: Hosted) -> None:
+def test_a_server_that_is_not_healthy_ends_with_its_process(hosted: Hosted, run: Run) -> None:
     """A request that fails ends no replica that is well."""
 
     def request(version: int | None = None) -> GenerateRequest:
@@ -147,10 +149,10 @@ def test_a_server_that_is_not_healthy_ends_with_its_process(hosted: Hosted) -> N
             await server.generate(request(9))
         assert before != (await server.generate(request())).request_id, "made again"
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(cluster: Cluster) -> None:
+def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(cluster: Cluster, run: Run) -> None:
     async def main() -> None:
         cluster._start_seconds, before = 0.5, cluster._start_seconds
         try:
@@ -174,10 +176,10 @@ def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(c
         await cluster.places(2, {"CPU": 1.0}, "somebody else")
         cluster.give_back("somebody else")
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_values_cross_bit_by_bit(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_cross_bit_by_bit(hosted: Hosted, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     """Any dtype and shape, in pieces; what comes back may be changed."""
     torch = pytest.importorskip("torch")
     from jackfield.queue import Values, column_from_rows, dense_column, json_column
@@ -212,4 +214,4 @@ def test_values_cross_bit_by_bit(hosted: Hosted, monkeypatch: pytest.MonkeyPatch
         found["large"].values.add_(1)
         assert 3 == (await backend.stats()).samples
 
-    asyncio.run(main())
+    run(main())

@@ -90,7 +90,9 @@ class Replica:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if request.minimum_weight_version is None:
-            return GenerateResult(request_id=str(os.getpid()), finish_reason="length")
+            return GenerateResult(
+                request_id=str(os.getpid()), token_ids=(), log_probs=(), weight_versions=(), finish_reason="length"
+            )
         self.healthy = request.minimum_weight_version < 9
         raise ZeroDivisionError("by nought")
 
