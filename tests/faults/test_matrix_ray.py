@@ -156,7 +156,7 @@ def test_a_worker_is_named_and_what_it_did_is_done_again(ended: Seen, role: str,
     (died, *_) = [line for line in lines if line.startswith(f"{who} died") and process in line] or [""]
     assert died, (who, process, ended.error)
     if name == "STOP":
-        silent = f"{who} ({process}) sent no heartbeat for {SILENCE:g} s"
+        silent = f"{who} ({process}) died: it sent no heartbeat for {SILENCE:g} s"
         assert any(line.startswith(silent) and "(deadlines.heartbeat)" in line for line in lines), ended.error
     outcome = "named and replaced; what it did is done again"
     if role in ("rank", "storage unit"):

@@ -173,11 +173,8 @@ class RayCrews:
         )
 
     async def _backend(self, store: _Spec) -> TransferQueueBackend:
-        await self._make_worker(store)
-        actor = self._actors[store_name]
-        assert actor.address is not None, "it has just been made"
-        self._store = actor.address
-        return remote_backend(actor.connection, self._deadlines.batch)
+        self._store = await self._make_worker(store)
+        return remote_backend(self._actors[store_name].connection, self._deadlines.batch)
 
     def _rank_stub(self, spec: _Spec) -> EngineRank:
         """What stands for a rank: a dead one has been closed."""
@@ -316,8 +313,8 @@ class RayCrews:
         self._places[spec.name] = await self._cluster.place(self._actors[spec.name])
         self._note_places()
 
-    async def _make_worker(self, spec: _Spec) -> None:
-        await self._actors[spec.name].make(spec.make())
+    async def _make_worker(self, spec: _Spec) -> Address:
+        return await self._actors[spec.name].make(spec.make())
 
     def _note_places(self) -> None:
         """Who lives where, for people."""

@@ -254,6 +254,8 @@ async def connect(
     contracts: Mapping[str, Contract],
     services: Mapping[str, Service] | None = None,
     lost_error: Callable[[str], JackfieldError] | None = None,
+    *,
+    kills: bool = True,
 ) -> Connection:
     """Connect to a server, and watch it.
 
@@ -264,6 +266,7 @@ async def connect(
         contracts: of the services that will be called, by name.
         services: what the server may call here.
         lost_error: makes the error of calls after the end from its reason; None: ``rpc.lost``.
+        kills: whether a server that sends no heartbeats is killed, if it runs on this machine.
 
     Raises:
         RpcError: ``rpc.lost``: it cannot be reached; ``rpc.version``: its contracts are others.
@@ -283,7 +286,7 @@ async def connect(
                 found=found,
                 fix="install the same version on both sides",
             )
-    watching = asyncio.create_task(watch(connection, address.heartbeat_seconds, clock))
+    watching = asyncio.create_task(watch(connection, address.heartbeat_seconds, clock, kills=kills))
     connection.lost.add_done_callback(lambda _: watching.done())  # keeps a reference to the task
     if not address.process.is_near:
         beating = _beating(address, msgspec.structs.replace(own, session=welcome.session), connection.lost)
@@ -315,8 +318,8 @@ async def _beating(address: Address, own: Welcome, lost: asyncio.Future[str]) ->
     await connection.leave(_ENDED)
 
 
-async def watch(connection: Connection, seconds: float, clock: Clock) -> str:
-    """Wait for the end of a connection and return its reason. A silent process is killed where that is possible."""
+async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: bool = True) -> str:
+    """Wait for the end of a connection and return its reason; ``kills`` a silent process where that is possible."""
 
     def heard() -> bool:
         connection.send(Heartbeat())
@@ -330,6 +333,6 @@ async def watch(connection: Connection, seconds: float, clock: Clock) -> str:
         silent.cancel()
     if not connection.lost.done():
         at_work = f" while it had to {connection.doing}" if connection.doing else ""
-        end = " and was killed" if connection.process is not None and connection.process.kill() else ""
+        end = " and was killed" if kills and connection.process is not None and connection.process.kill() else ""
         connection.silent(f"sent no heartbeat for {seconds:g} s{at_work}{end} (deadlines.heartbeat)")
     return await connection.lost

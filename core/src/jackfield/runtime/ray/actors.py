@@ -41,13 +41,12 @@ class Actor:
 
     async def place(self) -> Place:
         """Return where the process lives; Ray may be starting it again."""
-        call = self.handle.place.options(max_task_retries=-1)
-        place: Place = await self._answer(call.remote(), self._start_seconds, "to start")
-        self._node = place.node
-        return place
+        place = self.handle.place.options(max_task_retries=-1).remote()
+        self._node = (found := cast(Place, await self._answer(place, self._start_seconds, "to start"))).node
+        return found
 
-    async def make(self, make: MakeServices) -> None:
-        """Have the actor make its worker, and connect to it.
+    async def make(self, make: MakeServices) -> Address:
+        """Have the actor make its worker, connect to it, and return where it is served.
 
         Raises:
             JackfieldError: why it cannot.
@@ -55,19 +54,18 @@ class Actor:
         from ray import cloudpickle
 
         self._make = cast(Any, cloudpickle).dumps(make)
-        await self._connect(self.handle.make)
+        return await self._connect(self.handle.make)
 
-    async def _connect(self, method: Any) -> None:
+    async def _connect(self, method: Any) -> Address:
         reference = method.remote(self._make)
-        self.address = await self._answer(reference, self._start_seconds, "to be ready")
-        assert self.address is not None
-        self.connection = await connect_worker(self.address, self.name, "the controller", self._clock)
+        self.address = address = cast(Address, await self._answer(reference, self._start_seconds, "to be ready"))
+        self.connection = await connect_worker(address, self.name, "the controller", self._clock, kills=True)
         self.connection.lost.add_done_callback(self._note_end)
+        return address
 
     def _note_end(self, lost: asyncio.Future[str]) -> None:
-        self.address = None
-        text = "%s (%s) died: it %s"
-        logging.getLogger("jackfield").warning(text, self.name, self.connection.process, lost.result())
+        process, self.address = self.address and self.address.process, None
+        logging.getLogger("jackfield").warning("%s (%s) died: it %s", self.name, process, lost.result())
 
     def stub(self, service: str, contract: Contract, cls: type[T], seconds: float) -> T:
         """Return an object whose methods call a service of the worker, which is not made again when it dies."""
@@ -183,7 +181,7 @@ def _kill_if_stopped(process: Process | None) -> None:
         process.kill()
 
 
-async def connect_worker(address: Address, name: str, client: str, clock: Clock) -> Connection:
+async def connect_worker(address: Address, name: str, client: str, clock: Clock, *, kills: bool = False) -> Connection:
     """Connect to a worker; after its death calls raise ``WorkerLost``.
 
     Args:
@@ -191,12 +189,13 @@ async def connect_worker(address: Address, name: str, client: str, clock: Clock)
         name: of the worker.
         client: name of this process, for the worker.
         clock: through which every wait goes.
+        kills: whether a worker that sends no heartbeats is killed: the controller does, and says why it died.
     """
 
     def lost(reason: str) -> JackfieldError:
         return _death(name, f"{name}, {address.process}", f"it {reason}")
 
-    return await connect(address, client, clock, {}, lost_error=lost)
+    return await connect(address, client, clock, {}, lost_error=lost, kills=kills)
 
 
 def _death(name: str, where: str, found: str) -> WorkerLost:

@@ -94,7 +94,8 @@ class Host:
                     services = await cloudpickle.loads(make)(self._stack)
                 server = Server(self._name, services, Clock(), self._heartbeat_seconds, watches=False)
                 self._stack.push_async_callback(server.close)
-                self._served = await server.listen(_node_address())
+                served, node = await server.listen(_node_address()), f"node {_node_address()}"
+                self._served = attrs.evolve(served, process=attrs.evolve(served.process, host=node))
             return self._served
 
     async def end(self) -> None:
