@@ -153,7 +153,7 @@ def test_a_worker_is_named_and_what_it_did_is_done_again(ended: Seen, role: str,
     assert not lives(sent.pid), "it can do no harm any more"
     who, process = NAMES[role], f"process {sent.pid} on node 127.0.0.1"
     lines = ended.error[sent.printed :].splitlines()
-    (died, *_) = [line for line in lines if line.startswith(f"{who} died") and process in line] or [""]
+    died = "\n".join(line for line in lines if line.startswith(f"{who} died") and process in line)
     assert died, (who, process, ended.error)
     if name == "STOP":
         silent = f"{who} ({process}) died: it sent no heartbeat for {SILENCE:g} s"
