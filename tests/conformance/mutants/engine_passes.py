@@ -182,7 +182,7 @@ class GradientsOverwritten(PlainEngine):
             PlainEngine.optimizer_zero_grad(self)
 
 
-@mutant("ENG-018", "ENG-022", "ENG-023", "ENG-042", "ENG-050", "ENG-051")
+@mutant("ENG-022", "ENG-023", "ENG-042", "ENG-050", "ENG-051")
 class GradientsNeverForgotten(PlainEngine):
     """optimizer_zero_grad does nothing."""
 
