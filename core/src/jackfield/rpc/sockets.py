@@ -156,7 +156,7 @@ class Server:
             clock: through which every wait goes.
             heartbeat_seconds: a client that is silent for so long is dead, and so is this process for a client.
             on_end: awaited once for each client that has ended, with the reason, after its calls were cancelled.
-            watches: end clients that are silent.
+            watches: end clients that are silent, and report the deaths of clients; else others do.
         """
         self._name, self._services, self._clock, self._seconds = name, services, clock, heartbeat_seconds
         self._on_end, self._watches = on_end, watches
@@ -229,7 +229,7 @@ class Server:
         seconds = self._seconds
         reason = await (watch(connection, seconds, self._clock) if self._watches else asyncio.shield(connection.lost))
         del self.clients[connection.session]
-        if reason != _ENDED and self._server is not None and self._server.is_serving():
+        if self._watches and reason != _ENDED and self._server is not None and self._server.is_serving():
             text = f"{connection.name} ({connection.process}) {reason}"
             logging.getLogger("jackfield").warning("%s", text)
             for other in self.clients.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -60,12 +59,11 @@ class Actor:
         reference = method.remote(self._make)
         self.address = address = cast(Address, await self._answer(reference, self._start_seconds, "to be ready"))
         self.connection = await connect_worker(address, self.name, "the controller", self._clock, kills=True)
-        self.connection.lost.add_done_callback(self._note_end)
+        self.connection.lost.add_done_callback(self._forget)
         return address
 
-    def _note_end(self, lost: asyncio.Future[str]) -> None:
-        process, self.address = self.address and self.address.process, None
-        logging.getLogger("jackfield").warning("%s (%s) died: it %s", self.name, process, lost.result())
+    def _forget(self, lost: asyncio.Future[str]) -> None:
+        self.address = None
 
     def stub(self, service: str, contract: Contract, cls: type[T], seconds: float) -> T:
         """Return an object whose methods call a service of the worker, which is not made again when it dies."""
@@ -122,7 +120,7 @@ class Actor:
         """Close the connection, if there is one."""
         self.address = None
         if hasattr(self, "connection"):
-            self.connection.lost.remove_done_callback(self._note_end)
+            self.connection.lost.remove_done_callback(self._forget)
             await self.connection.close()
 
     async def kill(self) -> None:
