@@ -107,7 +107,7 @@ class Rank:
 
 
 class Estimator:
-    """Advantages that nobody needs."""
+    """Estimates nothing."""
 
     async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> dict[str, float]:
         return {}

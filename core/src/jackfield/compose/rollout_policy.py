@@ -153,6 +153,7 @@ def check_mismatch(config: RunConfig, loss: Part, corrects: bool) -> None:
 
 
 def check_correction(config: RunConfig, loss: Part, corrects: bool, old: str) -> None:
+    """Refuse a correction that this loss, or these old log-probs, leave nothing to do."""
     where = "algorithm.correction"
     if corrects and loss.per_sequence:
         raise ConfigError(

@@ -40,9 +40,10 @@ class Actor:
 
     async def place(self) -> Place:
         """Return where the process lives; Ray may be starting it again."""
-        place = self.handle.place.options(max_task_retries=-1).remote()
-        self._node = (found := cast(Place, await self._answer(place, self._start_seconds, "to start"))).node
-        return found
+        reference = self.handle.place.options(max_task_retries=-1).remote()
+        place: Place = await self._answer(reference, self._start_seconds, "to start")
+        self._node = place.node
+        return place
 
     async def make(self, make: MakeServices) -> Address:
         """Have the actor make its worker, connect to it, and return where it is served.
