@@ -107,6 +107,24 @@ def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(hosted
     run(main())
 
 
+def test_a_worker_that_dies_while_it_is_idle_is_named(
+    hosted: Hosted, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may never be called again."""
+
+    async def main() -> str:
+        actor = await hosted("reward worker 7", make_counter, restarts=1)
+        pid = await actor.restarting_stub("worker", COUNTER, Counter, 60.0).pid()
+        ended = asyncio.Event()
+        actor.connection.lost.add_done_callback(lambda _: ended.set())  # after those of the actor
+        os.kill(pid, signal.SIGKILL)
+        await ended.wait()
+        return f"reward worker 7 (process {pid} on node"
+
+    named = run(main())
+    assert [True] == [record.message.startswith(named) for record in caplog.records if "died" in record.message]
+
+
 def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(
     cluster: Cluster, hosted: Hosted, run: Run
 ) -> None:

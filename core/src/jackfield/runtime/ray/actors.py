@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -13,7 +14,7 @@ from jackfield.errors import DeadlineExceeded, JackfieldError, RunError, WorkerL
 from jackfield.rpc import Address, Connection, Contract, Process, connect, stub
 from jackfield.runtime.ray.host import MakeServices, Place
 
-__all__ = ["Actor", "connect_worker"]
+__all__ = ["Actor", "awaited", "connect_worker"]
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class Actor:
         self.connection: Connection
         self._clock, self._start_seconds = clock, start_seconds
         self._reviving = asyncio.Lock()
-        self._make, self._node = b"", ""
+        self._make, self._node, self._restarts = b"", "", False
 
     async def place(self) -> Place:
         """Return where the process lives; Ray may be starting it again."""
@@ -64,7 +65,9 @@ class Actor:
         return address
 
     def _forget(self, lost: asyncio.Future[str]) -> None:
-        self.address = None
+        process, self.address = self.address and self.address.process, None
+        if self._restarts:  # any other death is reported by what watches for it
+            logging.getLogger("jackfield").warning("%s (%s) died: it %s", self.name, process, lost.result())
 
     def stub(self, service: str, contract: Contract, cls: type[T], seconds: float) -> T:
         """Return an object whose methods call a service of the worker, which is not made again when it dies."""
@@ -87,6 +90,8 @@ class Actor:
             seconds: the longest that a call may take.
             begin: called each time that the worker was made again.
         """
+
+        self._restarts = True
 
         async def call(method: str, *arguments: Any, **keywords: Any) -> Any:
             try:
@@ -114,15 +119,11 @@ class Actor:
         Raises:
             WorkerLost: the process has ended.
         """
-        await self.leave()
-        await self._answer(self.handle.end.remote(), _END_SECONDS, "to end")
-
-    async def leave(self) -> None:
-        """Close the connection, if there is one."""
         self.address = None
         if hasattr(self, "connection"):
             self.connection.lost.remove_done_callback(self._forget)
             await self.connection.close()
+        await self._answer(self.handle.end.remote(), _END_SECONDS, "to end")
 
     async def kill(self) -> None:
         """End the process."""
@@ -144,7 +145,7 @@ class Actor:
         strategy = NodeAffinitySchedulingStrategy(self._node, soft=False)
         task = ray.remote(_kill_if_stopped).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
         with suppress(RayError, DeadlineExceeded):  # the node is gone, and Ray knows it, or will
-            await self._clock.wait_for(_awaited(task.remote(process)), _END_SECONDS, f"{process} to be killed")
+            await self._clock.wait_for(awaited(task.remote(process)), _END_SECONDS, f"{process} to be killed")
 
     async def _answer(self, reference: Any, seconds: float, what: str) -> Any:
         """Return what the actor's method returns.
@@ -157,7 +158,7 @@ class Actor:
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
         try:
-            return await self._clock.wait_for(_awaited(reference), seconds, f"{self.name} {what}")
+            return await self._clock.wait_for(awaited(reference), seconds, f"{self.name} {what}")
         except (asyncio.CancelledError, DeadlineExceeded):
             if ray.is_initialized():  # Ray would start a cluster in order to cancel
                 with suppress(RayError):
@@ -202,7 +203,8 @@ def _death(name: str, where: str, found: str) -> WorkerLost:
     return WorkerLost(f"{name} died", where=where, found=found, fix=fix)
 
 
-async def _awaited(reference: Any) -> Any:
+async def awaited(reference: Any) -> Any:
+    """Return what a reference of Ray becomes."""
     return await reference
 
 

@@ -17,7 +17,7 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
 from jackfield.plugins.introduction import look
-from jackfield.runtime.ray.actors import Actor
+from jackfield.runtime.ray.actors import Actor, awaited
 from jackfield.runtime.ray.host import Host, Place
 from jackfield.sdk.ray_loopback import HOST, enter
 from jackfield.sdk.ray_processes import see_gone, with_descendants
@@ -118,7 +118,7 @@ class Cluster:
         self._groups[what] = group = placement_group([dict(resources) for _ in range(count)], strategy="PACK")
         who = f"{count} places of {dict(resources)} for {what}"
         try:
-            await self._clock.wait_for(_awaited(group.ready()), self._start_seconds, who)
+            await self._clock.wait_for(awaited(group.ready()), self._start_seconds, who)
         except BaseException as error:
             self.give_back(what)
             if not isinstance(error, DeadlineExceeded):
@@ -319,7 +319,3 @@ def _ray() -> Any:
             "the Ray runtime needs Ray", where="cluster.name", fix="pip install 'jackfield[ray]'", found=error
         ) from error
     return ray
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference
