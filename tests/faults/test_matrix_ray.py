@@ -142,6 +142,7 @@ def send_all(command: Command, folder: Path, faults: dict[str, str]) -> list[Sen
     for file in ("hold", "held"):
         (folder.parent / file).unlink(missing_ok=True)
     further(command, folder)
+    assert all(map(lives, workers_of(folder).values())), "workers.json names the processes that came after, too"
     return sent
 
 

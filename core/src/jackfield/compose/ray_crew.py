@@ -13,12 +13,11 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
 from jackfield.abc.rollout import BaseRolloutServer
-from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.cluster.replica import Replica, Worker
 from jackfield.compose.crew import Crew
 from jackfield.compose.ray_workers import (
@@ -42,7 +41,7 @@ from jackfield.config import RunConfig
 from jackfield.errors import DeadlineExceeded, WorkerLost
 from jackfield.files import replace_file
 from jackfield.plugins import Registry
-from jackfield.rpc import Address
+from jackfield.rpc import Address, Contract
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
@@ -54,6 +53,8 @@ from jackfield.runtime.workers import Workers
 from jackfield.weights import WeightSender
 
 __all__ = ["RayCrews"]
+
+T = TypeVar("T")
 
 _ROLES = 4  #: actor, reference, critic and replica fit into one place
 _RESTARTS = 100  #: of a worker without state, in one run
@@ -146,11 +147,11 @@ class RayCrews:
         for spec in (store, *others):
             await self._start(spec)
         await asyncio.gather(*map(self._find, (store, *others)))
-        backend = await self._backend(store)
+        self._store = await self._make_worker(store)
+        backend = remote_backend(self._actors[store_name].connection, self._deadlines.batch)
         await asyncio.gather(*map(self._make_worker, others))
         self._agents = [self._actors[spec.name] for spec in agents]
-        longest = self._longest + self._deadlines.batch
-        scoring = [self._actors[spec.name].restarting_stub("worker", REWARD, RewardWorker, longest) for spec in rewards]
+        scoring = [self._restarting_stub(spec, REWARD, RewardWorker) for spec in rewards]
         fragile = [self._actors[spec.name] for spec in (store, *chain(*ranks.values()))]
         seconds = self._deadlines.engine
         return Crew(
@@ -159,12 +160,7 @@ class RayCrews:
             reference=[self._rank_stub(spec) for spec in ranks.get("reference", ())],
             critic=[self._rank_stub(spec) for spec in ranks.get("critic", ())],
             replicas=replicas,
-            agents=Workers(
-                [
-                    actor.restarting_stub("worker", AGENT, AgentWorker, longest, partial(self._routed, actor, 0.0))
-                    for actor in self._agents
-                ]
-            ),
+            agents=Workers([self._restarting_stub(spec, AGENT, AgentWorker) for spec in agents]),
             rewards=Workers(scoring) if scoring else None,
             estimator=self._actors[store_name].stub("advantages", ADVANTAGES, AdvantageWorker, seconds),
             shares_devices=ray.placement == "colocated",
@@ -172,9 +168,15 @@ class RayCrews:
             watch=partial(self._cluster.watch, fragile),
         )
 
-    async def _backend(self, store: _Spec) -> TransferQueueBackend:
-        self._store = await self._make_worker(store)
-        return remote_backend(self._actors[store_name].connection, self._deadlines.batch)
+    def _restarting_stub(self, spec: _Spec, contract: Contract, cls: type[T]) -> T:
+        actor, longest = self._actors[spec.name], self._longest + self._deadlines.batch
+
+        async def begin() -> None:
+            await self._find(spec)
+            if actor in self._agents:
+                await self._routed(actor, 0.0)
+
+        return actor.restarting_stub("worker", contract, cls, longest, begin)
 
     def _rank_stub(self, spec: _Spec) -> EngineRank:
         """What stands for a rank: a dead one has been closed."""
