@@ -41,7 +41,7 @@ def test_a_scaffold_is_certified_at_birth(kind: str, tmp_path: Path) -> None:
     run(tmp_path, *pip, str(project))
     own = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(project))
     run(tmp_path, *own, str(project / "tests"))
-    run(tmp_path, *JACKFIELD, "plugins", "check", "newborn")
+    assert "WARNING" not in run(tmp_path, *JACKFIELD, "plugins", "check", "newborn")
     [row] = [
         row for row in json.loads(run(tmp_path, *JACKFIELD, "plugins", "list", "--json")) if row["name"] == "newborn"
     ]
