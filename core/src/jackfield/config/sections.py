@@ -190,7 +190,7 @@ class EvaluationConfig:
 class DeadlineConfig:
     """The longest that a run waits, in seconds, before it fails and names who was waited for."""
 
-    start: float = option(600.0, help="for a rollout server or a reward agent to start", validator=gt(0.0))
+    start: float = option(600.0, help="for a worker to start, and for a cluster to have room for it", validator=gt(0.0))
     engine: float = option(3600.0, help="for one call of an engine: loading, a pass, a checkpoint", validator=gt(0.0))
     rollout: float = option(600.0, help="for one rollout", validator=gt(0.0))
     reward: float = option(60.0, help="for one score", validator=gt(0.0))
