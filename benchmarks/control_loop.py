@@ -19,16 +19,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-import attrs
-
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
 from jackfield.abc.engine import EngineLayout
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
-from jackfield.algorithms import LossSpec, algorithm
+from jackfield.algorithms import LossSpec
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.device import DeviceLease
 from jackfield.compose.ray_workers import AGENT, RANK, REWARD
+from jackfield.config import make_config
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
 from jackfield.plugins import hook_manager
@@ -44,10 +44,9 @@ from jackfield.runtime.workers import Workers
 from jackfield.trainer import (
     BatchSource,
     Explorer,
-    Progress,
     RewardPipeline,
-    Schedule,
-    Stages,
+    Role,
+    RunWorkers,
     StepReport,
     Trainer,
 )
@@ -120,14 +119,15 @@ class Weights:
         return SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0)
 
 
-@attrs.frozen
-class Crew:
-    """Workers, here or in actors."""
-
-    backend: TransferQueueBackend
-    agents: Workers[AgentWorker]
-    rewards: Workers[RewardWorker]
-    rank: Any
+def workers(backend: TransferQueueBackend, agents: AgentWorker, rewards: RewardWorker, rank: Any) -> RunWorkers:
+    return RunWorkers(
+        backend=backend,
+        ranks={"actor": [rank]},
+        agents=Workers([agents]),
+        rewards=Workers([rewards]),
+        estimator=Estimator(),  # type: ignore[arg-type]
+        places=None,  # type: ignore[arg-type]
+    )
 
 
 def make_agents(backend: TransferQueueBackend) -> AgentWorker:
@@ -158,12 +158,12 @@ async def serve_rank(stack: AsyncExitStack) -> Mapping[str, Service]:
     return {"worker": Service(target=Rank(), contract=RANK)}
 
 
-async def inline_crew() -> Crew:
+async def inline_workers() -> RunWorkers:
     backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
-    return Crew(backend, Workers([make_agents(backend)]), Workers([make_rewards(backend)]), Rank())
+    return workers(backend, make_agents(backend), make_rewards(backend), Rank())
 
 
-async def ray_crew(stack: AsyncExitStack) -> Crew:
+async def ray_workers(stack: AsyncExitStack) -> RunWorkers:
     """The same parts as actors of a cluster that the benchmark starts; Ray pickles what makes them, by itself."""
     from functools import partial
 
@@ -182,48 +182,54 @@ async def ray_crew(stack: AsyncExitStack) -> Crew:
     for kind in ("agents", "rewards"):
         await actors[kind].make(partial(serve_worker, kind, address))
     await actors["rank"].make(serve_rank)
-    return Crew(
+    return workers(
         remote_backend(actors["store"].connection, SECONDS),
-        Workers([actors["agents"].stub("worker", AGENT, AgentWorker, SECONDS)]),
-        Workers([actors["rewards"].stub("worker", REWARD, RewardWorker, SECONDS)]),
+        actors["agents"].stub("worker", AGENT, AgentWorker, SECONDS),
+        actors["rewards"].stub("worker", REWARD, RewardWorker, SECONDS),
         actors["rank"].stub("worker", RANK, EngineRank, SECONDS),
     )
 
 
-async def measure(crew: Crew, samples: int, steps: int) -> list[float]:
+def role_of(samples: int, steps: int) -> Role:
+    values = {
+        "model": {"path": "none"},
+        "data": {"groups_per_batch": samples // RUNS, "rollouts_per_group": RUNS},
+        "schedule": {"steps": steps, "reward_retries": 0},
+        "checkpoint": {"every": 0},
+        "deadlines": dict.fromkeys(("batch", "rollout", "reward", "engine"), SECONDS),
+        "observe": {"samples_per_step": 0},
+    }
+    algorithm = ResolvedAlgorithm(loss="ppo", advantages="grpo")
+    return Role(config=make_config(values, ()), algorithm=algorithm, clock=Clock(), hooks=hook_manager([], []).hook)
+
+
+async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:
     """Seconds of each step."""
-    clock = Clock()
-    hooks = hook_manager([], []).hook
-    stages, version, steps_done = Stages(clock, hooks), Progress(clock), Progress(clock)
-    queue = TransferQueue(crew.backend, clock)
+    role = role_of(samples, steps)
+    role.workers, clock = made, role.clock
+    role.queue = queue = TransferQueue(made.backend, clock)
     await queue.start()
-    actor = EngineGroup("actor", [crew.rank], queue, clock, seconds=SECONDS)
+    actor = EngineGroup("actor", made.ranks["actor"], queue, clock, seconds=SECONDS)
     await actor.initialize()
     lease = DeviceLease(clock, SECONDS)
-    schedule = Schedule(steps=steps)
     trainer = Trainer(
-        schedule=schedule, batches=BatchSource(queue=queue, schedule=schedule, seconds=SECONDS),
-        algorithm=algorithm("grpo"), loss_options={}, actor=actor, estimator=Estimator(), weights=Weights(),
-        placement=lease, version=version, steps_done=steps_done, clock=clock, stages=stages,
-        report=StepReport(
-            queue=queue, schedule=schedule, stages=stages, agents=crew.agents, clock=clock, seconds=SECONDS, shown=0
-        ),
-    )  # fmt: skip
-    await trainer.batches.register()
-    rewards = RewardPipeline(
-        queue=queue, workers=crew.rewards, clock=clock, stages=stages, score_seconds=SECONDS, idle_seconds=SECONDS
+        role=role,
+        batches=BatchSource(role=role),
+        actor=actor,
+        estimator=Estimator(),
+        weights=Weights(),
+        placement=lease,
+        report=StepReport(role=role),
     )
+    await trainer.batches.register()
+    rewards = RewardPipeline(role=role)
     await rewards.register()
-    explorer = Explorer(
-        name="explorer-0", queue=queue, schedule=schedule, version=version, steps_done=steps_done, placement=lease,
-        clock=clock, stages=stages, task_for=task_for, agents=crew.agents, groups=samples // RUNS, rollouts=RUNS,
-        rollout_seconds=SECONDS, batch_seconds=SECONDS,
-    )  # fmt: skip
+    explorer = Explorer(role=role, name="explorer-0", placement=lease, task_for=task_for)
     ends = [clock.time()]
 
     async def note() -> None:
         for done in range(1, steps + 1):
-            await steps_done.until(lambda value, wanted=done: value >= wanted, SECONDS, "a step")  # type: ignore[misc]
+            await role.steps_done.until(lambda value, wanted=done: value >= wanted, SECONDS, "a step")  # type: ignore[misc]
             ends.append(clock.time())
 
     async with asyncio.TaskGroup() as tasks:
@@ -244,9 +250,9 @@ async def run(runtime: str, sizes: Sequence[int], steps: int) -> dict[str, float
     """By the number of samples: the median milliseconds of a step, the first one left out."""
     found = {}
     async with AsyncExitStack() as stack:
-        crew = await (inline_crew() if runtime == "inline" else ray_crew(stack))
+        made = await (inline_workers() if runtime == "inline" else ray_workers(stack))
         for samples in sizes:
-            milliseconds = 1000 * statistics.median((await measure(crew, samples, steps + 1))[1:])
+            milliseconds = 1000 * statistics.median((await measure(made, samples, steps + 1))[1:])
             print(f"{runtime:6}  {samples:5} samples  {milliseconds:8.1f} ms per step", flush=True)
             found[str(samples)] = round(milliseconds, 2)
     return found

@@ -18,7 +18,7 @@ import yaml
 from jackfield.abc.reward import RewardContext, ScoreRequest
 from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
 from jackfield.compose import run
-from jackfield.compose.recipe import make_recipe
+from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import load_config, make_config, validate_plugins
 from jackfield.errors import CODES
 from jackfield.plugins import Registry, hook_manager
@@ -57,7 +57,7 @@ def commands() -> list[Any]:
 def test_configurations_in_the_documentation_are_valid(documented: Registry, text: str) -> None:
     config = make_config(yaml.safe_load(text))
     validate_plugins(config, documented)
-    make_recipe(config, documented.find("rollout", config.rollout.name))
+    resolve_algorithm(config, documented.find("rollout", config.rollout.name))
 
 
 @pytest.mark.parametrize("words", commands())

@@ -11,10 +11,11 @@ import torch
 
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.algorithms import Correction, Shaping, advantages
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta, Lease, Values, column_from_rows, rows_of
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.runtime.advantages import AdvantagePlan, AdvantageWorker
+from jackfield.runtime.advantages import AdvantageWorker
 
 SIZES = (2, 3, 1, 2)
 GROUPS = ("a", "a", "b", "b")
@@ -45,18 +46,20 @@ class Batch:
             leases=(Lease("train", "trainer", 1),) * len(sizes),
         )
 
-    def estimate(self, plan: AdvantagePlan, coefficient: float = 0.0) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    def estimate(
+        self, algorithm: ResolvedAlgorithm, coefficient: float = 0.0
+    ) -> tuple[dict[str, float], dict[str, list[Any]]]:
         """Metrics, and what was written: column to rows as lists, of all rows but baselines."""
 
         async def main(rows: Values) -> tuple[dict[str, float], tuple[str, ...]]:
-            metrics, written = await AdvantageWorker(rows, plan).estimate(self.meta, coefficient)
+            metrics, written = await AdvantageWorker(rows, algorithm).estimate(self.meta, coefficient)
             return metrics, written.columns
 
         return self._run(main)
 
-    def prepare(self, plan: AdvantagePlan) -> dict[str, list[Any]]:
+    def prepare(self, algorithm: ResolvedAlgorithm) -> dict[str, list[Any]]:
         async def main(rows: Values) -> tuple[None, tuple[str, ...]]:
-            return None, (await AdvantageWorker(rows, plan).prepare(self.meta)).columns
+            return None, (await AdvantageWorker(rows, algorithm).prepare(self.meta)).columns
 
         return self._run(main)[1]
 
@@ -78,6 +81,10 @@ class Batch:
         return asyncio.run(run())
 
 
+def estimated(advantages: str, **fields: Any) -> ResolvedAlgorithm:
+    return ResolvedAlgorithm(loss="ppo", advantages=advantages, **fields)
+
+
 def scored(rewards: Sequence[float] = REWARDS, **more: Any) -> Batch:
     batch = Batch(**more)
     batch.columns["reward"] = jagged([[reward] for reward in rewards])
@@ -85,25 +92,25 @@ def scored(rewards: Sequence[float] = REWARDS, **more: Any) -> Batch:
 
 
 def test_one_number_a_row_stands_on_the_last_token() -> None:
-    metrics, found = scored().estimate(AdvantagePlan(advantages="dr_grpo"))
+    metrics, found = scored().estimate(estimated("dr_grpo"))
     assert [[0.5, 0.5], [-0.5] * 3, [1.0], [-1.0, -1.0]] == found["advantages"]
     assert {"reward/mean": 1.75, "reward/max": 4.0, "reward/min": 0.0} == {
         name: metrics[name] for name in ("reward/mean", "reward/max", "reward/min")
     }
-    _, to_go = scored().estimate(AdvantagePlan(advantages="reinforce", advantages_options={"gamma": 0.5}))
+    _, to_go = scored().estimate(estimated("reinforce", advantages_options={"gamma": 0.5}))
     assert [[0.5, 1.0], [0.0, 0.0, 0.0], [4.0], [1.0, 2.0]] == to_go["returns"]
 
 
 def test_rewards_per_token() -> None:
     batch = Batch()
     batch.columns["reward"] = jagged([[1.0, 2.0], [0.0, 0.0, 5.0], [3.0], [1.0, 0.0]])
-    _, found = batch.estimate(AdvantagePlan(advantages="reinforce"))
+    _, found = batch.estimate(estimated("reinforce"))
     assert [[3.0, 2.0], [5.0, 5.0, 5.0], [3.0], [1.0, 0.0]] == found["returns"]
 
 
 def test_shaping_clips_then_normalises_then_punishes_length() -> None:
     shaping = Shaping(clip=(0.0, 2.0), normalize=True, overlong_length=3, overlong_buffer=2, overlong_factor=2.0)
-    metrics, found = scored().estimate(AdvantagePlan(advantages="reinforce", shaping=shaping))
+    metrics, found = scored().estimate(estimated("reinforce", shaping=shaping))
     clipped = torch.tensor([1.0, 0.0, 2.0, 2.0])
     expected = (clipped - clipped.mean()) / clipped.std() + torch.tensor([-1.0, -2.0, 0.0, -1.0])
     assert [row[0] for row in found["returns"]] == pytest.approx(expected.tolist(), abs=1e-5)
@@ -116,8 +123,10 @@ def test_kl_in_the_reward_is_of_the_policy_that_the_loss_calls_old(old: str) -> 
     batch = scored()
     batch.columns["old_log_probs"] = jagged([[-2.0] * size for size in SIZES])
     batch.columns["ref_log_probs"] = jagged([[-4.0] * size for size in SIZES])
-    plan = AdvantagePlan(advantages="reinforce", kl="k1", old_log_probs=old, reference=True)
-    metrics, found = batch.estimate(plan, 0.5)
+    algorithm = ResolvedAlgorithm(
+        loss="ppo", advantages="reinforce", kl_in_reward="k1", old_log_probs=old, reference=True
+    )
+    metrics, found = batch.estimate(algorithm, 0.5)
     kl = {"rollout_log_probs": 3.0, "old_log_probs": 2.0}[old]
     assert (kl, 0.5) == (metrics["reward/kl"], metrics["reward/kl_coefficient"])
     assert [reward - 0.5 * kl * size for reward, size in zip(REWARDS, SIZES, strict=True)] == [
@@ -128,14 +137,14 @@ def test_kl_in_the_reward_is_of_the_policy_that_the_loss_calls_old(old: str) -> 
 def test_values_of_a_critic_reach_gae() -> None:
     batch = scored()
     batch.columns["values"] = jagged([[0.5] * size for size in SIZES])
-    _, found = batch.estimate(AdvantagePlan(advantages="gae"))
+    _, found = batch.estimate(estimated("gae"))
     assert [[0.5, 0.5], [-0.5] * 3, [3.5], [1.5, 1.5]] == found["advantages"]
     assert [[1.0, 1.0], [0.0] * 3, [4.0], [2.0, 2.0]] == found["returns"]
 
 
 def test_the_greedy_runs_reward_is_the_baseline_of_its_group_and_is_not_trained_on() -> None:
     batch = scored((1.0, 0.0, 4.0, 3.0), rollout=(0, 1, 0, 1), greedy_rollout=(1, 1, 1, 1))
-    metrics, found = batch.estimate(AdvantagePlan(advantages="remax"))
+    metrics, found = batch.estimate(estimated("remax"))
     assert [[1.0, 1.0], [1.0]] == found["advantages"], "1 less 0, and 4 less 3"
     assert 2.5 == metrics["reward/mean"]
 
@@ -143,14 +152,15 @@ def test_the_greedy_runs_reward_is_the_baseline_of_its_group_and_is_not_trained_
 def test_an_experts_rows_are_marked_and_left_out_of_every_statistic() -> None:
     batch = scored((1.0, 0.0, 99.0, 99.0), expert=(False, False, True, True))
     batch.columns["old_log_probs"] = jagged([[-1.0] * size for size in SIZES])
-    plan = AdvantagePlan(
+    algorithm = ResolvedAlgorithm(
+        loss="ppo",
         advantages="reinforce_plus_plus",
-        experts=True,
+        mixes=True,
         correction=Correction(),
         old_log_probs="old_log_probs",
-        rewards=True,
+        loss_columns=("rewards",),
     )
-    metrics, found = batch.estimate(plan)
+    metrics, found = batch.estimate(algorithm)
     assert [False, False, True, True] == found["expert_mask"]
     assert ([[0.0], [0.0, 0.0]], [[1.0], [1.0, 1.0]]) == (found["advantages"][2:], found["rollout_weights"][2:])
     assert ([1.0, 0.0, 0.0, 0.0], 0.5) == (found["rewards"], metrics["reward/mean"])
@@ -167,8 +177,8 @@ def test_weights_are_of_the_engines_log_probs_over_the_servers_and_0_where_rejec
     old = [[-1.0, -0.9], [-1.0, -4.0, -1.0], [-0.5], [-1.2, -1.0]]
     batch.columns["old_log_probs"] = jagged(old)
     correction = Correction(upper=1.5, reject="token", reject_low=0.2)
-    plan = AdvantagePlan(advantages="grpo", correction=correction, old_log_probs="old_log_probs")
-    metrics, found = batch.estimate(plan)
+    algorithm = estimated("grpo", correction=correction, old_log_probs="old_log_probs")
+    metrics, found = batch.estimate(algorithm)
     wanted = [[1.0, 2.718281828**0.1], [1.0, 0.0, 1.0], [1.5], [2.718281828**-0.2, 1.0]]
     assert [value for row in wanted for value in row] == pytest.approx(
         [value for row in found["rollout_weights"] for value in row], rel=1e-5
@@ -186,7 +196,7 @@ def test_weights_are_of_the_engines_log_probs_over_the_servers_and_0_where_rejec
 def test_several_rewards() -> None:
     batch = scored()
     batch.columns["reward_dimensions"] = jagged([[1.0, 0.0], [0.0, 3.0], [5.0, 1.0], [6.0, 0.0]])
-    _, found = batch.estimate(AdvantagePlan(advantages="gdpo", advantages_options={"weights": [1.0, 0.0]}))
+    _, found = batch.estimate(estimated("gdpo", advantages_options={"weights": [1.0, 0.0]}))
     assert [1, -1, -1, 1] == [round(row[0] / abs(row[0])) for row in found["advantages"]]
 
 
@@ -195,9 +205,9 @@ def test_a_runs_steps_and_states_are_told_apart_by_tags_and_prompts() -> None:
     batch = scored((0.0, 1.0, 0.0, 3.0), groups=("a",) * 4, rollout=(0, 0, 1, 1), step_id=(0, 1, 0, 1))
     batch.columns["prompt_ids"] = column_from_rows([torch.tensor(row) for row in ([1], [7, 7], [2], [7, 7])])
     plain = {"normalize_by_std": False}
-    _, by_run = batch.estimate(AdvantagePlan(advantages="step_wise_grpo", advantages_options=plain))
+    _, by_run = batch.estimate(estimated("step_wise_grpo", advantages_options=plain))
     assert [-1.0, -1.0, 1.0, 1.0] == [row[0] for row in by_run["advantages"]]
-    _, by_state = batch.estimate(AdvantagePlan(advantages="gigpo", advantages_options={**plain, "gamma": 1.0}))
+    _, by_state = batch.estimate(estimated("gigpo", advantages_options={**plain, "gamma": 1.0}))
     assert [-1.0, -2.0, 1.0, 2.0] == [row[0] for row in by_state["advantages"]]
 
 
@@ -208,7 +218,7 @@ def test_prepare_writes_what_the_loss_has_to_know_of_its_whole_batch() -> None:
         "log_probs": jagged([[-1.0] * 2, [-2.0] * 3, [-1.0], [-0.5] * 2]),
         "ref_log_probs": jagged([[-1.5] * 2, [-2.0] * 3, [-1.0], [-1.0] * 2]),
     }
-    found = batch.prepare(AdvantagePlan(loss="dpo", loss_options={"beta": 0.5}, reference=True))
+    found = batch.prepare(ResolvedAlgorithm(loss="dpo", loss_options={"beta": 0.5}, reference=True))
     assert [1.0, -1.0, 1.0, -1.0] == found["dpo_signs"]
     assert [0.5, 0.5, -0.5, -0.5] == pytest.approx(found["dpo_margins"])
 
@@ -217,5 +227,5 @@ def test_a_value_that_is_not_finite_is_named_with_its_sample() -> None:
     batch = scored()
     batch.columns["values"] = jagged([[0.5] * 2, [0.5, float("nan"), 0.5], [0.5], [0.5] * 2])
     with pytest.raises(ConfigError) as caught:
-        batch.estimate(AdvantagePlan(advantages="gae"))
+        batch.estimate(estimated("gae"))
     assert "sample train/0/0/0/1/0, response token 1" == caught.value.where

@@ -24,9 +24,11 @@ from jackfield.abc.transfer_queue import (
     PutResult,
     TransferQueueContext,
 )
-from jackfield.algorithms import KLController, LossSpec, algorithm
+from jackfield.algorithms import LossSpec
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock, VirtualClock
 from jackfield.cluster.device import DeviceLease
+from jackfield.config import make_config
 from jackfield.data.tasks import Task
 from jackfield.errors import QueueError
 from jackfield.plugins import hook_manager, hookimpl
@@ -34,7 +36,7 @@ from jackfield.plugins.hooks import SamplesFailed, StepEnded
 from jackfield.queue import BatchMeta, GroupKey, Reuse, SamplerSpec, TransferQueue, Values, column_from_rows
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.store import STORE_FILE
-from jackfield.runtime.advantages import AdvantageEstimation, AdvantagePlan, AdvantageWorker
+from jackfield.runtime.advantages import AdvantageEstimation, AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.samples import TRAIN
@@ -46,11 +48,11 @@ from jackfield.trainer import (
     CheckpointStore,
     Critic,
     Explorer,
-    Progress,
     RewardPipeline,
+    Role,
+    RunWorkers,
     Schedule,
     Source,
-    Stages,
     StepReport,
     Trainer,
 )
@@ -277,14 +279,14 @@ class Simulation:
     shared: bool = False  #: engine and replicas on one device
     mini_batches: int = 1
     max_retries: int = 3
-    equal_groups_replaced: int = 0
+    replaces_equal_groups: bool = False
     greedy_baseline: bool = False
     experts: int = 0
     replay: Reuse | None = None  #: half a group for each new one, drawn at random
     advantages: str = "grpo"
     critic_warmup: int | None = None  #: None: no critic
     loss_options: Mapping[str, Any] = attrs.field(factory=dict)
-    kl: Any = attrs.field(factory=lambda: KLController(coefficient=0.0))
+    kl: Mapping[str, Any] = attrs.field(factory=dict)
     failure: Exception | None = None  #: what every rollout raises
     answer: Callable[[str, int], str] = attrs.field(default=lambda task, seed: "ab"[seed % 2])
     clock: VirtualClock = attrs.field(factory=VirtualClock)
@@ -303,12 +305,37 @@ class Simulation:
             self.clock.run(asyncio.wait_for(self._run(), self.kill_at or 1e6))
         return self
 
+    def _role(self, hooks: Any) -> Role:
+        values = {
+            "model": {"path": "none"},
+            "seed": 7,
+            "data": {"groups_per_batch": self.groups, "rollouts_per_group": self.runs},
+            "algorithm": {"mini_batches": self.mini_batches, "kl": self.kl},
+            "schedule": {
+                "steps": self.schedule.steps,
+                "sync_interval": self.schedule.sync_interval,
+                "sync_offset": self.schedule.sync_offset,
+                "max_retries": self.max_retries,
+                "reward_retries": 0,
+            },
+            "checkpoint": {"every": self.checkpoint_every},
+            "deadlines": {"batch": 500.0, "rollout": 50.0, "reward": self.score_deadline},
+        }
+        algorithm = ResolvedAlgorithm(
+            loss="ppo",
+            loss_options=self.loss_options,
+            advantages=self.advantages,
+            mixes=self.experts > 0,
+            greedy_baseline=self.greedy_baseline,
+            dynamic_sampling=self.replaces_equal_groups,
+        )
+        return Role(config=make_config(values, ()), algorithm=algorithm, clock=self.clock, hooks=hooks)
+
     async def _run(self) -> None:
         clock = self.clock
         asyncio.get_running_loop().set_default_executor(Inline())
         self.recorder = Recorder(clock)
         hooks = hook_manager([self.recorder], []).hook
-        stages, version, steps_done = Stages(clock, hooks), Progress(clock), Progress(clock)
         backend = self.store or DyingBackend(len(self.deaths) + 1)
         store = ledger = newest = None
         if self.folder is not None:
@@ -331,83 +358,44 @@ class Simulation:
         scorer = RewardWorker(values, reward, FakeTokenizer(), clock, score_seconds=self.score_deadline)
         self.synchronizer = FakeSynchronizer(clock, self.sync_seconds)
         self.actor = FakeActor(queue, clock, self.update_seconds)
-        plan = AdvantagePlan(advantages=self.advantages, experts=self.experts > 0)
-        estimator = AdvantageWorker(values, plan)
+        role = self._role(hooks)
+        role.queue = queue
+        role.workers = RunWorkers(
+            backend=backend,
+            agents=agents,
+            rewards=Workers([scorer]),
+            estimator=AdvantageWorker(values, role.algorithm),
+            places=None,  # type: ignore[arg-type]
+        )
         self.critic = FakeCritic(queue)
         critic = None
         if self.critic_warmup is not None:
             critic = Critic(engine=self.critic, loss_options={"clip": 0.1}, warmup_steps=self.critic_warmup)
         checkpointer = None
         if store is not None:
-            checkpointer = Checkpointer(
-                store=store,
-                engines={"actor": self.actor},
-                queue=queue,
-                description={},
-                schedule=self.schedule,
-                every=self.checkpoint_every,
-                stages=stages,
-            )
+            checkpointer = Checkpointer(role=role, store=store, engines={"actor": self.actor}, description={})
         lease = DeviceLease(clock, 1000)
         apart = DeviceLease(clock, 1000)
         sources = () if self.replay is None else (_replay(self.replay),)
         trainer = Trainer(
-            schedule=self.schedule,
-            batches=BatchSource(queue=queue, schedule=self.schedule, seconds=500.0, sources=sources),
-            algorithm=algorithm("grpo"),
-            loss_options=self.loss_options,
+            role=role,
+            batches=BatchSource(role=role, sources=sources),
             critic=critic,
-            kl=self.kl,
             actor=self.actor,
-            estimator=AdvantageEstimation(estimator, queue, clock, seconds=500.0),
-            mini_batches=self.mini_batches,
+            estimator=AdvantageEstimation(role.workers.estimator, queue, clock, seconds=500.0),
             weights=self.synchronizer,
             checkpoints=checkpointer,
             placement=lease if self.shared else apart,
-            version=version,
-            steps_done=steps_done,
-            clock=clock,
-            stages=stages,
-            report=StepReport(
-                queue=queue,
-                schedule=self.schedule,
-                stages=stages,
-                agents=agents,
-                clock=clock,
-                seconds=500.0,
-                mixes=bool(sources),
-            ),
+            report=StepReport(role=role, mixes=bool(sources)),
         )
         await trainer.batches.register()
-        rewards = RewardPipeline(
-            queue=queue,
-            workers=Workers([scorer]),
-            clock=clock,
-            stages=stages,
-            score_seconds=self.score_deadline,
-            idle_seconds=500.0,
-            equal_groups_replaced=self.equal_groups_replaced,
-            max_failed_groups=self.max_retries,
-        )
+        rewards = RewardPipeline(role=role)
         await rewards.register()
         explorer = Explorer(
+            role=role,
             name="explorer-0",
-            queue=queue,
-            schedule=self.schedule,
-            version=version,
-            steps_done=steps_done,
             placement=lease,
-            clock=clock,
-            stages=stages,
             task_for=_task,
-            agents=agents,
-            sampling={},
-            groups=self.groups,
-            rollouts=self.runs,
-            seed=7,
-            rollout_seconds=50.0,
-            batch_seconds=500.0,
-            greedy_baseline=self.greedy_baseline,
             answers=Answers(groups=self.experts, task_for=_expert) if self.experts else None,
         )
         try:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from jackfield.algorithms import KLController
 from jackfield.queue import BatchMeta, Lease
 from jackfield.runtime.samples import global_counts, mini_batches
 from jackfield.trainer import Schedule
@@ -36,7 +35,7 @@ def equal_at_first() -> Callable[[str, int], str]:
 
 
 def test_groups_of_equal_rewards_are_replaced_inside_their_ticket() -> None:
-    run = simulate(answer=equal_at_first(), equal_groups_replaced=3)
+    run = simulate(answer=equal_at_first(), replaces_equal_groups=True, max_retries=3)
     for step, (batch, _) in enumerate(run.actor.updates):
         assert [f"task-{step}-0-0", f"task-{step}-1-1", f"task-{step}-2-2", f"task-{step}-3-0"] == sorted(
             {tags["task"] for tags in batch.tags}
@@ -54,7 +53,7 @@ def test_without_dynamic_sampling_they_stay() -> None:
 
 def test_a_slot_that_never_differs_is_taken_as_it_is_in_the_end() -> None:
     """Its rows have no gradient; a run that has learnt its task goes on."""
-    run = simulate(answer=lambda task, seed: "a", equal_groups_replaced=2, max_retries=2)
+    run = simulate(answer=lambda task, seed: "a", replaces_equal_groups=True, max_retries=2)
     assert 3 == len(run.actor.updates)
     assert {"2"} == {tags["task"].split("-")[-1] for batch, _ in run.actor.updates for tags in batch.tags}
     assert {0.0} == {value for row in run.actor.advantages for value in row}
@@ -63,7 +62,7 @@ def test_a_slot_that_never_differs_is_taken_as_it_is_in_the_end() -> None:
 def test_a_greedy_run_is_a_baseline_and_not_trained_on() -> None:
     run = simulate(answer=lambda task, seed: "a", greedy_baseline=True, advantages="remax", groups=2, runs=3)
     assert 3 * 2 == run.temperatures.count(0.0), "one for each group"
-    assert 3 * 2 * 3 == run.temperatures.count(None)
+    assert 3 * 2 * 3 == run.temperatures.count(1.0)
     for batch, loss in run.actor.updates:
         assert 6 == len(batch) == loss.global_counts["global_sequences"]
         assert {0, 1, 2} == {tags["rollout"] for tags in batch.tags}
@@ -102,13 +101,13 @@ def test_a_critic_is_trained_first_alone_then_beside_the_actor() -> None:
 
 
 def test_a_controller_steers_the_coefficient_of_the_kl_in_the_loss() -> None:
-    kl = KLController(coefficient=0.1, target=0.1, horizon=80.0)
+    kl = {"coefficient": 0.1, "target": 0.1, "horizon": 80.0}
     run = simulate(kl=kl, loss_options={"kl": "k2"})
     coefficients = [loss.options["kl_coefficient"] for _, loss in run.actor.updates]
     grown = 1 + 0.2 * 8 / 80  # 8 rows a step, and an error clipped to 0.2
     assert [0.1, 0.1 * grown, 0.1 * grown**2] == pytest.approx(coefficients)
     assert coefficients == [step.metrics["policy/kl_coefficient"] for step in run.recorder.steps]
-    constant = simulate(kl=KLController(coefficient=0.2), loss_options={"kl": "k2"})
+    constant = simulate(kl={"coefficient": 0.2}, loss_options={"kl": "k2"})
     assert [0.2] * 3 == [loss.options["kl_coefficient"] for _, loss in constant.actor.updates]
 
 

@@ -53,6 +53,7 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     With --json, print what the algorithm is and what it needs, once every choice is made.
     """
     from jackfield.compose.checking import check_parts
+    from jackfield.compose.rollout_policy import rollout_bound
     from jackfield.compose.selection import manifests
     from jackfield.config import load_config, validate_plugins
     from jackfield.plugins import discover, hook_manager
@@ -61,6 +62,10 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     validate_plugins(loaded, registry)
     algorithm = check_parts(loaded, registry, hook_manager([], manifests(loaded, registry)))
     if as_json:
-        click.echo(json.dumps({"file": file, "algorithm": algorithm.as_plain()}, indent=2))
+        click.echo(
+            json.dumps(
+                {"file": file, "algorithm": {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}}, indent=2
+            )
+        )
     else:
         click.echo(f"{file}: valid")

@@ -12,12 +12,11 @@ from jackfield.cluster.device import DeviceLease
 from jackfield.compose.export import export_model
 from jackfield.compose.mixing import mixed_samples
 from jackfield.compose.resume import StartingPoint, mark_finished
-from jackfield.compose.role import RoleParts
+from jackfield.compose.role_builder import RoleBuilder
 from jackfield.compose.training import TrainerBuilder
 from jackfield.data.tasks import SeededOrder, Task
 from jackfield.queue import GroupKey, Values
 from jackfield.runtime.engine_group import EngineGroup
-from jackfield.settings import unstructure
 from jackfield.trainer import (
     Answers,
     Explorer,
@@ -33,20 +32,20 @@ from jackfield.weights import Replica
 __all__ = ["RunBuilder", "following"]
 
 
-class RunBuilder(RoleParts):
+class RunBuilder(RoleBuilder):
     """Builds the objects of one role from the configuration, and runs its loops."""
 
     async def execute(self, start: StartingPoint) -> int:
         """Run the role to its end, and close everything in reverse order, whatever happens.
 
         Returns:
-            what :attr:`progress` counts.
+            what :attr:`~jackfield.trainer.Role.progress` counts.
         """
         async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._tasks:
-            if self.trains:
+            if self.role.trains:
                 count = await self.train(start)
             else:
-                count = await (self.explore() if self.role == "explore" else self.reward())
+                count = await (self.explore() if self.role.name == "explore" else self.reward())
             for task in self._background:
                 task.cancel()
         return count
@@ -62,11 +61,11 @@ class RunBuilder(RoleParts):
         await self.begin()
         built = TrainerBuilder(self)
         trainer = await built.build(start.store)
-        if self.crew.watch is not None:
-            self.background(self.crew.watch)
-        restored, mixed = None, mixed_samples(self.config.mixing, self.queue, Values(self.crew.backend))
+        if self.role.workers.watch is not None:
+            self.background(self.role.workers.watch)
+        restored, mixed = None, mixed_samples(self.config.mixing, self.role.queue, Values(self.role.workers.backend))
         if start.checkpoint is None:
-            await self.queue.clear()
+            await self.role.queue.clear()
             for samples in mixed:
                 await samples.put()
         else:
@@ -89,20 +88,20 @@ class RunBuilder(RoleParts):
         await self.begin()
         pool = await self.start_replicas()
         assert pool is not None
-        self.rollout_placement = DeviceLease(self.clock, seconds)
+        self.rollout_placement = DeviceLease(self.role.clock, seconds)
         engine = config.checkpoint_engine
         weights = WeightSubscriber(
-            queue=self.queue,
+            queue=self.role.queue,
             replicas=pool.members,
             name=engine.name,
             settings=engine.settings,
-            version=self.version,
-            clock=self.clock,
-            stages=self.stages,
+            version=self.role.version,
+            clock=self.role.clock,
+            stages=self.role.stages,
             seconds=config.deadlines.sync,
             idle_seconds=seconds,
         )
-        pool.connect(*following(weights, self.rollout_placement, self.stages))
+        pool.connect(*following(weights, self.rollout_placement, self.role.stages))
         self.stop.begun()
         self.background(pool.keep)
         self.background(weights.run)
@@ -110,27 +109,27 @@ class RunBuilder(RoleParts):
         await self.open_control(pool)
         await self._explorer(config.name).run()
         self.finished = True
-        return self.version.value
+        return self.role.version.value
 
     async def reward(self) -> int:
         """Score samples for a trainer in another process until its last step. Returns the number of groups."""
         seconds = self.config.deadlines.batch + self.config.deadlines.engine
         await self.begin()
-        await trainer_begun(self.queue, self.config.deadlines.batch)
+        await trainer_begun(self.role.queue, self.config.deadlines.batch)
         pipeline = await self._rewards()
         self.stop.begun()
         self.background(pipeline.run)
-        await trainer_finished(self.queue, lambda: pipeline.groups, seconds)
+        await trainer_finished(self.role.queue, lambda: pipeline.groups, seconds)
         self.finished = True
-        await self.done.advance(pipeline.groups)
+        await self.role.steps_done.advance(pipeline.groups)
         return pipeline.groups
 
     async def _finish(self, actor: EngineGroup, steps: int) -> None:
         """Write the model, and tell everybody that the last step is done."""
         folder = Path(self.config.folder)
         await export_model(actor, folder / "model")
-        if self.role == "train":
-            await publish_end(self.queue, steps)
+        if self.role.name == "train":
+            await publish_end(self.role.queue, steps)
         mark_finished(folder, steps)
         self.finished = True
 
@@ -138,40 +137,26 @@ class RunBuilder(RoleParts):
 
     async def _producers(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
         """The loops that make and score samples beside the trainer, in this process."""
-        explorers = [] if self.role == "train" else [self._explorer("explorer-0").run]
-        return [*explorers, *([(await self._rewards()).run] if self.scores and self.explores else [])]
+        explorers = [] if self.role.name == "train" else [self._explorer("explorer-0").run]
+        return [*explorers, *([(await self._rewards()).run] if self.role.scores else [])]
 
     def _explorer(self, name: str) -> Explorer:
-        config, data = self.config, self.config.data
         return Explorer(
+            role=self.role,
             name=name,
-            queue=self.queue,
-            schedule=self.schedule,
-            version=self.version,
-            steps_done=self.done,
             placement=self.rollout_placement,
-            clock=self.clock,
-            stages=self.stages,
-            agents=self.crew.agents,
-            groups=data.groups_per_batch if self.explores else 0,
-            rollouts=data.rollouts_per_group if self.explores else 1,
             task_for=self._task_order(),
-            sampling=unstructure(config.sampling),
-            seed=config.seed if config.sampling.seed is None else config.sampling.seed,
-            rollout_seconds=config.deadlines.rollout,
-            batch_seconds=config.deadlines.batch,
-            greedy_baseline=self.recipe.greedy_baseline,
             answers=self._answers(),
         )
 
     def _answers(self) -> Answers | None:
         """Answers of the data: all groups of an offline run, or those of an expert beside the rollouts."""
         groups, tasks = self.config.data.groups_per_batch, self.tasks.expert
-        if not self.explores:
+        if not self.role.explores:
             return Answers(groups=groups, task_for=self._task_order())
         if tasks is None:
             return None
-        experts, order = self.recipe.experts, SeededOrder(size=len(tasks), seed=self.config.seed)
+        experts, order = self.role.algorithm.experts, SeededOrder(size=len(tasks), seed=self.config.seed)
         return Answers(
             groups=experts,
             task_for=lambda key: cast(Task, tasks[order.index(key.batch * experts + key.index - groups)]),
@@ -192,19 +177,7 @@ class RunBuilder(RoleParts):
         return task_for
 
     async def _rewards(self) -> RewardPipeline:
-        config = self.config
-        assert self.crew.rewards is not None
-        pipeline = RewardPipeline(
-            queue=self.queue,
-            workers=self.crew.rewards,
-            clock=self.clock,
-            stages=self.stages,
-            score_seconds=config.deadlines.reward * (config.schedule.reward_retries + 1),
-            idle_seconds=config.deadlines.batch,
-            writes=("reward", *(("reward_dimensions",) if config.algorithm.reward_dimensions else ())),
-            max_failed_groups=config.schedule.max_retries,
-            equal_groups_replaced=config.schedule.max_retries if self.recipe.dynamic_sampling else 0,
-        )
+        pipeline = RewardPipeline(role=self.role)
         await pipeline.register()
         return pipeline
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.compose.mixing import make_sources
-from jackfield.compose.recipe import Recipe, make_recipe
+from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.selection import register_parts
 from jackfield.config import RunConfig
 from jackfield.plugins import HookManager, Registry
@@ -11,13 +12,13 @@ from jackfield.plugins import HookManager, Registry
 __all__ = ["check_parts"]
 
 
-def check_parts(config: RunConfig, registry: Registry, manager: HookManager) -> Recipe:
+def check_parts(config: RunConfig, registry: Registry, manager: HookManager) -> ResolvedAlgorithm:
     """Register the plugins' parts, and check every part that the configuration names with its options.
 
     Raises:
-        ConfigError: those of ``make_recipe``.
+        ConfigError: those of ``resolve_algorithm``.
         QueueError: a sampler is unknown.
     """
     register_parts(manager.hook)
     make_sources(config.mixing)  # refuses what there is not
-    return make_recipe(config, registry.find("rollout", config.rollout.name))
+    return resolve_algorithm(config, registry.find("rollout", config.rollout.name))

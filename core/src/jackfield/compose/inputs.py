@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from jackfield.compose.recipe import Recipe
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.config import RunConfig
 from jackfield.data.tasks import TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
@@ -52,7 +52,7 @@ class ModelDescription:
     max_prompt_tokens: int | None
 
 
-def read_tasks(config: RunConfig, recipe: Recipe) -> Tasks:
+def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> Tasks:
     """Open the task files.
 
     Raises:
@@ -62,7 +62,7 @@ def read_tasks(config: RunConfig, recipe: Recipe) -> Tasks:
     return Tasks(
         train=_load(config, "train", answers=config.mode == "offline"),
         held_out=_load(config, "eval", limit=config.evaluation.tasks) if config.evaluation.every else None,
-        expert=_load(config, "expert", answers=True) if recipe.experts else None,
+        expert=_load(config, "expert", answers=True) if algorithm.experts else None,
     )
 
 

@@ -19,7 +19,6 @@ import attrs
 
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.cluster.replica import Replica, Worker
-from jackfield.compose.crew import Crew
 from jackfield.compose.ray_workers import (
     ADVANTAGES,
     AGENT,
@@ -36,7 +35,7 @@ from jackfield.compose.ray_workers import (
     store_name,
 )
 from jackfield.compose.selection import interpreters
-from jackfield.compose.workers import Needs, RankPlace, WorkerFactory
+from jackfield.compose.workers import RankPlace, WorkerFactory
 from jackfield.config import RunConfig
 from jackfield.errors import DeadlineExceeded, WorkerLost
 from jackfield.files import replace_file
@@ -50,9 +49,10 @@ from jackfield.runtime.ray import Actor, Cluster, ClusterOptions, MakeServices, 
 from jackfield.runtime.ray.cluster import check_interpreter
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
+from jackfield.trainer import Role, RunWorkers
 from jackfield.weights import WeightSender
 
-__all__ = ["RayCrews"]
+__all__ = ["RayWorkers"]
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class _Spec:
     restarts: int = 0  #: times that Ray starts the process again
 
 
-class RayCrews:
+class RayWorkers:
     """Makes the workers of a run in a cluster, and again after a recovery: in what is left of their processes."""
 
     def __init__(self, make: WorkerFactory) -> None:
@@ -81,24 +81,24 @@ class RayCrews:
         self._cluster = Cluster(make.clock, self._deadlines.start, self._deadlines.heartbeat)
         self._interpreters: dict[str, str] | None = None  # None: the cluster is not open
         self._replicas: int | None = None  # apart from those on their way, as an earlier crew has left them
-        self._needs: Needs
+        self._role: Role
         self._pools: dict[str, int]
         self._groups: dict[str, Any]
         self._meetings: str
         self._store: Address
 
-    async def make(self, needs: Needs, stack: AsyncExitStack) -> Crew:
+    async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
         """Start or join the cluster, and start every worker in it; ``stack`` has them put their things away.
 
         Raises:
             JackfieldError: The first thing that is missing, or does not answer in time.
         """
-        chosen, replicas = self._config.cluster.ray, self._config.cluster.replicas if needs.replicas else 0
+        chosen, replicas = self._config.cluster.ray, self._config.cluster.replicas if role.generates else 0
         pools = {"train": chosen.engine_ranks, "rollout": replicas}
         if chosen.placement == "colocated":
             pools = {"shared": max(pools.values())}
         await self._open(sum(pools.values()))
-        self._needs, self._pools = needs, {name: count for name, count in pools.items() if count}
+        self._role, self._pools = role, {name: count for name, count in pools.items() if count}
         self._replicas = replicas if self._replicas is None else self._replicas
         self._meetings = stack.enter_context(
             TemporaryDirectory(prefix="jackfield-meetings-", ignore_cleanup_errors=True)
@@ -112,7 +112,7 @@ class RayCrews:
         self._groups = {
             name: await self._cluster.places(count, self._resources(1), name) for name, count in self._pools.items()
         }
-        return await self._crew(self._replicas)
+        return await self._workers(self._replicas)
 
     async def close(self) -> None:
         """End the workers' processes, and leave the cluster."""
@@ -129,14 +129,13 @@ class RayCrews:
         await self._cluster.open(options, places * chosen.cpus_per_place)
         self._interpreters = interpreters
 
-    async def _crew(self, replicas: int) -> Crew:
+    async def _workers(self, replicas: int) -> RunWorkers:
         """Start everything side by side: processes need seconds to import what they work with."""
-        config, needs, ray = self._config, self._needs, self._config.cluster.ray
-        roles = ["actor", *(["reference"] if needs.reference else []), *(["critic"] if needs.critic else [])]
-        ranks = {role: [self._rank(role, rank) for rank in range(ray.engine_ranks)] for role in roles}
-        store = _Spec(name=store_name, make=lambda: partial(serve_store, config, needs))
+        config, role, ray = self._config, self._role, self._config.cluster.ray
+        ranks = {engine: [self._rank(engine, rank) for rank in range(ray.engine_ranks)] for engine in role.engines}
+        store = _Spec(name=store_name, make=lambda: partial(serve_store, config, role.algorithm))
         agents = [
-            self._stateless("agent", n, lambda n=n: partial(serve_agent_worker, config, self._store, n, needs.replicas))  # type: ignore[misc]
+            self._stateless("agent", n, lambda n=n: partial(serve_agent_worker, config, self._store, n, role.generates))  # type: ignore[misc]
             for n in range(ray.agent_workers)
         ]
         rewards = [
@@ -154,11 +153,9 @@ class RayCrews:
         scoring = [self._restarting_stub(spec, REWARD, RewardWorker) for spec in rewards]
         fragile = [self._actors[spec.name] for spec in (store, *chain(*ranks.values()))]
         seconds = self._deadlines.engine
-        return Crew(
+        return RunWorkers(
             backend=backend,
-            actor=[self._rank_stub(spec) for spec in ranks["actor"]],
-            reference=[self._rank_stub(spec) for spec in ranks.get("reference", ())],
-            critic=[self._rank_stub(spec) for spec in ranks.get("critic", ())],
+            ranks={engine: [self._rank_stub(spec) for spec in specs] for engine, specs in ranks.items()},
             replicas=replicas,
             agents=Workers([self._restarting_stub(spec, AGENT, AgentWorker) for spec in agents]),
             rewards=Workers(scoring) if scoring else None,
@@ -283,7 +280,7 @@ class RayCrews:
             init_method=self._meeting(role, places[0]) if len(places) > 1 else None,
             host=host,
         )
-        return partial(serve_engine_rank, self._config, self._needs, self._store, role, place)
+        return partial(serve_engine_rank, self._config, self._role.algorithm, self._store, role, place)
 
     def _meeting(self, role: str, first: Place) -> str:
         """In a file where the cluster is this machine alone: torch's store at a port listens on all interfaces."""

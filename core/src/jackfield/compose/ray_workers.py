@@ -9,10 +9,11 @@ from contextlib import AsyncExitStack
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.algorithms import register_part
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.compose.inputs import check_tokens, read_model, read_tasks
-from jackfield.compose.recipe import make_recipe
-from jackfield.compose.workers import Needs, RankPlace, WorkerFactory
+from jackfield.compose.resolve import resolve_algorithm
+from jackfield.compose.workers import RankPlace, WorkerFactory
 from jackfield.config import RunConfig, plugin_sections
 from jackfield.plugins import hook_manager, installed
 from jackfield.queue import Values
@@ -94,24 +95,24 @@ async def _values(config: RunConfig, store: Address, name: str, stack: AsyncExit
     return Values(backend)
 
 
-async def serve_store(config: RunConfig, needs: Needs, stack: AsyncExitStack) -> Mapping[str, Service]:
+async def serve_store(config: RunConfig, algorithm: ResolvedAlgorithm, stack: AsyncExitStack) -> Mapping[str, Service]:
     """The queue's backend, and the advantage worker beside it."""
     _use_threads(config)  # and import torch now, rather than at the first row
     backend = _factory(config).backend()
     stack.push_async_callback(backend.close)
-    advantages = AdvantageWorker(Values(backend), needs.plan)
+    advantages = AdvantageWorker(Values(backend), algorithm)
     return {**store_services(backend), "advantages": Service(target=advantages, contract=ADVANTAGES)}
 
 
 async def serve_engine_rank(
-    config: RunConfig, needs: Needs, store: Address, role: str, place: RankPlace, stack: AsyncExitStack
+    config: RunConfig, algorithm: ResolvedAlgorithm, store: Address, role: str, place: RankPlace, stack: AsyncExitStack
 ) -> Mapping[str, Service]:
     """A rank of actor, reference or critic, with its end of the weight plane."""
     _use_threads(config)
     if interface := interface_of(place.host):  # gloo would take the address of the machine's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     values = await _values(config, store, f"the {role} engine, rank {place.rank}", stack)
-    rank = _factory(config).engine_rank(values, role, needs, place)
+    rank = _factory(config).engine_rank(values, role, algorithm, place)
     stack.push_async_callback(rank.close)
     services = {"worker": Service(target=rank, contract=RANK)}
     if rank.sender is not None:
@@ -133,8 +134,8 @@ async def serve_agent_worker(
     """A worker that runs agents; the first one checks whether data, tokenizer and model fit."""
     factory, name = _factory(config), f"agent worker {number}"
     if number == 0:
-        recipe = make_recipe(config, factory.registry.find("rollout", config.rollout.name))
-        check_tokens(config, read_tasks(config, recipe), read_model(config))
+        algorithm = resolve_algorithm(config, factory.registry.find("rollout", config.rollout.name))
+        check_tokens(config, read_tasks(config, algorithm), read_model(config))
     values = await _values(config, store, name, stack)
     worker = factory.agent_worker(values, {} if generates else None, request_prefix=f"{config.name}-{number}")
     deadlines = config.deadlines

@@ -19,8 +19,8 @@ from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
 from jackfield.compose.checking import check_parts
 from jackfield.compose.controller import distributed
-from jackfield.compose.crew import MakeCrew, crew_maker
-from jackfield.compose.inputs import check_tokens, read_model, read_tasks
+from jackfield.compose.crew import workers_maker
+from jackfield.compose.inputs import Tasks, check_tokens, read_model, read_tasks
 from jackfield.compose.mixing import check_rows
 from jackfield.compose.resume import (
     DISK_ERRORS,
@@ -30,7 +30,6 @@ from jackfield.compose.resume import (
     storage_error,
     storage_errors,
 )
-from jackfield.compose.role import Prepared, Role
 from jackfield.compose.selection import check_plugins, import_plugins, manifests
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
@@ -42,7 +41,7 @@ from jackfield.observe import observers
 from jackfield.plugins import Registry, discover, hook_manager, require_capability
 from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.runtime.workers import one_line
-from jackfield.trainer import CheckpointStore
+from jackfield.trainer import CheckpointStore, Role, RoleName
 
 __all__ = ["RunResult", "run", "run_async"]
 
@@ -66,7 +65,7 @@ class RunResult:
 def run(
     config: RunConfig,
     *,
-    role: Role = "all",
+    role: RoleName = "all",
     hooks: Sequence[object] = (),
     registry: Registry | None = None,
     stop: Stop | None = None,
@@ -95,7 +94,7 @@ def run(
 async def run_async(
     config: RunConfig,
     *,
-    role: Role = "all",
+    role: RoleName = "all",
     hooks: Sequence[object] = (),
     registry: Registry | None = None,
     clock: Clock | None = None,
@@ -106,20 +105,20 @@ async def run_async(
     config = _role_config(config, role)
     folder, trains = Path(config.folder), role in ("all", "train")
     hooks = [*observers(config.observe, folder, clock=clock), *hooks]
-    prepared = _prepare(config, registry, hooks, role, clock, stop)
+    prepared, tasks = _prepare(config, registry, hooks, role, clock)
     _make_folder(folder)
     with storage_errors(folder), nullcontext() if role == "explore" else folder_lock(folder):
         start = StartingPoint(store=CheckpointStore(folder / "checkpoints"), checkpoint=None, finished=False)
         if trains:
-            start = starting_point(config, folder, prepared.tasks.digests)
+            start = starting_point(config, folder, tasks.digests)
         if start.finished:
             return RunResult(folder=folder, steps=start.step, finished_before=True)
         replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
-            make_crew = crew_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
+            make_workers = workers_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
             for left in reversed(range(config.checkpoint.max_recoveries + 1)):
                 try:
-                    steps = await _execute(prepared, make_crew, start)
+                    steps = await _execute(RunBuilder(attrs.evolve(prepared), tasks, stop, make_workers), start)
                     break
                 except WorkerLost as error:
                     if not left or not trains:
@@ -128,22 +127,21 @@ async def run_async(
     return RunResult(folder=folder, steps=steps, stopped=trains and steps < config.schedule.steps)
 
 
-async def _execute(prepared: Prepared, make_crew: MakeCrew, start: StartingPoint) -> int:
+async def _execute(builder: RunBuilder, start: StartingPoint) -> int:
     """Run the role once; hooks are notified of its start and end."""
-    builder = RunBuilder(prepared, make_crew)
-    with _reported(prepared, start.step, builder), _one_compute_thread(prepared.config):
+    with _reported(builder, start.step), _one_compute_thread(builder.config):
         return await builder.execute(start)
 
 
 @contextmanager
-def _reported(prepared: Prepared, first_step: int, builder: RunBuilder) -> Iterator[None]:
+def _reported(builder: RunBuilder, first_step: int) -> Iterator[None]:
     """Notify the hooks of start and end, and leave the traceback of a failure in the folder.
 
     Raises:
         CancelledError: a signal has ended the run, or a worker, which had perhaps received the same signal, died
             after it.
     """
-    config, hook, folder = prepared.config, prepared.hooks.hook, Path(prepared.config.folder)
+    config, hook, folder = builder.config, builder.role.hooks, Path(builder.config.folder)
     failure, stopped = None, False
     started = RunStarted(
         name=config.name,
@@ -160,7 +158,7 @@ def _reported(prepared: Prepared, first_step: int, builder: RunBuilder) -> Itera
         raise
     except BaseException as error:
         failure = _first(error, folder)
-        if prepared.stop.code is not None and isinstance(failure, WorkerLost):
+        if builder.stop.code is not None and isinstance(failure, WorkerLost):
             failure, stopped = None, True
             raise asyncio.CancelledError from error
         text = "".join(traceback.format_exception(error))
@@ -170,7 +168,7 @@ def _reported(prepared: Prepared, first_step: int, builder: RunBuilder) -> Itera
             raise
         raise failure from error
     finally:
-        steps = max(first_step, builder.progress.value)
+        steps = max(first_step, builder.role.progress.value)
         hook.run_ended(event=RunEnded(folder=str(folder), steps=steps, error=failure, stopped=stopped))
 
 
@@ -187,7 +185,7 @@ def _recovery(config: RunConfig, folder: Path, error: WorkerLost) -> StartingPoi
     return start
 
 
-def _role_config(config: RunConfig, role: Role) -> RunConfig:
+def _role_config(config: RunConfig, role: RoleName) -> RunConfig:
     """The configuration of a role: where its controller is, and a folder of its own within the run's."""
     if role == "all":
         if config.queue.rewards == "distributed":
@@ -210,8 +208,8 @@ def _role_config(config: RunConfig, role: Role) -> RunConfig:
 
 @collection_paused()
 def _prepare(
-    config: RunConfig, registry: Registry, hooks: Sequence[object], role: Role, clock: Clock, stop: Stop
-) -> Prepared:
+    config: RunConfig, registry: Registry, hooks: Sequence[object], role: RoleName, clock: Clock
+) -> tuple[Role, Tasks]:
     """Refuse what can be refused while the run's folder is as it was; what loads torch comes last."""
     check_plugins(config, registry)
     if role != "all":
@@ -221,14 +219,14 @@ def _prepare(
     if here:
         import_plugins(config, registry, heavy=False)
     manager = hook_manager(hooks, manifests(config, registry))
-    recipe = check_parts(config, registry, manager)
-    tasks, model = read_tasks(config, recipe), read_model(config)
+    algorithm = check_parts(config, registry, manager)
+    tasks, model = read_tasks(config, algorithm), read_model(config)
     _quiet_libraries()
     if here:
         check_tokens(config, tasks, model)
         import_plugins(config, registry, heavy=True)
     check_rows(config.mixing, explores=config.mode == "online")
-    return Prepared(config=config, role=role, hooks=manager, recipe=recipe, tasks=tasks, clock=clock, stop=stop)
+    return Role(config=config, name=role, algorithm=algorithm, clock=clock, hooks=manager.hook), tasks
 
 
 def _make_folder(folder: Path) -> None:

@@ -20,6 +20,7 @@ from jackfield.abc.rollout import (
     SamplingParams,
 )
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.replica import Worker
 from jackfield.compose.inputs import read_model
@@ -28,30 +29,15 @@ from jackfield.config import PluginSection, RunConfig
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.plugins import Registry
 from jackfield.queue import Values
-from jackfield.runtime.advantages import AdvantagePlan
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.workers.router import Generates, Router
 
-__all__ = ["Needs", "RankPlace", "WorkerFactory"]
+__all__ = ["RankPlace", "WorkerFactory"]
 
 _CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside the sample
-
-
-@attrs.frozen(kw_only=True)
-class Needs:
-    """What a run asks of its crew."""
-
-    engines: bool  #: whether anybody trains
-    replicas: bool  #: whether anybody generates
-    rewards: bool  #: whether anybody scores
-    reference: bool  #: whether there is a reference model of its own
-    critic: bool
-    loss_columns: tuple[str, ...]  #: what the actor's loss reads beside the sample
-    renamed: Mapping[str, str]  #: column by the name that the loss knows it under
-    plan: AdvantagePlan
 
 
 @attrs.frozen(kw_only=True)
@@ -89,7 +75,9 @@ class WorkerFactory:
         context = TransferQueueContext(folder=str(folder), joins=True, heartbeat_seconds=silence)
         return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
-    def engine_rank(self, values: Values, role: str, needs: Needs, place: RankPlace | None = None) -> EngineRank:
+    def engine_rank(
+        self, values: Values, role: str, algorithm: ResolvedAlgorithm, place: RankPlace | None = None
+    ) -> EngineRank:
         """A rank of the engine, with its end of the weight plane if it is the actor's; nothing is loaded yet."""
         config, actor, place = self.config, role == "actor", place or RankPlace()
         context = EngineContext(
@@ -117,8 +105,8 @@ class WorkerFactory:
         return EngineRank(
             self._plugin("engine", context),
             values,
-            loss_columns={"actor": needs.loss_columns, "critic": _CRITIC_COLUMNS}.get(role, ()),
-            renamed=needs.renamed if actor else None,
+            loss_columns={"actor": algorithm.loss_columns, "critic": _CRITIC_COLUMNS}.get(role, ()),
+            renamed=algorithm.renamed if actor else None,
             transport=transport,
             block_bytes=config.weights.block_bytes if config.weights.kind == "delta" else 0,
         )

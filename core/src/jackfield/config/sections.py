@@ -260,3 +260,7 @@ class RunConfig:
         "and shared where the rollout server has an interpreter of its own",
     )
     observe: ObserveSettings = option(factory=ObserveSettings, help="what the run writes and shows")
+
+    def seed_of(self, sampling: SamplingParams) -> int:
+        """Return the seed of responses that are drawn so: their own, or else the run's."""
+        return self.seed if sampling.seed is None else sampling.seed

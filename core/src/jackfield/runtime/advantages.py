@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
-from jackfield.algorithms import Correction, Shaping, advantages, kl_in_reward, part, prepare
+from jackfield.algorithms import advantages, kl_in_reward, part, prepare
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.queue import (
     BatchMeta,
@@ -31,24 +30,7 @@ if TYPE_CHECKING:
 
     from jackfield.abc.transfer_queue import Column
 
-__all__ = ["AdvantageEstimation", "AdvantagePlan", "AdvantageWorker"]
-
-
-@attrs.frozen(kw_only=True)
-class AdvantagePlan:
-    """What is computed for each batch; plain values, so that it can travel."""
-
-    advantages: str | None = None  #: the estimator; None: nothing is estimated
-    advantages_options: Mapping[str, Any] = attrs.field(factory=dict)
-    loss: str | None = None  #: the loss whose columns :meth:`AdvantageWorker.prepare` computes
-    loss_options: Mapping[str, Any] = attrs.field(factory=dict)
-    old_log_probs: str = "rollout_log_probs"  #: the column of the policy that the loss calls old
-    shaping: Shaping = attrs.field(factory=Shaping)
-    kl: str | None = None  #: estimator of the KL penalty in the reward; None: off
-    correction: Correction | None = None  #: None: off
-    experts: bool = False  #: rows of an expert are among the others: write ``expert_mask``
-    reference: bool = False  #: there is a column ``ref_log_probs``
-    rewards: bool = False  #: write ``rewards``, one number a row, for a loss that asks for it
+__all__ = ["AdvantageEstimation", "AdvantageWorker"]
 
 
 class AdvantageEstimation:
@@ -79,12 +61,12 @@ class AdvantageEstimation:
 class AdvantageWorker:
     """Runs registered parts over the rows of a batch."""
 
-    def __init__(self, values: Values, plan: AdvantagePlan) -> None:
+    def __init__(self, values: Values, algorithm: ResolvedAlgorithm) -> None:
         self._values = values
-        self._plan = plan
+        self._algorithm = algorithm
 
     async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
-        """Write ``advantages`` and ``returns``, float32 per response token, and what else the plan asks for.
+        """Write ``advantages`` and ``returns``, float32 per response token, and what else the algorithm reads.
 
         Args:
             batch: rows that the policy generated, an expert's among them, and greedy rollouts as baselines.
@@ -94,27 +76,27 @@ class AdvantageWorker:
             statistics of rewards and advantages, ``reward/kl``, the correction's diagnostics; and what was written to
             all rows but baselines. An expert's rows have advantages of 0 and nothing to correct.
         """
-        assert self._plan.advantages is not None
+        assert self._algorithm.advantages is not None
         rows = await self._read(batch.select(_where(batch, lambda tags: not is_expert(tags) and not is_baseline(tags))))
         baselines = await self._baselines(batch, rows.batch)
         metrics = _reward_statistics(rows.token_rewards)
         token_rewards = self._shaped(rows, kl_coefficient, metrics)
         with naming_samples(rows.batch):
             estimated, returns = advantages(
-                self._plan.advantages,
+                self._algorithm.advantages,
                 token_rewards=token_rewards,
                 response_mask=rows.mask,
                 **self._inputs(rows, baselines),
-                **self._plan.advantages_options,
+                **self._algorithm.advantages_options,
             )
         metrics["advantages/abs_mean"] = float(estimated.abs().mean())
         columns = {"advantages": rows.jagged(estimated), "returns": rows.jagged(returns)}
-        if self._plan.correction is not None:
+        if self._algorithm.correction is not None:
             columns["rollout_weights"] = rows.jagged(self._weights(rows, metrics))
-        if self._plan.rewards:
+        if "rewards" in self._algorithm.loss_columns:
             columns["rewards"] = dense_column(rows.token_rewards.sum(-1))
         target = trained(batch)
-        if self._plan.experts:
+        if self._algorithm.mixes:
             columns = _beside_experts(target, columns)
         return metrics, await self._values.write(target, columns)
 
@@ -123,22 +105,22 @@ class AdvantageWorker:
 
         ``batch`` is that of one optimizer step, and has the policy's log-probs as it begins in ``log_probs``.
         """
-        assert self._plan.loss is not None
-        taken = part("loss", self._plan.loss).prepare_inputs.keys() - {"response_mask", "group_ids", "pair_ids"}
-        there = {"old_log_probs", "rollout_log_probs", "advantages"} if self._plan.advantages else set()
-        if self._plan.reference:
+        algorithm, loss = self._algorithm, part("loss", self._algorithm.loss)
+        taken = loss.prepare_inputs.keys() - {"response_mask", "group_ids", "pair_ids"}
+        there = {"old_log_probs", "rollout_log_probs", "advantages"} if self._algorithm.advantages else set()
+        if self._algorithm.reference:
             there.add("ref_log_probs")
         names = {name: self._column(name) for name in ("log_probs", *sorted(taken & there))}
         columns = await self._get(batch, ("response_mask", *names.values()))
         nested = to_nested(columns["response_mask"])
         numbers = _numbers(batch.groups)
         prepared = prepare(
-            self._plan.loss,
+            self._algorithm.loss,
             response_mask=to_padded(nested),
             group_ids=numbers,
             pair_ids=numbers,
             **{name: to_padded(to_nested(columns[column])) for name, column in names.items()},
-            **self._plan.loss_options,
+            **{name: value for name, value in algorithm.loss_options.items() if name in loss.options},
         )
         sizes = lengths(nested)
         values = {
@@ -151,19 +133,19 @@ class AdvantageWorker:
         return await self._values.read(batch, names)
 
     def _column(self, name: str) -> str:
-        return self._plan.old_log_probs if name == "old_log_probs" else name
+        return self._algorithm.old_log_probs if name == "old_log_probs" else name
 
     async def _read(self, batch: BatchMeta) -> _Responses:
-        assert self._plan.advantages is not None
-        chosen = part("advantages", self._plan.advantages)
+        assert self._algorithm.advantages is not None
+        chosen = part("advantages", self._algorithm.advantages)
         names = ["response_mask", "reward"]
         taken = {*chosen.needs, *chosen.accepts}
         names += [name for name in ("values", "reward_dimensions") if name in chosen.needs]
-        if "old_log_probs" in taken or self._plan.kl is not None:
-            names.append(self._plan.old_log_probs)
-        if self._plan.kl is not None:
+        if "old_log_probs" in taken or self._algorithm.kl_in_reward is not None:
+            names.append(self._algorithm.old_log_probs)
+        if self._algorithm.kl_in_reward is not None:
             names.append("ref_log_probs")
-        if self._plan.correction is not None:
+        if self._algorithm.correction is not None:
             names += ["old_log_probs", "rollout_log_probs"]
         if "anchor_ids" in taken:
             names.append("prompt_ids")
@@ -200,8 +182,8 @@ class AdvantageWorker:
             offered["anchor_ids"] = _numbers([tuple(prompt.tolist()) for prompt in prompts])
         if "reward_dimensions" in rows.columns:
             offered["reward_dimensions"] = to_padded(to_nested(rows.columns["reward_dimensions"]))
-        if self._plan.old_log_probs in rows.columns:
-            offered["old_log_probs"] = rows.padded(self._plan.old_log_probs)
+        if self._algorithm.old_log_probs in rows.columns:
+            offered["old_log_probs"] = rows.padded(self._algorithm.old_log_probs)
         return offered
 
     def _shaped(self, rows: _Responses, kl_coefficient: float, metrics: dict[str, float]) -> torch.Tensor:
@@ -209,15 +191,15 @@ class AdvantageWorker:
         import torch
 
         rewards = rows.token_rewards
-        if self._plan.shaping.active:
+        if self._algorithm.shaping.active:
             totals = rewards.sum(-1)
-            change = self._plan.shaping.shape(totals, rows.sizes) - totals
+            change = self._algorithm.shaping.shape(totals, rows.sizes) - totals
             rewards = rewards.clone()
             rewards[torch.arange(len(rewards)), rows.sizes - 1] += change
-        if self._plan.kl is not None:
-            old, reference = rows.padded(self._plan.old_log_probs), rows.padded("ref_log_probs")
+        if self._algorithm.kl_in_reward is not None:
+            old, reference = rows.padded(self._algorithm.old_log_probs), rows.padded("ref_log_probs")
             rewards, mean = kl_in_reward(
-                rewards, old, reference, rows.mask, coefficient=kl_coefficient, estimator=self._plan.kl
+                rewards, old, reference, rows.mask, coefficient=kl_coefficient, estimator=self._algorithm.kl_in_reward
             )
             metrics |= {"reward/kl": float(mean), "reward/kl_coefficient": kl_coefficient}
         if rewards is not rows.token_rewards:
@@ -226,8 +208,8 @@ class AdvantageWorker:
 
     def _weights(self, rows: _Responses, metrics: dict[str, float]) -> torch.Tensor:
         """Weights of the policy that generated, 0 for what is rejected."""
-        assert self._plan.correction is not None
-        weights, kept, diagnostics = self._plan.correction.weights(
+        assert self._algorithm.correction is not None
+        weights, kept, diagnostics = self._algorithm.correction.weights(
             rows.padded("old_log_probs"), rows.padded("rollout_log_probs"), rows.mask
         )
         metrics |= {f"correction/{name}": float(value) for name, value in diagnostics.items()}

@@ -18,6 +18,7 @@ from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.mixing import Source
 from jackfield.trainer.report import StepReport
 from jackfield.trainer.reward_pipeline import RewardPipeline
+from jackfield.trainer.role import Role, RoleName, RunWorkers
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
 from jackfield.trainer.trainer import AdvantageEstimator, Critic, EngineGroup, Step, Trainer, WeightPublisher
@@ -37,6 +38,9 @@ __all__ = [
     "Progress",
     "PublishedVersion",
     "RewardPipeline",
+    "Role",
+    "RoleName",
+    "RunWorkers",
     "Schedule",
     "Source",
     "Stages",

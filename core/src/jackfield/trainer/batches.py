@@ -9,11 +9,11 @@ from typing import Any
 import attrs
 
 from jackfield.errors import JackfieldError
-from jackfield.queue import BatchMeta, TransferQueue
+from jackfield.queue import BatchMeta
 from jackfield.runtime.samples import TRAIN, oldest_version
 from jackfield.runtime.workers import is_lost, lost_keys
 from jackfield.trainer.mixing import Source
-from jackfield.trainer.schedule import Schedule
+from jackfield.trainer.role import Role
 
 __all__ = ["CONSUMER", "BatchSource"]
 
@@ -26,18 +26,16 @@ _COLUMNS = ("prompt_ids", "response_ids", "response_mask")
 class BatchSource:
     """Leases the samples of each step from the queue, and acknowledges them."""
 
-    queue: TransferQueue
-    schedule: Schedule
-    seconds: float  #: longest wait for a batch
+    role: Role
     sources: tuple[Source, ...] = ()  #: of what a batch has beside the step's own groups
     stop: asyncio.Event = attrs.field(factory=asyncio.Event)  #: set when the run has to end at the next boundary
 
     async def register(self) -> None:
         """Register the trainer as a consumer, before any sample is put."""
-        columns = (*_COLUMNS, *(("rollout_log_probs", "reward") if self.schedule.explores else ()))
-        await self.queue.register_consumer(CONSUMER, partition=TRAIN, columns=columns)
+        columns = (*_COLUMNS, *(("rollout_log_probs", "reward") if self.role.schedule.explores else ()))
+        await self.role.queue.register_consumer(CONSUMER, partition=TRAIN, columns=columns)
         for source in self.sources:
-            await source.register(self.queue, CONSUMER, columns)
+            await source.register(self.role.queue, CONSUMER, columns)
 
     async def next(self, step: int, *, may_stop: bool) -> BatchMeta | None:
         """Lease the batch of a step.
@@ -53,17 +51,20 @@ class BatchSource:
             DeadlineExceeded: the batch was not complete in time.
             ScheduleError: ``schedule.staleness``.
         """
-        leasing = self.queue.lease_batch(CONSUMER, step, deadline_seconds=self.seconds)
-        if may_stop and not (self.schedule.explores and step % self.schedule.sync_interval):
+        leasing = self.role.queue.lease_batch(CONSUMER, step, deadline_seconds=self.role.config.deadlines.batch)
+        if may_stop and not (self.role.schedule.explores and step % self.role.schedule.sync_interval):
             batch = await self._unless_stopped(leasing)
         else:
             batch = await leasing
         if batch is None:
             return None
         own = len(set(batch.groups))
-        mixed = [await source.sample(self.queue, CONSUMER, step, own, self.seconds) for source in self.sources]
-        if self.schedule.explores:
-            self.schedule.check(step, oldest_version(batch.tags))
+        mixed = [
+            await source.sample(self.role.queue, CONSUMER, step, own, self.role.config.deadlines.batch)
+            for source in self.sources
+        ]
+        if self.role.schedule.explores:
+            self.role.schedule.check(step, oldest_version(batch.tags))
         for more in filter(None, mixed):
             batch = batch.joined(more)
         return batch
@@ -86,15 +87,15 @@ class BatchSource:
         Returns:
             whether the batch was released, and will be completed again.
         """
-        if not is_lost(error) or not set(await self.queue.fail_lost(batch, lost_keys(error))) & set(batch.keys):
+        if not is_lost(error) or not set(await self.role.queue.fail_lost(batch, lost_keys(error))) & set(batch.keys):
             return False
-        await self.queue.release(batch)
+        await self.role.queue.release(batch)
         return True
 
     async def acknowledge(self, batch: BatchMeta, step: int) -> None:
         """Record that a step has used the batch. It is final once :meth:`commit` names that step."""
-        await self.queue.ack(batch, step=step)
+        await self.role.queue.ack(batch, step=step)
 
     async def commit(self, step: int) -> None:
         """Make the acks of all steps up to ``step`` final."""
-        await self.queue.commit(step)
+        await self.role.queue.commit(step)

@@ -16,11 +16,9 @@ import attrs
 from jackfield import __version__
 from jackfield.errors import JackfieldError, RunError, WorkerLost
 from jackfield.plugins.hooks import CheckpointSaved
-from jackfield.queue import TransferQueue
 from jackfield.runtime.samples import TRAIN
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore
-from jackfield.trainer.schedule import Schedule
-from jackfield.trainer.stages import Stages
+from jackfield.trainer.role import Role
 
 if TYPE_CHECKING:
     from jackfield.trainer.trainer import EngineGroup
@@ -32,20 +30,17 @@ __all__ = ["Checkpointer", "load_random_state", "random_state"]
 class Checkpointer:
     """Saves and loads everything that a run consists of: engines, queue, random state."""
 
+    role: Role
     store: CheckpointStore
     engines: Mapping[str, EngineGroup]  #: by role: those that are trained
-    queue: TransferQueue
-    description: Mapping[str, Any]  #: of the run, for whoever resumes it: configuration, digests of the data
-    schedule: Schedule
-    every: int = 0  #: write one every so many steps; 0: only as ``at_end`` says
-    at_end: bool = True  #: write one after the last step
-    stages: Stages
+    description: Mapping[str, Any]  #: of the run, for who resumes it: configuration, digests of the data
     saved: int = attrs.field(default=0, init=False)  #: steps in the newest checkpoint
     _random: Mapping[str, Any] = attrs.field(factory=dict, init=False)  #: at the end of the last step
 
     def is_due(self, steps_done: int) -> bool:
         """Return whether a checkpoint is written after ``steps_done`` steps."""
-        return self.schedule.is_due(self.every, steps_done) or (self.at_end and steps_done == self.schedule.steps)
+        settings, schedule = self.role.config.checkpoint, self.role.schedule
+        return schedule.is_due(settings.every, steps_done) or (settings.at_end and steps_done == schedule.steps)
 
     def note_random_state(self) -> None:
         """Remember this process's generators as they are at the end of a step, before the next one is begun."""
@@ -65,7 +60,7 @@ class Checkpointer:
             WorkerLost: a rank, or the storage, died meanwhile.
             QueueError: ``queue.session``: the queue's controller died meanwhile.
         """
-        async with self.stages.measure("checkpoint", "trainer", steps - 1):
+        async with self.role.stages.measure("checkpoint", "trainer", steps - 1):
             try:
                 saved = await self._write(steps, trainer, again_from)
             except (JackfieldError, OSError) as error:
@@ -74,12 +69,10 @@ class Checkpointer:
                 if isinstance(error, WorkerLost) or getattr(error, "code", None) == "queue.session":
                     raise  # whose process has ended is named; the disk is well
                 raise self._failure(steps, error, free) from error
-            await self.queue.commit(steps - 1)
+            await self.role.queue.commit(steps - 1)
             await asyncio.to_thread(self.store.prune)
         self.saved = steps
-        self.stages.hooks.checkpoint_saved(
-            event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes)
-        )
+        self.role.hooks.checkpoint_saved(event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
 
     async def _write(self, steps: int, trainer: Mapping[str, Any], again_from: int | None) -> Checkpoint:
         folder = await asyncio.to_thread(self.store.begin, steps)
@@ -92,7 +85,7 @@ class Checkpointer:
             "random": random_state() if again_from is None else self._random,
             **self.description,
         }
-        await self.queue.checkpoint(folder / "queue", {} if again_from is None else {TRAIN: again_from})
+        await self.role.queue.checkpoint(folder / "queue", {} if again_from is None else {TRAIN: again_from})
         return await asyncio.to_thread(self.store.commit, steps, state)
 
     def _failure(self, steps: int, error: Exception, free: int) -> RunError:
@@ -121,7 +114,7 @@ class Checkpointer:
         state = checkpoint.state()
         for role, engine in self.engines.items():
             await engine.load(str(checkpoint.folder / role))
-        await self.queue.restore(checkpoint.folder / "queue", checkpoint.step - 1)
+        await self.role.queue.restore(checkpoint.folder / "queue", checkpoint.step - 1)
         load_random_state(state["random"])
         self.saved = checkpoint.step
         trainer: dict[str, Any] = state["trainer"]

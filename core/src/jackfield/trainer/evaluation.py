@@ -8,18 +8,17 @@ from typing import Any
 
 import attrs
 
-from jackfield.abc.transfer_queue import DeleteRequest, TransferQueueBackend
-from jackfield.clock import Clock
+from jackfield.abc.transfer_queue import DeleteRequest
 from jackfield.cluster.device import DeviceLease
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError, RewardError, WorkerLost
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
-from jackfield.runtime.agent_worker import AgentWorker, RolloutJob, ends_the_run
-from jackfield.runtime.reward_worker import RewardWorker, Scored
+from jackfield.runtime.agent_worker import RolloutJob, ends_the_run
+from jackfield.runtime.reward_worker import Scored
 from jackfield.runtime.samples import evaluation_seed, metric_tags, said, said_metrics
-from jackfield.runtime.workers import Workers, is_lost, resubmitted, suppress_lost
-from jackfield.trainer.schedule import Schedule
-from jackfield.trainer.stages import Stages
+from jackfield.runtime.workers import is_lost, resubmitted, suppress_lost
+from jackfield.settings import unstructure
+from jackfield.trainer.role import Role
 
 __all__ = ["Evaluator"]
 
@@ -39,24 +38,14 @@ class _Outcome:
 class Evaluator:
     """Runs every held-out task once and tells the hooks the mean score."""
 
+    role: Role
     tasks: Sequence[Task]
-    schedule: Schedule
-    every: int  #: evaluate every so many steps, at weight syncs, and at both ends
-    agents: Workers[AgentWorker]
-    rewards: Workers[RewardWorker]
-    backend: TransferQueueBackend
     placement: DeviceLease
-    clock: Clock
-    stages: Stages
-    sampling: Mapping[str, Any]
-    seed: int
-    rollout_seconds: float
-    score_seconds: float
-    recorded: int = 16  #: samples shown in the table
 
     def is_due(self, steps_done: int) -> bool:
-        """Return whether the weights of ``steps_done`` steps are evaluated."""
-        return steps_done in (0, self.schedule.steps) or self.schedule.is_due(self.every, steps_done)
+        """Return whether the weights of ``steps_done`` steps are evaluated: at weight syncs, and at both ends."""
+        schedule = self.role.schedule
+        return steps_done in (0, schedule.steps) or schedule.is_due(self.role.config.evaluation.every, steps_done)
 
     async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluate the weights ``version`` that the replicas serve now.
@@ -69,7 +58,7 @@ class Evaluator:
             RewardError: ``reward.too-many-failures`` when no task has a score.
             JackfieldError: what would fail every other run, too (``ends_the_run``).
         """
-        async with self.stages.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
+        async with self.role.stages.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
             outcomes = await asyncio.gather(*(self._run(task, version) for task in self.tasks))
         scores = [outcome.scored.score for outcome in outcomes if outcome.scored.score is not None]
         if not scores:
@@ -89,38 +78,42 @@ class Evaluator:
             "tasks": float(len(outcomes)),
             **said_metrics(outcome.tags for outcome in outcomes if outcome.tags is not None),
         }
-        shown = tuple([await self._record(outcome) for outcome in outcomes[: self.recorded]])
+        shown = outcomes[: self.role.config.observe.samples_per_evaluation]
+        samples = tuple([await self._record(outcome) for outcome in shown])
         stored = tuple(outcome.scored.key for outcome in outcomes if outcome.tags is not None)
-        await self.backend.delete(DeleteRequest(partition=EVAL, keys=stored))
-        hooks = self.stages.hooks
-        hooks.samples_recorded(event=SamplesRecorded(step=version, partition=EVAL, samples=shown))
+        await self.role.workers.backend.delete(DeleteRequest(partition=EVAL, keys=stored))
+        hooks = self.role.hooks
+        hooks.samples_recorded(event=SamplesRecorded(step=version, partition=EVAL, samples=samples))
         hooks.evaluation_ended(event=EvaluationEnded(step=version, metrics=metrics))
         return metrics
 
     async def _run(self, task: Task, version: int) -> _Outcome:
-        key = f"{EVAL}/{version}/{task.id}"
-        sampling = {**self.sampling, "seed": evaluation_seed(self.seed, version, task.id)}
-        job = RolloutJob(
-            id=key, partition=EVAL, group=key, task=task, sampling=sampling, seconds=self.rollout_seconds, last=True
-        )
+        key, config = f"{EVAL}/{version}/{task.id}", self.role.config
+        seed = evaluation_seed(config.seed_of(config.evaluation.sampling), version, task.id)
+        sampling, seconds = {**unstructure(config.evaluation.sampling), "seed": seed}, config.deadlines.rollout
+        job = RolloutJob(id=key, partition=EVAL, group=key, task=task, sampling=sampling, seconds=seconds, last=True)
         try:
             return await resubmitted(lambda: self._attempt(job), f"sample {key}/0")
         except WorkerLost as error:
             return _failed(job, error)
 
     async def _attempt(self, job: RolloutJob) -> _Outcome:
-        agent, rewards, key = self.agents.of(job.id), self.rewards.of(job.id), f"{job.id}/0"
-        who = f"held-out task {job.task.id}"
+        workers, clock, key = self.role.workers, self.role.clock, f"{job.id}/0"
+        assert workers.rewards is not None
+        agent, rewards, who = workers.agents.of(job.id), workers.rewards.of(job.id), f"held-out task {job.task.id}"
         try:
-            report = await self.clock.wait_for(agent.run(job), 1.1 * job.seconds + 10, f"the agent worker of {who}")
+            report = await clock.wait_for(agent.run(job), 1.1 * job.seconds + 10, f"the agent worker of {who}")
             if not report.keys:
                 return _failed(job, "the agent loop returned no sequence")
         except JackfieldError as error:
             if isinstance(error, WorkerLost) or is_lost(error) or ends_the_run(error):
                 raise
             return _failed(job, error)
-        scoring, longest = rewards.score(EVAL, [key]), 2 * self.score_seconds * len(self.tasks)  # one after the other
-        (scored,) = await self.clock.wait_for(scoring, longest, f"the reward worker of {who}")
+        scoring, longest = (
+            rewards.score(EVAL, [key]),
+            2 * self.role.score_seconds * len(self.tasks),
+        )  # one after the other
+        (scored,) = await clock.wait_for(scoring, longest, f"the reward worker of {who}")
         await rewards.forget([key])
         return _Outcome(job.task, scored, {**report.tags[0], **metric_tags("reward", scored.metrics)})
 
@@ -129,7 +122,7 @@ class Evaluator:
         key, error = outcome.scored.key, outcome.scored.error
         record = SampleRecord(key=key, prompt="", response="", reward=None, response_ids=(), response_mask=())
         if outcome.tags is not None:
-            reading = lambda: self.agents.of(key).records(EVAL, [key], [{}], with_reward=False)  # noqa: E731
+            reading = lambda: self.role.workers.agents.of(key).records(EVAL, [key], [{}], with_reward=False)  # noqa: E731
             with suppress_lost():
                 (record,) = await resubmitted(reading, f"the table's line of sample {key}")
         tags: dict[str, Any] = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}

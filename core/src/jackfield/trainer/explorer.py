@@ -10,16 +10,15 @@ from typing import Any
 
 import attrs
 
-from jackfield.clock import Clock
 from jackfield.cluster.device import DeviceLease
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError, WorkerLost
-from jackfield.queue import Batch, GroupKey, NewGroup, RolloutReport, TransferQueue
-from jackfield.runtime.agent_worker import AgentWorker, RolloutJob, ends_the_run
+from jackfield.queue import Batch, GroupKey, NewGroup, RolloutReport
+from jackfield.runtime.agent_worker import RolloutJob, ends_the_run
 from jackfield.runtime.samples import TRAIN, rollout_seed
-from jackfield.runtime.workers import Workers, resubmitted
-from jackfield.trainer.schedule import Progress, Schedule
-from jackfield.trainer.stages import Stages
+from jackfield.runtime.workers import resubmitted
+from jackfield.settings import unstructure
+from jackfield.trainer.role import Role
 
 __all__ = ["Answers", "Explorer"]
 
@@ -38,79 +37,80 @@ class Answers:
 class Explorer:
     """Fills the batches that the schedule lets it start: with rollouts of agents, and with answers of the data."""
 
+    role: Role
     name: str
-    queue: TransferQueue
-    schedule: Schedule
-    version: Progress  #: of the weights that the replicas serve
-    steps_done: Progress
     placement: DeviceLease
-    clock: Clock
-    stages: Stages
-    agents: Workers[AgentWorker]
-    groups: int = 0  #: tasks in a batch for which agents run
-    rollouts: int = 1  #: of a task
     task_for: Callable[[GroupKey], Task]
-    sampling: Mapping[str, Any] = attrs.field(factory=dict)
-    seed: int = 0
-    rollout_seconds: float
-    batch_seconds: float
-    greedy_baseline: bool = False  #: one more rollout in each group, greedy: its reward is the others' baseline
     answers: Answers | None = None  #: behind the groups for which agents run
+    _groups: int = attrs.field(init=False)  #: of a batch for which agents run
+    _rollouts: int = attrs.field(init=False)  #: of a group, without the greedy one whose reward is the others' baseline
+    _greedy: bool = attrs.field(init=False)
+    _sampling: Mapping[str, Any] = attrs.field(init=False)
+    _seed: int = attrs.field(init=False)
     _running: int = attrs.field(default=0, init=False)
     _idle: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Read what a batch consists of: an offline run has no rollouts."""
+        data, explores = self.role.config.data, self.role.explores
+        self._groups, self._rollouts = (data.groups_per_batch, data.rollouts_per_group) if explores else (0, 1)
+        self._greedy = self.role.algorithm.greedy_baseline
+        config = self.role.config
+        self._sampling, self._seed = unstructure(config.sampling), config.seed_of(config.sampling)
 
     async def run(self) -> None:
         """Explore until every batch of the schedule is finished; what others have given back comes first."""
         async with asyncio.TaskGroup() as batches:
             while (batch := await self._next()) is not None:
                 await self._wait_for_turn(batch.number)
-                if not self.groups or not batch.vacant:  # restored with all its groups: it may still lose one
+                if not self._groups or not batch.vacant:  # restored with all its groups: it may still lose one
                     batches.create_task(self._fill(batch))
                     continue
                 self._idle.clear()
-                async with self.stages.measure("rollout", "explorer", batch.number):
+                async with self.role.stages.measure("rollout", "explorer", batch.number):
                     batches.create_task(self._fill(batch))
                     # the next batch starts when every rollout of this one has ended; its rewards may still be pending
                     rollouts = f"the rollouts of batch {batch.number}"
-                    await self.clock.wait_for(self._idle.wait(), self.batch_seconds, rollouts)
+                    await self.role.clock.wait_for(self._idle.wait(), self.role.config.deadlines.batch, rollouts)
 
     async def _next(self) -> Batch | None:
-        return await self.queue.claim_batch(
+        return await self.role.queue.claim_batch(
             TRAIN,
             self.name,
-            self.groups + (self.answers.groups if self.answers else 0),
-            rollouts=self.rollouts + self.greedy_baseline,
-            below=self.schedule.steps,
-            deadline_seconds=self.batch_seconds,
+            self._groups + (self.answers.groups if self.answers else 0),
+            rollouts=self._rollouts + self._greedy,
+            below=self.role.schedule.steps,
+            deadline_seconds=self.role.config.deadlines.batch,
         )
 
     async def _wait_for_turn(self, number: int) -> None:
         """Wait for the weights that a batch is generated with; without rollouts, stay a little ahead of the trainer."""
-        if self.groups:
+        role, seconds = self.role, self.role.config.deadlines.batch
+        if self._groups:
             weights = f"the trainer's weights, by {self.name} to start batch {number}"
-            await self.version.until(
-                lambda version: self.schedule.may_start(number, version), self.batch_seconds, weights
-            )
+            await role.version.until(lambda version: role.schedule.may_start(number, version), seconds, weights)
         else:
             taken = f"the trainer, to take batch {number - _AHEAD}"
-            await self.steps_done.until(lambda done: number < done + _AHEAD, self.batch_seconds, taken)
+            await self.role.steps_done.until(
+                lambda done: number < done + _AHEAD, self.role.config.deadlines.batch, taken
+            )
 
     async def _fill(self, batch: Batch) -> None:
         """Make the groups of a batch; one that is dropped later, for want of a reward, comes again."""
         async with asyncio.TaskGroup() as groups:
-            async for keys in self.queue.groups_to_fill(batch, self.batch_seconds):
+            async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch):
                 self._running += len(keys)
                 for key in keys:
                     groups.create_task(self._make_group(key))
 
     async def _make_group(self, key: GroupKey) -> None:
         try:
-            if self.answers is not None and key.index >= self.groups:
+            if self.answers is not None and key.index >= self._groups:
                 await self._copy_answer(self.answers, key)
                 return
-            task, rollouts = self.task_for(key), self.rollouts + self.greedy_baseline
-            tags = {"greedy_rollout": self.rollouts} if self.greedy_baseline else {}
-            await self.queue.open_groups([NewGroup(key=key, task_id=task.id, rollouts=rollouts, tags=tags)])
+            task, rollouts = self.task_for(key), self._rollouts + self._greedy
+            tags = {"greedy_rollout": self._rollouts} if self._greedy else {}
+            await self.role.queue.open_groups([NewGroup(key=key, task_id=task.id, rollouts=rollouts, tags=tags)])
             await asyncio.gather(*(self._roll_out(key, task, rollout) for rollout in range(rollouts)))
         finally:
             self._running -= 1
@@ -118,15 +118,15 @@ class Explorer:
                 self._idle.set()
 
     async def _roll_out(self, key: GroupKey, task: Task, rollout: int) -> None:
-        sampling = {**self.sampling, "seed": rollout_seed(self.seed, key.batch, key.index, key.retry, rollout)}
-        if rollout == self.rollouts:
+        sampling = {**self._sampling, "seed": rollout_seed(self._seed, key.batch, key.index, key.retry, rollout)}
+        if rollout == self._rollouts:
             sampling["temperature"] = 0.0  # the baseline
         await self._end(key, task, rollout, sampling)
 
     async def _copy_answer(self, answers: Answers, key: GroupKey) -> None:
         """Make a group of one rollout, which the data has."""
-        task, tags = answers.task_for(key), {"expert": True} if self.groups else {}
-        await self.queue.open_groups([NewGroup(key=key, task_id=task.id, rollouts=1, tags=tags)])
+        task, tags = answers.task_for(key), {"expert": True} if self._groups else {}
+        await self.role.queue.open_groups([NewGroup(key=key, task_id=task.id, rollouts=1, tags=tags)])
         await self._end(key, task, 0, None)
 
     async def _end(self, key: GroupKey, task: Task, rollout: int, sampling: Mapping[str, Any] | None) -> None:
@@ -137,22 +137,22 @@ class Explorer:
             name = key.rollout(rollout, next(attempts))
             return RolloutJob(
                 id=name, partition=key.partition, group=str(key), rollout=rollout, task=task,
-                sampling=sampling, seconds=self.rollout_seconds, expert=bool(self.groups),
+                sampling=sampling, seconds=self.role.config.deadlines.rollout, expert=bool(self._groups),
             )  # fmt: skip
 
         try:
             report = await resubmitted(lambda: self._make(job()), f"sample {key.rollout(rollout)}")
         except WorkerLost as error:
             report = RolloutReport(group=str(key), rollout=rollout, error=_summary(error))
-        await self.queue.end_rollouts([report])
+        await self.role.queue.end_rollouts([report])
 
     async def _make(self, job: RolloutJob) -> RolloutReport:
-        worker = self.agents.of(f"{job.group}/{job.rollout}")
+        worker = self.role.workers.agents.of(f"{job.group}/{job.rollout}")
         # the worker keeps the rollout's own deadline; this one adds RPC slack to it
         seconds, who = 1.1 * job.seconds + 10, f"the agent worker of sample {job.id}, task {job.task.id}"
         async with nullcontext() if job.sampling is None else self.placement.hold("rollout"):
             try:
-                return await self.clock.wait_for(worker.run(job), seconds, who)
+                return await self.role.clock.wait_for(worker.run(job), seconds, who)
             except WorkerLost:
                 raise
             except JackfieldError as error:

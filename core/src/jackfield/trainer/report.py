@@ -6,14 +6,11 @@ from collections.abc import Mapping
 
 import attrs
 
-from jackfield.clock import Clock
 from jackfield.plugins.hooks import SampleRecord, SamplesFailed, SamplesRecorded, StepEnded
-from jackfield.queue import BatchMeta, TransferQueue
-from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.queue import BatchMeta
 from jackfield.runtime.samples import TRAIN, oldest_version, said_metrics
-from jackfield.runtime.workers import Workers, resubmitted, suppress_lost
-from jackfield.trainer.schedule import Schedule
-from jackfield.trainer.stages import Stages
+from jackfield.runtime.workers import resubmitted, suppress_lost
+from jackfield.trainer.role import Role
 
 __all__ = ["StepReport"]
 
@@ -22,30 +19,24 @@ __all__ = ["StepReport"]
 class StepReport:
     """Reports each step to the hooks."""
 
-    queue: TransferQueue
-    schedule: Schedule
-    stages: Stages
-    agents: Workers[AgentWorker]  #: read samples for the table
-    clock: Clock
-    seconds: float  #: longest wait for the samples of the table
-    shown: int = 4  #: samples of a step in the table
+    role: Role
     mixes: bool = False  #: whether batches have groups beside the step's own
 
     async def step_ended(self, step: int, batch: BatchMeta, metrics: Mapping[str, float], started: float) -> None:
         """Report the step with what its stages have found (``metrics``)."""
-        hooks, all_metrics = self.stages.hooks, {**metrics, **self._measured(step, batch, started)}
+        hooks, all_metrics = self.role.hooks, {**metrics, **self._measured(step, batch, started)}
         hooks.step_ended(event=StepEnded(step=step + 1, metrics=all_metrics))
-        failed = await self.queue.drain_failures()
+        failed = await self.role.queue.drain_failures()
         if failed:
             hooks.samples_failed(event=SamplesFailed(step=step + 1, reasons=failed))
-        if self.shown:
-            chosen = batch.select(batch.by_partition()[TRAIN][: self.shown])
+        if shown := self.role.config.observe.samples_per_step:
+            chosen = batch.select(batch.by_partition()[TRAIN][:shown])
             with suppress_lost():
                 samples = await resubmitted(lambda: self._read(chosen), "a table of samples")
                 hooks.samples_recorded(event=SamplesRecorded(step=step + 1, partition=TRAIN, samples=samples))
 
     def _measured(self, step: int, batch: BatchMeta, started: float) -> dict[str, float]:
-        seconds = self.clock.time() - started
+        seconds = self.role.clock.time() - started
         lengths = [tags["response_tokens"] for tags in batch.tags]
         return {
             "samples": float(len(batch)),
@@ -54,8 +45,8 @@ class StepReport:
             "samples_per_second": len(batch) / max(seconds, 1e-9),
             "seconds/step": seconds,
             **said_metrics(batch.tags),
-            **self.stages.drain(),
-            **(self._exploration(step, batch) if self.schedule.explores else {}),
+            **self.role.stages.drain(),
+            **(self._exploration(step, batch) if self.role.schedule.explores else {}),
             **(_shares(step, batch) if self.mixes else {}),
         }
 
@@ -67,10 +58,10 @@ class StepReport:
         }
 
     async def _read(self, shown: BatchMeta) -> tuple[SampleRecord, ...]:
-        agent, rewarded = self.agents.of(shown.keys[0]), self.schedule.explores
+        agent, rewarded = self.role.workers.agents.of(shown.keys[0]), self.role.schedule.explores
         reading = agent.records(TRAIN, shown.keys, shown.tags, with_reward=rewarded)
         who = f"an agent worker to read {len(shown)} samples, {shown.keys[0]} first"
-        return await self.clock.wait_for(reading, self.seconds, who)
+        return await self.role.clock.wait_for(reading, self.role.config.deadlines.batch, who)
 
 
 def _shares(step: int, batch: BatchMeta) -> dict[str, float]:

@@ -9,13 +9,12 @@ from contextlib import suppress
 
 import attrs
 
-from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLost
 from jackfield.queue import BatchMeta, GroupKey, TransferQueue
 from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker, Scored
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags
 from jackfield.runtime.workers import Workers, lost_keys, resubmitted
-from jackfield.trainer.stages import Stages
+from jackfield.trainer.role import Role
 
 __all__ = ["RewardPipeline"]
 
@@ -29,24 +28,27 @@ class RewardPipeline:
     A score that fails or misses its deadline fails its sample by name; the group's policy then decides.
     """
 
-    queue: TransferQueue
-    workers: Workers[RewardWorker]
-    clock: Clock
-    stages: Stages
-    score_seconds: float  #: the longest that a score takes, retries included
-    idle_seconds: float  #: after which a wait for samples begins again
-    writes: tuple[str, ...] = ("reward",)
-    max_failed_groups: int = 8  #: in a row without a single score, before the run ends
-    #: replace groups whose rewards are all equal, so many times an index; then the group is taken as it is. 0: never
-    equal_groups_replaced: int = 0
+    role: Role
     groups: int = attrs.field(default=0, init=False)  #: that have been rewarded
     _scoring: dict[tuple[int, int], _Started] = attrs.field(factory=dict, init=False)  #: by batch and index
     _failed_groups: int = attrs.field(default=0, init=False)  #: the last ones in a row without a score
     _errors: Counter[str] = attrs.field(factory=Counter, init=False)  #: of their samples
 
+    @property
+    def queue(self) -> TransferQueue:
+        """Return the queue of the run."""
+        return self.role.queue
+
+    @property
+    def workers(self) -> Workers[RewardWorker]:
+        """Return the workers that score."""
+        assert self.role.workers.rewards is not None
+        return self.role.workers.rewards
+
     async def register(self) -> None:
         """Register the stage with the queue, and take over the groups of a process that did this before."""
-        await self.queue.register_consumer(CONSUMER, TRAIN, REWARD_INPUTS, writes=self.writes)
+        dimensions = ("reward_dimensions",) if self.role.config.algorithm.reward_dimensions else ()
+        await self.queue.register_consumer(CONSUMER, TRAIN, REWARD_INPUTS, writes=("reward", *dimensions))
         await self.queue.take_over(CONSUMER)
 
     async def run(self) -> None:
@@ -55,7 +57,7 @@ class RewardPipeline:
             tasks.create_task(self._score_early(tasks))
             while True:
                 try:
-                    batch = await self.queue.lease_groups(CONSUMER, deadline_seconds=self.idle_seconds)
+                    batch = await self.queue.lease_groups(CONSUMER, deadline_seconds=self.role.config.deadlines.batch)
                 except DeadlineExceeded:
                     continue  # an idle queue is no failure; consumers that need a reward have deadlines of their own
                 for indexes in batch.by_group().values():
@@ -91,7 +93,7 @@ class RewardPipeline:
 
     async def _finish(self, group: BatchMeta) -> None:
         tags = group.tags[0]
-        async with self.stages.measure("reward", "reward", tags["batch"]):
+        async with self.role.stages.measure("reward", "reward", tags["batch"]):
             try:
                 await resubmitted(lambda: self._reward(group), f"the reward of samples {', '.join(group.keys)}")
             except WorkerLost as error:
@@ -106,11 +108,11 @@ class RewardPipeline:
 
     async def _reward(self, group: BatchMeta) -> None:
         # each score has its own deadline where it is made; this one adds the rest
-        seconds, name = 2 * self.score_seconds + self.idle_seconds, group.groups[0]
+        seconds, name = 2 * self.role.score_seconds + self.role.config.deadlines.batch, group.groups[0]
         uncompared = {
             key for key, tags in zip(group.keys, group.tags, strict=True) if is_expert(tags) or is_baseline(tags)
         }
-        scored, written = await self.clock.wait_for(
+        scored, written = await self.role.clock.wait_for(
             self.workers.of(name).reward(TRAIN, group.keys, sorted(uncompared)),
             seconds,
             f"the reward worker of group {name}, samples {', '.join(group.keys)}",
@@ -132,23 +134,25 @@ class RewardPipeline:
             self._failed_groups = 0
             self._errors.clear()
             return
+        most_failed = self.role.config.schedule.max_retries
         self._failed_groups += 1
         self._errors.update(str(each.error).removeprefix("reward failed: ").partition("\n")[0] for each in scored)
-        if self._failed_groups > self.max_failed_groups:
+        if self._failed_groups > most_failed:
             most, *others = (f"{count} × {error}" for error, count in self._errors.most_common(5))
             frames = str(scored[-1].error).partition("\n")[2]
             raise RewardError(
                 f"{most}: {self._failed_groups} groups in a row ended without a single score",
                 code="reward.too-many-failures",
                 where=f"group {group.groups[0]}, task {group.tags[0]['task_id']}",
-                expected=f"at most {self.max_failed_groups} (schedule.max_retries)",
+                expected=f"at most {most_failed} (schedule.max_retries)",
                 found="\n".join(others) or frames or None,
                 fix="correct the reward; where it only needs longer, raise deadlines.reward or its number of workers",
             )
 
     def _gives_nothing(self, group: BatchMeta, siblings: Sequence[Scored]) -> bool:
         """Tell whether a group is replaced: equal rewards have no group-relative gradient (DAPO, equation 11)."""
-        if group.tags[0]["retry"] >= self.equal_groups_replaced or any(each.error is not None for each in siblings):
+        last = group.tags[0]["retry"] >= self.role.config.schedule.max_retries  # it is taken as it is
+        if last or not self.role.algorithm.dynamic_sampling or any(each.error is not None for each in siblings):
             return False
         return bool(siblings) and len({each.score for each in siblings}) == 1
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol
 
 import attrs
 
-from jackfield.algorithms import VALUE_LOSS, Algorithm, KLController, LossSpec
-from jackfield.clock import Clock
+from jackfield.algorithms import VALUE_LOSS, KLController, LossSpec
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.cluster.device import DeviceLease
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import WeightsSynced
@@ -21,7 +21,8 @@ from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.report import StepReport
-from jackfield.trainer.schedule import Progress, Schedule
+from jackfield.trainer.role import Role
+from jackfield.trainer.schedule import Schedule
 from jackfield.trainer.stages import Stages
 from jackfield.weights import SyncReport
 
@@ -97,34 +98,40 @@ class Step:
 class Trainer:
     """Trains on the batch of each step and publishes weights as the schedule says."""
 
-    schedule: Schedule
+    role: Role
     batches: BatchSource
-    algorithm: Algorithm
-    loss_options: Mapping[str, Any]
     actor: EngineGroup
     critic: Critic | None = None
     reference: EngineGroup | None = None  #: None: the algorithm needs no reference policy
     estimator: AdvantageEstimator
-    recompute_old_log_probs: bool = False
-    mini_batches: int = 1
-    epochs: int = 1
-    prepares: bool = False  #: the loss has to know its whole batch before each optimizer step
-    whole_groups: bool = False  #: mini-batches do not split groups
-    #: of the KL to the reference, in the loss or in the reward
-    kl: KLController = attrs.field(factory=lambda: KLController(coefficient=0.0))
-    kl_in_reward: bool = False
     log_prob_check: LogProbCheck | None = None
     weights: WeightPublisher | None = None  #: None: there are no replicas
     evaluator: Evaluator | None = None
     checkpoints: Checkpointer | None = None
     placement: DeviceLease
-    version: Progress  #: the weight version that explorers may use
-    steps_done: Progress
-    clock: Clock
-    stages: Stages
     report: StepReport
+    kl: KLController = attrs.field(init=False)  #: of the KL to the reference, in the loss or in the reward
     updated: int = attrs.field(default=0, init=False)  #: steps that are in the engine's weights
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
+
+    def __attrs_post_init__(self) -> None:
+        """Begin with the coefficient of the KL that is configured."""
+        self.kl = self.role.config.algorithm.kl.controller()
+
+    @property
+    def algorithm(self) -> ResolvedAlgorithm:
+        """Return the algorithm of the run."""
+        return self.role.algorithm
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the schedule of the run."""
+        return self.role.schedule
+
+    @property
+    def stages(self) -> Stages:
+        """Return what measures the stages of the run."""
+        return self.role.stages
 
     async def begin(self, first_step: int = 0, restored: Mapping[str, Any] | None = None) -> None:
         """Evaluate the initial model, or bring restored weights to the replicas, before explorers start.
@@ -146,7 +153,7 @@ class Trainer:
     async def run(self, first_step: int = 0) -> int:
         """Train until the schedule ends or a stop is requested. Returns the number of completed steps."""
         for number in range(first_step, self.schedule.steps):
-            step = Step(number=number, started=self.clock.time())
+            step = Step(number=number, started=self.role.clock.time())
             while not step.trained:
                 async with self.recover_lost_samples(step):
                     if not await self.next_batch(step):
@@ -195,7 +202,7 @@ class Trainer:
 
     async def old_log_probs(self, step: Step) -> None:
         """Compute log-probs of the policy before the update, unless the rollout's are used."""
-        if self.recompute_old_log_probs:
+        if self.algorithm.recompute_old_log_probs:
             async with self.stages.measure("old_log_probs", "trainer", step.number):
                 await self.actor.compute_log_probs(step.rows, "old_log_probs")
 
@@ -239,7 +246,7 @@ class Trainer:
         event = WeightsSynced(
             version=version, receipts=report.receipts, seconds=report.seconds, sent_bytes=report.bytes
         )
-        self.stages.hooks.weights_synced(event=event)
+        self.role.hooks.weights_synced(event=event)
         self._published = version
 
     async def acknowledge(self, step: Step) -> None:
@@ -254,7 +261,7 @@ class Trainer:
 
     async def checkpoint(self, steps_done: int) -> None:
         """Write a checkpoint when one is due; acks of the steps before it are final."""
-        if self.checkpoints is None or not self.checkpoints.every:
+        if self.checkpoints is None or not self.role.config.checkpoint.every:
             await self.batches.commit(steps_done - 1)  # no run goes on from here: there is nothing to wait for
         if self.checkpoints is not None and self.checkpoints.is_due(steps_done):
             await self.checkpoints.save(steps_done, self._state())
@@ -273,27 +280,29 @@ class Trainer:
         """Let explorers go on. It comes last, so that without an offset nothing is in flight at a checkpoint."""
         if self.checkpoints is not None:
             self.checkpoints.note_random_state()
-        await self.version.advance(self._published)
-        await self.steps_done.advance(steps_done)
+        await self.role.version.advance(self._published)
+        await self.role.steps_done.advance(steps_done)
 
     # -- one optimizer step
 
     def _open_updates(self, role: str, step: Step) -> list[tuple[tuple[str, int], BatchMeta]]:
         """The mini-batches of all epochs, less those that were done before samples of the batch were lost."""
-        parts = mini_batches(step.rows, self.mini_batches, whole_groups=self.whole_groups) * self.epochs
+        settings = self.role.config.algorithm
+        parts = mini_batches(step.rows, settings.mini_batches, whole_groups=self.algorithm.whole_groups)
+        parts *= settings.epochs
         return [((role, index), part) for index, part in enumerate(parts) if (role, index) not in step.updates]
 
     async def _actor_step(self, part: BatchMeta, step: int, *, first: bool) -> Mapping[str, float]:
         check = self.log_prob_check if first else None  # before the weights change
         comparison = None
         if check is not None and check.is_due(step):
-            engine = "old_log_probs" if self.recompute_old_log_probs else "log_probs"
+            engine = "old_log_probs" if self.algorithm.recompute_old_log_probs else "log_probs"
             comparison = check.comparison(engine, self.updated)
-        if self.prepares or (comparison is not None and comparison.engine == "log_probs"):
+        if self.algorithm.prepares or (comparison is not None and comparison.engine == "log_probs"):
             await self.actor.compute_log_probs(part, "log_probs")
-        if self.prepares:
+        if self.algorithm.prepares:
             await self.estimator.prepare(part)
-        options = dict(self.loss_options)
+        options = dict(self.algorithm.loss_options)
         if "kl" in options:
             options["kl_coefficient"] = self.kl.coefficient
         loss = LossSpec(name=self.algorithm.loss, options=options, global_counts=global_counts(part.tags))
@@ -315,7 +324,7 @@ class Trainer:
         if "policy/kl" in step.metrics:
             step.metrics["policy/kl_coefficient"] = self.kl.coefficient
             self.kl.update(step.metrics["policy/kl"], len(step.rows))
-        if self.kl_in_reward:
+        if self.algorithm.kl_in_reward:
             self.kl.update(step.metrics["reward/kl"], len(step.rows))
 
     def _state(self) -> dict[str, float]:

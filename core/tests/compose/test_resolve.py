@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
 from jackfield.algorithms import algorithm, names, part, register, registry
-from jackfield.compose.recipe import Recipe, make_recipe
+from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.compose.resolve import resolve_algorithm
+from jackfield.compose.rollout_policy import rollout_bound
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
@@ -19,14 +22,14 @@ def rollout(**capabilities: Any) -> Manifest:
     )
 
 
-def recipe(*overrides: str, server: Manifest | None = None) -> Recipe:
+def resolved(*overrides: str, server: Manifest | None = None) -> ResolvedAlgorithm:
     config = make_config({"model": {"path": "somewhere"}}, overrides)
-    return make_recipe(config, server or rollout(engine_log_probs="full"))
+    return resolve_algorithm(config, server or rollout(engine_log_probs="full"))
 
 
 def refused(*overrides: str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        recipe(*overrides)
+        resolved(*overrides)
     return caught.value
 
 
@@ -52,30 +55,31 @@ TOLD = {
 
 
 @pytest.mark.parametrize("name", names("algorithm"))
-def test_every_bundle_has_a_recipe_that_supplies_its_parts(name: str) -> None:
-    found = recipe(f"algorithm.name={name}", *TOLD.get(name, ()))
-    loss = part("loss", found.algorithm.loss)
+def test_every_bundle_is_resolved_so_that_its_parts_are_supplied(name: str) -> None:
+    named, found = algorithm(name), resolved(f"algorithm.name={name}", *TOLD.get(name, ()))
+    loss = part("loss", found.loss)
     given = {"log_probs", "response_mask", "global_tokens", "global_sequences", *found.loss_columns}
     assert set(loss.needs) <= given
-    assert ("critic" in found.algorithm.needs) == found.critic
-    assert ("dynamic_sampling" in found.algorithm.needs) == found.dynamic_sampling
-    assert ("baseline_rewards" in found.algorithm.needs) == found.greedy_baseline
-    assert ("prepare" in found.algorithm.needs) == found.prepares
-    assert ("pairs" in found.algorithm.needs) == found.pairs
-    assert ("reference" in found.algorithm.needs) == found.reference
+    assert ("critic" in named.needs) == found.critic
+    assert ("dynamic_sampling" in named.needs) == found.dynamic_sampling
+    assert ("baseline_rewards" in named.needs) == found.greedy_baseline
+    assert ("prepare" in named.needs) == found.prepares
+    assert ("pairs" in named.needs) == found.pairs
+    assert ("reference" in named.needs) == found.reference
 
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_columns_of_the_loss_come_from_its_signature(name: str) -> None:
-    assert COLUMNS[name] == set(recipe(f"algorithm.name={name}", *TOLD.get(name, ())).loss_columns)
+    assert COLUMNS[name] == set(resolved(f"algorithm.name={name}", *TOLD.get(name, ())).loss_columns)
 
 
 def test_a_part_that_replaces_the_bundles_brings_its_own_needs_and_defaults() -> None:
-    with_critic = recipe("algorithm.advantages.name=gae")
+    with_critic = resolved("algorithm.advantages.name=gae")
     assert with_critic.critic
-    other_options = recipe("algorithm.name=dapo", "algorithm.loss.options.clip_high=0.4").algorithm.loss_options
-    assert {"clip_low": 0.2, "clip_high": 0.4, "clip_dual": None} == other_options
-    assert {} == recipe("algorithm.name=dapo", "algorithm.loss.name=gspo").algorithm.loss_options
+    other_options = resolved("algorithm.name=dapo", "algorithm.loss.options.clip_high=0.4").loss_options
+    plain = {"aggregation": "token-mean"}
+    assert {"clip_low": 0.2, "clip_high": 0.4, "clip_dual": None, **plain} == other_options
+    assert plain == resolved("algorithm.name=dapo", "algorithm.loss.name=gspo").loss_options
 
 
 def test_a_users_loss_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +89,10 @@ def test_a_users_loss_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> Non
     def leashed(log_probs: Any, advantages: Any, ref_log_probs: Any, rewards: Any, *, strength: float = 1.0) -> Any:
         """an example."""
 
-    found = recipe("algorithm.loss.name=leashed")
+    found = resolved("algorithm.loss.name=leashed")
     assert ("advantages", "ref_log_probs", "rewards") == found.loss_columns
     assert found.reference
-    assert found.plan.rewards
+    assert "rewards" in found.loss_columns
 
 
 @pytest.mark.parametrize(
@@ -110,26 +114,26 @@ def test_the_correction_is_on_where_numerics_differ(
     server: dict[str, Any], overrides: tuple[str, ...], corrects: bool
 ) -> None:
     """Unless the loss weighs itself, cannot be weighed, or nothing was sampled."""
-    found = recipe(*overrides, server=rollout(**server))
-    assert corrects == (found.plan.correction is not None) == ("rollout_weights" in found.loss_columns)
+    found = resolved(*overrides, server=rollout(**server))
+    assert corrects == (found.correction is not None) == ("rollout_weights" in found.loss_columns)
     if corrects:
-        assert ("old_log_probs", {}, True) == (found.plan.old_log_probs, found.renamed, found.recompute_old_log_probs)
+        assert ("old_log_probs", {}, True) == (found.old_log_probs, found.renamed, found.recompute_old_log_probs)
 
 
 def test_bypass_only_rejects_and_decoupled_weighs() -> None:
     reject = ("algorithm.correction.enabled=true", "algorithm.correction.reject=sequence-mean")
-    bypass = recipe(*reject, "algorithm.old_log_probs=rollout")
-    assert bypass.plan.correction is not None
-    assert ("none", "sequence-mean") == (bypass.plan.correction.bound, bypass.plan.correction.reject)
+    bypass = resolved(*reject, "algorithm.old_log_probs=rollout")
+    assert bypass.correction is not None
+    assert ("none", "sequence-mean") == (bypass.correction.bound, bypass.correction.reject)
     assert {"old_log_probs": "rollout_log_probs"} == bypass.renamed
-    decoupled = recipe(*reject)
-    assert decoupled.plan.correction is not None
-    assert ("truncate", {}) == (decoupled.plan.correction.bound, decoupled.renamed)
+    decoupled = resolved(*reject)
+    assert decoupled.correction is not None
+    assert ("truncate", {}) == (decoupled.correction.bound, decoupled.renamed)
 
 
 def test_old_log_probs_are_recomputed_only_where_somebody_reads_them() -> None:
-    assert recipe("algorithm.old_log_probs=engine").recompute_old_log_probs
-    assert not recipe("algorithm.name=rloo", "algorithm.old_log_probs=engine").recompute_old_log_probs
+    assert resolved("algorithm.old_log_probs=engine").recompute_old_log_probs
+    assert not resolved("algorithm.name=rloo", "algorithm.old_log_probs=engine").recompute_old_log_probs
 
 
 @pytest.mark.parametrize(
@@ -173,12 +177,12 @@ def test_what_cannot_be_had_or_does_nothing_is_refused(overrides: tuple[str, ...
 def test_an_algorithm_says_that_it_has_to_see_a_whole_batch() -> None:
     wide = ("reinforce_plus_plus", "m2po")
     assert ["group", "group", "batch", "batch"] == [algorithm(name).scope for name in ("grpo", "opmd_pairwise", *wide)]
-    assert "batch" == recipe("algorithm.advantages.options.std=batch").algorithm.scope
+    assert "batch" == attrs.evolve(algorithm("grpo"), advantages_options={"std": "batch"}).scope
 
 
 def test_the_probe_allows_what_rounding_explains() -> None:
     assert [0.01, 0.25, 0.25, 0.25, 0.01, 0.5, 0.75] == [
-        recipe(*overrides).rollout_bound
+        rollout_bound(make_config({"model": {"path": "somewhere"}}, overrides))
         for overrides in (
             (),
             ("model.dtype=bfloat16",),
@@ -193,13 +197,13 @@ def test_the_probe_allows_what_rounding_explains() -> None:
 
 def test_a_mismatch_that_is_corrected_switches_the_correction_on() -> None:
     """It is switched on; where it is off, or the loss cannot be weighed, a mismatch has to stop the run."""
-    assert "rollout_weights" not in recipe().loss_columns
-    corrected = recipe("log_prob_check.on_mismatch=correct")
+    assert "rollout_weights" not in resolved().loss_columns
+    corrected = resolved("log_prob_check.on_mismatch=correct")
     assert "rollout_weights" in corrected.loss_columns
     assert corrected.recompute_old_log_probs
     assert (
         "rollout_weights"
-        not in recipe("log_prob_check.on_mismatch=correct", "algorithm.name=decoupled_ppo").loss_columns
+        not in resolved("log_prob_check.on_mismatch=correct", "algorithm.name=decoupled_ppo").loss_columns
     )
     for overrides in (("algorithm.correction.enabled=false",), ("algorithm.name=sft", "mode=offline")):
         assert "log_prob_check.on_mismatch" == refused("log_prob_check.on_mismatch=correct", *overrides).where

@@ -1,15 +1,16 @@
-"""What a run has to supply for its algorithm, read from the parts' own signatures."""
+"""Resolve the algorithm of a configuration: its parts, their options, and what they need, by their signatures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
 from jackfield.algorithms import Algorithm, Part, algorithm, part
 from jackfield.algorithms.options import check_values
 from jackfield.algorithms.registry import COUNTS
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.algorithms.settings import CriticSettings, PartSettings
 from jackfield.compose.rollout_policy import (
     check_correction,
@@ -17,65 +18,27 @@ from jackfield.compose.rollout_policy import (
     check_sampling,
     corrects,
     old_log_probs,
-    rollout_bound,
     used_correction,
 )
 from jackfield.config import RunConfig, WeightsConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
-from jackfield.runtime.advantages import AdvantagePlan
 
-__all__ = ["Recipe", "make_recipe"]
+__all__ = ["resolve_algorithm"]
 
-#: What an estimator can get beside values, reward dimensions and the greedy rollout's reward, which the recipe adds.
+#: What an estimator can get of every batch, and what a run adds where an estimator needs it.
 _ESTIMATOR_INPUTS = frozenset(
     {"token_rewards", "response_mask", "group_ids", "rollout_ids", "step_ids", "anchor_ids", "old_log_probs"}
 )
+_RUN_INPUTS = frozenset({"values", "reward_dimensions", "baseline_rewards"})
 #: Words in a bundle's ``needs`` that a run knows; the estimator's inputs are known, too.
 _KNOWN_NEEDS = frozenset(
     {"critic", "reference", "dynamic_sampling", "expert_data", "pairs", "prepare", "rollout_log_probs"}
 )
 
 
-@attrs.frozen(kw_only=True)
-class Recipe:
-    """The algorithm as configured, and what goes with it."""
-
-    algorithm: Algorithm
-    loss_options: Mapping[str, Any]  #: of the LossSpec: the loss's own, aggregation, KL, entropy
-    loss_columns: tuple[str, ...]  #: what the loss reads beside the sample
-    renamed: Mapping[str, str]  #: column by the name that the loss knows it under
-    plan: AdvantagePlan
-    critic: bool
-    reference: bool
-    recompute_old_log_probs: bool
-    prepares: bool  #: the loss needs columns of the whole batch
-    dynamic_sampling: bool
-    greedy_baseline: bool
-    reward_dimensions: tuple[str, ...]
-    experts: int  #: rows of an expert in each batch
-    pairs: bool
-    whole_groups: bool  #: mini-batches may not split groups
-    rollout_bound: float  #: nats
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return the choices as plain values, as ``jackfield config validate --json`` prints them."""
-        chosen = self.algorithm
-        needs = ("critic", "reference", "prepares", "dynamic_sampling", "greedy_baseline", "pairs", "whole_groups")
-        return {
-            "loss": {"name": chosen.loss, "options": dict(self.loss_options)},
-            "advantages": chosen.advantages and {"name": chosen.advantages, "options": dict(chosen.advantages_options)},
-            "columns": list(self.loss_columns),
-            "needs": [name for name in needs if getattr(self, name)],
-            "old_log_probs": "rollout" if self.renamed else "engine",
-            "recomputes_old_log_probs": self.recompute_old_log_probs,
-            "corrects": self.plan.correction is not None,
-            "replica_bound": self.rollout_bound,
-        }
-
-
-def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
-    """Read the configuration.
+def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm:
+    """Make every choice that the configuration leaves open.
 
     Args:
         config: of the run.
@@ -99,29 +62,31 @@ def make_recipe(config: RunConfig, rollout: Manifest) -> Recipe:
     reference = settings.kl.coefficient > 0 or "reference" in wanted or _reads_reference(chosen, loss)
     supplied = _supplied(config, estimator is not None, reference, mixes)
     prepared = _prepared(loss, supplied)
-    recipe = Recipe(
-        algorithm=chosen,
+    resolved = ResolvedAlgorithm(
+        loss=chosen.loss,
         loss_options=_loss_options(config, chosen),
         loss_columns=_loss_columns(config, loss, supplied, prepared, corrected),
-        renamed={} if estimator is None or old == "engine" else {"old_log_probs": "rollout_log_probs"},
-        plan=_plan(
-            config, chosen, loss, old=old, corrects=corrected, prepares=bool(prepared), mixes=mixes, reference=reference
-        ),
+        advantages=chosen.advantages,
+        advantages_options=chosen.advantages_options,
+        old_log_probs="old_log_probs" if old == "engine" else "rollout_log_probs",
+        recompute_old_log_probs=corrected or (old == "engine" and _reads_old(config, loss, estimator)),
+        shaping=settings.shaping,
+        correction=used_correction(config, old) if corrected else None,
+        kl_in_reward=settings.kl.name if settings.kl.in_reward and settings.kl.coefficient > 0 else None,
+        prepares=bool(prepared),
+        whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
         critic="critic" in wanted or "values" in wanted,
         reference=reference,
-        recompute_old_log_probs=corrected or (old == "engine" and _reads_old(config, loss, estimator)),
-        prepares=bool(prepared),
         dynamic_sampling=_dynamic_sampling(config, chosen),
         greedy_baseline="baseline_rewards" in wanted,
         reward_dimensions=settings.reward_dimensions,
         experts=experts,
+        mixes=mixes,
         pairs="pair_ids" in (*loss.needs, *loss.accepts),
-        whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
-        rollout_bound=rollout_bound(config),
     )
-    _check_supply(config, recipe, loss, estimator, supplied, prepared)
-    _check_effect(config, recipe)
-    return recipe
+    _check_supply(config, chosen, resolved, loss, estimator, supplied, prepared)
+    _check_effect(config, resolved)
+    return resolved
 
 
 def _algorithm(config: RunConfig) -> Algorithm:
@@ -137,34 +102,6 @@ def _algorithm(config: RunConfig) -> Algorithm:
         chosen = attrs.evolve(chosen, aggregation=settings.aggregation)
     assert chosen.parts  # looks every name up
     return chosen
-
-
-def _plan(
-    config: RunConfig,
-    chosen: Algorithm,
-    loss: Part,
-    *,
-    old: Literal["rollout", "engine"],
-    corrects: bool,
-    prepares: bool,
-    mixes: bool,
-    reference: bool,
-) -> AdvantagePlan:
-    """What is computed of a batch before it is trained on."""
-    settings = config.algorithm
-    return AdvantagePlan(
-        advantages=chosen.advantages,
-        advantages_options=chosen.advantages_options,
-        loss=chosen.loss if prepares else None,
-        loss_options={name: value for name, value in chosen.loss_options.items() if name in loss.options},
-        old_log_probs="old_log_probs" if old == "engine" else "rollout_log_probs",
-        shaping=settings.shaping,
-        kl=settings.kl.name if settings.kl.in_reward and settings.kl.coefficient > 0 else None,
-        correction=used_correction(config, old) if corrects else None,
-        experts=mixes,
-        reference=reference,
-        rewards="rewards" in loss.needs,
-    )
 
 
 def _reads_reference(chosen: Algorithm, loss: Part) -> bool:
@@ -264,17 +201,18 @@ def _dynamic_sampling(config: RunConfig, chosen: Algorithm) -> bool:
 
 def _check_supply(
     config: RunConfig,
-    recipe: Recipe,
+    chosen: Algorithm,
+    resolved: ResolvedAlgorithm,
     loss: Part,
     estimator: Part | None,
     supplied: frozenset[str],
     prepared: tuple[str, ...],
 ) -> None:
     """Refuse what cannot be had, by name."""
-    inputs = _ESTIMATOR_INPUTS | {"values", "reward_dimensions", "baseline_rewards"}
+    inputs = _ESTIMATOR_INPUTS | _RUN_INPUTS
     of_loss = supplied | {*COUNTS, *prepared, "rewards", "log_probs", "response_mask", "pair_ids", "expert_mask"}
     missing = sorted(
-        {name for name in recipe.algorithm.needs if name not in inputs | _KNOWN_NEEDS}
+        {name for name in chosen.needs if name not in inputs | _KNOWN_NEEDS}
         | {name for name in (estimator.needs if estimator else ()) if name not in inputs}
         | {name for name in loss.needs if name not in of_loss}
     )
@@ -285,7 +223,7 @@ def _check_supply(
             expected="parts whose inputs a run has; `jackfield algorithms show NAME` tells them",
             fix="choose another estimator or loss",
         )
-    if "expert_mask" in loss.needs and not recipe.plan.experts:
+    if "expert_mask" in loss.needs and not resolved.mixes:
         raise ConfigError(
             f"loss {loss.name} learns from an expert's answers, too, and there are none",
             code="config.missing-key",
@@ -293,14 +231,14 @@ def _check_supply(
             fix="name a JSONL file of tasks with answers as data.expert, and set data.expert_samples_per_batch; "
             "or rows as mixing.expert",
         )
-    if estimator is not None and "reward_dimensions" in estimator.needs and not recipe.reward_dimensions:
+    if estimator is not None and "reward_dimensions" in estimator.needs and not resolved.reward_dimensions:
         raise ConfigError(
             f"advantages {estimator.name} compares several rewards, and none are named",
             code="config.missing-key",
             where="algorithm.reward_dimensions",
             expected="names of the reward's metrics; score is the score itself",
         )
-    if recipe.pairs and config.data.format.rejected_key is None:
+    if resolved.pairs and config.data.format.rejected_key is None:
         raise ConfigError(
             f"loss {loss.name} compares two answers, and the data's format names one",
             code="config.missing-key",
@@ -309,22 +247,22 @@ def _check_supply(
         )
 
 
-def _check_effect(config: RunConfig, recipe: Recipe) -> None:
+def _check_effect(config: RunConfig, resolved: ResolvedAlgorithm) -> None:
     """A setting that does nothing here is an error."""
     settings = config.algorithm
     idle = {
-        "critic": (config.critic != CriticSettings() and not recipe.critic, "an estimator with a critic (gae)"),
-        "mixing.expert": (config.mixing.expert is not None and not recipe.plan.experts, "a loss with an expert (mix)"),
-        "data.expert": (config.data.expert is not None and not recipe.experts, "a loss with an expert (mix)"),
+        "critic": (config.critic != CriticSettings() and not resolved.critic, "an estimator with a critic (gae)"),
+        "mixing.expert": (config.mixing.expert is not None and not resolved.mixes, "a loss with an expert (mix)"),
+        "data.expert": (config.data.expert is not None and not resolved.experts, "a loss with an expert (mix)"),
         "algorithm.reward_dimensions": (
-            bool(recipe.reward_dimensions)
-            and not (recipe.algorithm.advantages and _takes(recipe.algorithm.advantages, "reward_dimensions")),
+            bool(resolved.reward_dimensions)
+            and not (resolved.advantages and _takes(resolved.advantages, "reward_dimensions")),
             "an estimator of several rewards (gdpo)",
         ),
         "algorithm.shaping": (
-            recipe.algorithm.advantages is not None
+            resolved.advantages is not None
             and settings.shaping.active
-            and _takes(recipe.algorithm.advantages, "reward_dimensions"),
+            and _takes(resolved.advantages, "reward_dimensions"),
             "an estimator of one reward",
         ),
         "weights": (
@@ -332,7 +270,7 @@ def _check_effect(config: RunConfig, recipe: Recipe) -> None:
             "weights.kind: delta, for block_bytes and on_missing_base",
         ),
         "data.format.rejected_key": (
-            config.data.format.rejected_key is not None and not recipe.pairs,
+            config.data.format.rejected_key is not None and not resolved.pairs,
             "a loss that compares two answers (dpo)",
         ),
         "algorithm.kl.target": (
@@ -340,7 +278,7 @@ def _check_effect(config: RunConfig, recipe: Recipe) -> None:
             "algorithm.kl.coefficient above 0, where the controller begins",
         ),
         "algorithm.kl.in_reward": (
-            settings.kl.in_reward and recipe.algorithm.advantages is None,
+            settings.kl.in_reward and resolved.advantages is None,
             "an algorithm with rewards",
         ),
     }
