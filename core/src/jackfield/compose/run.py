@@ -33,7 +33,7 @@ from jackfield.compose.resume import (
 from jackfield.compose.selection import check_plugins, import_plugins, manifests
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
-from jackfield.config import RunConfig, as_plain, show
+from jackfield.config import RunConfig, as_plain, resolve_defaults, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.files import replace_file
 from jackfield.imports import collection_paused
@@ -102,7 +102,7 @@ async def run_async(
 ) -> RunResult:
     """Do the same inside of a running event loop."""
     registry, clock, stop = registry or discover(), clock or Clock(), stop or Stop(config.checkpoint.grace_seconds)
-    config = _role_config(config, role)
+    config = _role_config(resolve_defaults(config), role)
     folder, trains = Path(config.folder), role in ("all", "train")
     hooks = [*observers(config.observe, folder, clock=clock), *hooks]
     prepared, tasks = _prepare(config, registry, hooks, role, clock)

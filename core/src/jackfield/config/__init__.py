@@ -8,6 +8,7 @@ from jackfield.config.loading import (
     load_config,
     make_config,
     plugin_sections,
+    resolve_defaults,
     show,
     validate_plugins,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "load_config",
     "make_config",
     "plugin_sections",
+    "resolve_defaults",
     "show",
     "validate_plugins",
 ]

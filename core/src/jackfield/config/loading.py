@@ -24,6 +24,7 @@ __all__ = [
     "load_config",
     "make_config",
     "plugin_sections",
+    "resolve_defaults",
     "show",
     "validate_plugins",
 ]
@@ -46,15 +47,19 @@ def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         merged = _named(apply_override(merged, override))
     nested = {name: _nest(merged[name], name) for name in plugin_sections() if name in merged}
-    return _resolved(structure(RunConfig, merged | nested))
+    return resolve_defaults(structure(RunConfig, merged | nested))
 
 
 #: What ``checkpoint_engine: auto`` stands for, by who has to be reached: ``in_process`` reaches no other process.
 _CHECKPOINT_ENGINES = {"this process": "in_process", "a process of this machine": "shared", "a cluster": "nccl"}
 
 
-def _resolved(config: RunConfig) -> RunConfig:
-    """Every default that depends on the runtime."""
+def resolve_defaults(config: RunConfig) -> RunConfig:
+    """Replace each default that depends on where workers live.
+
+    Raises:
+        ConfigError: the checkpoint engine does not reach them.
+    """
     chosen, cluster = config.checkpoint_engine, config.cluster
     reached = "a process of this machine" if "rollout" in cluster.interpreters else "this process"
     if cluster.name == "ray":
