@@ -62,10 +62,7 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     validate_plugins(loaded, registry)
     algorithm = check_parts(loaded, registry, hook_manager([], manifests(loaded, registry)))
     if as_json:
-        click.echo(
-            json.dumps(
-                {"file": file, "algorithm": {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}}, indent=2
-            )
-        )
+        described = {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}
+        click.echo(json.dumps({"file": file, "algorithm": described}, indent=2))
     else:
         click.echo(f"{file}: valid")

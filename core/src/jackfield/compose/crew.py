@@ -35,8 +35,7 @@ def workers_maker(make: WorkerFactory, processes: AsyncExitStack) -> MakeWorkers
 
 async def _inline_workers(make: WorkerFactory, role: Role, stack: AsyncExitStack) -> RunWorkers:
     """Make one worker of each kind in this process; what was started is ended by ``stack``."""
-    served = make.config.queue.address is not None
-    backend = make.joined_backend(address_file(make.config).parent) if served else make.backend()
+    backend = make.backend(None if make.config.queue.address is None else address_file(make.config).parent)
     values = Values(backend)
     agent = make.agent_worker(values, {} if role.generates else None, request_prefix=make.config.name)
     rewards = None

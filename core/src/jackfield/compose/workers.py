@@ -59,20 +59,10 @@ class WorkerFactory:
     registry: Registry
     clock: Clock
 
-    def backend(self) -> TransferQueueBackend:
-        """Where values are kept; not started."""
-        folder = str(Path(self.config.folder) / "queue")
-        context = TransferQueueContext(folder=folder, heartbeat_seconds=self.config.deadlines.heartbeat)
-        return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
-
-    def joined_backend(self, folder: Path) -> TransferQueueBackend:
-        """A client of the store that a served controller has opened; not started.
-
-        Args:
-            folder: of that queue.
-        """
-        silence = self.config.deadlines.heartbeat
-        context = TransferQueueContext(folder=str(folder), joins=True, heartbeat_seconds=silence)
+    def backend(self, joins: Path | None = None) -> TransferQueueBackend:
+        """Where values are kept, or a client of the store of a served controller's folder ``joins``; not started."""
+        folder, silence = joins or Path(self.config.folder) / "queue", self.config.deadlines.heartbeat
+        context = TransferQueueContext(folder=str(folder), joins=joins is not None, heartbeat_seconds=silence)
         return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
     def engine_rank(

@@ -53,7 +53,7 @@ class TransferSession:
         """
         Args:
             seconds: The deadline of the whole transfer, counted from :meth:`admit`; workers count from their arrival.
-            heard: Called with each message of a peer.
+            heard: Called with each message of a peer, until the session is closed.
         """
         self.peers: dict[int, Peer] = {}
         self._seconds, self._heard = seconds, heard
@@ -262,14 +262,14 @@ class TransferSession:
         Args:
             broken: Why this end breaks off; None: it has finished.
         """
-        reason = self._why or broken or ""
         peers, self.peers = list(self.peers.values()), {}
         for peer in peers:
-            peer.connection.send(Goodbye(reason))
+            peer.connection.send(Goodbye(self._why or broken or ""))
             await peer.connection.leave(_ENDED)
         server, self._server = self._server, None
         if server is not None:
             await server.close()
+        self._heard = lambda *_: None  # let the engine's memory go with its last reference
 
 
 TRANSFER = Contract(TransferSession, ["enter", "post"])

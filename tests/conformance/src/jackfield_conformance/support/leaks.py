@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import tempfile
 import threading
@@ -31,6 +32,7 @@ class _Held:
 
     @classmethod
     def now(cls) -> _Held:
+        gc.collect()  # what only a cycle of dead objects holds is not held
         return cls(frozenset(threading.enumerate()), _descriptors(), _processes(), shared_memory())
 
     def since(self, before: _Held) -> list[str]:
