@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import attrs
 
-__all__ = ["Comparison", "compare", "stretches"]
-
 LEVEL = 0.01  #: of the test: how often equal learners would be called different
 STRETCHES = 5
 

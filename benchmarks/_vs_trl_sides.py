@@ -17,8 +17,6 @@ import attrs
 import psutil
 from _vs_trl_task import compute_score
 
-__all__ = ["Settings", "jackfield_config", "trl_settings"]
-
 TASK = Path(__file__).with_name("_vs_trl_task.py")
 
 

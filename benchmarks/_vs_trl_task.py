@@ -13,8 +13,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-__all__ = ["compute_score", "make_task"]
-
 KINDS = ("birds", "coats", "herbs", "maps", "roads", "songs", "tools", "winds")
 WANTED = "bhrt"  #: first letters: those of half of the kinds
 FRAMES = ("name {kind}", "please name some {kind}", "which {kind} are there", "I want to hear about {kind} now")

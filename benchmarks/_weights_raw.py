@@ -11,8 +11,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["KINDS", "NIXL", "WAYS", "Gloo", "ZeroMQ"]
-
 _MB = 2**20
 _WHOLE = 2**40  #: bytes: all at once
 

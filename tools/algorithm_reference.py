@@ -14,8 +14,6 @@ from jackfield.algorithms.describe import describe
 from packages import ROOT
 from pages import write_or_check
 
-__all__ = ["KINDS", "reference"]
-
 PAGE = ROOT / "docs" / "reference" / "algorithms.md"
 
 #: The kinds that people choose from, and what to say of each.

@@ -16,8 +16,6 @@ sys.path.insert(0, str(ROOT / "tools" / "testing"))
 
 from jackfield_architectures import ARCHITECTURES, DENSE, MIXTURES, NOT_SERVED, REFUSED, VISION_LANGUAGE
 
-__all__ = ["reference"]
-
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
 
 INTRODUCTION = """\

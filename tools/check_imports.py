@@ -15,8 +15,6 @@ from pathlib import Path
 from jackfield_conformance.reach import find_reaches
 from packages import ROOT, Package, discover
 
-__all__ = ["contracts", "heavy_imports"]
-
 #: What `import` of any module of the core must not load.
 HEAVY = ("numpy", "ray", "tensordict", "torch", "transformers")
 

@@ -12,8 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["leaving"]
-
 
 def leaving(root: Path) -> list[str]:
     """Return a line for each link in the index of ``root`` with an absolute target, or one outside of ``root``."""

@@ -32,8 +32,6 @@ import costs
 import environment
 from packages import ROOT, Package, discover, sources
 
-__all__ = ["Result", "Stage", "stages"]
-
 PYTHON = str(environment.PYTHON)
 SCRIPTS = environment.PYTHON.parent
 DIST = ROOT / "dist"

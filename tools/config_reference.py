@@ -23,8 +23,6 @@ from jackfield.settings import range_of, unstructure
 from packages import ROOT
 from pages import write_or_check
 
-__all__ = ["reference"]
-
 PAGE = ROOT / "docs" / "reference" / "settings.md"
 
 INTRODUCTION = """\

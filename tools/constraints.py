@@ -14,8 +14,6 @@ from packaging.requirements import Requirement
 from environment import CONSTRAINTS, everything
 from packages import discover, normalize
 
-__all__ = ["closure_of", "pins"]
-
 HEADER = """\
 # The versions that are tested together; written by tools/constraints.py.
 # torch comes first and has a pin of its own: a bare `torch` may bring gigabytes of CUDA packages.

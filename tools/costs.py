@@ -19,8 +19,6 @@ from pathlib import Path
 
 from packages import ROOT
 
-__all__ = ["COSTS", "expected_seconds", "main"]
-
 COSTS = ROOT / "build" / "tests" / "costs.json"
 DEAR = 30.0  #: seconds of processor time from which a test needs a reason
 

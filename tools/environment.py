@@ -28,17 +28,6 @@ import tomllib
 
 from packages import ROOT, Package, closure, discover, requirement_name, third_party
 
-__all__ = [
-    "PYTHON",
-    "install_editable",
-    "install_requirements",
-    "install_servers",
-    "install_wheels",
-    "installer_settings",
-    "make",
-    "make_interpreters",
-]
-
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 UV = VENV / "bin" / "uv"

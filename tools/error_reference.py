@@ -13,8 +13,6 @@ from jackfield import errors
 from packages import ROOT
 from pages import write_or_check
 
-__all__ = ["reference"]
-
 PAGE = ROOT / "docs" / "reference" / "errors.md"
 
 INTRODUCTION = """\

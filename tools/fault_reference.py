@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from packages import ROOT
 from pages import write_or_check
 
-__all__ = ["reference"]
-
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 RESULTS = ROOT / "tests" / "faults" / "results.json"
 RUNTIMES = {

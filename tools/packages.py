@@ -10,8 +10,6 @@ import re
 import tomllib
 from pathlib import Path
 
-__all__ = ["ROOT", "Package", "closure", "discover", "normalize", "requirement_name", "sources", "third_party"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Where packages may live; a new plugin joins by being there.

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from packages import ROOT
 
-__all__ = ["write_or_check"]
-
 
 def write_or_check(page: Path, text: str, shows: str) -> None:
     """Write a page; with ``--check``, exit with an error where it is not what would be written.

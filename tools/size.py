@@ -24,8 +24,6 @@ from typing import Any
 
 from packages import ROOT
 
-__all__ = ["File", "Room", "main", "problems", "rooms"]
-
 CORE = ROOT / "core" / "src" / "jackfield"
 LONGEST_FILE, MEDIAN, P90 = 400, 10, 30  #: lines of a file, and of the functions of the core
 
@@ -38,7 +36,7 @@ class File:
     module: str
     lines: int
     classes: int
-    names: int  #: in ``__all__``
+    names: int  #: defined at the top of the module without a leading underscore
     functions: tuple[int, ...]  #: lines of each
     imports: frozenset[str]  #: modules of this repository, late and ``TYPE_CHECKING`` ones included
 
@@ -131,14 +129,15 @@ def _files(folder: Path) -> Iterator[File]:
 
 def _read(path: Path) -> File:
     text = path.read_text(encoding="utf-8")
-    nodes = list(ast.walk(ast.parse(text)))
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
     module = ".".join(path.relative_to(_source(path)).with_suffix("").parts).removesuffix(".__init__")
     return File(
         name=str(path.relative_to(ROOT)),
         module=module,
         lines=text.count("\n"),
         classes=sum(isinstance(node, ast.ClassDef) for node in nodes),
-        names=sum(_public_names(node) for node in nodes),
+        names=sum(_public_names(node) for node in tree.body),
         functions=tuple(
             (node.end_lineno or node.lineno) - node.lineno + 1
             for node in nodes
@@ -152,11 +151,14 @@ def _source(path: Path) -> Path:
     return next(folder for folder in path.parents if folder.name == "src")
 
 
-def _public_names(node: ast.AST) -> int:
-    named = isinstance(node, ast.Assign) and any(
-        isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
-    )
-    return len(node.value.elts) if named and isinstance(node.value, ast.List) else 0  # type: ignore[attr-defined]
+def _public_names(node: ast.stmt) -> int:
+    """Count what a statement at the top of a module defines without a leading underscore."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return not name.startswith("_")
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            return not name.startswith("_")
+    return 0
 
 
 def _imported(node: ast.AST) -> Iterable[str]:

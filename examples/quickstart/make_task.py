@@ -15,8 +15,6 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["make_task"]
-
 LARGEST = 20
 NAMES = ("Tom", "Ben", "Sam", "Max", "Leo", "Dan", "Amy", "Eva", "Mia", "Zoe", "Ann", "Ida")
 OBJECTS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps", "toys", "cups")

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ARCHITECTURES", "DENSE", "MIXTURES", "NOT_SERVED", "REFUSED", "VISION_LANGUAGE", "make_model", "save_model"]
-
 VOCABULARY = 96
 
 #: Settings that make any text configuration tiny; each is applied where the configuration has it.

@@ -26,8 +26,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Command", "CommandServer", "Completed"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Completed:

@@ -13,8 +13,6 @@ from jackfield.plugins.interpreters import environment_of
 from jackfield.rpc import Connection, Process
 from jackfield.runtime.process import RolloutProcess
 
-__all__ = ["KeptRolloutProcess"]
-
 _END_SECONDS = 15.0
 
 

@@ -18,8 +18,6 @@ from jackfield.queue.meta import Batch, BatchMeta, GroupKey, Lineage, NewGroup, 
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
 
-__all__ = ["Bench", "Memory"]
-
 
 class Memory(MemoryBackend):
     """A store that outlives the queue."""

@@ -51,8 +51,6 @@ from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
 from jackfield_testing import refused
 
-__all__ = ["check_queue_against_model"]
-
 MAX_RETRIES = 50
 _CALL_SECONDS = 60.0
 STEPS = st.none() | st.integers(0, 5)

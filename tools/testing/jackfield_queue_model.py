@@ -34,8 +34,6 @@ from jackfield.errors import QueueError
 from jackfield.queue import column_from_rows, concatenate, dense_column, json_column, take
 from jackfield.sdk.archive import write_archive
 
-__all__ = ["check_against_model"]
-
 PARTITIONS = st.sampled_from(["train", "other/ä"])
 KEYS = st.lists(st.sampled_from(["a", "b", "b/0", "ü"]), unique=True, min_size=1, max_size=4)
 NAMES = st.lists(st.sampled_from(["reward", "prompt_ids", "x:y"]), unique=True, min_size=1, max_size=3)

@@ -19,8 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["PostgresServer", "RedisServer", "Server", "postgres_programs", "redis_program"]
-
 SECONDS = 30.0  #: longest time for a start or an end
 PASSWORD = "a password: %/@"  #: with characters that a URL has to escape
 QUOTED_PASSWORD = "a%20password%3A%20%25%2F%40"

@@ -13,8 +13,6 @@ from jackfield.abc.transfer_queue import GetRequest, PutRequest
 from jackfield.queue import dense_column
 from jackfield_testing import refused
 
-__all__ = ["Opened", "check_a_hanging_server_is_named", "check_kill_9_of_the_server", "put", "values"]
-
 #: Opens a backend with these settings.
 Opened = Callable[..., AbstractAsyncContextManager[Any]]
 

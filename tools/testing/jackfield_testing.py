@@ -28,8 +28,6 @@ import pytest
 from jackfield.errors import JackfieldError
 from jackfield_servers import PostgresServer, RedisServer, postgres_programs, redis_program
 
-__all__ = ["DATA_VARIABLE", "HARDWARE", "TOOLS", "in_loop", "refused", "sglang_python", "vllm_python"]
-
 DATA_VARIABLE = "JACKFIELD_DATA"
 LEFT_OUT_VARIABLE = "JACKFIELD_LEFT_OUT"  #: tools that tools/ci.py has no room for, separated by spaces
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -11,18 +11,6 @@ from typing import Any
 
 from jackfield_conformance.support.transfer_ends import End, Team
 
-__all__ = [
-    "SECONDS",
-    "broke_off",
-    "check_a_slow_worker_is_named",
-    "check_transfers",
-    "go_on_with_another_sender",
-    "go_on_without_the_worker",
-    "kill_a_worker",
-    "kill_the_sender",
-    "promptly",
-]
-
 SECONDS = 20.0  #: the deadline; errors after a kill have to come long before
 
 

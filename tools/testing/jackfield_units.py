@@ -28,8 +28,6 @@ from typing import Any, TextIO
 
 import pytest
 
-__all__ = ["Unit"]
-
 #: Where a unit's process writes its reports; unset in the session that starts the units.
 REPORTS = "JACKFIELD_TEST_REPORTS"
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import xxhash
 
-__all__ = ["AppendFile", "digest_of", "replace_file", "replacing", "seal", "sync", "sync_tree", "unseal"]
-
 _KEY = b', "digest": "'
 _DIGITS = 32
 _LENGTH = len(_KEY) + _DIGITS + len('"}')

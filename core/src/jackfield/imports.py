@@ -7,8 +7,6 @@ import gc
 import sys
 from collections.abc import Iterator
 
-__all__ = ["collection_paused", "own_process"]
-
 _LARGE = 200  #: modules
 _own = False
 

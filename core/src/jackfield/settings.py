@@ -21,19 +21,6 @@ from cattrs.errors import ForbiddenExtraKeysError
 
 from jackfield.errors import ConfigError, JackfieldError, RolloutError
 
-__all__ = [
-    "apply_override",
-    "default_of",
-    "explain",
-    "flatten",
-    "option",
-    "parse_override",
-    "range_of",
-    "read_yaml",
-    "structure",
-    "unstructure",
-]
-
 T = TypeVar("T")
 
 

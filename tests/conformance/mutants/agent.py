@@ -15,8 +15,6 @@ from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParam
 from jackfield.errors import AgentError, DataError
 from mutants.harness import Mutant, Reference
 
-__all__ = ["LEAKED", "MUTANTS", "REFERENCE", "ReferenceAgent"]
-
 #: What mutants leave behind on purpose; the meta-test clears it.
 LEAKED: list[subprocess.Popen[bytes]] = []
 

@@ -20,8 +20,6 @@ from jackfield.abc.checkpoint_engine import (
 )
 from jackfield.errors import DeadlineExceeded, WeightsError
 
-__all__ = ["MEETINGS", "BucketEngine", "BucketsConfig", "Channel", "Meeting", "Piece", "Received", "Weights"]
-
 Weights = Generator[tuple[str, torch.Tensor], None, None]
 Received = AsyncGenerator[tuple[str, torch.Tensor], None]
 

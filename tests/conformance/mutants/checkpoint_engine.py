@@ -26,8 +26,6 @@ from jackfield.errors import WeightsError
 from mutants.bucket_engine import BucketEngine, BucketsConfig, Meeting, Piece, Weights
 from mutants.harness import Mutant, Reference
 
-__all__ = ["CHILDREN", "MUTANTS", "REFERENCE", "SHARED"]
-
 REFERENCE = Reference(
     cls=BucketEngine,
     config_class=BucketsConfig,

@@ -16,9 +16,6 @@ from jackfield.errors import EngineError
 from mutants.engine_register import Exporting, mutant
 from mutants.plain_engine import Micro, PlainEngine
 
-__all__: list[str] = []
-
-
 # -- value heads -----------------------------------------------------------------------------------------------------
 
 

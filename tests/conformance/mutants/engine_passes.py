@@ -14,9 +14,6 @@ from jackfield.abc.engine import TokenOutput
 from mutants.engine_register import mutant
 from mutants.plain_engine import Micro, PlainEngine
 
-__all__: list[str] = []
-
-
 # -- passes ----------------------------------------------------------------------------------------------------------
 
 

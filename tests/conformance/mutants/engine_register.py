@@ -9,8 +9,6 @@ import torch
 from mutants.harness import Mutant
 from mutants.plain_engine import PlainEngine
 
-__all__ = ["MUTANTS", "Exporting", "mutant"]
-
 MUTANTS: dict[str, Mutant] = {}
 
 

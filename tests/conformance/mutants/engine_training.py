@@ -20,9 +20,6 @@ from jackfield.errors import EngineError
 from mutants.engine_register import Exporting, mutant
 from mutants.plain_engine import PlainEngine
 
-__all__: list[str] = []
-
-
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 

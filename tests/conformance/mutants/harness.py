@@ -34,18 +34,6 @@ from jackfield.settings import structure
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, Outcome, checks, run_check
 from jackfield_conformance.subject import Subject
 
-__all__ = [
-    "Mutant",
-    "Reference",
-    "assert_every_check_kills",
-    "assert_killed",
-    "assert_others_pass",
-    "assert_reference_passes",
-    "behaviour_checks",
-    "outcomes",
-    "subject_of",
-]
-
 
 @attrs.frozen(kw_only=True)
 class Reference:

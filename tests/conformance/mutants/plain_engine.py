@@ -42,8 +42,6 @@ from jackfield.errors import EngineError
 from jackfield.sdk.jagged import jagged
 from jackfield_huggingface.names import CheckpointNames
 
-__all__ = ["Micro", "PlainConfig", "PlainEngine"]
-
 Named = Iterator[tuple[str, torch.Tensor]]
 
 logging.disable_progress_bar()

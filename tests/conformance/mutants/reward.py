@@ -16,8 +16,6 @@ from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, Score
 from jackfield.errors import RewardError
 from mutants.harness import Mutant, Reference
 
-__all__ = ["LEAKED", "MUTANTS", "REFERENCE", "ReferenceReward"]
-
 #: What mutants leave behind on purpose; the meta-test clears it.
 LEAKED: list[Any] = []
 

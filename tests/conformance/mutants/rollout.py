@@ -6,8 +6,6 @@ from mutants import rollout_address, rollout_control, rollout_tokens
 from mutants.harness import Mutant, Reference
 from mutants.rollout_server import Config, ReferenceServer
 
-__all__ = ["MUTANTS", "REFERENCE"]
-
 REFERENCE = Reference(
     cls=ReferenceServer,
     config_class=Config,

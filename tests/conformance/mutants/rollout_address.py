@@ -8,8 +8,6 @@ from jackfield.abc.rollout import GenerateRequest, GenerateResult
 from mutants.rollout_server import ReferenceServer
 from mutants.rollout_tokens import mutant
 
-__all__ = ["MUTANTS"]
-
 
 class AddressIgnoresSeeds(ReferenceServer):
     async def generate(self, request: GenerateRequest) -> GenerateResult:

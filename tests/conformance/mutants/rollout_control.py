@@ -38,9 +38,6 @@ from jackfield.sdk.receiver import WeightReceiver
 from mutants.rollout_server import Job, Model, ReferenceServer
 from mutants.rollout_tokens import mutant
 
-__all__ = ["MUTANTS"]
-
-
 # -- aborts ----------------------------------------------------------------------------------------------------------
 
 

@@ -45,8 +45,6 @@ from jackfield.sdk.receiver import HeldWeights, WeightReceiver, check_base
 from jackfield_openai import EndpointConfig
 from jackfield_openai.endpoint import OpenAIEndpoint
 
-__all__ = ["Config", "Job", "Model", "ReferenceServer"]
-
 
 @attrs.frozen(kw_only=True)
 class Config:

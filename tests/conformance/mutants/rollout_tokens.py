@@ -22,8 +22,6 @@ from jackfield.errors import RolloutError
 from mutants.harness import Mutant
 from mutants.rollout_server import Job, ReferenceServer
 
-__all__ = ["MUTANTS", "mutant"]
-
 
 class CutsIds(ReferenceServer):
     def result(self, job: Job) -> GenerateResult:

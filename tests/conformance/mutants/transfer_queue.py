@@ -39,8 +39,6 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import QueueError, QueueFull
 from mutants.harness import Mutant, Reference
 
-__all__ = ["MUTANTS", "OPEN", "REFERENCE"]
-
 Where = tuple[str, str]
 Cell = tuple[str, torch.Tensor]  # dense, jagged or json; the row's values
 Row = dict[str, Cell]

@@ -11,8 +11,6 @@ from jackfield.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["aggregate", "means"]
-
 
 def aggregate(
     values: Tensor,

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-__all__ = ["VALUE_LOSS", "LossSpec", "resolve_loss"]
-
 _GIVEN = frozenset({"log_probs", "response_mask", "rollout_weights", "global_tokens", "global_sequences"})
 VALUE_LOSS = "value"  #: the name of a critic's loss in a LossSpec
 

@@ -20,8 +20,6 @@ from jackfield.settings import option
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Correction"]
-
 _CLAMP = 20.0  # of a log-ratio, so that a weight is finite
 
 

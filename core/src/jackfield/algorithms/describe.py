@@ -8,8 +8,6 @@ from jackfield.algorithms.named import Algorithm
 from jackfield.algorithms.options import ranges
 from jackfield.algorithms.registry import Part
 
-__all__ = ["describe"]
-
 #: Inputs that the trainer always has, and that need no mention.
 _ALWAYS = frozenset(
     {"global_sequences", "global_tokens", "kept", "length_norm", "log_probs", "mask", "response_mask", "token_rewards"}

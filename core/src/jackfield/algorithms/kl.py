@@ -17,8 +17,6 @@ from jackfield.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["KLController", "kl"]
-
 _CLAMP = 20.0  # of a log-ratio, before it is exponentiated in the clipped form
 
 

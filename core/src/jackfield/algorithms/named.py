@@ -12,8 +12,6 @@ from jackfield.algorithms.aggregation import aggregate
 from jackfield.algorithms.losses import policy_loss
 from jackfield.algorithms.registry import Part, Scope, part, register
 
-__all__ = ["Algorithm", "algorithm"]
-
 _PARTS = (advantages, aggregate, policy_loss)  # imported for their registrations
 _SCOPES: tuple[Scope, ...] = ("token", "sequence", "group", "batch")
 

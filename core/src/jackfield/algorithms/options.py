@@ -19,19 +19,6 @@ from jackfield.algorithms.registry import INPUTS, Part
 from jackfield.errors import ConfigError
 from jackfield.settings import range_of, structure, unstructure
 
-__all__ = [
-    "ClipDual",
-    "Epsilon",
-    "NotNegative",
-    "Positive",
-    "Share",
-    "above",
-    "ascending",
-    "check_options",
-    "check_values",
-    "ranges",
-]
-
 Positive: TypeAlias = Annotated[float, gt(0.0)]
 NotNegative: TypeAlias = Annotated[float, ge(0.0)]
 Share: TypeAlias = Annotated[float, ge(0.0), le(1.0)]

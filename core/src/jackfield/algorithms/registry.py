@@ -20,8 +20,6 @@ import attrs
 
 from jackfield.errors import ConfigError
 
-__all__ = ["COUNTS", "TOKEN_INPUTS", "Part", "Scope", "call", "names", "part", "register", "register_part"]
-
 #: How much of a batch a part has to see at once.
 Scope = Literal["token", "sequence", "group", "batch"]
 

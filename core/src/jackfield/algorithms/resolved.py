@@ -10,8 +10,6 @@ import attrs
 from jackfield.algorithms.correction import Correction
 from jackfield.algorithms.shaping import Shaping
 
-__all__ = ["ResolvedAlgorithm"]
-
 
 @attrs.frozen(kw_only=True)
 class ResolvedAlgorithm:

@@ -14,8 +14,6 @@ from jackfield.algorithms.kl import KLController
 from jackfield.algorithms.shaping import Shaping
 from jackfield.settings import option
 
-__all__ = ["AlgorithmSettings", "CriticSettings", "KLSettings", "PartSettings"]
-
 
 @attrs.frozen(kw_only=True)
 class PartSettings:

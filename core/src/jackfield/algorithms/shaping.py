@@ -17,16 +17,6 @@ from jackfield.settings import option
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Shaping",
-    "clip_rewards",
-    "dynamic_sampling_filter",
-    "fill_failed",
-    "kl_in_reward",
-    "normalize_rewards",
-    "overlong_penalty",
-]
-
 
 @attrs.frozen(kw_only=True)
 class Shaping:

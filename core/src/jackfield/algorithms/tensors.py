@@ -10,21 +10,6 @@ from jackfield.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Estimate",
-    "Groups",
-    "ModelTokens",
-    "clean",
-    "credited_returns",
-    "discounted_sums",
-    "masked_mean_std",
-    "require_finite",
-    "require_shapes",
-    "row_means",
-    "row_sums",
-    "spread",
-]
-
 #: Advantages and returns, ``[B, T]``; or one tensor that is both, ``[B, T]`` or a value per row, ``[B]``.
 Estimate: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 

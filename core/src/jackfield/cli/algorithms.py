@@ -11,8 +11,6 @@ import click
 
 from jackfield.cli import json_option, show
 
-__all__ = ["algorithms"]
-
 _KINDS = ("algorithm", "advantages", "loss", "kl", "correction", "aggregation", "distillation", "shaping")
 _kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only parts of this kind.")
 

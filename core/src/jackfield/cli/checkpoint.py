@@ -10,8 +10,6 @@ import click
 
 from jackfield.cli import json_option, show
 
-__all__ = ["checkpoint"]
-
 
 @click.group()
 def checkpoint() -> None:

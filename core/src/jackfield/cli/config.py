@@ -8,8 +8,6 @@ import click
 
 from jackfield.cli import json_option
 
-__all__ = ["config"]
-
 
 @click.group()
 def config() -> None:

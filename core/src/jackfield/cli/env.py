@@ -8,8 +8,6 @@ import click
 
 from jackfield.errors import ConfigError
 
-__all__ = ["env"]
-
 _LOOK_SECONDS = 120.0  #: for a worker's plugin to be imported in its new environment
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from jackfield.plugins import PluginRecord
     from jackfield.plugins.certificates import Certification
 
-__all__ = ["kind_option", "list_plugins", "plugins", "stale_note"]
-
 _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
 _COMMANDS = {
     "list": ("jackfield.cli.plugins:list_plugins", "List what is installed, usable or not; imports no plugin."),

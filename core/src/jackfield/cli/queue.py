@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from jackfield.queue.remote import QueueServer
     from jackfield.sdk.arrow import SavedSample
 
-__all__ = ["queue"]
-
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 _PARTITION = click.option("--partition", help="Only samples of this partition.")
 _SHOWN = 8  #: elements of a tensor that `show` prints

@@ -12,8 +12,6 @@ from jackfield.cli import json_option, show
 if TYPE_CHECKING:
     from jackfield.cluster.replica import ReplicaState
 
-__all__ = ["replicas"]
-
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from jackfield.compose.stopping import Stop
     from jackfield.config import RunConfig
 
-__all__ = ["run"]
-
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False))

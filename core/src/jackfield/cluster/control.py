@@ -18,8 +18,6 @@ from jackfield.cluster.replica import ReplicaState
 from jackfield.errors import DeadlineExceeded, RpcError, RunError
 from jackfield.rpc import Address, Contract, Server, Service, connect, stub
 
-__all__ = ["list_replicas", "scale_replicas", "serve_control"]
-
 _FILE = "control.json"
 _ANSWER_SECONDS = 60.0
 

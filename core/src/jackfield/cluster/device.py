@@ -15,8 +15,6 @@ from jackfield.runtime.engine_group import EngineGroup
 from jackfield.weights import ProbeAnswer, Replica, ReplicaProbe, SyncReport
 from jackfield.workers.health import LOST
 
-__all__ = ["DeviceLease", "SharedDevice"]
-
 HandOver = Callable[[], Awaitable[object]]
 
 

@@ -10,8 +10,6 @@ from jackfield.cluster.pool import ReplicaPool
 from jackfield.cluster.replica import ReplicaState
 from jackfield.errors import ConfigError
 
-__all__ = ["ReplicaMetrics"]
-
 _HOST = "127.0.0.1"
 _SECONDS = 30.0  #: for one request, and its answer
 

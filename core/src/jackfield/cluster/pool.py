@@ -16,8 +16,6 @@ from jackfield.errors import ConfigError, JackfieldError, RolloutError, RunError
 from jackfield.weights import Replica as Receiver
 from jackfield.weights import SyncReport
 
-__all__ = ["Places", "ReplicaPool"]
-
 _STOP_SECONDS = 60.0
 
 

@@ -12,8 +12,6 @@ from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, RolloutError, WorkerLost
 from jackfield.workers.health import LOST, cause_of_death
 
-__all__ = ["Replica", "ReplicaState", "State", "Worker"]
-
 _HEALTH_SECONDS = 10.0
 
 State = Literal["starting", "serving", "draining", "restarting", "unhealthy"]

@@ -29,8 +29,6 @@ from jackfield.trainer import (
 )
 from jackfield.weights import Replica
 
-__all__ = ["RunBuilder", "following"]
-
 
 class RunBuilder(RoleBuilder):
     """Builds the objects of one role from the configuration, and runs its loops."""

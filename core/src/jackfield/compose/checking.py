@@ -9,8 +9,6 @@ from jackfield.compose.selection import register_parts
 from jackfield.config import RunConfig
 from jackfield.plugins import HookManager, Registry
 
-__all__ = ["check_parts"]
-
 
 def check_parts(config: RunConfig, registry: Registry, manager: HookManager) -> ResolvedAlgorithm:
     """Register the plugins' parts, and check every part that the configuration names with its options.

@@ -21,8 +21,6 @@ from jackfield.queue import TransferQueue
 from jackfield.queue.remote import QueueServer
 from jackfield.queue.store import STORE_FILE
 
-__all__ = ["address_file", "distributed", "local_queue", "serve_queue"]
-
 
 def address_file(config: RunConfig) -> Path:
     """Where a served controller says how to reach it."""

@@ -17,8 +17,6 @@ from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import Role, RunWorkers
 
-__all__ = ["MakeWorkers", "workers_maker"]
-
 MakeWorkers = Callable[[Role, AsyncExitStack], Awaitable[RunWorkers]]
 
 

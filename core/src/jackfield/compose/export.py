@@ -16,8 +16,6 @@ from jackfield.queue.store import STORE_FILE
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.trainer import Checkpoint, CheckpointStore, open_checkpoint
 
-__all__ = ["export_checkpoint", "export_model", "find_checkpoint", "find_queue", "run_checkpoints"]
-
 
 def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
     """The checkpoints of a run's folder by their steps, the oldest first; the error in the place of a damaged one.

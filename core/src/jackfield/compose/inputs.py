@@ -21,8 +21,6 @@ from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, en
 from jackfield.errors import ConfigError, EngineError
 from jackfield.sdk.rotary import length_limits
 
-__all__ = ["ModelDescription", "Tasks", "check_tokens", "read_model", "read_tasks"]
-
 #: Files of weights that torch.load would read.
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 

@@ -22,8 +22,6 @@ from jackfield.trainer import Source
 if TYPE_CHECKING:
     from jackfield.queue.importing import ImportedSamples
 
-__all__ = ["check_rows", "make_sources", "mixed_samples"]
-
 
 def make_sources(settings: MixingConfig) -> tuple[Source, ...]:
     """List what each batch has beside its own groups.

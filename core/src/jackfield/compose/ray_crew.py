@@ -52,8 +52,6 @@ from jackfield.runtime.workers import Workers
 from jackfield.trainer import Role, RunWorkers
 from jackfield.weights import WeightSender
 
-__all__ = ["RayWorkers"]
-
 T = TypeVar("T")
 
 _ROLES = 4  #: actor, reference, critic and replica fit into one place

@@ -27,11 +27,6 @@ from jackfield.runtime.ray.host import interface_of
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.weights import WeightSender
 
-__all__ = [
-    "ADVANTAGES", "AGENT", "RANK", "REWARD", "ROUTES", "SENDER", "Routes", "serve_agent_worker", "serve_engine_rank",
-    "serve_replica", "serve_reward_worker", "serve_store", "store_name",
-]  # fmt: skip
-
 store_name = "the queue's storage worker"
 
 

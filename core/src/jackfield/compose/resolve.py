@@ -24,8 +24,6 @@ from jackfield.config import RunConfig, WeightsConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
 
-__all__ = ["resolve_algorithm"]
-
 #: What an estimator can get of every batch, and what a run adds where an estimator needs it.
 _ESTIMATOR_INPUTS = frozenset(
     {"token_rewards", "response_mask", "group_ids", "rollout_ids", "step_ids", "anchor_ids", "old_log_probs"}

@@ -25,17 +25,6 @@ from jackfield.sdk.archive import NAME_FILE
 from jackfield.settings import flatten
 from jackfield.trainer import Checkpoint, CheckpointStore
 
-__all__ = [
-    "DISK_ERRORS",
-    "StartingPoint",
-    "check_data",
-    "folder_lock",
-    "mark_finished",
-    "starting_point",
-    "storage_error",
-    "storage_errors",
-]
-
 _LOCK, _FINISHED = ".lock", "finished.json"
 
 #: What a disk answers, rather than a connection or a program.

@@ -19,8 +19,6 @@ from jackfield.compose.stopping import Stop
 from jackfield.queue.remote import connect_queue
 from jackfield.trainer import Role
 
-__all__ = ["RoleBuilder"]
-
 #: What a role is called at the queue's controller, before the run's name.
 _CLIENTS = {"all": "the run", "train": "the trainer of", "explore": "the explorer", "reward": "the role"}
 

@@ -14,18 +14,6 @@ from jackfield.config import RunConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
 
-__all__ = [
-    "check_correction",
-    "check_mismatch",
-    "check_sampling",
-    "corrects",
-    "filters",
-    "log_prob_check_options",
-    "old_log_probs",
-    "rollout_bound",
-    "used_correction",
-]
-
 #: How far a replica's log-probs may be from the engine's on average, in nats, where none is configured.
 _EXACT_BOUND, _ROUNDED_BOUND, _FLOAT8_BOUND = 0.01, 0.25, 0.5
 #: The same for two passes of the engine with the same weights.

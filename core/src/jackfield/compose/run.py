@@ -43,8 +43,6 @@ from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.runtime.workers import one_line
 from jackfield.trainer import CheckpointStore, Role, RoleName
 
-__all__ = ["RunResult", "run", "run_async"]
-
 
 @attrs.frozen(kw_only=True)
 class RunResult:

@@ -17,17 +17,6 @@ from jackfield.plugins.interpreters import environment_python, resolve_interpret
 from jackfield.plugins.introduction import look
 from jackfield.queue import register_sampler
 
-__all__ = [
-    "check_distributed",
-    "check_plugins",
-    "check_weights",
-    "import_plugins",
-    "interpreters",
-    "manifests",
-    "records_of",
-    "register_parts",
-]
-
 #: Kinds whose plugins import torch: they come last.
 HEAVY = ("engine", "rollout")
 PROCESS_KINDS = ("rollout",)  #: can have a process of their own with the cluster ``inline``

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["Stop"]
-
 T = TypeVar("T")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -29,8 +29,6 @@ from jackfield.trainer import (
 )
 from jackfield.weights import Replica, ReplicaProbe, WeightSynchronizer
 
-__all__ = ["TrainerBuilder"]
-
 _PROBE_PROMPT = 32  #: tokens of the first task's prompt
 
 

@@ -35,8 +35,6 @@ from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.workers.router import Generates, Router
 
-__all__ = ["RankPlace", "WorkerFactory"]
-
 _CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside the sample
 
 

@@ -18,17 +18,6 @@ from jackfield.settings import apply_override, default_of, read_yaml, structure,
 if TYPE_CHECKING:
     from jackfield.plugins import Registry
 
-__all__ = [
-    "as_plain",
-    "explain",
-    "load_config",
-    "make_config",
-    "plugin_sections",
-    "resolve_defaults",
-    "show",
-    "validate_plugins",
-]
-
 
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply ``a.b=c`` overrides and structure the result.

@@ -12,14 +12,6 @@ from attrs.validators import and_, ge, gt, le, optional
 from jackfield.queue import Reuse
 from jackfield.settings import option
 
-__all__ = [
-    "MixConfig",
-    "MixingConfig",
-    "QueueConfig",
-    "ReplayConfig",
-    "SamplerConfig",
-]
-
 
 @attrs.frozen(kw_only=True)
 class SamplerConfig:

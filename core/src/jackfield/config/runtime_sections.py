@@ -10,11 +10,6 @@ from attrs.validators import ge, gt, le, optional
 
 from jackfield.settings import option
 
-__all__ = [
-    "ClusterConfig",
-    "RayConfig",
-]
-
 _WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugin that can have an interpreter of their own
 
 

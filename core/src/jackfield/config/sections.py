@@ -19,19 +19,6 @@ from jackfield.observe import ObserveSettings
 from jackfield.plugins.environments import EnvironmentSettings
 from jackfield.settings import option
 
-__all__ = [
-    "CheckpointConfig",
-    "DataConfig",
-    "DeadlineConfig",
-    "EvaluationConfig",
-    "EvaluationSampling",
-    "LogProbCheckConfig",
-    "PluginSection",
-    "RunConfig",
-    "ScheduleConfig",
-    "WeightsConfig",
-]
-
 
 @attrs.frozen(kw_only=True)
 class PluginSection:

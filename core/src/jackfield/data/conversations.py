@@ -11,20 +11,6 @@ from typing import Any, TypeAlias
 
 from jackfield.data.sources import malformed
 
-__all__ = [
-    "Answer",
-    "Conversation",
-    "check_preference",
-    "check_turn",
-    "implied_prompt",
-    "is_conversation",
-    "plain_text",
-    "read_answer",
-    "read_conversation",
-    "split",
-    "unpacked",
-]
-
 Conversation: TypeAlias = tuple[Mapping[str, Any], ...]  #: messages with a role and content each
 Answer: TypeAlias = str | Conversation  #: a text, or the messages that follow the prompt
 

@@ -16,8 +16,6 @@ import xxhash
 
 from jackfield.errors import DataError
 
-__all__ = ["JsonLines", "Records", "Source", "malformed", "names"]
-
 #: Lines in the first so many bytes of a file are parsed when the file is opened, later ones when they are used.
 CHECKED_BYTES = 64 * 2**20
 LINE_BYTES = 16 * 2**20  #: of the longest line

@@ -34,8 +34,6 @@ from jackfield.data.sources import JsonLines, Records, Source, malformed, names
 from jackfield.errors import ConfigError, DataError
 from jackfield.settings import option
 
-__all__ = ["SeededOrder", "Task", "TaskFormat", "TaskSet"]
-
 #: Parameters of an agent loop's ``run`` beside the fields.
 _RESERVED = frozenset({"self", "sampling_params"})
 _MISSING = "name the right keys of the records in data.format; null where they have none"

@@ -21,8 +21,6 @@ from jackfield.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["HuggingFaceChatTokenizer", "check_vocabulary", "encode_answers", "encode_prompt"]
-
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "q"}
 _ANSWER = "jackfield-answer"
 _CACHED_CHATS = 4096

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["LearningCurve", "plot_learning_curve"]
-
 _SCORE, _REWARD, _LOSS = "score", "reward/mean", "policy/loss"
 _SIZE = (12.0, 7.0)  # inches; at 100 dots per inch, 1200 x 700 pixels
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6a3d9a", "#8c564b")

@@ -14,8 +14,6 @@ from jackfield.files import replacing
 from jackfield.observe.observer import MetricsObserver, listens
 from jackfield.plugins.hooks import RunStarted
 
-__all__ = ["MetricsFile", "cut_after", "encode", "number", "read_lines", "strict"]
-
 _RESERVED = frozenset({"kind", "not_finite", "step", "time"})
 # Some readers end a line at these characters, too, which JSON allows inside a string.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}

@@ -16,8 +16,6 @@ from jackfield.files import AppendFile
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, StepEnded, WeightsSynced, hookimpl
 from jackfield.settings import option
 
-__all__ = ["MetricsObserver", "ObserveSettings", "Observer", "listens"]
-
 Self = TypeVar("Self", bound="Observer")
 Event = TypeVar("Event")
 

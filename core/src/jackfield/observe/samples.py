@@ -15,8 +15,6 @@ from jackfield.plugins.hooks import RunStarted, SampleRecord, SamplesFailed, Sam
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["SampleTables", "read_samples", "render_samples"]
-
 
 class SampleTables(Observer):
     """Writes ``samples/PARTITION.jsonl`` (``train``, ``eval``) and ``samples/failed.jsonl``, one object per sample.

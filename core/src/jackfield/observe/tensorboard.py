@@ -12,8 +12,6 @@ from jackfield.observe.metrics import number
 from jackfield.observe.observer import MetricsObserver, listens
 from jackfield.plugins.hooks import RunStarted
 
-__all__ = ["TensorBoardFiles"]
-
 
 class TensorBoardFiles(MetricsObserver):
     """Writes scalars to ``tensorboard/``: ``train/NAME``, ``evaluation/NAME`` and ``weights/seconds``.

@@ -10,8 +10,6 @@ from jackfield.observe.metrics import encode
 from jackfield.observe.observer import Observer, listens
 from jackfield.plugins.hooks import RunStarted, StageEnded
 
-__all__ = ["Timeline"]
-
 _HEAD = b"[\n"
 _TAIL = b"\n]\n"
 _ORDER = ("explorer", "reward", "trainer", "weights")  # lanes from top to bottom; others follow

@@ -25,16 +25,6 @@ import attrs
 from jackfield.plugins.discovery import PluginRecord, find_package
 from jackfield.plugins.manifest import Manifest
 
-__all__ = [
-    "FORMAT",
-    "Certification",
-    "certificate_folder",
-    "find_certification",
-    "package_folder",
-    "plugin_digest",
-    "read_certificate",
-]
-
 #: Version of the JSON file's layout.
 FORMAT = 1
 

@@ -25,8 +25,6 @@ from jackfield.abc import KINDS
 from jackfield.errors import JackfieldError, PluginError
 from jackfield.plugins.manifest import Manifest, check_abi, invalid_manifest, parse_manifest
 
-__all__ = ["GROUPS", "PluginRecord", "find_package", "find_plugins"]
-
 #: The entry-point group of each kind.
 GROUPS: dict[str, str] = {kind: f"jackfield.{kind}s" for kind in KINDS}
 

@@ -23,8 +23,6 @@ from jackfield.errors import PluginError
 from jackfield.plugins.interpreters import environment_of, environment_python, resolve_interpreter
 from jackfield.settings import option
 
-__all__ = ["EnvironmentSettings", "create_environment", "requirement_as_installed"]
-
 _STAMP = "jackfield-environment.json"
 
 

@@ -23,8 +23,6 @@ from jackfield.plugins.hooks import HookSpecs, hookimpl
 from jackfield.plugins.manifest import Manifest
 from jackfield.plugins.registry import import_module
 
-__all__ = ["HookManager", "hook_manager"]
-
 _HOOKS = sorted(name for name in vars(HookSpecs) if not name.startswith("_"))
 #: of the hook call that is under way; a hook that calls a hook has its own
 _FAILURES: contextvars.ContextVar[list[tuple[str, Exception]]] = contextvars.ContextVar("failures")

@@ -16,23 +16,6 @@ import pluggy
 if TYPE_CHECKING:
     from jackfield.abc.rollout import WeightReceipt
 
-__all__ = [
-    "CheckpointSaved",
-    "EvaluationEnded",
-    "HookSpecs",
-    "Registrar",
-    "RunEnded",
-    "RunStarted",
-    "SampleRecord",
-    "SamplesFailed",
-    "SamplesRecorded",
-    "StageEnded",
-    "StepEnded",
-    "WeightsSynced",
-    "hookimpl",
-    "hookspec",
-]
-
 hookspec = pluggy.HookspecMarker("jackfield")
 hookimpl = pluggy.HookimplMarker("jackfield")
 

@@ -22,8 +22,6 @@ import attrs
 
 from jackfield.errors import PluginError
 
-__all__ = ["ChildResult", "environment_of", "environment_python", "resolve_interpreter", "run_child"]
-
 _KEPT_BYTES = 1_000_000  #: of a child's output
 
 

@@ -28,8 +28,6 @@ from jackfield.plugins.manifest import Manifest
 from jackfield.plugins.registry import discover, import_object
 from jackfield.plugins.structure import check_settings_class, structure_problems
 
-__all__ = ["Introduction", "check_introduction", "introduce", "look", "main"]
-
 #: Runs on any Python 3, with nothing installed.
 _PROGRAM = """
 import json, sys

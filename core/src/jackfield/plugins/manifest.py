@@ -15,20 +15,6 @@ from jackfield.abc import ABI_VERSIONS, KINDS
 from jackfield.errors import PluginError
 from jackfield.settings import structure
 
-__all__ = [
-    "CapabilityLevel",
-    "ConformanceDeclaration",
-    "ConformanceException",
-    "EnvironmentRequirements",
-    "Manifest",
-    "PluginKind",
-    "check_abi",
-    "invalid_manifest",
-    "parse_manifest",
-    "parse_version",
-    "require_capability",
-]
-
 PluginKind = Literal["engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine"]
 CapabilityLevel = Literal["full", "partial", "unsupported", "unverified"]
 

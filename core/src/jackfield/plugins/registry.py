@@ -19,8 +19,6 @@ from jackfield.plugins.manifest import Manifest
 from jackfield.plugins.structure import check_settings_class, check_structure
 from jackfield.settings import structure
 
-__all__ = ["LoadedPlugin", "Registry", "discover", "import_module", "import_object", "installed", "load_plugin"]
-
 #: The word in the names of distributions that provide a kind.
 _DISTRIBUTION_WORD = {"transfer_queue": "transport", "checkpoint_engine": "transport"}
 

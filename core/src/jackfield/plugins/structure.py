@@ -15,17 +15,6 @@ import attrs
 from jackfield.abc import CONTRACTS
 from jackfield.errors import PluginError
 
-__all__ = [
-    "annotation_text",
-    "check_settings_class",
-    "check_structure",
-    "flavour",
-    "is_frozen",
-    "public_members",
-    "signature_of",
-    "structure_problems",
-]
-
 #: The flavour of a plain function, by the name of its return annotation.
 _RETURNS: dict[str, str] = {
     "Awaitable": "async",

@@ -24,8 +24,6 @@ from jackfield.sdk.archive import BATCH_BYTES, BATCH_ROWS, ArchiveWriter, read_a
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.cells import Cell, split_request, unknown_sample
 
-__all__ = ["AppendingBackend"]
-
 
 class AppendingBackend(TransferQueueBackend):
     """Adds whole rows to the checkpoint of one folder: each row is put once, with all columns that it will have.

@@ -15,8 +15,6 @@ from jackfield.queue.missing import unfinished
 from jackfield.queue.records import BatchState, Partition, Place
 from jackfield.queue.state import State
 
-__all__ = ["Batches"]
-
 
 @attrs.define(eq=False)
 class Batches:

@@ -19,8 +19,6 @@ from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.cells import Cell, join
 from jackfield.sdk.columns import rows_of
 
-__all__ = ["Ancestor", "plain_values", "saved_samples", "trace"]
-
 
 def saved_samples(folder: Path) -> Iterator[SavedSample]:
     """Read the samples that :meth:`~jackfield.queue.TransferQueue.checkpoint` wrote to ``folder``.

@@ -20,8 +20,6 @@ from jackfield.queue.restoring import Checkpoint, adopt, go_back, newest
 from jackfield.queue.state import State
 from jackfield.queue.store import STORE_FILE, Store, save
 
-__all__ = ["VALUES_FOLDER", "Checkpoints"]
-
 VALUES_FOLDER = "values"
 _MARKS = 8  #: of checkpoints that a state remembers
 

@@ -13,8 +13,6 @@ from jackfield.errors import QueueError
 from jackfield.queue.listing import orphans
 from jackfield.queue.state import State
 
-__all__ = ["Deletion"]
-
 
 @attrs.define(eq=False)
 class Deletion:

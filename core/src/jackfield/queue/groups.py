@@ -15,8 +15,6 @@ from jackfield.queue.missing import some
 from jackfield.queue.records import Group, Partition, Place, Sample
 from jackfield.queue.state import State
 
-__all__ = ["Groups"]
-
 _GONE = "its values are gone from the store, or damaged in it"
 
 

@@ -19,8 +19,6 @@ from jackfield.queue.values import Values
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.cells import join
 
-__all__ = ["ImportedSamples", "import_file"]
-
 _WHO = "import"
 _SECONDS = 600.0  #: for room in the queue
 

@@ -14,8 +14,6 @@ from jackfield.queue.records import BatchState, Consumer, Group, Partition, Use
 from jackfield.queue.samplers import Sampler
 from jackfield.queue.state import State
 
-__all__ = ["Leases"]
-
 
 @attrs.define(eq=False)
 class Leases:

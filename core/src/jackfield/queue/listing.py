@@ -8,8 +8,6 @@ from jackfield.abc.transfer_queue import KeysRequest, TransferQueueBackend
 from jackfield.queue.meta import group_of
 from jackfield.queue.state import State
 
-__all__ = ["lost_samples", "orphans"]
-
 
 async def lost_samples(backend: TransferQueueBackend, state: State) -> set[str]:
     """Find the samples that the queue knows and whose values the backend does not have any more."""

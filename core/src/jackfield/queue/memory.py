@@ -28,8 +28,6 @@ from jackfield.sdk.archive import read_archive, write_archive
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.cells import Cell, join, lacking_column, split_request, unknown_sample
 
-__all__ = ["MemoryBackend", "MemoryConfig"]
-
 _INLINE_BYTES = 1 << 24  #: smaller checkpoints are written without a thread
 
 

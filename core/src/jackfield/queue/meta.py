@@ -12,21 +12,6 @@ from attrs.validators import ge, gt, optional
 from jackfield.errors import QueueError
 from jackfield.settings import option
 
-__all__ = [
-    "Batch",
-    "BatchMeta",
-    "GroupKey",
-    "Lease",
-    "Lineage",
-    "NewGroup",
-    "Notice",
-    "Reuse",
-    "RolloutReport",
-    "Written",
-    "group_of",
-    "partition_of",
-]
-
 T = TypeVar("T")
 
 

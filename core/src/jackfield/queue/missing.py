@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from jackfield.queue.records import BatchState, Consumer, Group
 
-__all__ = ["missing_batch", "missing_groups", "some", "unfinished"]
-
 _SHOWN = 4  #: samples or groups that a message names
 
 

@@ -9,8 +9,6 @@ from jackfield.errors import QueueError
 from jackfield.queue.missing import some
 from jackfield.queue.records import BatchState, Consumer, Group, Use
 
-__all__ = ["ReadyGroups", "choose", "has_enough", "oldest_version", "place_of", "require_some", "usable"]
-
 
 class ReadyGroups:
     """The groups that a consumer could have, as a sampler sees them."""

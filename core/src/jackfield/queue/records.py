@@ -13,8 +13,6 @@ from jackfield.errors import QueueError
 from jackfield.queue.meta import Batch, GroupKey, Reuse
 from jackfield.queue.samplers import Sampler, Sequential
 
-__all__ = ["BatchState", "Consumer", "Group", "Partition", "Place", "Sample", "Signal", "Use"]
-
 
 class Signal:
     """Wakes every waiter."""

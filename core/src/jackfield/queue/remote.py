@@ -11,8 +11,6 @@ from jackfield.errors import QueueError, RpcError
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
 
-__all__ = ["QUEUE", "QueueServer", "connect_queue"]
-
 _SERVICE, _SERVER = "queue", "the queue's controller"
 _LOCAL = {"start", "close", "end_holder", "release_batches"}
 QUEUE = Contract(TransferQueue, without=_LOCAL, undo={"lease_batch": "release", "lease_groups": "release"})

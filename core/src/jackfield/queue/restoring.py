@@ -15,9 +15,8 @@ from jackfield.queue.meta import Lineage
 from jackfield.queue.records import Consumer
 from jackfield.queue.saving import Row, every_row, load
 from jackfield.queue.state import State
-from jackfield.queue.store import LedgerEnd, Store, read_rows, uses
-
-__all__ = ["Checkpoint", "adopt", "go_back", "newest"]
+from jackfield.queue.store import Store, read_rows, uses
+from jackfield.queue.tables import LedgerEnd
 
 _EPOCHS = 0xFFFFFFFF  #: that one process gives at most
 

@@ -22,8 +22,6 @@ from jackfield.sdk.arrow import SavedSample, column_types, from_arrow, import_py
 from jackfield.sdk.cells import Cell, ColumnType, join, split
 from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
 
-__all__ = ["cell_of", "from_plain", "read_samples", "shape_of", "to_plain", "write_samples"]
-
 #: Dtypes whose finite values are the same numbers in JSON.
 _EXACT = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
 

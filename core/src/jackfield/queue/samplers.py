@@ -19,18 +19,6 @@ from attrs.validators import ge
 from jackfield.errors import QueueError
 from jackfield.settings import option, structure
 
-__all__ = [
-    "SAMPLERS",
-    "Priority",
-    "Random",
-    "Ready",
-    "Sampler",
-    "SamplerSpec",
-    "Sequential",
-    "make_sampler",
-    "register_sampler",
-]
-
 
 class Ready(Protocol):
     """What a sampler sees: the rows, or the groups, that one consumer could have now.

@@ -14,8 +14,6 @@ from jackfield.queue.meta import Reuse
 from jackfield.queue.records import BatchState, Consumer, Group, Partition, Place, Sample, Use
 from jackfield.queue.state import State
 
-__all__ = ["FORMAT", "Row", "every_row", "few_rows", "load", "place_rows"]
-
 FORMAT = 6
 #: Kind, name (of a partition, or a consumer), batch, place and JSON; -1 where a kind has none.
 Row = tuple[str, str, int, int, str]

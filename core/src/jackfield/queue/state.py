@@ -13,8 +13,6 @@ from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.meta import GroupKey, Lineage, Notice, group_of, partition_of
 from jackfield.queue.records import BatchState, Consumer, Group, Partition, Place, Sample, Signal
 
-__all__ = ["State"]
-
 _KEPT_FAILURES = 10_000
 
 

@@ -32,19 +32,6 @@ from jackfield.queue.tables import (
     translated_errors,
 )
 
-__all__ = [
-    "STORE_FILE",
-    "LedgerEnd",
-    "Store",
-    "check_ledger",
-    "effective_acks",
-    "find_store",
-    "read_ledger",
-    "read_lineage",
-    "read_rows",
-    "save",
-]
-
 STORE_FILE = "controller.sqlite"
 _ANCESTORS = """
 with recursive found(key) as (select value from json_each(?) union

@@ -15,20 +15,6 @@ import xxhash
 from jackfield.errors import QueueError
 from jackfield.queue.saving import Row
 
-__all__ = [
-    "SCHEMA",
-    "LedgerEnd",
-    "chained",
-    "damaged",
-    "entries_of",
-    "insert",
-    "open_file",
-    "open_readable",
-    "rows_of",
-    "transaction",
-    "translated_errors",
-]
-
 SCHEMA = """
 create table if not exists state(kind text, name text, batch int, place int, value text not null, digest text not null,
     primary key(kind, name, batch, place)) without rowid;

@@ -20,8 +20,6 @@ from jackfield.queue.samplers import SamplerSpec
 from jackfield.queue.state import State
 from jackfield.queue.store import Store
 
-__all__ = ["TransferQueue"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

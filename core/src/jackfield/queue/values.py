@@ -9,8 +9,6 @@ from jackfield.abc.transfer_queue import Column, GetRequest, PutRequest, TagsReq
 from jackfield.queue.meta import BatchMeta, Written
 from jackfield.sdk.columns import check_column, concatenate, take
 
-__all__ = ["Values"]
-
 
 class Values:
     """Reads and writes columns of samples by key. Who may do so when is the queue's concern."""

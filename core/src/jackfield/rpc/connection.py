@@ -20,8 +20,6 @@ from jackfield.rpc.contract import Codec, Contract, Method, subject
 from jackfield.rpc.heartbeat import Process
 from jackfield.rpc.wire import LIMIT, Call, Cancel, Frames, Goodbye, Message, News, Reply, frame
 
-__all__ = ["Connection", "Service", "caller", "stub"]
-
 T = TypeVar("T")
 
 _LEAVE_SECONDS = 5.0  #: for a cancelled call to end at the other end

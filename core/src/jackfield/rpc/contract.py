@@ -16,8 +16,6 @@ import xxhash
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, RpcError
 
-__all__ = ["Codec", "Contract", "Method", "subject"]
-
 _SUBJECTS = ("request_id", "id", "version", "keys")  #: fields that say what an argument is about
 
 

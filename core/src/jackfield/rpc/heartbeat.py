@@ -18,8 +18,6 @@ import attrs
 
 from jackfield.clock import Clock
 
-__all__ = ["LOOKS", "Process", "until_silent"]
-
 LOOKS = 4  #: looks at a process, and heartbeats that it sends, in the deadline
 _CAN_RUN = "RSI"  #: states of a thread that is neither stopped, frozen nor waiting for a device
 

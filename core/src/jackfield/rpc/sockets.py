@@ -31,8 +31,6 @@ from jackfield.rpc.heartbeat import LOOKS, Process, until_silent
 from jackfield.rpc.tls import is_loopback, server_tls
 from jackfield.rpc.wire import LIMIT, STRANGER_LIMIT, Heartbeat, Hello, Message, News, Welcome
 
-__all__ = ["Address", "Server", "connect", "watch"]
-
 _STRANGERS = 64  #: connections that have proved nothing yet; further ones are closed at once
 _PROOF_SECONDS = 10.0
 _ENDED = "has ended"  #: how a client ends that has done its work

@@ -10,8 +10,6 @@ from datetime import UTC, datetime, timedelta
 
 from jackfield.errors import RpcError
 
-__all__ = ["is_loopback", "server_tls"]
-
 _DAYS = 3650
 
 

@@ -10,11 +10,6 @@ import msgspec
 
 from jackfield.errors import JackfieldError, RpcError
 
-__all__ = [
-    "LIMIT", "STRANGER_LIMIT", "Call", "Cancel", "Frames", "Goodbye", "Heartbeat", "Hello", "Message", "News", "Reply",
-    "Welcome", "frame",
-]  # fmt: skip
-
 _HEAD = struct.Struct(">4sI")  #: magic with the version, and the bytes of the message
 _MAGIC = b"JKR1"
 LIMIT = 1 << 26  #: bytes of a message

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from jackfield.abc.transfer_queue import Column
 
-__all__ = ["AdvantageEstimation", "AdvantageWorker"]
-
 
 class AdvantageEstimation:
     """The controller's side: has a worker compute, and tells the queue what it has written."""

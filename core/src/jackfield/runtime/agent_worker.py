@@ -39,8 +39,6 @@ from jackfield.runtime.samples import (
 from jackfield.runtime.workers import written_again
 from jackfield.workers.router import Generates, Router
 
-__all__ = ["AgentWorker", "RolloutJob", "ends_the_run", "run_agent"]
-
 
 @attrs.frozen(kw_only=True)
 class RolloutJob:

@@ -16,8 +16,6 @@ from jackfield.queue import BatchMeta, TransferQueue, Written
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.log_probs import Comparison
 
-__all__ = ["EngineGroup", "combined", "shares"]
-
 T = TypeVar("T")
 
 _CAUSE_SECONDS = 2.0  #: for the rank that caused a failure to be known

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-__all__ = ["EngineRank"]
-
 _SAMPLE = ("prompt_ids", "response_ids", "response_mask")
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-__all__ = ["PREFIX", "Comparison", "distances"]
-
 PREFIX = "log_prob_check/"  #: of the names that :func:`distances` returns
 
 

@@ -20,8 +20,6 @@ from jackfield.errors import DeadlineExceeded, RewardError, described
 from jackfield.queue import Values, Written, column_from_rows, rows_of
 from jackfield.runtime.samples import not_finite
 
-__all__ = ["REWARD_INPUTS", "RewardWorker", "Scored", "score_sample"]
-
 REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns that a reward agent's request is made from
 
 

@@ -15,29 +15,6 @@ from jackfield.data.tasks import Task
 from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta, column_from_rows, json_column
 
-__all__ = [
-    "TRAIN",
-    "agent_tags",
-    "evaluation_seed",
-    "expert_columns",
-    "global_counts",
-    "is_baseline",
-    "is_expert",
-    "metric_tags",
-    "mini_batches",
-    "naming_samples",
-    "not_finite",
-    "oldest_version",
-    "rollout_seed",
-    "said",
-    "said_metrics",
-    "sequence_columns",
-    "sequence_tags",
-    "supervised_columns",
-    "supervised_tags",
-    "trained",
-]
-
 #: Tokens of an answer that is taught, and their mask.
 _Answer: TypeAlias = tuple[Sequence[int], Sequence[int]]
 

@@ -11,8 +11,6 @@ import xxhash
 
 from jackfield.errors import JackfieldError, QueueError, WorkerLost
 
-__all__ = ["ATTEMPTS", "Workers", "is_lost", "lost_keys", "one_line", "resubmitted", "suppress_lost", "written_again"]
-
 T = TypeVar("T")
 
 ATTEMPTS = 3  #: times that work is given to a worker, when workers die

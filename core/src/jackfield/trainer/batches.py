@@ -15,8 +15,6 @@ from jackfield.runtime.workers import is_lost, lost_keys
 from jackfield.trainer.mixing import Source
 from jackfield.trainer.role import Role
 
-__all__ = ["CONSUMER", "BatchSource"]
-
 CONSUMER = "trainer"
 
 _COLUMNS = ("prompt_ids", "response_ids", "response_mask")

@@ -23,8 +23,6 @@ from jackfield.trainer.role import Role
 if TYPE_CHECKING:
     from jackfield.trainer.trainer import EngineGroup
 
-__all__ = ["Checkpointer", "load_random_state", "random_state"]
-
 
 @attrs.define(kw_only=True, eq=False)
 class Checkpointer:

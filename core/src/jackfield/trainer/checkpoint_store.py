@@ -26,8 +26,6 @@ import attrs
 from jackfield.errors import RunError
 from jackfield.files import digest_of, seal, sync, sync_tree, unseal
 
-__all__ = ["Checkpoint", "CheckpointStore", "open_checkpoint"]
-
 FORMAT = 2
 _MANIFEST, _STATE = "manifest.json", "state.json"
 _NAME = re.compile(r"step_(\d{8,})")

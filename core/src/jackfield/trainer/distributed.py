@@ -18,15 +18,6 @@ from jackfield.trainer.schedule import Progress
 from jackfield.trainer.stages import Stages
 from jackfield.weights import Replica, SyncReport, WeightSynchronizer, verify
 
-__all__ = [
-    "PublishedVersion",
-    "PublishedWeights",
-    "WeightSubscriber",
-    "publish_end",
-    "trainer_begun",
-    "trainer_finished",
-]
-
 _TOPIC, _FINISHED = "weights", "finished"
 
 

@@ -20,8 +20,6 @@ from jackfield.runtime.workers import is_lost, resubmitted, suppress_lost
 from jackfield.settings import unstructure
 from jackfield.trainer.role import Role
 
-__all__ = ["Evaluator"]
-
 EVAL = "eval"  #: the partition whose samples live as long as an evaluation; the queue's controller does not know them
 
 

@@ -20,8 +20,6 @@ from jackfield.runtime.workers import resubmitted
 from jackfield.settings import unstructure
 from jackfield.trainer.role import Role
 
-__all__ = ["Answers", "Explorer"]
-
 _AHEAD = 2  #: batches that are filled with answers of the data before the trainer asks for them
 
 

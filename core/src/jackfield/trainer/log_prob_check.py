@@ -18,8 +18,6 @@ from jackfield.queue import BatchMeta
 from jackfield.runtime.log_probs import PREFIX, Comparison
 from jackfield.trainer.schedule import Schedule
 
-__all__ = ["LogProbCheck"]
-
 _SAMPLE_FACTOR = 10.0  #: by which one sample may be farther away than all are on average
 _NEARLY_ALL = 0.99  #: share of the whole distance that is in one direction
 

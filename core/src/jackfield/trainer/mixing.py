@@ -10,8 +10,6 @@ import attrs
 from jackfield.queue import BatchMeta, Reuse, SamplerSpec, TransferQueue
 from jackfield.runtime.samples import TRAIN
 
-__all__ = ["Source"]
-
 
 @attrs.frozen(kw_only=True)
 class Source:

@@ -12,8 +12,6 @@ from jackfield.runtime.samples import TRAIN, oldest_version, said_metrics
 from jackfield.runtime.workers import resubmitted, suppress_lost
 from jackfield.trainer.role import Role
 
-__all__ = ["StepReport"]
-
 
 @attrs.define(kw_only=True, eq=False)
 class StepReport:

@@ -16,8 +16,6 @@ from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags
 from jackfield.runtime.workers import Workers, lost_keys, resubmitted
 from jackfield.trainer.role import Role
 
-__all__ = ["RewardPipeline"]
-
 CONSUMER = "reward"
 
 

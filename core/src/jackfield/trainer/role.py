@@ -21,8 +21,6 @@ from jackfield.runtime.workers import Workers
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
 
-__all__ = ["Role", "RoleName", "RunWorkers"]
-
 #: What of a run this process does.
 RoleName: TypeAlias = Literal["all", "train", "explore", "reward"]
 

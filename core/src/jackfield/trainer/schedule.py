@@ -14,8 +14,6 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.errors import ScheduleError
 
-__all__ = ["Progress", "Schedule"]
-
 
 @attrs.frozen(kw_only=True)
 class Schedule:

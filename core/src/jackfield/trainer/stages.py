@@ -9,8 +9,6 @@ from typing import Any
 from jackfield.clock import Clock
 from jackfield.plugins.hooks import StageEnded
 
-__all__ = ["Stages"]
-
 
 class Stages:
     """Measures stages and reports them to the hooks."""

@@ -26,8 +26,6 @@ from jackfield.trainer.schedule import Schedule
 from jackfield.trainer.stages import Stages
 from jackfield.weights import SyncReport
 
-__all__ = ["AdvantageEstimator", "Critic", "EngineGroup", "Step", "Trainer", "WeightPublisher"]
-
 
 class EngineGroup(Protocol):
     """The ranks of one model, whatever their parallelism and wherever they live. They get metadata only."""

@@ -21,8 +21,6 @@ from jackfield.settings import option
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["InProcessCheckpointEngine", "InProcessConfig"]
-
 _AHEAD = 2  #: buckets that a receiver may not have read yet while the sender goes on
 
 _NUMBERS = itertools.count()

@@ -17,8 +17,6 @@ from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateRe
 from jackfield.clock import Clock
 from jackfield.errors import WeightsError
 
-__all__ = ["ProbeAnswer", "ReplicaProbe"]
-
 
 @attrs.frozen
 class ProbeAnswer:

@@ -18,8 +18,6 @@ from jackfield.sdk.receiver import PREFIX
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Blocks", "PreparedSender", "SentVersions", "WeightSender", "WeightSource"]
-
 _LARGE = 1 << 20  #: bytes; the digest of such a tensor is worth a thread
 _VERSIONS = 2  #: that a sender remembers: the one that every worker holds, and the one that is on its way
 

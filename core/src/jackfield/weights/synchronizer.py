@@ -17,8 +17,6 @@ from jackfield.weights.probe import ReplicaProbe
 from jackfield.weights.sender import WeightSender
 from jackfield.weights.together import GRACE_SECONDS, run_together
 
-__all__ = ["Replica", "SyncReport", "WeightSynchronizer", "verify"]
-
 Kind: TypeAlias = Literal["full", "adapter", "delta"]
 
 _SHOWN = 4  #: names in a message

@@ -10,8 +10,6 @@ from typing import Any
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
 
-__all__ = ["GRACE_SECONDS", "cause_of", "run_together"]
-
 GRACE_SECONDS = 10.0  #: for a cancelled end to finish
 _CAUSE_SECONDS = 1.0  #: after a transfer broke off, for the end that broke it off to fail
 

@@ -6,8 +6,6 @@ from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError
 
-__all__ = ["LOST", "cause_of_death"]
-
 LOST = ("rollout.stopped", "worker.died")  #: codes of errors that say that a replica has died
 
 #: Refusals of one request by a replica that is well.

@@ -14,8 +14,6 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
 from jackfield.workers.health import LOST
 
-__all__ = ["Generates", "Router"]
-
 _HEALTH_SECONDS = 10.0
 _WAIT_SECONDS = 3600.0  #: for a replica that serves; the pool's own deadlines are shorter
 _UPDATE_SECONDS = 600.0  #: for an update that has failed to be repeated

@@ -20,8 +20,6 @@ import pytest
 from jackfield_conformance.certificate import level_table
 from jackfield_conformance.registry import TIERS
 
-__all__ = ["main"]
-
 _INI = Path(__file__).with_name("pytest.ini")
 
 

@@ -33,8 +33,6 @@ from jackfield.abc import CONTRACTS
 from jackfield.plugins.manifest import parse_version
 from jackfield.plugins.structure import annotation_text, flavour, is_frozen, public_members, signature_of
 
-__all__ = ["Change", "check_kind", "compare", "describe", "describe_sdk", "main", "next_version", "required_bump"]
-
 Level = Literal["major", "minor", "none"]
 Snapshot = Mapping[str, Any]
 Judge = Callable[[Any, Any], Iterable[tuple[Level, str]]]

@@ -16,8 +16,6 @@ from jackfield.plugins import PluginRecord
 from jackfield.plugins.certificates import FORMAT, plugin_digest
 from jackfield_conformance.registry import TIERS, Check, Outcome, Tier
 
-__all__ = ["Certificate", "CheckResult", "Level", "level_table", "make_certificate"]
-
 #: See :func:`level_of`.
 Level = Literal["none", "partial", "base", "full"]
 

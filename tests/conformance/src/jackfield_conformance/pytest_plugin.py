@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from jackfield_conformance.registry import Check, Outcome
     from jackfield_conformance.runner import Run  # noqa: F401
 
-__all__: list[str] = []
-
 _PACKAGE = "jackfield_conformance"
 _FOLDER = Path(__file__).parent
 _ENTRY = _FOLDER / "conformance.py"  #: the file that stands for the checks when pytest collects the package

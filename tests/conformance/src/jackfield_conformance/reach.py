@@ -8,8 +8,6 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["ALLOWED", "Reach", "find_reaches"]
-
 #: What plugins may import, each with everything below it.
 ALLOWED = ("jackfield.abc", "jackfield.clock", "jackfield.errors", "jackfield.sdk")
 

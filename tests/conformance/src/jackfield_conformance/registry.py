@@ -25,25 +25,6 @@ import attrs
 
 from jackfield_conformance.subject import Subject
 
-__all__ = [
-    "EVERY_KIND",
-    "FIRST_BEHAVIOUR",
-    "PREFIXES",
-    "TIERS",
-    "Capability",
-    "Check",
-    "NotApplicable",
-    "Outcome",
-    "Skipped",
-    "Status",
-    "Tier",
-    "Warned",
-    "capabilities",
-    "check",
-    "checks",
-    "run_check",
-]
-
 #: The first part of the ids of each kind's checks.
 PREFIXES: dict[str, str] = {
     "engine": "ENG",

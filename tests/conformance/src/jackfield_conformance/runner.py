@@ -17,8 +17,6 @@ from jackfield_conformance.certificate import Certificate, make_certificate
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, PREFIXES, Check, Outcome, Tier, checks, run_check
 from jackfield_conformance.subject import Subject
 
-__all__ = ["DEFAULT_TIERS", "RUNS", "Run", "certify", "split"]
-
 DEFAULT_TIERS: tuple[Tier, ...] = ("base", "capability")
 
 #: Certificates made by :func:`certify` in this process: the pytest plugin shows them as a table.

@@ -11,8 +11,6 @@ import attrs
 if TYPE_CHECKING:
     from jackfield.plugins import Manifest, PluginRecord, Registry
 
-__all__ = ["Subject"]
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class Subject:

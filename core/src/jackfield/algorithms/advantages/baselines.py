@@ -11,8 +11,6 @@ from jackfield.algorithms.tensors import Estimate, Groups, ModelTokens, credited
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = []
-
 
 @register("advantages", "optimal_token_baseline", "group")
 def _optimal_token_baseline(

@@ -20,8 +20,6 @@ from jackfield.algorithms.tensors import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = []
-
 
 @register("advantages", "gae", "sequence", batch_options={"whiten": True})
 def _gae(

@@ -16,8 +16,6 @@ from jackfield.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = []
-
 
 @register("advantages", "grpo", "group", batch_options={"std": "batch"})
 def _grpo(

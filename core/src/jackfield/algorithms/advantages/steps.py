@@ -11,8 +11,6 @@ from jackfield.algorithms.tensors import Estimate, Groups, row_sums
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = []
-
 
 class _Rollouts:
     """Rows as steps of rollouts. Rollout ids may repeat in another task."""

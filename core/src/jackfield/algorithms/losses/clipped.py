@@ -14,8 +14,6 @@ from jackfield.algorithms.registry import register
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["clipped_surrogate"]
-
 
 @register("loss", "ppo", "token")
 def clipped_surrogate(

@@ -13,8 +13,6 @@ from jackfield.algorithms.tensors import masked_mean_std
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = []
-
 
 def _covariance(log_probs: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
     """(log pi - mean) (A - mean) per token, means over the batch's model tokens."""

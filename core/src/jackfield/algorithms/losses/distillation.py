@@ -18,8 +18,6 @@ from jackfield.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["distillation_loss"]
-
 
 def distillation_loss(
     name: str,

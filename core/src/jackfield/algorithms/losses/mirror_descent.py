@@ -18,8 +18,6 @@ from jackfield.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = []
-
 
 @register("loss", "opmd", "token")
 def _opmd(log_probs: Tensor, advantages: Tensor, *, tau: NotNegative = 1.0) -> LossResult:

@@ -12,8 +12,6 @@ from jackfield.algorithms.registry import register
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = []
-
 
 @register("loss", "reinforce", "token")
 def _reinforce(log_probs: Tensor, advantages: Tensor) -> LossResult:

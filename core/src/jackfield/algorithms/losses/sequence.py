@@ -12,8 +12,6 @@ from jackfield.algorithms.tensors import row_means
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = []
-
 
 @register("loss", "gspo", "sequence")
 def _gspo(

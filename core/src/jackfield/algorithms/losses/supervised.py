@@ -17,8 +17,6 @@ from jackfield.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["chord_mu"]
-
 
 @register("loss", "sft", "token")
 def _sft(log_probs: Tensor) -> LossResult:

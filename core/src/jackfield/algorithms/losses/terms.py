@@ -10,8 +10,6 @@ import attrs
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LossResult", "Metrics", "Term", "log_ratio", "row_log_ratio"]
-
 #: Name to a value (or bool) per token ``[B, T]``, averaged over tokens, or per row ``[B]``, averaged over sequences.
 Metrics: TypeAlias = Mapping[str, "Tensor"]
 

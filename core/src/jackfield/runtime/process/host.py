@@ -25,8 +25,6 @@ from jackfield.plugins.introduction import introduce
 from jackfield.plugins.registry import load_plugin
 from jackfield.rpc import Connection, Contract, Service
 
-__all__ = ["HOST", "ROLLOUT", "Host", "main"]
-
 _STOP_SECONDS = 10.0  #: for the part to end what it has started, when its owner is gone
 _KILL_SECONDS = _STOP_SECONDS + 5.0
 

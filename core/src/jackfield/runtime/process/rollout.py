@@ -24,8 +24,6 @@ from jackfield.rpc import Connection, stub
 from jackfield.runtime.process.host import HOST, ROLLOUT, Host
 from jackfield.sdk.child import ChildProcess
 
-__all__ = ["RolloutProcess"]
-
 _STOP_SECONDS = 30.0
 _END_SECONDS = 15.0  #: for the process to end by itself, once its socket is closed
 _OWN = ("start", "stop", "health", "generate", "generate_stream")  #: methods that do more than to forward

@@ -14,8 +14,6 @@ from jackfield.errors import DeadlineExceeded, JackfieldError, RunError, WorkerL
 from jackfield.rpc import Address, Connection, Contract, Process, connect, stub
 from jackfield.runtime.ray.host import MakeServices, Place
 
-__all__ = ["Actor", "awaited", "connect_worker"]
-
 T = TypeVar("T")
 
 _END_SECONDS = 15.0  #: for a worker to put its things away

@@ -25,8 +25,6 @@ from jackfield.sdk.ray_processes import see_gone, with_descendants
 if TYPE_CHECKING:
     import psutil
 
-__all__ = ["Cluster", "ClusterOptions", "check_interpreter"]
-
 _CONCURRENT_CALLS = 10_000
 _REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"

@@ -28,8 +28,6 @@ from jackfield.rpc import Address, Server, Service
 from jackfield.runtime.process.host import ROLLOUT
 from jackfield.workers.health import cause_of_death
 
-__all__ = ["Host", "MakeServices", "Place", "interface_of", "rollout_service"]
-
 _SIOCGIFADDR = 0x8915  #: of Linux: an interface's address
 
 #: Makes a worker and returns what is served of it; the stack is closed when the worker has to end.

@@ -11,8 +11,6 @@ from jackfield.errors import WorkerLost
 from jackfield.rpc import Connection, Contract, Service, stub
 from jackfield.sdk.cells import join, split, split_request
 
-__all__ = ["remote_backend", "store_services"]
-
 _PIECE_BYTES = 16 * 2**20  #: of the values in one message; a larger sample has one of its own
 
 _Sample: TypeAlias = dict[str, tuple[str, bytes]]  #: cells by column, as they travel

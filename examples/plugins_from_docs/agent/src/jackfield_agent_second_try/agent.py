@@ -11,8 +11,6 @@ from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParam
 from jackfield.errors import DataError
 from jackfield_agent_second_try.config import Config
 
-__all__ = ["SecondTryAgent"]
-
 _NUMBERS = itertools.count()
 
 

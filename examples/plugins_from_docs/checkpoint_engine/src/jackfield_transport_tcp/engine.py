@@ -26,8 +26,6 @@ from jackfield_transport_tcp.frames import END, header_of, payload, read_header,
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TCPCheckpointEngine"]
-
 T = TypeVar("T")
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["END", "header_of", "payload", "read_header", "read_tensor"]
-
 _LENGTH = struct.Struct(">Q")
 _LARGEST_HEADER = 1 << 16
 END: Mapping[str, Any] = {"end": True}

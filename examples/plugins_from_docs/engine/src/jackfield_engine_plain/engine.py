@@ -30,8 +30,6 @@ from jackfield_engine_plain.passes import Pass, micro_batches
 from jackfield_engine_plain.schedule import learning_rate
 from jackfield_huggingface.names import CheckpointNames
 
-__all__ = ["PlainEngine"]
-
 _COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 

@@ -15,8 +15,6 @@ from tensordict import TensorDict
 from jackfield.abc.engine import EngineOutput, LossFunction, TokenOutput
 from jackfield.sdk.jagged import jagged, rows
 
-__all__ = ["Pass", "micro_batches"]
-
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
     """Consecutive rows, as many as fit into ``max_tokens`` padded tokens; a longer row goes alone."""

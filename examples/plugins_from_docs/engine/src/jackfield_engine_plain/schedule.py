@@ -7,8 +7,6 @@ import math
 from jackfield.abc.engine import OptimizerSpec
 from jackfield.errors import EngineError
 
-__all__ = ["learning_rate"]
-
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
     """The learning rate of optimizer step ``step``, the first being 0.

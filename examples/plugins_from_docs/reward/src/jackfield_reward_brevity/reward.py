@@ -9,8 +9,6 @@ import attrs
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield_reward_brevity.config import Config
 
-__all__ = ["BrevityReward"]
-
 
 class BrevityReward(RewardAgent):
     """``correct`` for an answer that ends with the ground truth, less where a sibling said it in fewer tokens."""

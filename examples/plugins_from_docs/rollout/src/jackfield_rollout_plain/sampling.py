@@ -6,8 +6,6 @@ import torch
 
 from jackfield.abc.rollout import SamplingParams
 
-__all__ = ["draw"]
-
 
 def draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
     """A token and its log-probability.

@@ -41,8 +41,6 @@ from jackfield.sdk.receiver import open_receiver
 from jackfield_rollout_plain.config import Config
 from jackfield_rollout_plain.sampling import draw
 
-__all__ = ["PlainServer"]
-
 T = TypeVar("T")
 
 

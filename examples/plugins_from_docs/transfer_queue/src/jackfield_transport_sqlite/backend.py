@@ -28,8 +28,6 @@ from jackfield.errors import QueueError
 from jackfield.sdk.cells import Cell, join, lacking_column, split_request, unknown_sample
 from jackfield_transport_sqlite.config import Config
 
-__all__ = ["SQLiteBackend"]
-
 T = TypeVar("T")
 
 _TABLE = """

@@ -6,8 +6,6 @@ import attrs
 
 from jackfield.sdk import option
 
-__all__ = ["Config"]
-
 
 @attrs.frozen(kw_only=True)
 class Config:

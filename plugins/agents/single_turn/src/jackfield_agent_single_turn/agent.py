@@ -14,8 +14,6 @@ from jackfield.abc.rollout import GenerateRequest, SamplingParams
 from jackfield.errors import AgentError, DataError
 from jackfield_agent_single_turn.config import Config
 
-__all__ = ["SingleTurnAgent"]
-
 _SAMPLING_KEYS = frozenset(field.name for field in attrs.fields(SamplingParams))
 _request_numbers = itertools.count()
 

@@ -17,8 +17,6 @@ from jackfield.sdk.jagged import jagged
 from jackfield.sdk.jagged import lengths as jagged_lengths
 from jackfield_engine_fsdp.rotary import Rotary
 
-__all__ = ["Jagged", "MicroBatch", "RowBatch", "TokenBuffer", "plan"]
-
 
 @attrs.frozen(eq=False)
 class Jagged:

@@ -26,8 +26,6 @@ from jackfield_engine_fsdp.process_group import Ranks
 from jackfield_engine_fsdp.random_state import RandomStreams
 from jackfield_engine_fsdp.tensors import read_tensors, write_tensors
 
-__all__ = ["load", "make_folder", "save"]
-
 FORMAT = 2
 
 #: What files raise that are damaged, or of another kind than their names say.

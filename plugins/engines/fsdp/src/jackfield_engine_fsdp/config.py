@@ -9,8 +9,6 @@ from attrs.validators import gt
 
 from jackfield.sdk import option
 
-__all__ = ["Config"]
-
 
 @attrs.frozen(kw_only=True)
 class Config:

@@ -15,8 +15,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-__all__ = ["Dropout"]
-
 #: "xdrope" is a rotary embedding; "router_jitter_noise" of PhiMoE's routers is the width of a mask, in inference, too
 _RANDOM = re.compile(r"(?<!x)drop|(?<!router_)jitter")
 #: never a dropout probability: what skips whole layers (ranks would gather different ones), and noise

@@ -38,8 +38,6 @@ from jackfield_engine_fsdp.rotary import Rotary
 from jackfield_huggingface.adapters import merge_folder
 from jackfield_huggingface.names import CheckpointNames
 
-__all__ = ["FSDPEngine"]
-
 
 class FSDPEngine(BaseEngine):
     """A Hugging Face model, language or vision-language, on text, under ``torch.distributed.fsdp.fully_shard``.

@@ -16,16 +16,6 @@ from jackfield_engine_fsdp.loading import without_progress_bars
 from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
 from jackfield_huggingface.names import CheckpointNames
 
-__all__ = [
-    "adapter_config",
-    "full",
-    "published_name",
-    "published_tensors",
-    "save_folder",
-    "trainable_name",
-    "value_head_tensors",
-]
-
 #: What lies beside the weights and is needed to use them; copied as it is.
 COMPANIONS = (
     "added_tokens.json",

@@ -21,18 +21,6 @@ from jackfield_huggingface.names import auto_class
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = [
-    "DTYPES",
-    "add_lora",
-    "changed_by",
-    "load_causal_lm",
-    "make_masters",
-    "make_value_head",
-    "seeded",
-    "torch_dtype",
-    "without_progress_bars",
-]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

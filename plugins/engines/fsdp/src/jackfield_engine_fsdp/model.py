@@ -25,8 +25,6 @@ from jackfield_engine_fsdp.rotary import Rotary
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["TokenModel", "decoder_layers", "has_adapter", "is_of_adapter", "shard", "token_statistics"]
-
 
 def has_adapter(model: PreTrainedModel | PeftModel) -> TypeGuard[PeftModel]:
     """Return whether a model is one of PEFT's, which takes a while to import and is left out without an adapter."""

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["speed_up"]
-
 _TOLERANCE = 1e-5
 
 

@@ -14,8 +14,6 @@ from jackfield.abc.engine import OptimizerSpec
 from jackfield.errors import EngineError
 from jackfield_engine_fsdp.process_group import Ranks
 
-__all__ = ["Optimization", "learning_rate", "local"]
-
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
     """The learning rate of step ``step`` (the first is 0).

@@ -12,8 +12,6 @@ from jackfield.abc.engine import EngineOutput, TokenOutput
 from jackfield_engine_fsdp.batching import MicroBatch, RowBatch, TokenBuffer
 from jackfield_engine_fsdp.model import TokenModel
 
-__all__ = ["Pass", "reshard"]
-
 
 class Pass:
     """Runs micro-batches and adds up what they give.

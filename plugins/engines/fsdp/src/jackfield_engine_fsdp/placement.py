@@ -12,8 +12,6 @@ from jackfield.errors import EngineError
 from jackfield_engine_fsdp.model import TokenModel
 from jackfield_engine_fsdp.optimization import Optimization
 
-__all__ = ["Placement"]
-
 
 class Placement:
     """Moves the sharded state and remembers where it is.

@@ -15,8 +15,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from jackfield.abc.engine import EngineContext
 from jackfield.errors import EngineError
 
-__all__ = ["Ranks"]
-
 _lock = threading.Lock()
 _users = 0  # engines of this process that use a group which one of them has made
 _ours = False

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["RandomStreams"]
-
 
 class RandomStreams:
     """The states of torch's, numpy's and Python's generators, swapped in while the engine computes.

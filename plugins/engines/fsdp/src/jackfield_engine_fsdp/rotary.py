@@ -9,8 +9,6 @@ from transformers import PreTrainedModel
 
 from jackfield.sdk.rotary import length_limits
 
-__all__ = ["Rotary"]
-
 
 class Rotary:
     """What a model's rotary embeddings make of the lengths of rows.

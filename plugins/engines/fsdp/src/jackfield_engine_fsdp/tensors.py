@@ -24,8 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from jackfield.errors import EngineError
 
-__all__ = ["read_tensors", "write_tensors"]
-
 _FILE_BYTES = 1 << 30  #: after which a rank begins another file: so much is copied to the CPU at a time
 
 Place = tuple[slice, ...]

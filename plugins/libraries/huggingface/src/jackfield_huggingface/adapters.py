@@ -15,8 +15,6 @@ from jackfield_huggingface.names import auto_class
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MergedAdapter", "merge_folder"]
-
 _SHOWN = 8  #: names in a message
 _NAME = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.(?P<factor>lora_A|lora_B)(\.default)?\.weight")
 #: Settings of PEFT that are more than a product of two matrices, with the values at which they are off.

@@ -21,8 +21,6 @@ from jackfield_huggingface.names import shapes_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ReceivedWeights", "WeightFolder", "check_complete", "check_tensor", "tensors_of"]
-
 _LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")  #: of the language model
 #: Layers that predict further tokens (Qwen), and what old checkpoints hold beside parameters: frequencies, masks.
 _EXTRA = re.compile(r"(?:^|\.)mtp\.|\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")

@@ -21,8 +21,6 @@ from jackfield.errors import WeightsError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CheckpointNames", "TensorGroup", "auto_class", "shapes_of"]
-
 _SHOWN = 4  #: names in a message
 
 

@@ -13,8 +13,6 @@ from jackfield.abc.rollout import GenerateChunk
 from jackfield_openai.bodies import Body
 from jackfield_openai.text import ServedTokenizer, TextStream
 
-__all__ = ["Answer", "Choice"]
-
 
 class Choice:
     """One of the texts that a request asks for."""

@@ -21,8 +21,6 @@ from jackfield_openai.errors import ClientError, refused
 from jackfield_openai.messages import check_message
 from jackfield_openai.text import ServedTokenizer
 
-__all__ = ["Body", "ChatBody", "CompletionBody", "read_body"]
-
 _COMPLETION_TOKENS = 16  #: OpenAI's default of completions
 _UNBOUNDED = 2**31 - 1  #: the server ends at the model's length
 _MOST_CHOICES = 128  #: OpenAI's, as are the next two

@@ -30,8 +30,6 @@ from jackfield_openai.metrics import Metrics
 from jackfield_openai.settings import EndpointConfig
 from jackfield_openai.text import ServedTokenizer
 
-__all__ = ["OpenAIEndpoint"]
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _STATUS = {"rollout.stale": 503, "rollout.stopped": 503, "rollout.failed": 500}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ClientError", "refused"]
-
 _INVALID = "invalid_value"  #: OpenAI's code
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from jackfield_openai.errors import ClientError, refused
 
-__all__ = ["check_message"]
-
 _CALLS = ("tool_calls", "function_call")
 #: Fields beside role, content and name, by role.
 _FIELDS: Mapping[str, tuple[str, ...]] = {

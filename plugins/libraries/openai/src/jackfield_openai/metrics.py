@@ -9,8 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from jackfield.abc.rollout import HealthReport
 
-__all__ = ["Metrics"]
-
 _GAUGES = {
     "healthy": "1 where the replica can serve",
     "running": "requests that are decoded now",

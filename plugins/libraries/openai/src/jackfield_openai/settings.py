@@ -7,8 +7,6 @@ from attrs.validators import ge, gt, le
 
 from jackfield.sdk import option
 
-__all__ = ["EndpointConfig"]
-
 
 @attrs.frozen(kw_only=True)
 class EndpointConfig:

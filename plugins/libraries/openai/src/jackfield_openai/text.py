@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["ServedTokenizer", "TextStream"]
-
 _UNFINISHED = "\ufffd"  # a character of which not all bytes are there
 
 

@@ -12,8 +12,6 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RunError
 from jackfield_user_code.workers import UserCodeWorker, WorkerLimits, WorkerResult
 
-__all__ = ["UserCodePool"]
-
 
 class UserCodePool:
     """Several workers behind one fair queue: calls are served in the order in which they came.

@@ -22,8 +22,6 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RunError
 from jackfield.sdk.child import ChildProcess
 
-__all__ = ["UserCodeWorker", "WorkerLimits", "WorkerResult"]
-
 _CHILD = Path(__file__).with_name("_child.py")
 _ANSWER_BYTES = 64 * 2**20  #: a longer answer ends the process
 _LEAVE_SECONDS = 0.25  #: for an answer that is not wanted any more; after it a process is killed

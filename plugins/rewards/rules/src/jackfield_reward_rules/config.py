@@ -11,8 +11,6 @@ from attrs.validators import gt, le
 from jackfield.errors import ConfigError
 from jackfield.sdk import option
 
-__all__ = ["GSM8K_ANSWER", "Config"]
-
 #: GSM8K's final line, ``#### 1,234``: a number, with or without a currency sign.
 GSM8K_ANSWER = r"####\s*\$?\s*(-?(?:\d[\d,]*(?:\.\d+)?|\.\d+))"
 

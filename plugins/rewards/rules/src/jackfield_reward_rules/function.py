@@ -16,8 +16,6 @@ from jackfield.errors import PluginError, RewardError
 from jackfield.sdk import option
 from jackfield_user_code import UserCodePool, WorkerLimits
 
-__all__ = ["FunctionReward", "FunctionRewardConfig"]
-
 
 @attrs.frozen(kw_only=True)
 class FunctionRewardConfig:

@@ -13,8 +13,6 @@ import regex
 from jackfield.errors import RewardError
 from jackfield_reward_rules.config import Config
 
-__all__ = ["Judge", "settings_of"]
-
 _CACHED_TRUTHS = 4096
 _MARKUP = ("$", "\\boxed", "\\(", "\\[")
 

@@ -8,8 +8,6 @@ from jackfield_reward_rules.config import Config
 from jackfield_reward_rules.judge import Judge, settings_of
 from jackfield_user_code import UserCodePool, WorkerLimits, WorkerResult
 
-__all__ = ["RulesReward"]
-
 #: A pattern that takes longer on one text goes to a worker process, where it cannot hold the event loop.
 INLINE_SECONDS = 0.02
 _PATIENCE = 4  #: times longer than a response a ground truth may take

@@ -11,8 +11,6 @@ from attrs.validators import and_, ge, gt, le
 from jackfield.errors import ConfigError
 from jackfield.sdk import option
 
-__all__ = ["Config"]
-
 #: Arguments of SGLang's server that this plugin sets itself, with the setting that stands for each.
 _OURS = {
     "model-path": "model.path",

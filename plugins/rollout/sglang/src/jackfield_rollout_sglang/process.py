@@ -17,8 +17,6 @@ import aiohttp
 from jackfield.clock import Clock
 from jackfield.errors import RolloutError
 
-__all__ = ["SglangProcess", "free_port"]
-
 _POLL_SECONDS = 0.5  #: between questions whether a server that loads its model is there
 _GRACE_SECONDS = 15.0  #: for a server to end by itself
 

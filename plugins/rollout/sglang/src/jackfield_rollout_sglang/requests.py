@@ -13,8 +13,6 @@ from jackfield.errors import PluginError, RolloutError
 from jackfield.sdk.requests import mixed
 from jackfield_rollout_sglang.config import Config
 
-__all__ = ["Answer", "check_log_probs", "generate_body", "launch_arguments", "read_answer"]
-
 _MASK_TOKENS = 4096  #: SGLang's own default of --sampling-mask-max-tokens
 _FINISH: Mapping[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 

@@ -27,8 +27,6 @@ from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.process import SglangProcess, free_port
 from jackfield_rollout_sglang.requests import check_log_probs, generate_body, launch_arguments, read_answer
 
-__all__ = ["SglangServer"]
-
 _CONTROL_SECONDS = 120.0  #: for SGLang to pause, go on, sleep or wake up
 
 

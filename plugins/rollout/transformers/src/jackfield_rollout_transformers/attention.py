@@ -16,8 +16,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-__all__ = ["NAME", "decode_attention"]
-
 NAME = "jackfield_decode"
 
 

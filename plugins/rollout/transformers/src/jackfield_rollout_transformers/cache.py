@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-__all__ = ["BatchCache"]
-
 _FIRST_ROWS = 8
 _FIRST_LENGTH = 32
 

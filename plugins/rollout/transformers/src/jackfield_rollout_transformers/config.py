@@ -10,8 +10,6 @@ from attrs.validators import ge, optional
 from jackfield.sdk import option
 from jackfield_openai import EndpointConfig
 
-__all__ = ["Config"]
-
 
 @attrs.frozen(kw_only=True)
 class Config:

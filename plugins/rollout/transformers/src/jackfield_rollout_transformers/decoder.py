@@ -19,8 +19,6 @@ from jackfield_rollout_transformers.model import LoadedModel
 from jackfield_rollout_transformers.sampling import LAST_TOKEN, POSITION, Modes, RowTable, draw
 from jackfield_rollout_transformers.sequence import Sequence
 
-__all__ = ["Decoder"]
-
 
 @attrs.frozen(eq=False)
 class _Prompts:

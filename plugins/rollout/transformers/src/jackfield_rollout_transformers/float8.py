@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["rounded", "rounded_names"]
-
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 

@@ -21,8 +21,6 @@ from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.float8 import rounded, rounded_names
 from jackfield_rollout_transformers.norms import use_operator
 
-__all__ = ["LoadedModel", "load_decode", "load_model", "unusable"]
-
 _FLOAT8 = "float8_e4m3fn"  #: a simulation: see ``float8``
 _DTYPES = {
     "float32": torch.float32,

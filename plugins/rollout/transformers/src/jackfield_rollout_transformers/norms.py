@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["use_operator"]
-
 
 def use_operator(model: nn.Module) -> int:
     """Give the model's norms torch's operator, where it computes what theirs does; return how many.

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from jackfield.errors import JackfieldError
 from jackfield_rollout_transformers.sequence import Sequence
 
-__all__ = ["Requests"]
-
 
 class Requests:
     """All that are unfinished, by name. Of one event loop; what runs forward passes sees them between hops."""

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from jackfield.abc.rollout import SamplingParams
 
-__all__ = ["Modes", "RowTable", "draw", "mix", "uniforms"]
-
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MASK = (1 << 64) - 1

@@ -14,8 +14,6 @@ from jackfield_rollout_transformers.decoder import Decoder
 from jackfield_rollout_transformers.model import LoadedModel, unusable
 from jackfield_rollout_transformers.sequence import Sequence
 
-__all__ = ["check_decoding", "check_requests"]
-
 _NEW_TOKENS = 4
 #: mean difference of log-probabilities that passes for rounding
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}

@@ -12,8 +12,6 @@ from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult
 from jackfield.errors import RolloutError
 from jackfield_rollout_transformers.sampling import Modes
 
-__all__ = ["FinishReason", "Sequence", "StopStrings"]
-
 FinishReason = Literal["stop", "length", "abort"]
 
 

@@ -47,8 +47,6 @@ from jackfield_rollout_transformers.weights import ModelWeights
 if TYPE_CHECKING:
     from jackfield_openai.endpoint import OpenAIEndpoint
 
-__all__ = ["TransformersServer"]
-
 T = TypeVar("T")
 
 _MEMORY = ("weights", "kv_cache")

@@ -16,8 +16,6 @@ from jackfield_huggingface.names import TensorGroup
 from jackfield_rollout_transformers.float8 import rounded
 from jackfield_rollout_transformers.model import LoadedModel
 
-__all__ = ["AdapterUpdate", "FullUpdate", "ModelWeights"]
-
 #: ``digest(tensor) -> str``; handed in, so that this module can be tested alone
 Digest = Callable[[Tensor], str]
 

@@ -11,8 +11,6 @@ from attrs.validators import and_, ge, gt, le
 from jackfield.errors import ConfigError
 from jackfield.sdk import option
 
-__all__ = ["Config"]
-
 #: Arguments of TensorRT-LLM's LLM that this plugin sets itself, with the setting that stands for each.
 _OURS = {
     "model": "model.path",

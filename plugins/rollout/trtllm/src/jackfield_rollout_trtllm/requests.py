@@ -10,8 +10,6 @@ from jackfield.errors import PluginError, RolloutError
 from jackfield.sdk.requests import mixed
 from jackfield_rollout_trtllm.config import Config
 
-__all__ = ["EXTENSION", "check_sampling", "llm_arguments", "new_tokens", "sampling_arguments"]
-
 EXTENSION = "jackfield_rollout_trtllm.worker.WorkerExtension"
 
 

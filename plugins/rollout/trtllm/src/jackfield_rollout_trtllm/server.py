@@ -25,8 +25,6 @@ from jackfield_huggingface.folders import ReceivedWeights, WeightFolder
 from jackfield_rollout_trtllm.config import Config
 from jackfield_rollout_trtllm.requests import check_sampling, llm_arguments, new_tokens, sampling_arguments
 
-__all__ = ["TrtllmServer"]
-
 _TAGS = {"weights": "model", "kv_cache": "kv_cache"}  #: TensorRT-LLM's names of what it can give back
 _CONTROL_SECONDS = 120.0
 

@@ -9,8 +9,6 @@ from safetensors.torch import load_file
 from tensorrt_llm._ray_utils import control_action_decorator
 from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension as UpstreamExtension
 
-__all__ = ["WorkerExtension"]
-
 
 class WorkerExtension(UpstreamExtension):
     """Methods that TensorRT-LLM's worker gets; ``self`` is the worker.

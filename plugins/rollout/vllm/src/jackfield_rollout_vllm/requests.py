@@ -7,8 +7,6 @@ from typing import Any
 from jackfield.abc.rollout import GenerateRequest
 from jackfield.sdk.requests import mixed
 
-__all__ = ["vllm_arguments"]
-
 _HOTTEST = 2.0  #: temperature that vLLM takes; what is beyond is done by our own logits processor
 
 

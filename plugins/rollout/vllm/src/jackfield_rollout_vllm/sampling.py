@@ -17,8 +17,6 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 from vllm.v1.sample.sampler import Sampler
 
-__all__ = ["ARGUMENT", "Filters", "RawLogProbs", "filtered"]
-
 ARGUMENT = "jackfield"  #: the key in ``extra_args``
 
 

@@ -28,8 +28,6 @@ from jackfield.sdk.requests import Running, own_seed
 from jackfield_rollout_vllm.config import Config
 from jackfield_rollout_vllm.requests import vllm_arguments
 
-__all__ = ["VllmServer"]
-
 _CPU_CACHE_BYTES = 1 << 30
 
 

@@ -29,8 +29,6 @@ from jackfield_huggingface.adapters import MergedAdapter
 from jackfield_huggingface.folders import check_complete, check_tensor, tensors_of
 from jackfield_rollout_vllm.sampling import RawLogProbs
 
-__all__ = ["BACKEND", "CheckpointEngineReceiver", "WorkerExtension"]
-
 BACKEND = "jackfield"  #: the name of the receiver among vLLM's weight transfer engines
 
 

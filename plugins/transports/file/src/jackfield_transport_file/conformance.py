@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["folder"]
-
 
 def folder(folder: Path) -> dict[str, Any]:
     """A folder of its own."""

@@ -37,8 +37,6 @@ from jackfield_transport_file.storage import (
     write_shard,
 )
 
-__all__ = ["FileCheckpointEngine"]
-
 
 class FileCheckpointEngine(CheckpointEngine):
     """One end of the transfer. Weights are written as a whole, then marked as the newest, then read by the workers.

@@ -12,8 +12,6 @@ from safetensors import SafetensorError
 
 from jackfield.errors import WeightsError
 
-__all__ = ["guarded"]
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

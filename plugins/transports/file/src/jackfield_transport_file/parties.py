@@ -19,8 +19,6 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield_transport_file.failures import guarded
 
-__all__ = ["Other", "Parties", "abandoned"]
-
 
 @attrs.define(eq=False)
 class Other:

@@ -24,8 +24,6 @@ from jackfield.sdk.buckets import digest
 from jackfield_transport_file.failures import guarded
 from jackfield_transport_file.parties import abandoned
 
-__all__ = ["INDEX", "MARKER", "SENDER", "clean", "publish", "read_json", "read_shard", "write_shard"]
-
 MARKER = "LATEST.json"
 INDEX = "index.json"
 SENDER = "sender"

@@ -10,8 +10,6 @@ from attrs.validators import gt
 from jackfield.sdk import option
 from jackfield.sdk.one_sender import SessionSettings
 
-__all__ = ["Config"]
-
 
 @attrs.frozen(kw_only=True)
 class Config(SessionSettings):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["patient"]
-
 
 def patient(folder: Path) -> dict[str, Any]:
     """Forming a group takes several threads their turns, so a deadline that is too short would name the wrong one."""

@@ -20,8 +20,6 @@ from jackfield_transport_nccl.config import Config
 from jackfield_transport_nccl.group import Group, SessionStore
 from jackfield_transport_nccl.sending import SLOTS, Sending, finished, grown
 
-__all__ = ["NCCLCheckpointEngine"]
-
 
 @attrs.frozen(eq=False)
 class _Arriving:

@@ -16,8 +16,6 @@ import torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
 
-__all__ = ["Group", "SessionStore"]
-
 #: Members pass a broadcast on along a tree: in pieces, they receive one while they pass on the one before.
 _PIECE_BYTES = 4 * 2**20
 _UNDER_WAY = 1  #: pieces beside the newest one

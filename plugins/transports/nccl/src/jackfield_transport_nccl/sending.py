@@ -12,8 +12,6 @@ from jackfield.sdk.buckets import Entry, aligned, entry_of, put, raw
 from jackfield.sdk.transfer import TransferSession
 from jackfield_transport_nccl.group import Group
 
-__all__ = ["SLOTS", "Sending", "finished", "grown"]
-
 #: Tensors of this part of a bucket, or larger, leave from where they lie: a copy would cost more than waiting.
 _DIRECT = 4
 SLOTS = 2  #: buckets of one end: one is filled or read while the other is on its way

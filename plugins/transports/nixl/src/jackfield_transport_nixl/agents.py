@@ -18,8 +18,6 @@ import attrs
 import torch
 from nixl import nixl_agent, nixl_agent_config
 
-__all__ = ["Agent", "Place", "devices_of", "place_of"]
-
 T = TypeVar("T")
 
 _BACKEND = "UCX"

@@ -36,8 +36,6 @@ from jackfield_transport_nixl.config import QueueConfig
 from jackfield_transport_nixl.regions import Regions, aligned, shown
 from jackfield_transport_nixl.store import CellEntry, Found, Store
 
-__all__ = ["FILE", "NIXLBackend"]
-
 FILE = "store.json"
 _LANDING_BYTES = 2 * 2**30  #: registered for what is read, and kept for the next readings; more while readers hold it
 

@@ -16,8 +16,6 @@ from jackfield_transport_nixl.agents import Agent, Place
 from jackfield_transport_nixl.config import QueueConfig
 from jackfield_transport_nixl.store import STORE, Found, Room, Store
 
-__all__ = ["Client"]
-
 T = TypeVar("T")
 
 

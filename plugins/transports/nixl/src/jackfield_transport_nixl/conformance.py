@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["by_transfers", "patient"]
-
 
 def patient(folder: Path) -> dict[str, Any]:
     """Making connections takes several threads their turns; a deadline that is too short would name the wrong one.

@@ -16,8 +16,6 @@ from jackfield_transport_nixl.agents import Agent, devices_of
 from jackfield_transport_nixl.config import EngineConfig
 from jackfield_transport_nixl.moving import Receiving, Sending, finished
 
-__all__ = ["NIXLCheckpointEngine"]
-
 
 class NIXLCheckpointEngine(OneSenderEngine):
     """One end of the transfer: the trainer's rank 0 fills buckets in registered memory; its other ranks only exhaust.

@@ -17,8 +17,6 @@ from jackfield.sdk.buckets import Entry, aligned, entry_of, put, raw
 from jackfield.sdk.transfer import Peer, TransferSession
 from jackfield_transport_nixl.agents import Agent, Place, place_of
 
-__all__ = ["Arrived", "Receiving", "Sending", "finished"]
-
 T = TypeVar("T")
 
 _SENDER_SLOTS = 3  #: buckets: one is filled while others are read

@@ -14,8 +14,6 @@ import torch
 
 from jackfield_transport_nixl.agents import Agent, Place, place_of
 
-__all__ = ["Block", "Region", "Regions", "shown"]
-
 _ALIGNMENT = 64  #: of each block, in bytes: a multiple of every dtype's size
 
 

@@ -21,8 +21,6 @@ from jackfield_transport_nixl.agents import Agent, Place, place_of
 from jackfield_transport_nixl.config import QueueConfig
 from jackfield_transport_nixl.regions import Block, Regions, aligned
 
-__all__ = ["STORE", "CellEntry", "Found", "Room", "Store"]
-
 _PIECE_BYTES = 16 * 2**20  #: of the values in one message
 
 

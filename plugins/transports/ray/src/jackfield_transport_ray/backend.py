@@ -38,8 +38,6 @@ from jackfield_transport_ray.clusters import joined
 from jackfield_transport_ray.config import Config
 from jackfield_transport_ray.index import Entry, Found, Index
 
-__all__ = ["RayBackend"]
-
 T = TypeVar("T")
 
 _NAMESPACE = "jackfield"

@@ -11,8 +11,6 @@ import ray
 from jackfield.errors import QueueError
 from jackfield.sdk.ray_loopback import HOST, enter
 
-__all__ = ["joined"]
-
 
 def joined(address: str | None, object_store_bytes: int | None) -> bool:
     """Have this process in a cluster; whether it was not in one before.

@@ -7,8 +7,6 @@ from attrs.validators import ge, gt, optional
 
 from jackfield.sdk import option
 
-__all__ = ["Config"]
-
 
 @attrs.frozen(kw_only=True)
 class Config:

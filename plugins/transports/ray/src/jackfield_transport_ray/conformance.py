@@ -7,8 +7,6 @@ from typing import Any
 
 from jackfield_transport_ray.clusters import joined
 
-__all__ = ["one_cluster"]
-
 
 def one_cluster(folder: Path) -> dict[str, Any]:
     """One small cluster for all checks; it ends with the process."""

@@ -7,8 +7,6 @@ from typing import Any, TypeAlias
 
 import attrs
 
-__all__ = ["Entry", "Found", "Index"]
-
 #: A cell: its type, the name of its object, the number of the array in it, start there and size, in bytes.
 Entry: TypeAlias = "tuple[str, str, int, int, int]"
 

@@ -43,8 +43,6 @@ from jackfield_transport_redis.config import Config
 from jackfield_transport_redis.scripts import ANNOUNCE, BEGIN, DELETE, END, STAGE, SWAP, TAKE
 from jackfield_transport_redis.server import Server
 
-__all__ = ["RedisBackend"]
-
 T = TypeVar("T")
 
 FORMAT = b"3"

@@ -10,8 +10,6 @@ from attrs.validators import gt
 from jackfield.errors import ConfigError
 from jackfield.sdk import option
 
-__all__ = ["Config"]
-
 
 @attrs.frozen(kw_only=True)
 class Config:

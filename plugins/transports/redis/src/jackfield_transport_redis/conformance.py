@@ -8,8 +8,6 @@ from typing import Any
 
 from jackfield.errors import PluginError
 
-__all__ = ["URL_VARIABLE", "server"]
-
 URL_VARIABLE = "JACKFIELD_REDIS_URL"
 
 

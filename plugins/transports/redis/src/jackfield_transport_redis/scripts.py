@@ -18,8 +18,6 @@ A checkpoint copies the set of ids, not the rows. A change of a row that is stil
 
 from __future__ import annotations
 
-__all__ = ["ANNOUNCE", "BEGIN", "DELETE", "END", "STAGE", "SWAP", "TAKE"]
-
 _KEEP = """
 local P = ARGV[1]
 local saving = redis.call('EXISTS', P .. 'saving') == 1

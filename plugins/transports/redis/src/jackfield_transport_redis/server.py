@@ -26,8 +26,6 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
 from jackfield_transport_redis.config import Config
 
-__all__ = ["Server"]
-
 T = TypeVar("T")
 
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)  # the first two are connection errors, too

@@ -16,8 +16,6 @@ from jackfield.sdk.transfer import Peer, TransferSession
 from jackfield_transport_shared.config import Config
 from jackfield_transport_shared.segments import Pool, Segment, mapped
 
-__all__ = ["SharedCheckpointEngine"]
-
 
 class SharedCheckpointEngine(OneSenderEngine):
     """One end of the transfer. The trainer's rank 0 copies each tensor once, into a segment; all workers read it there.

@@ -16,8 +16,6 @@ import torch
 
 from jackfield.errors import WeightsError
 
-__all__ = ["Pool", "Segment", "mapped"]
-
 
 @attrs.define(eq=False)
 class Segment:

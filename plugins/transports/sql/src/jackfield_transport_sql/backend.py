@@ -36,8 +36,6 @@ from jackfield_transport_sql.rows import Rows
 from jackfield_transport_sql.schema import prepare
 from jackfield_transport_sql.text import Reader
 
-__all__ = ["SQLBackend"]
-
 _FILE = "samples.sqlite"
 
 

@@ -10,8 +10,6 @@ from attrs.validators import gt, le
 from jackfield.errors import ConfigError
 from jackfield.sdk import option
 
-__all__ = ["TAG_COLUMNS", "Config"]
-
 #: Tags of the trainer's rows that are columns of the view, unless told otherwise.
 TAG_COLUMNS = (
     "task",

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["URL_VARIABLE", "database"]
-
 URL_VARIABLE = "JACKFIELD_SQL_URL"
 
 

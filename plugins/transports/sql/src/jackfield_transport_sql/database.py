@@ -19,8 +19,6 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, PluginError, QueueError
 from jackfield_transport_sql.config import Config
 
-__all__ = ["Database", "Mode"]
-
 T = TypeVar("T")
 Mode = Literal["read", "write"]
 Work = Callable[[sql.Connection], T]

@@ -19,8 +19,6 @@ from jackfield.sdk.cells import Cell, ColumnType, cell_digest, damaged_samples
 from jackfield_transport_sql.schema import CELLS, HISTORY, SAMPLES
 from jackfield_transport_sql.text import Reader
 
-__all__ = ["Rows"]
-
 _VALUE = ("type", "text", "content")  #: a cell's columns
 _CELL_BYTES = 900_000_000  #: both databases end at about 1 GB
 

@@ -12,8 +12,6 @@ from sqlalchemy.dialects import postgresql
 from jackfield.errors import QueueError
 from jackfield_transport_sql.config import TAG_COLUMNS
 
-__all__ = ["CELLS", "FORMAT", "HISTORY", "SAMPLES", "VIEW", "prepare"]
-
 FORMAT = 3
 VIEW = "jackfield_experiences"
 _LOCK = 0x6A61636B  #: PostgreSQL's advisory lock under which one process makes the tables

@@ -10,8 +10,6 @@ from typing import Any
 from jackfield.errors import ConfigError, PluginError
 from jackfield.sdk.cells import Cell, ColumnType, join
 
-__all__ = ["Reader"]
-
 _TEXTS = {"prompt_ids": "prompt", "response_ids": "response"}
 
 

@@ -22,8 +22,6 @@ import attrs
 
 from jackfield.errors import QueueError
 
-__all__ = ["Arena", "Arenas", "Block", "Held", "Mapping", "has_ended", "place_of_this_process"]
-
 _ALIGNMENT = 64  #: of each block, in bytes: a multiple of every dtype's size
 _ARENA_BYTES = 64 * 2**20  #: larger blocks have an arena of their own
 

@@ -39,8 +39,6 @@ from jackfield_transport_zmq.processes import UnitProcess, started
 from jackfield_transport_zmq.reading import Reading, lost_rows
 from jackfield_transport_zmq.values import COPIERS, Outgoing, Reader, copied_columns, outgoing
 
-__all__ = ["ZMQBackend"]
-
 T = TypeVar("T")
 
 

@@ -21,8 +21,6 @@ from jackfield_transport_zmq.protocol import REPLIES
 from jackfield_transport_zmq.values import Lease
 from jackfield_transport_zmq.wire import Buffer, Message, Wire
 
-__all__ = ["Client", "all_of"]
-
 
 async def _nothing() -> None:
     return

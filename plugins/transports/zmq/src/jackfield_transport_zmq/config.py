@@ -10,8 +10,6 @@ from attrs.validators import and_, ge, gt, le, optional
 from jackfield.sdk import option
 from jackfield.sdk.one_sender import SessionSettings
 
-__all__ = ["EngineConfig", "QueueConfig"]
-
 
 @attrs.frozen(kw_only=True)
 class QueueConfig:

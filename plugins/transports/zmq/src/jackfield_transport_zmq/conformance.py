@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["two_units"]
-
 
 def two_units(folder: Path) -> dict[str, Any]:
     """Rows are spread over two units, and even small values go through shared memory."""

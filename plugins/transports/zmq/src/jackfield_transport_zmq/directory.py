@@ -15,8 +15,6 @@ import xxhash
 from jackfield.errors import QueueError
 from jackfield_transport_zmq.sockets import Keys
 
-__all__ = ["FILE", "Directory", "UnitAddress"]
-
 FILE = "units.json"
 _FORMAT = 1
 

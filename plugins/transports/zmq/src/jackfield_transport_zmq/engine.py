@@ -18,8 +18,6 @@ from jackfield_transport_zmq.config import EngineConfig
 from jackfield_transport_zmq.sending import Receiving, Sending
 from jackfield_transport_zmq.sockets import Keys
 
-__all__ = ["ZMQCheckpointEngine"]
-
 
 class ZMQCheckpointEngine(OneSenderEngine):
     """One end of the transfer: rank 0 sends to each worker what it has room for; its other ranks only exhaust."""

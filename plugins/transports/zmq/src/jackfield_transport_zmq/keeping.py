@@ -14,8 +14,6 @@ from jackfield_transport_zmq.arenas import Mapping, has_ended
 from jackfield_transport_zmq.protocol import CellEntry, Packer, bytes_of
 from jackfield_transport_zmq.wire import Buffer
 
-__all__ = ["Client", "Kept", "Memory", "Shared"]
-
 _OWN = 1 << 16  #: bytes; smaller values are copied out of their message, which they would keep alive
 
 

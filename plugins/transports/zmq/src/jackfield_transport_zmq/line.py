@@ -18,8 +18,6 @@ from jackfield_transport_zmq.directory import UnitAddress
 from jackfield_transport_zmq.sockets import Keys, dealer, pieces, readable, whole
 from jackfield_transport_zmq.wire import Buffer, Message, Wire
 
-__all__ = ["Line", "Lost", "Stale"]
-
 _GOODBYE_MS = 200  #: for the last words to leave
 _DEATH_MS = 1000  #: from the end of a process's memory to its own
 _LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie

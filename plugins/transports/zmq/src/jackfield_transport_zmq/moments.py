@@ -18,8 +18,6 @@ from jackfield_transport_zmq.line import Lost
 from jackfield_transport_zmq.values import Lease, Reader, packed_cells
 from jackfield_transport_zmq.wire import Message
 
-__all__ = ["restored", "written"]
-
 InThread = Callable[..., Awaitable[Any]]
 
 

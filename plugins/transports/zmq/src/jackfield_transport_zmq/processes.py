@@ -16,8 +16,6 @@ import attrs
 from jackfield.errors import QueueError
 from jackfield_transport_zmq.directory import Directory, UnitAddress
 
-__all__ = ["UnitProcess", "started"]
-
 _START_SECONDS = 30.0
 
 

@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 from jackfield_transport_zmq.wire import Buffer, Schema
 
-__all__ = ["BLOCK", "CELL", "REPLIES", "REQUESTS", "UNIT", "CellEntry", "Packer", "bytes_of"]
-
 CellEntry: TypeAlias = "Sequence[Any]"
 
 CELL = (str, int, int, int)

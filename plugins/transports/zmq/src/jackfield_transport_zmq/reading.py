@@ -12,8 +12,6 @@ from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.line import Lost
 from jackfield_transport_zmq.values import Lease, Reader, Slot
 
-__all__ = ["Reading", "lost_rows"]
-
 
 class Reading:
     """What has been found so far."""

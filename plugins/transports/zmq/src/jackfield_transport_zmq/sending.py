@@ -23,8 +23,6 @@ from jackfield.sdk.transfer import TransferSession
 from jackfield_transport_zmq.sockets import Gate, Keys, dealer, listening, pieces, readable, whole
 from jackfield_transport_zmq.wire import Buffer, Message, Schema, Wire
 
-__all__ = ["MESSAGES", "Arrived", "Receiving", "Sending"]
-
 _WINDOW = 6  #: chunks that a worker takes ahead of what it has read
 _SLOTS = 6  #: buckets that are filled or on their way
 _WHOLE = 4  #: buckets; a tensor up to this is one message, which nobody copies; pieces are put together

@@ -23,8 +23,6 @@ from jackfield_transport_zmq.sockets import Gate, Keys, listening, pieces, reada
 from jackfield_transport_zmq.unit import Unit
 from jackfield_transport_zmq.wire import Buffer, Wire
 
-__all__ = ["main"]
-
 _LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie
 
 

@@ -24,8 +24,6 @@ from zmq.utils import z85
 
 from jackfield_transport_zmq.wire import Buffer
 
-__all__ = ["Gate", "Keys", "dealer", "listening", "pieces", "readable", "whole"]
-
 _POLLIN = int(zmq.POLLIN)  #: an enumeration's own arithmetic takes longer than all the rest of a look
 _PIECE = 1 << 18  #: bytes of a frame
 _LARGEST = _PIECE + 1024  #: with what encryption adds

@@ -18,8 +18,6 @@ from jackfield.errors import RpcError
 from jackfield_transport_zmq.keeping import Client, Kept, Memory
 from jackfield_transport_zmq.wire import Buffer, Message, Wire
 
-__all__ = ["Unit"]
-
 _HOLD_SECONDS = 10.0  #: after which a hold is over whose holder does not end it
 _BATCH_ROWS, _BATCH_BYTES = 500, 1 << 25
 

@@ -20,8 +20,6 @@ from jackfield.sdk.cells import Buffer, Cell, content_of, join, split_request
 from jackfield_transport_zmq.arenas import Arenas, Block, Held, Mapping
 from jackfield_transport_zmq.protocol import Packer, bytes_of
 
-__all__ = ["COPIERS", "Lease", "Outgoing", "Reader", "Slot", "copied_columns", "outgoing"]
-
 COPIERS = min(4, os.cpu_count() or 1)  #: threads; one alone does not use all of the memory's rate
 _IN_THREADS = 1 << 23  #: bytes; copying so much would hold the event loop up for milliseconds
 _PIECE = 1 << 22  #: bytes that a thread copies at a time

@@ -27,8 +27,6 @@ import msgpack
 
 from jackfield.errors import RpcError
 
-__all__ = ["VERSION", "Buffer", "Limits", "Message", "Schema", "Wire"]
-
 VERSION = 1
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

@@ -23,8 +23,6 @@ from jackfield.plugins.certificates import certificate_folder, read_certificate
 from jackfield.plugins.interpreters import resolve_interpreter
 from jackfield_conformance.registry import TIERS
 
-__all__ = ["check", "keep", "run_checks"]
-
 
 @click.command()
 @click.argument("name")

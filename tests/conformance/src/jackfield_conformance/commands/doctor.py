@@ -19,8 +19,6 @@ from jackfield.plugins import PluginRecord, discover
 from jackfield.plugins.certificates import find_certification
 from jackfield.plugins.introduction import Introduction, look
 
-__all__ = ["doctor"]
-
 _MARKS = {"ok": "ok     ", "stale": "STALE  ", "problem": "PROBLEM"}
 
 

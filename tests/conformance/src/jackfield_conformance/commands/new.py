@@ -20,8 +20,6 @@ from jackfield.abc import ABI_VERSIONS, KINDS
 from jackfield.errors import PluginError
 from jackfield.plugins.discovery import GROUPS
 
-__all__ = ["available_kinds", "new", "write_scaffold"]
-
 _SUFFIX = ".template"
 _PACKAGE_FOLDER = "__package__"
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[_-][a-z0-9]+)*")

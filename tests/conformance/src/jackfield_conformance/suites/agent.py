@@ -24,8 +24,6 @@ from jackfield_conformance.support.agent import END, SAMPLING, Block, Letters, M
 from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
 from jackfield_conformance.support.processes import adopting, descendants, names, remaining
 
-__all__ = ["CAPABILITIES"]
-
 _PAGE = "docs/plugins/agent.md#"
 
 #: Seconds until a run that was cancelled has ended.

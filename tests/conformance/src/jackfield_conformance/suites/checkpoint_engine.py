@@ -30,8 +30,6 @@ from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import checkpoint_engine as support
 from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
 
-__all__ = ["CAPABILITIES"]
-
 CAPABILITIES: dict[str, Capability] = {
     "delta": Capability(what="moves changed blocks to workers that hold the version before"),
     "gpu": Capability(what="moves tensors of a GPU"),

@@ -34,8 +34,6 @@ from jackfield_conformance.support.reward import (
     scores,
 )
 
-__all__ = ["CAPABILITIES"]
-
 _PAGE = "docs/plugins/reward.md#"
 
 #: Seconds until a call that was cancelled has ended, and until the processes of an agent that was closed have.

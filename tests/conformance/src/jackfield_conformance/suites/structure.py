@@ -27,8 +27,6 @@ from jackfield_conformance.registry import (
 )
 from jackfield_conformance.subject import Subject
 
-__all__ = ["HEAVY"]
-
 #: Seconds for a fresh interpreter to import a plugin's settings.
 IMPORT_DEADLINE = 50
 

@@ -19,8 +19,6 @@ from jackfield.abc.rollout import GenerateRequest, GenerateResult
 from jackfield.errors import RolloutError
 from jackfield_conformance.subject import Subject
 
-__all__ = ["END", "SAMPLING", "Block", "Letters", "Model", "ScriptedTask", "Trial", "play", "tasks"]
-
 END = 2  #: the token that ends a turn
 _SEPARATOR = 3
 _ANSWER = 4  #: where the model has to answer

@@ -27,28 +27,6 @@ from jackfield.sdk.receiver import HeldWeights, WeightReceiver
 from jackfield.weights import WeightSender
 from jackfield_conformance.subject import Subject
 
-__all__ = [
-    "BREAKS",
-    "BREAK_SECONDS",
-    "GRACE_SECONDS",
-    "PATIENCE_SECONDS",
-    "Ends",
-    "assert_received",
-    "bounded",
-    "bucket_settings",
-    "ended",
-    "ends",
-    "numbers",
-    "receive",
-    "receive_all",
-    "send",
-    "silence_seconds",
-    "source",
-    "sync",
-    "sync_delta",
-    "within",
-]
-
 #: What an end of a transfer that broke off raises.
 BREAKS = (WeightsError, DeadlineExceeded)
 

@@ -21,40 +21,6 @@ from jackfield.abc.engine import BaseEngine, EngineContext, EngineOutput, ModelS
 from jackfield.sdk.jagged import jagged, rows
 from jackfield_conformance.subject import Subject
 
-__all__ = [
-    "LAYERS",
-    "LENGTHS",
-    "OPTIMIZER",
-    "SMALL",
-    "VOCABULARY",
-    "Expected",
-    "Loss",
-    "Row",
-    "assert_close",
-    "assert_names",
-    "assert_same_tensors",
-    "assert_tokens",
-    "batch",
-    "context_of",
-    "dropout",
-    "expected",
-    "gradients",
-    "held_gradients",
-    "hidden_states",
-    "log_probs",
-    "make_rows",
-    "model_folder",
-    "opened",
-    "plain_model",
-    "raises",
-    "relative_error",
-    "split_rows",
-    "temporary_root",
-    "train",
-    "weights",
-    "without_progress_bars",
-]
-
 VOCABULARY = 64
 LAYERS = 2
 LENGTHS = ((3, 5), (7, 1), (1, 9), (10, 4), (2, 8), (4, 3), (6, 6))  #: prompt and response tokens of each row

@@ -21,8 +21,6 @@ from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
 from jackfield_conformance.support.hosts import Host
 
-__all__ = ["RANKS", "Played", "play"]
-
 RANKS = 2
 _SECONDS = 90.0  #: for both processes, imports included
 

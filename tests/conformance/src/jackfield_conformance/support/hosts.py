@@ -14,8 +14,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Host"]
-
 _SCRIPT = """
 import json, sys
 begin = json.loads(sys.stdin.readline())

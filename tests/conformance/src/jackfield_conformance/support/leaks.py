@@ -14,8 +14,6 @@ from pathlib import Path
 import attrs
 import psutil
 
-__all__ = ["assert_nothing_left", "other_tasks", "shared_memory", "shared_memory_since"]
-
 _SHARED_MEMORY = Path("/dev/shm")
 _SELF = Path("/proc/self")
 

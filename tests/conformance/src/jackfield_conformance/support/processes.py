@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 
 import psutil
 
-__all__ = ["adopting", "descendants", "names", "remaining"]
-
 _PR_SET_CHILD_SUBREAPER = 36
 
 

@@ -15,20 +15,6 @@ from jackfield.clock import Clock
 from jackfield_conformance.registry import NotApplicable
 from jackfield_conformance.subject import Subject
 
-__all__ = [
-    "DEADLINE",
-    "Injected",
-    "Unreadable",
-    "assert_result",
-    "examples",
-    "expected_scores",
-    "opened",
-    "requests_of",
-    "same",
-    "score",
-    "scores",
-]
-
 #: Seconds for one score of an example.
 DEADLINE = 20.0
 

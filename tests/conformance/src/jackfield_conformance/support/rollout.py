@@ -35,44 +35,6 @@ from jackfield.weights import WeightSender
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
 
-__all__ = [
-    "BREATH_BYTES",
-    "END",
-    "LIMIT",
-    "LONG",
-    "PAGE",
-    "PATIENCE_SECONDS",
-    "PEFT_CONFIG",
-    "PROMPT",
-    "VOCABULARY",
-    "Pushed",
-    "Reader",
-    "Weights",
-    "adapted_weights",
-    "adapter",
-    "assert_greedy",
-    "assert_log_probs",
-    "assert_quantised",
-    "breathe",
-    "checkpoint_engine",
-    "decode",
-    "delta_sender",
-    "ended",
-    "forward_passes",
-    "greedy",
-    "log_probs_of",
-    "model_folder",
-    "model_logits",
-    "named_weights",
-    "prompt_that_ends",
-    "push",
-    "refused",
-    "request",
-    "serving",
-    "spawn",
-    "tolerance",
-]
-
 PAGE = "docs/plugins/rollout.md#"
 
 VOCABULARY = 64

@@ -30,8 +30,6 @@ from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import WeightSender
 
-__all__ = ["End", "Team", "adapter_tensors", "model_tensors", "team"]
-
 _START_SECONDS = 60.0  #: for a process to import torch
 _ANSWER_SECONDS = 30.0
 

@@ -29,24 +29,6 @@ from jackfield_conformance.support.hosts import Host
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
 
-__all__ = [
-    "PAGE",
-    "assert_holds",
-    "assert_same",
-    "dense",
-    "dtypes",
-    "get",
-    "jagged",
-    "json_texts",
-    "numbers",
-    "opened",
-    "pattern",
-    "put",
-    "put_and_be_killed",
-    "refused",
-    "sample_columns",
-]
-
 PAGE = "docs/plugins/transfer_queue.md#"
 
 _NAMES = (

@@ -24,8 +24,6 @@ from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
 
-__all__: list[str] = []
-
 _VALUES = "docs/plugins/engine.md#value-heads"
 _LORA = "docs/plugins/engine.md#adapters"
 

@@ -13,8 +13,6 @@ from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
 
-__all__: list[str] = []
-
 Result = tuple[torch.Tensor, Mapping[str, Any]]
 
 _PAGE = "docs/plugins/engine.md#passes"

@@ -10,8 +10,6 @@ from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
 from jackfield_conformance.support import engine_ranks
 
-__all__: list[str] = []
-
 _PAGE = "docs/plugins/engine.md#ranks"
 
 

@@ -21,8 +21,6 @@ from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
 
-__all__: list[str] = []
-
 _OPTIMIZER = "docs/plugins/engine.md#optimizer"
 _CHECKPOINTS = "docs/plugins/engine.md#checkpoints"
 _STATE = "docs/plugins/engine.md#state"

@@ -17,8 +17,6 @@ from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
 from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
 
-__all__: list[str] = []
-
 _EXPORT = "docs/plugins/engine.md#export"
 _LIFE = "docs/plugins/engine.md#life"
 

@@ -19,8 +19,6 @@ from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.rollout import PROMPT, model_folder, request, tolerance
 
-__all__: list[str] = []
-
 _PAGE = "docs/plugins/rollout.md#the-openai-compatible-address"
 _SECONDS = 20.0
 

@@ -35,8 +35,6 @@ from jackfield_conformance.support.rollout import (
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
 
-__all__: list[str] = []
-
 
 def _task(server: BaseRolloutServer, sent: GenerateRequest) -> asyncio.Task[GenerateResult]:
     return spawn(server.generate(sent), f"caller of {sent.request_id}")

@@ -36,8 +36,6 @@ from jackfield_conformance.support.rollout import (
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
 
-__all__: list[str] = []
-
 
 def _assert_ends(result: GenerateResult, tokens: Sequence[int], reason: str) -> None:
     assert list(tokens) == list(result.token_ids), (

@@ -26,8 +26,6 @@ from jackfield_conformance.support.rollout import (
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
 
-__all__: list[str] = []
-
 _DRAWS = 200  #: for the test of the distribution
 _SHORT, _MEDIUM, _LONG = (5,), (12, 44, 3, 50, 28), (*range(30, 60), 8, 19, 4)
 #: Their texts would be tokenised to fewer tokens: neighbours in them make a pair that is a token of its own.

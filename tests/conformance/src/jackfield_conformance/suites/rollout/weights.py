@@ -49,8 +49,6 @@ from jackfield_conformance.support.rollout import (
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
 
-__all__: list[str] = []
-
 _LAST = "model.norm.weight"
 
 

@@ -40,8 +40,6 @@ from jackfield_conformance.support.transfer_queue import (
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
 
-__all__: list[str] = []
-
 
 @check("TRQ-033", page=PAGE + "checkpoints")
 async def a_checkpoint_is_exact(subject: Subject) -> None:

@@ -27,8 +27,6 @@ from jackfield_conformance.support.transfer_queue import (
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
 
-__all__: list[str] = []
-
 
 @check("TRQ-022", page=PAGE + "get")
 async def order_of_keys(subject: Subject) -> None:

@@ -28,8 +28,6 @@ from jackfield_conformance.support.transfer_queue import (
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
 
-__all__: list[str] = []
-
 _LARGE = 1 << 19  #: elements
 
 
