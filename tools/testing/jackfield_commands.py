@@ -1,4 +1,4 @@
-"""The command line for tests: one process imports torch once, and each ``jackfield`` command is a fork of it.
+"""Processes for tests: one process for each interpreter imports torch once, and commands are forks of it.
 
     completed = jackfield("run", FILE, "schedule.steps=2")              # waits for the end
     command = jackfield.start("run", FILE, environment={"NAME": "value"})
@@ -8,12 +8,17 @@ The fixture ``jackfield`` (one server for each pytest process) is in ``tests/con
 a session of its own, as in a shell of its own, and finds modules in its PYTHONPATH; its standard output and error are
 files. A command that a test has left running is killed with everything in its session's process group at the end of the
 test session.
+
+The processes of pytest are such forks, too: ``jackfield_units`` starts them with ``program="pytest"``. Each of them
+leaves a fork of itself behind before it does anything, and the fixture ``jackfield`` takes that one as its server.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import importlib
 import itertools
 import json
 import os
@@ -22,9 +27,29 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+#: What commands and tests import. Not pyarrow: it starts a thread, and a fork of a process with threads may hang.
+_IMPORTS = ("tensordict", "transformers.models.qwen3.modeling_qwen3", "jackfield.compose", "jackfield.cli", "pytest")
+
+#: Set for each command; the caller's own values of the environment come first.
+_VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MPLBACKEND": "Agg",
+}
+
+
+class ServerEnded(Exception):
+    """The process that should start a command has ended."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the server of commands ended with {code}")
+        self.code = code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +64,9 @@ class Completed:
 class Command:
     """A running command."""
 
-    def __init__(self, pid: int, files: Path) -> None:
+    def __init__(self, pid: int, out: Path, error: Path) -> None:
         self.pid = pid
-        self._files = files
+        self._out, self._error = out, error
         self._ended = threading.Event()
         self._code = -1
 
@@ -77,32 +102,34 @@ class Command:
     @property
     def out(self) -> str:
         """What it has printed so far."""
-        return self._files.with_suffix(".out").read_text(errors="replace")
+        return self._out.read_text(errors="replace")
 
     @property
     def error(self) -> str:
         """What it has printed on standard error so far."""
-        return self._files.with_suffix(".err").read_text(errors="replace")
+        return self._error.read_text(errors="replace")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Server:
+    """A process that forks: where it reads, where it answers, and how to wait for its end."""
+
+    commands: IO[str]
+    answers: IO[str]
+    wait: Callable[[], int]
 
 
 class CommandServer:
     """Starts commands in forks of one process. Close it, or use it as a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
         self._folder, self._numbers = folder, itertools.count()
         self._commands: dict[int, Command] = {}
-        self._started: dict[int, tuple[threading.Event, list[int]]] = {}
-        variables = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "MPLBACKEND": "Agg",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._started: dict[int, tuple[threading.Event, list[Command], Path, Path]] = {}
+        self._variables = {**os.environ, **_VARIABLES}
+        self._sending = threading.Lock()
+        self._server = _spare.pop() if _spare and python == sys.executable else _started(python)
+        self._gone = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -111,38 +138,61 @@ class CommandServer:
         return self.start(*arguments, **options).wait(seconds)
 
     def start(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, folder: Path | None = None
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        program: str = "jackfield",
+        output: Path | None = None,
     ) -> Command:
-        """Start ``jackfield ARGUMENTS``, with further variables of the environment, in a working folder."""
+        """Start ``PROGRAM ARGUMENTS``, with further variables of the environment, in a working folder.
+
+        Args:
+            program: ``jackfield`` or ``pytest``.
+            output: a file for standard output and error together; default: a file for each.
+
+        Raises:
+            ServerEnded: the server's process is no longer there.
+        """
         number = next(self._numbers)
-        files = self._folder / f"command-{number}"
-        for suffix in (".out", ".err"):
-            files.with_suffix(suffix).touch()
-        started: tuple[threading.Event, list[int]] = (threading.Event(), [])
-        self._started[number] = started
-        command = {
+        out = output or self._folder / f"command-{number}.out"
+        error = output or out.with_suffix(".err")
+        for file in (out, error):
+            file.write_bytes(b"")
+        event: threading.Event = threading.Event()
+        command: list[Command] = []
+        self._started[number] = (event, command, out, error)
+        message = {
             "number": number,
+            "program": program,
             "arguments": list(arguments),
-            "environment": dict(environment or {}),
+            "environment": {**self._variables, **(environment or {})},
+            "path": (environment or {}).get("PYTHONPATH", ""),
             "folder": str(folder or self._folder),
-            "files": str(files),
+            "out": str(out),
+            "error": str(error),
         }
-        assert self._process.stdin is not None
-        print(json.dumps(command), file=self._process.stdin, flush=True)
-        assert started[0].wait(300), "the server of commands does not answer"
-        return self._commands[started[1][0]]
+        with self._sending, contextlib.suppress(BrokenPipeError):
+            print(json.dumps(message), file=self._server.commands, flush=True)
+        if self._gone:
+            event.set()
+        assert event.wait(300), "the server of commands does not answer"
+        if not command:
+            raise ServerEnded(self._server.wait())
+        return command[0]
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            told = json.loads(line)
-            if "code" in told:
-                self._commands[told["pid"]].ended(told["code"])
+        for line in self._server.answers:
+            answer = json.loads(line)
+            if "code" in answer:
+                self._commands[answer["pid"]].ended(answer["code"])
                 continue
-            pid, number = told["pid"], told["number"]
-            self._commands[pid] = Command(pid, self._folder / f"command-{number}")
-            event, pids = self._started.pop(number)
-            pids.append(pid)
+            event, command, out, error = self._started.pop(answer["number"])
+            command.append(Command(answer["pid"], out, error))
+            self._commands[answer["pid"]] = command[0]
+            event.set()
+        self._gone = True
+        for event, *_ in list(self._started.values()):
             event.set()
 
     def close(self) -> None:
@@ -150,12 +200,11 @@ class CommandServer:
         for command in self._commands.values():
             if command.running:
                 command.kill()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        with contextlib.suppress(BrokenPipeError):
+            self._server.commands.close()
+        self._server.wait()
         self._reader.join(10)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._server.answers.close()
 
     def __enter__(self) -> CommandServer:
         return self
@@ -164,28 +213,62 @@ class CommandServer:
         self.close()
 
 
+def _started(python: str) -> _Server:
+    """Start an interpreter, which imports everything that commands need."""
+    process = subprocess.Popen(
+        [python, __file__],
+        env={**os.environ, **_VARIABLES},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return _Server(process.stdin, process.stdout, lambda: process.wait(60))
+
+
+#: The server that a fork for pytest has left behind for the fixture ``jackfield``.
+_spare: list[_Server] = []
+
+
+def _leave_a_spare() -> None:
+    """Fork a server for the commands of this process, which has not done anything yet."""
+    commands, ours = os.pipe()
+    theirs, answers = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(ours)
+            os.close(theirs)
+            _loop(commands, answers)
+        finally:
+            os._exit(0)
+    os.close(commands)
+    os.close(answers)
+    _spare.append(
+        _Server(os.fdopen(ours, "w"), os.fdopen(theirs), lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    )
+
+
 def _child(command: dict[str, Any]) -> None:
     """What a fork does; it does not return."""
     code: object = 70
     try:
         os.setsid()
-        for name, number in ((".out", 1), (".err", 2)):
-            file = os.open(command["files"] + name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for name, number in (("out", 1), ("error", 2)):
+            file = os.open(command[name], os.O_WRONLY | os.O_APPEND)
             os.dup2(file, number)
             os.close(file)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.chdir(command["folder"])
+        os.environ.clear()
         os.environ.update(command["environment"])
-        sys.path[:0] = filter(None, command["environment"].get("PYTHONPATH", "").split(os.pathsep))
-        sys.argv = ["jackfield", *command["arguments"]]
-        from jackfield.cli import main
-
-        main(command["arguments"])
+        sys.path[:0] = filter(None, command["path"].split(os.pathsep))
+        sys.argv = [command["program"], *command["arguments"]]
+        code = _PROGRAMS[command["program"]](command["arguments"])
     except SystemExit as ended:
         code = 0 if ended.code is None else ended.code
     except BaseException:
@@ -203,16 +286,40 @@ def _child(command: dict[str, Any]) -> None:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def _serve() -> None:
+def _jackfield(arguments: list[str]) -> int:
+    from jackfield.cli import main
+
+    main(arguments)
+    return 0
+
+
+def _pytest(arguments: list[str]) -> int:
+    import pytest
+
+    sys.path.insert(0, os.getcwd())
+    _leave_a_spare()
+    return int(pytest.main(arguments))
+
+
+_PROGRAMS = {"jackfield": _jackfield, "pytest": _pytest}
+
+
+def serve() -> None:
     """Import what commands import, then start what standard input says. Nothing is computed: children fork safely."""
-    import tensordict  # noqa: F401
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    import jackfield.compose  # noqa: F401
-
-    commands = os.fdopen(os.dup(0), "rb", buffering=0)
-    answers = os.dup(1)
+    for name in _IMPORTS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()
+    commands, answers = os.dup(0), os.dup(1)
     os.dup2(2, 1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    _loop(commands, answers)
+
+
+def _loop(commands: int, answers: int) -> None:
+    """Start what one pipe says, and write to the other how it went, until the first is closed."""
     ends, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -227,18 +334,18 @@ def _serve() -> None:
             os.read(ends, 4096)
             _reap(answers)
         if commands in ready:
-            read = os.read(commands.fileno(), 65536)
+            read = os.read(commands, 65536)
             if not read:
                 return
             *lines, left = (left + read).split(b"\n")
             for line in lines:
-                _start(json.loads(line), answers, (commands.fileno(), answers, ends, wakeup))
+                _start(json.loads(line), answers, (commands, answers, ends, wakeup, selector.fileno()))
 
 
 def _start(command: dict[str, Any], answers: int, ours: tuple[int, ...]) -> None:
     pid = os.fork()
     if pid == 0:
-        for number in ours[1:]:
+        for number in ours:
             os.close(number)
         _child(command)
     os.write(answers, json.dumps({"pid": pid, "number": command["number"]}).encode() + b"\n")
@@ -257,4 +364,6 @@ def _reap(answers: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    from jackfield_commands import serve as imported  # under its name, so that a fork that imports it shares its state
+
+    imported()

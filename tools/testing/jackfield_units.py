@@ -1,7 +1,8 @@
 """One pytest session over many interpreters: the tests of each package in its own environment, in one summary.
 
 A *unit* is some test files with the interpreter that runs them. The session starts up to ``--places`` units at a time,
-in the order of the file, each as a pytest process of its own, and shows their reports as if it had run the tests::
+in the order of the file, each as a pytest process of its own (a fork of one that has imported torch: see
+``jackfield_commands``), and shows their reports as if it had run the tests::
 
     python -m pytest -p jackfield_units --units=build/tests/units.json
 
@@ -16,9 +17,8 @@ import dataclasses
 import json
 import os
 import resource
-import signal
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -27,6 +27,8 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
+
+from jackfield_commands import CommandServer, ServerEnded
 
 #: Where a unit's process writes its reports; unset in the session that starts the units.
 REPORTS = "JACKFIELD_TEST_REPORTS"
@@ -102,7 +104,8 @@ class Session:
         path: Path = config.option.units
         self._folder = path.parent
         self._units = [Unit(**unit) for unit in json.loads(path.read_text(encoding="utf-8"))]
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._servers: dict[str, CommandServer] = {}
+        self._starting = threading.Lock()
         self._costs: dict[str, dict[str, float]] = {}
 
     @pytest.hookimpl(tryfirst=True)
@@ -121,8 +124,8 @@ class Session:
                     self._show(session, started[done], *done.result())
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-                for process in list(self._running):
-                    _kill(process)
+                for server in self._servers.values():
+                    server.close()
         self._save_costs()
         return True
 
@@ -135,31 +138,37 @@ class Session:
         """Run one unit in a process of its own; its exit code and its seconds."""
         bin_folder = str(Path(unit.python).parent)
         variables = {
-            **os.environ,
             REPORTS: str(self._folder / f"{unit.name}.jsonl"),
             "PATH": os.pathsep.join([bin_folder, os.environ["PATH"]]),
         }
-        command = [unit.python, "-m", "pytest", "-p", "jackfield_units", "--continue-on-collection-errors"]
-        command += ["-p", "no:cacheprovider", "-m", unit.marks, f"--config-file={self._config.inipath}", *unit.files]
+        arguments = ["-p", "jackfield_units", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+        arguments += [
+            "-W",
+            "ignore:Module already imported so cannot be rewritten; anyio:pytest.PytestAssertRewriteWarning",
+        ]
+        arguments += ["-m", unit.marks, f"--config-file={self._config.inipath}", *unit.files]
+        log = self._folder / f"{unit.name}.log"
         started = time.monotonic()
-        with (self._folder / f"{unit.name}.log").open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=variables,
-                start_new_session=True,
+        try:
+            command = self._server(unit.python).start(
+                *arguments, program="pytest", environment=variables, folder=Path.cwd(), output=log
             )
-            self._running.add(process)
-            try:
-                process.wait(unit.deadline)
-            except subprocess.TimeoutExpired:
-                log.write(f"\nnot finished after {unit.deadline:.0f} s\n".encode())
-            finally:
-                _kill(process)
-                self._running.discard(process)
-        return process.returncode, time.monotonic() - started
+        except ServerEnded as ended:
+            return ended.code, time.monotonic() - started
+        try:
+            code = command.wait(unit.deadline).code
+        except AssertionError:
+            code = 1
+            with log.open("a", encoding="utf-8") as file:
+                print(f"\nnot finished after {unit.deadline:.0f} s", file=file)
+        return code, time.monotonic() - started
+
+    def _server(self, python: str) -> CommandServer:
+        """Find the process whose forks run tests in an interpreter, or start it."""
+        with self._starting:
+            if python not in self._servers:
+                self._servers[python] = CommandServer(self._folder, python)
+            return self._servers[python]
 
     def _show(self, session: pytest.Session, unit: Unit, code: int, seconds: float) -> None:
         """Hand the reports of a unit to pytest, and say what is missing."""
@@ -240,13 +249,6 @@ def _failure(unit: Unit, text: str) -> pytest.TestReport:
         longrepr=text,
         when="call",
     )
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its descendants, if it is still there."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _processor_seconds() -> float:
