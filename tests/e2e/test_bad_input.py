@@ -23,6 +23,7 @@ import yaml
 
 from jackfield.queue import read_ledger
 from jackfield.trainer import CheckpointStore
+from jackfield_commands import CommandServer, Completed
 
 from .conftest import metrics
 
@@ -63,8 +64,9 @@ class Ended:
 class Workplace:
     """A folder with tasks, a configuration, and distributions that only the command sees."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, server: CommandServer) -> None:
         self.folder, self.run, self.site = folder, folder / "run", folder / "site"
+        self.server, self.of_its_own = server, False
         self.tasks = folder / "tasks.jsonl"
         self.tasks.write_text("".join(f'{{"question": "{n} + 1 =", "answer": "{n + 1}"}}\n' for n in range(1, 9)))
         self.config = folder / "run.yaml"
@@ -97,7 +99,11 @@ class Workplace:
         (info / "entry_points.txt").write_text(f"[jackfield.{kind}s]\n{name} = {name}:plugin.toml\n")
 
     def without_torch(self) -> None:
-        """Let an import of torch or transformers be an error of another kind than the one that is expected."""
+        """Let an import of torch or transformers be an error of another kind than the one that is expected.
+
+        A command has an interpreter of its own then; else it is a fork of one that has imported them.
+        """
+        self.of_its_own = True
         for name in ("torch", "transformers"):
             (self.site / name).mkdir()
             (self.site / name / "__init__.py").write_text(f"raise AssertionError('{name} was imported')")
@@ -106,28 +112,32 @@ class Workplace:
         """Run the command, ``through`` another one; it has to end with one error of this code, and leave no process."""
         mark = uuid.uuid4().hex
         environment = {
-            **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(self.site), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": "1",
             "JACKFIELD_TEST_MARK": mark,
         }
-        assert JACKFIELD is not None
-        done = subprocess.run(
-            [*through, JACKFIELD, "run", str(self.config), *overrides],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-        assert 1 == done.returncode, done.stdout + done.stderr
+        arguments = ["run", str(self.config), *overrides]
+        if through or self.of_its_own:
+            assert JACKFIELD is not None
+            completed = subprocess.run(
+                [*through, JACKFIELD, *arguments],
+                cwd=self.folder,
+                env={**os.environ, **environment},
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
+            done = Completed(completed.returncode, completed.stdout, completed.stderr)
+        else:
+            done = self.server(*arguments, environment=environment, folder=self.folder, seconds=seconds)
+        assert 1 == done.code, done.out + done.error
         assert [] == list(marked(mark))
-        assert "Traceback" not in done.stderr
-        assert done.stderr.startswith(f"[{code}] "), done.stderr
+        assert "Traceback" not in done.error
+        assert done.error.startswith(f"[{code}] "), done.error
         for part in ("expected", "found", "fix"):
-            assert f"\n  {part}: " in done.stderr, f"no {part}: {done.stderr}"
-        return Ended(done.stderr, self.run)
+            assert f"\n  {part}: " in done.error, f"no {part}: {done.error}"
+        return Ended(done.error, self.run)
 
     def refuses(self, code: str, *overrides: str, seconds: float = 170.0) -> str:
         """The same, and what an earlier run left is not touched; the error's text."""
@@ -151,8 +161,8 @@ def marked(mark: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, made: Path) -> Workplace:
-    return Workplace(tmp_path, made / "model")
+def place(tmp_path: Path, made: Path, jackfield: CommandServer) -> Workplace:
+    return Workplace(tmp_path, made / "model", jackfield)
 
 
 @pytest.fixture
