@@ -1,18 +1,17 @@
 """Makes what the quickstart learns from: word problems in GSM8K's format, a tokenizer, and a model that knows nothing.
 
-Every problem has one right answer, in ``problems.jsonl`` (for GRPO) and ``held_out.jsonl`` (to measure). The
-demonstrations for the warm-up are another matter: they are those of a careless pupil, who calculates well but often
-adds where something is taken away. The warm-up thus teaches the form of an answer, all of the arithmetic, and a bad
-habit, which GRPO has to break with nothing but "right" and "wrong".
+Every problem has one right answer, in ``problems.jsonl`` (for GRPO) and ``held_out.jsonl`` (for evaluation). The
+warm-up uses noisy demonstrations: their arithmetic is correct, but they often add where the problem asks to subtract.
+The model learns the answer format, the arithmetic and this error from them. GRPO corrects the error from rewards alone.
 
-No question stands in two of the three files.
+No question is in two of the three files.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 LARGEST = 20
@@ -28,7 +27,7 @@ VERBS = {
     "+": ("gets", "finds", "buys", "wins", "picks", "makes"),
     "-": ("loses", "sells", "drops", "uses", "breaks", "spends"),
 }
-SLIPS = {"+": 0.05, "-": 0.6}  #: how often the pupil takes the other operation
+NOISE = {"+": 0.05, "-": 0.6}  #: share of demonstrations that use the other operation
 SIZES = {"held_out": 240, "demonstrations": 4000, "problems": 4000}
 SUBTRACTIONS = {"held_out": 0.62, "demonstrations": 0.65, "problems": 0.62}  #: share of questions
 
@@ -42,23 +41,23 @@ CHAT_TEMPLATE = (
 SPECIAL = ("<pad>", "<end>", "<unknown>", "<user>", "<assistant>")
 
 
-def make_task(folder: Path, seed: int) -> None:
+def make_task(folder: Path, seed: int, sizes: Mapping[str, int] = SIZES) -> None:
     """Write ``demonstrations.jsonl``, ``problems.jsonl``, ``held_out.jsonl`` and ``model/`` (with its tokenizer)."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     seen: set[str] = set()
     texts: list[str] = []
-    for name, size in SIZES.items():
-        records = make_problems(rng, size, SUBTRACTIONS[name], seen, careless=name == "demonstrations")
+    for name, size in sizes.items():
+        records = make_problems(rng, size, SUBTRACTIONS[name], seen, noisy=name == "demonstrations")
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         texts += [text for record in records for text in record.values()]
     make_model(folder / "model", texts, seed)
 
 
 def make_problems(
-    rng: random.Random, size: int, subtractions: float, seen: set[str], careless: bool
+    rng: random.Random, size: int, subtractions: float, seen: set[str], noisy: bool
 ) -> list[dict[str, str]]:
-    """``size`` new problems; their questions are added to ``seen``."""
+    """Make ``size`` new problems, and add their questions to ``seen``."""
     decks = {operation: triples(rng, operation) for operation in VERBS}
     records: list[dict[str, str]] = []
     while len(records) < size:
@@ -71,7 +70,7 @@ def make_problems(
             continue
         seen.add(question)
         done = operation
-        if careless and rng.random() < SLIPS[operation]:
+        if noisy and rng.random() < NOISE[operation]:
             done = "-" if operation == "+" else "+"
         result = a + b if done == "+" else a - b
         records.append({"question": question, "answer": f"{a} {done} {b}\n#### {result}"})
@@ -79,7 +78,7 @@ def make_problems(
 
 
 def triples(rng: random.Random, operation: str) -> Iterator[tuple[int, int]]:
-    """Operands without end, the larger first; every pair once before any pair twice."""
+    """Draw pairs of operands, the larger first; each pair is used once before any is used twice."""
     pairs = [(a, b) for a in range(1, LARGEST + 1) for b in range(1, a + 1)]
     while True:
         rng.shuffle(pairs)
@@ -87,7 +86,7 @@ def triples(rng: random.Random, operation: str) -> Iterator[tuple[int, int]]:
 
 
 def make_model(folder: Path, texts: list[str], seed: int) -> None:
-    """A word-level tokenizer with digits apart, and a Qwen3 of 0.3 million parameters, initialised at random."""
+    """Save a word-level tokenizer that splits numbers into digits, and a random Qwen3 of 0.3 million parameters."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

@@ -22,7 +22,7 @@ from jackfield.errors import JackfieldError
 from jackfield.observe import plot_learning_curve
 
 HERE = Path(__file__).parent
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the model is tiny: it loads in no time
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 @click.command()
@@ -45,7 +45,7 @@ def quickstart(seed: int, folder: Path, warmup_steps: int | None, overrides: tup
     """Make what is not given, warm up, train, draw."""
     made, curves = folder / "made", []
     given = {override.partition("=")[0] for override in overrides}
-    own = [f"seed={seed}", f"folder={folder / 'grpo'}", "checkpoint.resume=false"]  # trying things out: always anew
+    own = [f"seed={seed}", f"folder={folder / 'grpo'}", "checkpoint.resume=false"]  # each try starts from step 0
     if not {"model.path", "data.train"} <= given:
         make_task(made, seed)
     if "model.path" not in given:
@@ -54,7 +54,7 @@ def quickstart(seed: int, folder: Path, warmup_steps: int | None, overrides: tup
     if "data.train" not in given:
         own += [f"data.train={made / 'problems.jsonl'}", f"data.eval={made / 'held_out.jsonl'}"]
     elif "data.eval" not in given:
-        own.append("evaluation.every=0")  # somebody's problems, without held-out ones
+        own.append("evaluation.every=0")  # own problems come without held-out ones
     run(load_config(HERE / "grpo.yaml", [*own, *overrides]))
     if curves:
         picture = folder / "learning_curve.png"
