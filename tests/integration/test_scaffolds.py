@@ -6,69 +6,73 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jackfield_commands import CommandServer
 from jackfield_conformance.commands.new import available_kinds
 
-JACKFIELD = (sys.executable, "-c", "from jackfield.cli import main; main(prog_name='jackfield')")
+Do = Callable[..., str]
 
 
-def run(folder: Path, *command: str) -> str:
+@pytest.fixture
+def do(jackfield: CommandServer) -> Do:
     """Run a command to its end in ``folder``, with what is installed in ``folder/site``; its output."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(folder / "site"),
-        "JACKFIELD_CERTIFICATES": str(folder / "certificates"),
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    }
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
+
+    def run(folder: Path, *arguments: str, program: str = "jackfield") -> str:
+        environment = {"PYTHONPATH": str(folder / "site"), "JACKFIELD_CERTIFICATES": str(folder / "certificates")}
+        done = jackfield(*arguments, environment=environment, folder=folder, program=program, seconds=400)
+        assert 0 == done.code, done.out + done.error
+        return done.out
+
+    return run
+
+
+def install(folder: Path, project: Path) -> None:
+    """Let pip build a project and install it into ``folder/site``."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    command += ["--disable-pip-version-check", "--target", "site", str(project)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert 0 == done.returncode, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", available_kinds())
-def test_a_scaffold_is_certified_at_birth(kind: str, tmp_path: Path) -> None:
+def test_a_scaffold_is_certified_at_birth(kind: str, tmp_path: Path, do: Do) -> None:
     """Written, built and installed by pip, listed, its own tests run, checked, and listed as certified."""
-    run(tmp_path, *JACKFIELD, "plugins", "new", kind, "newborn")
+    do(tmp_path, "plugins", "new", kind, "newborn")
     project = tmp_path / f"jackfield-{kind}-newborn"
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", "site")
-    run(tmp_path, *pip, str(project))
-    own = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(project))
-    run(tmp_path, *own, str(project / "tests"))
-    assert "WARNING" not in run(tmp_path, *JACKFIELD, "plugins", "check", "newborn")
-    [row] = [
-        row for row in json.loads(run(tmp_path, *JACKFIELD, "plugins", "list", "--json")) if row["name"] == "newborn"
-    ]
+    install(tmp_path, project)
+    own = ("-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(project), str(project / "tests"))
+    do(tmp_path, *own, program="pytest")
+    assert "WARNING" not in do(tmp_path, "plugins", "check", "newborn")
+    [row] = [row for row in json.loads(do(tmp_path, "plugins", "list", "--json")) if row["name"] == "newborn"]
     assert (kind, "ok") == (row["kind"], row["status"])
     assert "full" == row["certified"]["level"]
 
 
 @pytest.mark.timeout(300)
-def test_a_wheel_brings_its_certificate_along(tmp_path: Path) -> None:
+def test_a_wheel_brings_its_certificate_along(tmp_path: Path, do: Do) -> None:
     """Published with the certificate in it, a plugin is certified wherever it is installed; changed, it is not."""
-    run(tmp_path, *JACKFIELD, "plugins", "new", "reward", "newborn")
+    do(tmp_path, "plugins", "new", "reward", "newborn")
     project = tmp_path / "jackfield-reward-newborn"
     package = "jackfield_reward_newborn"
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", "site")
-    run(tmp_path, *pip, str(project))
+    install(tmp_path, project)
     certificate = project / "src" / package / "certificate.json"
-    run(tmp_path, *JACKFIELD, "plugins", "check", "newborn", "--certificate", str(certificate))
+    do(tmp_path, "plugins", "check", "newborn", "--certificate", str(certificate))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    run(elsewhere, *pip, str(project))
-    assert "shipped" == certified(elsewhere)["source"]
+    install(elsewhere, project)
+    assert "shipped" == certified(elsewhere, do)["source"]
     file = elsewhere / "site" / package / "reward.py"
     file.write_text(file.read_text(encoding="utf-8") + "\n# changed\n", encoding="utf-8")
-    assert certified(elsewhere) is None
+    assert certified(elsewhere, do) is None
 
 
-def certified(folder: Path) -> Any:
+def certified(folder: Path, do: Do) -> Any:
     """What ``plugins list`` says of the newborn plugin's certificate."""
-    rows = json.loads(run(folder, *JACKFIELD, "plugins", "list", "--json"))
+    rows = json.loads(do(folder, "plugins", "list", "--json"))
     return next(row["certified"] for row in rows if row["name"] == "newborn")
