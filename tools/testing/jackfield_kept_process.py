@@ -45,11 +45,20 @@ class _Kept:
 
     async def close(self, *, grace_seconds: float = 0.0) -> None:
         died = self.connection.lost.done()
+        replied = died or await self._replied()
         await self.connection.leave("was left")
-        if died:
-            self.end()
+        if died or not replied:
+            await asyncio.to_thread(self.end)
         else:
             KeptRolloutProcess.idle.append(self)
+
+    async def _replied(self) -> bool:
+        """Wait for the replies to open calls, which would else come to the next connection."""
+        while waiting := [each.answer for each in self.connection._asked.values()]:
+            _, pending = await asyncio.wait(waiting, timeout=_END_SECONDS)
+            if pending:
+                return False
+        return True
 
     def kill_unless_exited(self) -> None:
         self._process.kill()

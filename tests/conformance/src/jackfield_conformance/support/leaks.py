@@ -99,20 +99,19 @@ def other_tasks() -> list[str]:
 
 @contextlib.contextmanager
 def _scratch(folder: Path) -> Iterator[None]:
-    """Make ``folder`` the current one and the one of temporary files."""
+    """Make ``folder`` the current one and the one of temporary files, but not of the cache that torch makes."""
     folder.mkdir(parents=True)
-    here, temporary, variable = os.getcwd(), tempfile.tempdir, os.environ.get("TMPDIR")
+    here, temporary, variables = os.getcwd(), tempfile.tempdir, dict(os.environ)
     os.chdir(folder)
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.with_name("torchinductor")))
     try:
         yield
     finally:
         os.chdir(here)
         tempfile.tempdir = temporary
-        if variable is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = variable
+        os.environ.clear()
+        os.environ.update(variables)
 
 
 def assert_nothing_left(life: Callable[[Path], Awaitable[list[str]]], folder: Path) -> None:
