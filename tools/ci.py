@@ -41,7 +41,7 @@ INTERPRETERS_GIB = 6  #: that the environments of vLLM and SGLang fill beside it
 LEFT_OUT = "JACKFIELD_LEFT_OUT"  #: names the tools whose tests this machine leaves out
 UNITS = ROOT / "build" / "tests" / "units.json"
 UNIT_SECONDS = 60.0  #: test files that are expected to take less share a process
-TESTERS = 3  #: tests wait a quarter of their time, for processes that start, end or miss their deadline
+TESTERS = 4  #: tests wait a third of their time, for processes that start, end or miss their deadline
 
 #: Tests use small tensors: threads of their own only get into each other's way, and nothing may look for a model hub.
 VARIABLES = {
