@@ -27,7 +27,7 @@ from jackfield.algorithms import LossSpec
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.device import DeviceLease
-from jackfield.compose.ray_workers import AGENT, RANK, REWARD
+from jackfield.compose.ray_serving import AGENT, RANK, REWARD
 from jackfield.config import make_config
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError

@@ -6,7 +6,10 @@ What all packages' tests share, the data folder and the rule about skips, is in 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +21,7 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "testing")]
 
 from jackfield_commands import CommandServer  # noqa: E402, after the path is set
+from jackfield_ray_forks import write_interpreter  # noqa: E402
 from packages import Package, discover  # noqa: E402
 
 
@@ -69,6 +73,23 @@ def jackfield(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServe
     """``jackfield("run", FILE)``: the command line, without its imports: see ``jackfield_commands``."""
     with CommandServer(tmp_path_factory.mktemp("commands")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def ray_interpreters(jackfield: CommandServer) -> Iterator[str]:
+    """A setting with which a run's workers in Ray have imported torch when they start: see ``jackfield_ray_forks``."""
+    folder = Path(tempfile.mkdtemp(prefix="jackfield"))  # the path of a socket is short
+    command = jackfield.start(str(folder / "workers"), program="ray workers")
+    try:
+        while "listens" not in command.out:
+            assert command.running, command.error
+            time.sleep(0.01)
+        python = write_interpreter(folder, folder / "workers")
+        kinds = ("engine", "rollout", "agent", "reward")
+        yield f"cluster.interpreters={{{', '.join(f'{kind}: {python}' for kind in kinds)}}}"
+    finally:
+        command.kill()
+        shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jackfield.abc.rollout import GenerateRequest, GenerateResult
-from jackfield.workers.router import Generates, Router
+from jackfield.routing.router import Generates, Router
 
 from .conftest import Run
 from .scaling import Scaler

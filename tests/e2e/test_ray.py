@@ -91,7 +91,9 @@ RayRun = Callable[..., Ended]
 
 
 @pytest.fixture(scope="module")
-def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, ray_environment: dict[str, str]) -> RayRun:
+def ray_run(
+    made: Path, tmp_path_factory: pytest.TempPathFactory, ray_environment: dict[str, str], ray_interpreters: str
+) -> RayRun:
     """Do a run in a process of its own, in the folder of its name. It ends well, unless it kills itself; then nothing
     is left but the cluster that it has joined.
     """
@@ -110,7 +112,8 @@ def ray_run(made: Path, tmp_path_factory: pytest.TempPathFactory, ray_environmen
             f"name={name}", f"folder={folder}", f"model.path={made / 'model'}", f"data.train={made / 'problems'}.jsonl",
             "data.groups_per_batch=4", "data.rollouts_per_group=4", "sampling.max_new_tokens=6", "schedule.steps=4",
             "evaluation.every=0", "observe.progress=false", "observe.curve=false", "observe.tensorboard=false",
-            f"cluster={GUIDE.read_text()}", "cluster.ray.object_store_bytes=200000000", *SAME, *GRADED,
+            f"cluster={GUIDE.read_text()}", "cluster.ray.object_store_bytes=200000000", ray_interpreters,
+            *SAME, *GRADED,
         ]  # fmt: skip
         kills = json.dumps({"workers": kill or {}, "scale": scale, "all": moment})
         command = [sys.executable, str(SCRIPT), kills, str(QUICKSTART / "grpo.yaml"), *small, *overrides]

@@ -16,11 +16,12 @@ from .test_modes import GRADED, steps
 pytestmark = [pytest.mark.needs("vllm"), pytest.mark.timeout(600)]  # vLLM takes a minute to start on a busy machine
 
 
-def test_grpo_with_vllm_in_another_environment(small_run: Run) -> None:
+def test_grpo_with_vllm_in_another_environment(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both load the same model with different versions of transformers, and agree on log-probabilities at every step.
 
     The engine computes those of each step's responses again, which vLLM has made after the update of the step before.
     """
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker in the core's process, also on a CPU
     python = str(vllm_python())
     script = "import importlib.metadata as m; print(m.version('transformers'))"
     there = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
@@ -28,7 +29,7 @@ def test_grpo_with_vllm_in_another_environment(small_run: Run) -> None:
     _, lines = small_run(
         "vllm",
         *GRADED,
-        "rollout={name: vllm, eager: true, kv_cache_bytes: 67108864}",
+        "rollout={name: vllm, eager: true, kv_cache_bytes: 67108864, engine: {distributed_executor_backend: uni}}",
         f"cluster.interpreters={{rollout: {python}}}",
         "cluster.threads=1",
         "optimizer.lr=0.01",

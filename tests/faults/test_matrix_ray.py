@@ -71,7 +71,9 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def ended(jackfield: CommandServer, made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+def ended(
+    jackfield: CommandServer, made: Path, tmp_path_factory: pytest.TempPathFactory, ray_interpreters: str
+) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("ray")
     settings = [
         str(QUICKSTART), "name=ray", f"folder={folder / 'run'}",
@@ -80,7 +82,7 @@ def ended(jackfield: CommandServer, made: Path, tmp_path_factory: pytest.TempPat
         "evaluation.every=0",
         "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", "checkpoint.every=1",
         "cluster={name: ray, threads: 1, replicas: 1, replica_restarts: 10}",
-        "cluster.ray={num_cpus: 3, object_store_bytes: 200000000}", "checkpoint.max_recoveries=10",
+        "cluster.ray={num_cpus: 3, object_store_bytes: 200000000}", "checkpoint.max_recoveries=10", ray_interpreters,
         f"deadlines.heartbeat={SILENCE}", f"reward={{name: function, path: {folder}/reward.py:score}}",
     ]  # fmt: skip
     (folder / "reward.py").write_text(REWARD.format(folder=folder))

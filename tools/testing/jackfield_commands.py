@@ -27,12 +27,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 #: What commands and tests import. Not pyarrow: it starts a thread, and a fork of a process with threads may hang.
-_IMPORTS = ("tensordict", "transformers.models.qwen3.modeling_qwen3", "jackfield.compose", "jackfield.cli", "pytest")
+IMPORTS = ("tensordict", "transformers.models.qwen3.modeling_qwen3", "jackfield.compose", "jackfield.cli", "pytest")
 
 #: Set for each command; the caller's own values of the environment come first.
 _VARIABLES = {
@@ -122,13 +122,19 @@ class _Server:
 class CommandServer:
     """Starts commands in forks of one process. Close it, or use it as a context manager."""
 
-    def __init__(self, folder: Path, python: str = sys.executable) -> None:
+    def __init__(self, folder: Path, python: str = sys.executable, imports: Sequence[str] = IMPORTS) -> None:
+        """
+        Args:
+            folder: for what commands print.
+            python: the interpreter.
+            imports: modules that the server's process imports, where they are installed.
+        """
         self._folder, self._numbers = folder, itertools.count()
         self._commands: dict[int, Command] = {}
         self._started: dict[int, tuple[threading.Event, list[Command], Path, Path]] = {}
         self._variables = {**os.environ, **_VARIABLES}
         self._sending = threading.Lock()
-        self._server = _spare.pop() if _spare and python == sys.executable else _started(python)
+        self._server = _spare.pop() if _spare and python == sys.executable else _started(python, imports)
         self._gone = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -148,7 +154,7 @@ class CommandServer:
         """Start ``PROGRAM ARGUMENTS``, with further variables of the environment, in a working folder.
 
         Args:
-            program: ``jackfield`` or ``pytest``.
+            program: ``jackfield``, ``pytest``, or ``ray workers`` (see ``jackfield_ray_forks``).
             output: a file for standard output and error together; default: a file for each.
 
         Raises:
@@ -213,10 +219,10 @@ class CommandServer:
         self.close()
 
 
-def _started(python: str) -> _Server:
-    """Start an interpreter, which imports everything that commands need."""
+def _started(python: str, imports: Sequence[str]) -> _Server:
+    """Start an interpreter, which imports what commands need."""
     process = subprocess.Popen(
-        [python, __file__],
+        [python, __file__, *imports],
         env={**os.environ, **_VARIABLES},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -301,12 +307,18 @@ def _pytest(arguments: list[str]) -> int:
     return int(pytest.main(arguments))
 
 
-_PROGRAMS = {"jackfield": _jackfield, "pytest": _pytest}
+def _ray_workers(arguments: list[str]) -> int:
+    import jackfield_ray_forks
+
+    return jackfield_ray_forks.serve(*arguments)
 
 
-def serve() -> None:
-    """Import what commands import, then start what standard input says. Nothing is computed: children fork safely."""
-    for name in _IMPORTS:
+_PROGRAMS = {"jackfield": _jackfield, "pytest": _pytest, "ray workers": _ray_workers}
+
+
+def serve(imports: Sequence[str]) -> None:
+    """Import modules, then start what standard input says. Nothing is computed: children fork safely."""
+    for name in imports:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()
@@ -366,4 +378,4 @@ def _reap(answers: int) -> None:
 if __name__ == "__main__":
     from jackfield_commands import serve as imported  # under its name, so that a fork that imports it shares its state
 
-    imported()
+    imported(sys.argv[1:])

@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from jackfield_commands import CommandServer, ServerEnded
+from jackfield_commands import IMPORTS, CommandServer, ServerEnded
 
 #: Where a unit's process writes its reports; unset in the session that starts the units.
 REPORTS = "JACKFIELD_TEST_REPORTS"
@@ -167,7 +167,8 @@ class Session:
         """Find the process whose forks run tests in an interpreter, or start it."""
         with self._starting:
             if python not in self._servers:
-                self._servers[python] = CommandServer(self._folder, python)
+                alone = sum(unit.python == python for unit in self._units) == 1  # it imports what its tests need
+                self._servers[python] = CommandServer(self._folder, python, () if alone else IMPORTS)
             return self._servers[python]
 
     def _show(self, session: pytest.Session, unit: Unit, code: int, seconds: float) -> None:

@@ -23,9 +23,9 @@ from jackfield.clock import VirtualClock
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.cluster.replica import Replica, Worker
 from jackfield.errors import ConfigError, JackfieldError, RolloutError, RunError, WeightsError, WorkerLost
+from jackfield.routing.router import Router
 from jackfield.weights import Replica as Receiver
 from jackfield.weights import SyncReport
-from jackfield.workers.router import Router
 from jackfield_testing import refused
 
 START, TRANSFER, DRAIN = 10.0, 5.0, 30.0

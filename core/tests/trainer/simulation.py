@@ -46,14 +46,12 @@ from jackfield.trainer import (
     BatchSource,
     Checkpointer,
     CheckpointStore,
-    Critic,
     Explorer,
     RewardPipeline,
     Role,
     RunWorkers,
     Schedule,
     Source,
-    StepReport,
     Trainer,
 )
 
@@ -319,6 +317,7 @@ class Simulation:
                 "reward_retries": 0,
             },
             "checkpoint": {"every": self.checkpoint_every},
+            "critic": {"clip": 0.1, "warmup_steps": self.critic_warmup or 0},
             "deadlines": {"batch": 500.0, "rollout": 50.0, "reward": self.score_deadline},
         }
         algorithm = ResolvedAlgorithm(
@@ -368,9 +367,6 @@ class Simulation:
             places=None,  # type: ignore[arg-type]
         )
         self.critic = FakeCritic(queue)
-        critic = None
-        if self.critic_warmup is not None:
-            critic = Critic(engine=self.critic, loss_options={"clip": 0.1}, warmup_steps=self.critic_warmup)
         checkpointer = None
         if store is not None:
             checkpointer = Checkpointer(role=role, store=store, engines={"actor": self.actor}, description={})
@@ -380,13 +376,12 @@ class Simulation:
         trainer = Trainer(
             role=role,
             batches=BatchSource(role=role, sources=sources),
-            critic=critic,
+            critic=None if self.critic_warmup is None else self.critic,
             actor=self.actor,
             estimator=AdvantageEstimation(role.workers.estimator, queue, clock, seconds=500.0),
             weights=self.synchronizer,
             checkpoints=checkpointer,
             placement=lease if self.shared else apart,
-            report=StepReport(role=role, mixes=bool(sources)),
         )
         await trainer.batches.register()
         rewards = RewardPipeline(role=role)

@@ -11,9 +11,9 @@ from jackfield.abc.rollout import SleepRequest, WakeUpRequest
 from jackfield.clock import Clock
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.errors import JackfieldError
+from jackfield.routing.health import LOST
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.weights import ProbeAnswer, Replica, ReplicaProbe, SyncReport
-from jackfield.workers.health import LOST
 
 HandOver = Callable[[], Awaitable[object]]
 

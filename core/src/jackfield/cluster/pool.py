@@ -35,7 +35,7 @@ class Places(Protocol):
         ...
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
-        """Tell all agents which replicas serve: :meth:`jackfield.workers.router.Router.route`."""
+        """Tell all agents which replicas serve: :meth:`jackfield.routing.router.Router.route`."""
         ...
 
 

@@ -10,7 +10,7 @@ import attrs
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult, HealthReport, ServerInfo
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, RolloutError, WorkerLost
-from jackfield.workers.health import LOST, cause_of_death
+from jackfield.routing.health import LOST, cause_of_death
 
 _HEALTH_SECONDS = 10.0
 

@@ -13,7 +13,7 @@ from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.compose.resume import folder_lock, storage_errors
 from jackfield.compose.selection import check_distributed, check_plugins, manifests, register_parts
-from jackfield.compose.workers import WorkerFactory
+from jackfield.compose.worker_factory import WorkerFactory
 from jackfield.config import RunConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins import Registry, discover, hook_manager

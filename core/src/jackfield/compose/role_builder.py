@@ -13,7 +13,7 @@ from jackfield.cluster.device import DeviceLease
 from jackfield.cluster.metrics import ReplicaMetrics
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.compose.controller import address_file, local_queue
-from jackfield.compose.crew import MakeWorkers
+from jackfield.compose.inline_workers import MakeWorkers
 from jackfield.compose.inputs import Tasks
 from jackfield.compose.stopping import Stop
 from jackfield.queue.remote import connect_queue

@@ -19,7 +19,7 @@ from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
 from jackfield.compose.checking import check_parts
 from jackfield.compose.controller import distributed
-from jackfield.compose.crew import workers_maker
+from jackfield.compose.inline_workers import workers_maker
 from jackfield.compose.inputs import Tasks, check_tokens, read_model, read_tasks
 from jackfield.compose.mixing import check_rows
 from jackfield.compose.resume import (
@@ -32,7 +32,7 @@ from jackfield.compose.resume import (
 )
 from jackfield.compose.selection import check_plugins, import_plugins, manifests
 from jackfield.compose.stopping import Stop
-from jackfield.compose.workers import WorkerFactory
+from jackfield.compose.worker_factory import WorkerFactory
 from jackfield.config import RunConfig, as_plain, resolve_defaults, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.files import replace_file

@@ -20,11 +20,9 @@ from jackfield.trainer import (
     BatchSource,
     Checkpointer,
     CheckpointStore,
-    Critic,
     Evaluator,
     LogProbCheck,
     PublishedVersion,
-    StepReport,
     Trainer,
 )
 from jackfield.weights import Replica, ReplicaProbe, WeightSynchronizer
@@ -61,12 +59,12 @@ class TrainerBuilder:
         if role.name == "train":
             assert synchronizer is not None
             role.version = PublishedVersion(role.clock, role.queue, synchronizer)
-        reference, critic = await self._reference(), await self._critic()
+        reference = await self._reference()
+        critic = await self._engine_group("critic") if role.algorithm.critic else None
         shared = self._device()
-        sources = make_sources(config.mixing)
         trainer = Trainer(
             role=role,
-            batches=BatchSource(role=role, sources=sources, stop=run.stop.requested),
+            batches=BatchSource(role=role, sources=make_sources(config.mixing), stop=run.stop.requested),
             actor=actor,
             critic=critic,
             reference=reference,
@@ -78,7 +76,6 @@ class TrainerBuilder:
             evaluator=self._evaluator(),
             checkpoints=self._checkpointer(store, critic),
             placement=self.train_placement,
-            report=StepReport(role=role, mixes=bool(sources)),
         )
         if pool and synchronizer:
             self._connect(pool, synchronizer, shared, trainer)
@@ -103,22 +100,11 @@ class TrainerBuilder:
             return self.actor.without_adapter()
         return await self._engine_group("reference")
 
-    async def _critic(self) -> Critic | None:
-        """The value model, trained beside the actor."""
-        if not self.role.algorithm.critic:
-            return None
-        settings, loss_options = self.config.critic, self.role.algorithm.loss_options
-        group = await self._engine_group("critic")
-        options = {"clip": settings.clip, "aggregation": loss_options["aggregation"]}
-        if "length_norm" in loss_options:
-            options["length_norm"] = loss_options["length_norm"]
-        return Critic(engine=group, loss_options=options, warmup_steps=settings.warmup_steps)
-
-    def _checkpointer(self, store: CheckpointStore, critic: Critic | None) -> Checkpointer:
+    def _checkpointer(self, store: CheckpointStore, critic: EngineGroup | None) -> Checkpointer:
         return Checkpointer(
             role=self.role,
             store=store,
-            engines={"actor": self.actor} if critic is None else {"actor": self.actor, "critic": critic.engine},
+            engines={"actor": self.actor} if critic is None else {"actor": self.actor, "critic": critic},
             description={"config": as_plain(self.config), "data": self.run.tasks.digests},
         )
 
@@ -128,13 +114,13 @@ class TrainerBuilder:
             return None
         return Evaluator(role=self.role, tasks=held_out, placement=self.run.rollout_placement)
 
-    def _log_prob_check(self, critic: Critic | None) -> LogProbCheck | None:
+    def _log_prob_check(self, critic: EngineGroup | None) -> LogProbCheck | None:
         if not self.config.log_prob_check.every:
             return None
         return LogProbCheck(
             schedule=self.role.schedule,
             note=self.role.stages.note,
-            first_step=0 if critic is None else critic.warmup_steps,
+            first_step=0 if critic is None else self.config.critic.warmup_steps,
             **log_prob_check_options(self.config),
         )
 

@@ -27,6 +27,7 @@ from jackfield.errors import (
 )
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import RolloutReport, Values, rows_of
+from jackfield.routing.router import Generates, Router
 from jackfield.runtime.samples import (
     agent_tags,
     expert_columns,
@@ -37,7 +38,6 @@ from jackfield.runtime.samples import (
     supervised_tags,
 )
 from jackfield.runtime.workers import written_again
-from jackfield.workers.router import Generates, Router
 
 
 @attrs.frozen(kw_only=True)

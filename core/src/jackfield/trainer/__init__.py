@@ -16,22 +16,18 @@ from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.explorer import Answers, Explorer
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.mixing import Source
-from jackfield.trainer.report import StepReport
 from jackfield.trainer.reward_pipeline import RewardPipeline
 from jackfield.trainer.role import Role, RoleName, RunWorkers
 from jackfield.trainer.schedule import Progress, Schedule
 from jackfield.trainer.stages import Stages
-from jackfield.trainer.trainer import AdvantageEstimator, Critic, EngineGroup, Step, Trainer, WeightPublisher
+from jackfield.trainer.trainer import Step, Trainer, WeightPublisher
 
 __all__ = [
-    "AdvantageEstimator",
     "Answers",
     "BatchSource",
     "Checkpoint",
     "CheckpointStore",
     "Checkpointer",
-    "Critic",
-    "EngineGroup",
     "Evaluator",
     "Explorer",
     "LogProbCheck",
@@ -45,7 +41,6 @@ __all__ = [
     "Source",
     "Stages",
     "Step",
-    "StepReport",
     "Trainer",
     "WeightPublisher",
     "WeightSubscriber",

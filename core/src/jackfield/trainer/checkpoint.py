@@ -9,19 +9,17 @@ import random
 import shutil
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from jackfield import __version__
 from jackfield.errors import JackfieldError, RunError, WorkerLost
 from jackfield.plugins.hooks import CheckpointSaved
+from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.samples import TRAIN
 from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore
 from jackfield.trainer.role import Role
-
-if TYPE_CHECKING:
-    from jackfield.trainer.trainer import EngineGroup
 
 
 @attrs.define(kw_only=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import attrs
 
@@ -14,7 +14,8 @@ from jackfield.cluster.device import DeviceLease
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import WeightsSynced
 from jackfield.queue import BatchMeta
-from jackfield.runtime.log_probs import Comparison
+from jackfield.runtime.advantages import AdvantageEstimation
+from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.samples import global_counts, is_expert, mini_batches, trained
 from jackfield.trainer.batches import BatchSource
 from jackfield.trainer.checkpoint import Checkpointer
@@ -26,26 +27,7 @@ from jackfield.trainer.schedule import Schedule
 from jackfield.trainer.stages import Stages
 from jackfield.weights import SyncReport
 
-
-class EngineGroup(Protocol):
-    """The ranks of one model, whatever their parallelism and wherever they live. They get metadata only."""
-
-    async def compute_log_probs(self, batch: BatchMeta, column: str) -> None:
-        """Write the model's log-probs of the responses into ``column``."""
-
-    async def compute_values(self, batch: BatchMeta, column: str) -> None:
-        """Write a critic's values of the responses into ``column``."""
-
-    async def update(
-        self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None
-    ) -> Mapping[str, float]:
-        """Do one optimizer step on ``batch``. Returns its metrics, with those of the comparison of log-probs."""
-
-    async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
-        """Write a checkpoint into ``folder``, which all ranks reach and which is empty or absent."""
-
-    async def load(self, folder: str) -> None:
-        """Read a native checkpoint, whatever number of ranks wrote it."""
+_SHARED = ("aggregation", "length_norm")  #: options of the policy's loss that are the critic's, too
 
 
 class WeightPublisher(Protocol):
@@ -53,25 +35,6 @@ class WeightPublisher(Protocol):
 
     async def sync(self, version: int) -> SyncReport:
         """Publish a version; every replica has acknowledged it when this returns."""
-
-
-class AdvantageEstimator(Protocol):
-    """Computes what the algorithm has to know of a whole batch. It gets metadata only."""
-
-    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> Mapping[str, float]:
-        """Turn rewards into ``advantages`` and ``returns``. Returns their statistics."""
-
-    async def prepare(self, batch: BatchMeta) -> None:
-        """Write what the loss has to know of the rows of one optimizer step, whose log-probs are ``log_probs``."""
-
-
-@attrs.frozen(kw_only=True)
-class Critic:
-    """A value model that is trained beside the actor."""
-
-    engine: EngineGroup
-    loss_options: Mapping[str, Any]
-    warmup_steps: int = 0  #: first steps in which the actor is not updated
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -99,15 +62,15 @@ class Trainer:
     role: Role
     batches: BatchSource
     actor: EngineGroup
-    critic: Critic | None = None
+    critic: EngineGroup | None = None
     reference: EngineGroup | None = None  #: None: the algorithm needs no reference policy
-    estimator: AdvantageEstimator
+    estimator: AdvantageEstimation
     log_prob_check: LogProbCheck | None = None
     weights: WeightPublisher | None = None  #: None: there are no replicas
     evaluator: Evaluator | None = None
     checkpoints: Checkpointer | None = None
     placement: DeviceLease
-    report: StepReport
+    report: StepReport = attrs.field(init=False)
     kl: KLController = attrs.field(init=False)  #: of the KL to the reference, in the loss or in the reward
     updated: int = attrs.field(default=0, init=False)  #: steps that are in the engine's weights
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
@@ -115,6 +78,7 @@ class Trainer:
     def __attrs_post_init__(self) -> None:
         """Begin with the coefficient of the KL that is configured."""
         self.kl = self.role.config.algorithm.kl.controller()
+        self.report = StepReport(role=self.role, mixes=bool(self.batches.sources))
 
     @property
     def algorithm(self) -> ResolvedAlgorithm:
@@ -208,7 +172,7 @@ class Trainer:
         """Compute the critic's values, where there is a critic."""
         if self.critic is not None:
             async with self.stages.measure("values", "trainer", step.number):
-                await self.critic.engine.compute_values(step.rows, "values")
+                await self.critic.compute_values(step.rows, "values")
 
     async def advantages(self, step: Step) -> None:
         """Turn rewards into advantages, unless the data's own answers are the target."""
@@ -226,7 +190,7 @@ class Trainer:
     async def update_actor(self, step: Step) -> None:
         """Do the policy's optimizer steps on the batch, once the critic's warm-up is over."""
         async with self.stages.measure("update_actor", "trainer", step.number):
-            if self.critic is None or step.number >= self.critic.warmup_steps:
+            if self.critic is None or step.number >= self.role.config.critic.warmup_steps:
                 for key, part in self._open_updates("actor", step):
                     step.updates[key] = await self._actor_step(part, step.number, first=key == ("actor", 0))
         step.metrics |= _means(step.updates)
@@ -310,10 +274,12 @@ class Trainer:
         _require_finite(update, ("policy/loss", "grad_norm"), step)
         return update
 
-    async def _critic_step(self, critic: Critic, part: BatchMeta, step: int) -> Mapping[str, float]:
+    async def _critic_step(self, critic: EngineGroup, part: BatchMeta, step: int) -> Mapping[str, float]:
         own = part.select(index for index, tags in enumerate(part.tags) if not is_expert(tags))
-        loss = LossSpec(name=VALUE_LOSS, options=critic.loss_options, global_counts=global_counts(own.tags))
-        update = await critic.engine.update(own, loss)
+        taken = {name: self.algorithm.loss_options[name] for name in _SHARED if name in self.algorithm.loss_options}
+        options = {"clip": self.role.config.critic.clip, **taken}
+        loss = LossSpec(name=VALUE_LOSS, options=options, global_counts=global_counts(own.tags))
+        update = await critic.update(own, loss)
         _require_finite(update, ("value/loss", "grad_norm"), step)
         return {name if "/" in name else f"critic/{name}": value for name, value in update.items()}
 

@@ -22,10 +22,10 @@ from jackfield.cluster.pool import ReplicaPool
 from jackfield.cluster.replica import Replica as Pooled
 from jackfield.cluster.replica import Worker
 from jackfield.plugins import installed, load_plugin
+from jackfield.routing.router import Router
 from jackfield.runtime.process import RolloutProcess
 from jackfield.settings import unstructure
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
-from jackfield.workers.router import Router
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.rollout import LONG, greedy, model_folder, named_weights

@@ -40,7 +40,12 @@ class Kept:
             record=self.record,
             python=str(vllm_python()),
             seconds=START_SECONDS,
-            environment={"PYTHONPATH": str(self.site), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
+            environment={
+                "PYTHONPATH": str(self.site),
+                "OMP_NUM_THREADS": "1",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with 1, vLLM gives the worker a process on a CPU all the same
+            },
         )
 
 

@@ -24,9 +24,9 @@ import attrs
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
 from jackfield.clock import Clock
 from jackfield.imports import collection_paused, own_process
+from jackfield.routing.health import cause_of_death
 from jackfield.rpc import Address, Server, Service
 from jackfield.runtime.process.host import ROLLOUT
-from jackfield.workers.health import cause_of_death
 
 _SIOCGIFADDR = 0x8915  #: of Linux: an interface's address
 
@@ -48,6 +48,8 @@ class Place:
 class Host:
     """Lives in an actor. It has one worker at a time: another may be made once the first has ended."""
 
+    _emptied = False  # whether a worker has ended here
+
     def __init__(self, name: str, folder: str, one_thread: bool, heartbeat_seconds: float) -> None:
         """
         Args:
@@ -66,9 +68,12 @@ class Host:
             os.chdir(folder)
 
     async def place(self) -> Place:
-        """Where this is."""
+        """Return where this is, once the memory of an earlier worker is free for the next one's."""
         import ray
 
+        if self._emptied:
+            gc.unfreeze()  # the earlier worker was made with the imports
+            gc.collect()
         address, node = _node_address(), ray.get_runtime_context().get_node_id()
         with socket.create_server((address, 0)) as server:
             port = server.getsockname()[1]
@@ -101,8 +106,7 @@ class Host:
         async with self._lock:
             self._served = None
             await self._stack.aclose()
-            gc.unfreeze()  # it was made with the imports
-            gc.collect()  # its memory is the next one's
+            self._emptied = True
 
 
 def rollout_service(server: BaseRolloutServer, name: str) -> Service:
@@ -159,8 +163,7 @@ def interface_of(address: str) -> str | None:
 def _node_address() -> str:
     import ray
 
-    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return address
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _version(name: str) -> str | None:

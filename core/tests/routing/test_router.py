@@ -11,7 +11,7 @@ import pytest
 from jackfield.abc.rollout import GenerateRequest, HealthReport
 from jackfield.clock import VirtualClock
 from jackfield.errors import JackfieldError, RolloutError, WorkerLost
-from jackfield.workers.router import Router
+from jackfield.routing.router import Router
 from jackfield_testing import refused
 
 REQUEST = GenerateRequest(request_id="one", prompt_ids=(1,))

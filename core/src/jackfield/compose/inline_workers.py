@@ -10,7 +10,7 @@ import attrs
 
 from jackfield.cluster.replica import Replica, Worker
 from jackfield.compose.controller import address_file
-from jackfield.compose.workers import WorkerFactory
+from jackfield.compose.worker_factory import WorkerFactory
 from jackfield.queue import Values
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
@@ -24,7 +24,7 @@ def workers_maker(make: WorkerFactory, processes: AsyncExitStack) -> MakeWorkers
     """Return what makes the workers of a role, again after each recovery; ``processes`` ends what stays in between."""
     if make.config.cluster.name == "inline":
         return partial(_inline_workers, make)
-    from jackfield.compose.ray_crew import RayWorkers
+    from jackfield.compose.ray_workers import RayWorkers
 
     workers = RayWorkers(make)
     processes.push_async_callback(workers.close)

@@ -29,11 +29,11 @@ from jackfield.config import PluginSection, RunConfig
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.plugins import Registry
 from jackfield.queue import Values
+from jackfield.routing.router import Generates, Router
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.workers.router import Generates, Router
 
 _CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside the sample
 

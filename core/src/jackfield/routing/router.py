@@ -12,7 +12,7 @@ import attrs
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
-from jackfield.workers.health import LOST
+from jackfield.routing.health import LOST
 
 _HEALTH_SECONDS = 10.0
 _WAIT_SECONDS = 3600.0  #: for a replica that serves; the pool's own deadlines are shorter
