@@ -9,11 +9,13 @@ from typing import Any, cast
 import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import VirtualClock
 from jackfield.cluster.device import DeviceLease
 from jackfield.compose.builder import following
+from jackfield.config import make_config
 from jackfield.plugins import hook_manager
-from jackfield.trainer import Progress, Stages, WeightSubscriber
+from jackfield.trainer import Role, WeightSubscriber
 from jackfield.trainer.distributed import PublishedWeights
 from jackfield.weights import Replica
 
@@ -37,19 +39,11 @@ def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) 
 
     async def main() -> None:
         members = [replica(clock, 0)]
-        stages = Stages(clock, hook_manager([], []).hook)
-        subscriber = WeightSubscriber(
-            queue=cast(Any, None),
-            replicas=members,
-            name="file",
-            settings={},
-            version=Progress(clock),
-            clock=clock,
-            stages=stages,
-            seconds=60.0,
-            idle_seconds=60.0,
-        )
-        load, hold = following(subscriber, DeviceLease(clock, 60.0), stages)
+        values = {"model": {"path": "none"}, "data": {"train": "none"}, "deadlines": {"sync": 60.0}}
+        hooks, algorithm = hook_manager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
+        role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
+        subscriber = WeightSubscriber(role=role, replicas=members)
+        load, hold = following(subscriber, DeviceLease(clock, 60.0))
         await subscriber.load_all(PublishedWeights(version=1, connect={}))
         later = asyncio.ensure_future(clock.sleep(4.0))
         later.add_done_callback(lambda _: loads.append(asyncio.ensure_future(subscriber.load_all(newer))))

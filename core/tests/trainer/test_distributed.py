@@ -12,12 +12,14 @@ import pytest
 
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.abc.transfer_queue import TransferQueueContext
+from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import VirtualClock
+from jackfield.config import make_config
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.plugins import hook_manager
 from jackfield.queue import TransferQueue
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.trainer import Progress, PublishedVersion, Stages, WeightSubscriber
+from jackfield.trainer import PublishedVersion, Role, WeightSubscriber
 from jackfield.weights import Replica, SyncReport
 
 pytest.importorskip("torch")
@@ -68,17 +70,11 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
         await queue.start()
         server, weights = Server(), SimpleNamespace(last=None)
         replica: Any = Replica(server, ServerInfo(replica=0))  # type: ignore[arg-type]
-        subscriber = WeightSubscriber(
-            queue=queue,
-            replicas=[replica],
-            name="file",
-            settings={},
-            seconds=10.0,
-            version=Progress(clock),
-            clock=clock,
-            stages=Stages(clock, hook_manager([], []).hook),
-            idle_seconds=50.0,
-        )
+        values = {"model": {"path": "none"}, "data": {"train": "none"}, "deadlines": {"sync": 10.0, "batch": 50.0}}
+        hooks, algorithm = hook_manager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
+        role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
+        role.queue = queue
+        subscriber = WeightSubscriber(role=role, replicas=[replica])
         try:
             await test(Bench(clock, queue, server, weights, PublishedVersion(clock, queue, weights), subscriber))
         finally:
@@ -96,10 +92,10 @@ def test_each_posted_version_comes_to_the_replicas_before_the_explorer_goes_on()
         following = asyncio.ensure_future(bench.subscriber.run())
         await bench.published.advance(0)
         await bench.subscriber.first(5.0)
-        assert (0, []) == (bench.subscriber.version.value, bench.server.taken)
+        assert (0, []) == (bench.subscriber.role.version.value, bench.server.taken)
         await bench.publish(2)
         await bench.publish(3)
-        await bench.subscriber.version.until(lambda version: version >= 3, 5.0, "version 3")
+        await bench.subscriber.role.version.until(lambda version: version >= 3, 5.0, "version 3")
         assert [3] == bench.server.taken
         following.cancel()
 
@@ -127,7 +123,7 @@ def test_weights_that_went_while_they_were_fetched_are_followed_by_newer_ones() 
         bench.server.gone, bench.server.asked = {"old"}, newer
         following = asyncio.ensure_future(bench.subscriber.run())
         await bench.publish(1, "old")
-        await bench.subscriber.version.until(lambda version: version >= 2, 5.0, "version 2")
+        await bench.subscriber.role.version.until(lambda version: version >= 2, 5.0, "version 2")
         assert [2] == bench.server.taken
         following.cancel()
 
@@ -142,7 +138,7 @@ def test_an_explorer_ends_with_weights_that_it_cannot_have(fault: str) -> None:
         following = asyncio.ensure_future(bench.subscriber.run())
         await bench.publish(2)
         if fault == "back":
-            await bench.subscriber.version.until(lambda version: version >= 2, 5.0, "version 2")
+            await bench.subscriber.role.version.until(lambda version: version >= 2, 5.0, "version 2")
             await bench.publish(1)
         with pytest.raises(WeightsError) as caught:
             await following

@@ -21,7 +21,6 @@ from jackfield.trainer import (
     Answers,
     Explorer,
     RewardPipeline,
-    Stages,
     WeightSubscriber,
     publish_end,
     trainer_begun,
@@ -87,19 +86,8 @@ class RunBuilder(RoleBuilder):
         pool = await self.start_replicas()
         assert pool is not None
         self.rollout_placement = DeviceLease(self.role.clock, seconds)
-        engine = config.checkpoint_engine
-        weights = WeightSubscriber(
-            queue=self.role.queue,
-            replicas=pool.members,
-            name=engine.name,
-            settings=engine.settings,
-            version=self.role.version,
-            clock=self.role.clock,
-            stages=self.role.stages,
-            seconds=config.deadlines.sync,
-            idle_seconds=seconds,
-        )
-        pool.connect(*following(weights, self.rollout_placement, self.role.stages))
+        weights = WeightSubscriber(role=self.role, replicas=pool.members)
+        pool.connect(*following(weights, self.rollout_placement))
         self.stop.begun()
         self.background(pool.keep)
         self.background(weights.run)
@@ -181,7 +169,7 @@ class RunBuilder(RoleBuilder):
 
 
 def following(
-    subscriber: WeightSubscriber, placement: DeviceLease, stages: Stages
+    subscriber: WeightSubscriber, placement: DeviceLease
 ) -> tuple[Callable[[Replica], Awaitable[None]], Callable[[], AbstractAsyncContextManager[None]]]:
     """Return how later replicas of an explorer get the newest weights, and what holds newer ones back meanwhile."""
 
@@ -192,7 +180,7 @@ def following(
 
     async def load(replica: Replica) -> None:
         version = 0 if subscriber.newest is None else subscriber.newest.version
-        async with stages.measure("load_weights", "weights", version):
+        async with subscriber.role.stages.measure("load_weights", "weights", version):
             await subscriber.load(replica)
 
     return load, hold

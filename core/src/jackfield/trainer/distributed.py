@@ -14,8 +14,8 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.queue import TransferQueue
 from jackfield.settings import structure
+from jackfield.trainer.role import Role
 from jackfield.trainer.schedule import Progress
-from jackfield.trainer.stages import Stages
 from jackfield.weights import Replica, SyncReport, WeightSynchronizer, verify
 
 _TOPIC, _FINISHED = "weights", "finished"
@@ -129,15 +129,8 @@ class WeightSubscriber:
     Receipts prove what the replicas have loaded.
     """
 
-    queue: TransferQueue
+    role: Role
     replicas: Sequence[Replica]  #: the live list of them
-    name: str  #: of the checkpoint engine's plugin
-    settings: Mapping[str, Any]  #: of the checkpoint engine
-    version: Progress  #: of the weights that the replicas serve
-    clock: Clock
-    stages: Stages
-    seconds: float  #: the deadline of each update
-    idle_seconds: float  #: after which a wait is renewed
     newest: PublishedWeights | None = attrs.field(default=None, init=False)  #: that all replicas have
     loading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while replicas get weights
     _begun: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
@@ -148,7 +141,7 @@ class WeightSubscriber:
         Raises:
             DeadlineExceeded: names the trainer.
         """
-        await self.clock.wait_for(self._begun.wait(), seconds, "the trainer to say which weights it has")
+        await self.role.clock.wait_for(self._begun.wait(), seconds, "the trainer to say which weights it has")
 
     async def run(self) -> None:
         """Follow the trainer until cancelled.
@@ -160,24 +153,24 @@ class WeightSubscriber:
         number = 0
         while True:
             try:
-                notice = await self.queue.wait_notice(_TOPIC, number, self.idle_seconds)
+                notice = await self.role.queue.wait_notice(_TOPIC, number, self.role.config.deadlines.batch)
             except DeadlineExceeded:
                 continue  # a task that needs newer weights has a deadline of its own
             number = notice.number
             published = structure(PublishedWeights, notice.value, _TOPIC, WeightsError)
             try:
-                async with self.stages.measure("load_weights", "weights", published.version):
+                async with self.role.stages.measure("load_weights", "weights", published.version):
                     await self.load_all(published)
             except WeightsError:
                 if not await self._is_old(number):
                     raise
                 continue  # newer ones are there, and these may have been removed
-            await self.version.advance(published.version)
+            await self.role.version.advance(published.version)
             self._begun.set()
 
     async def _is_old(self, number: int) -> bool:
         try:
-            await self.queue.wait_notice(_TOPIC, number, 0.0)
+            await self.role.queue.wait_notice(_TOPIC, number, 0.0)
         except DeadlineExceeded:
             return False
         return True
@@ -210,17 +203,18 @@ class WeightSubscriber:
     async def _load(self, replica: Replica, published: PublishedWeights) -> None:
         if published.connect is None:
             return  # it has those of the model's folder
+        engine, seconds = self.role.config.checkpoint_engine, self.role.config.deadlines.sync
         request = UpdateWeightsRequest(
             version=published.version,
-            checkpoint_engine=self.name,
-            checkpoint_engine_config=self.settings,
+            checkpoint_engine=engine.name,
+            checkpoint_engine_config=engine.settings,
             connect=(published.connect,) * replica.info.workers,
             first_worker=0,
             total_workers=replica.info.workers,
             kind="full" if published.peft_config is None else "adapter",
             peft_config=published.peft_config,
-            deadline_seconds=self.seconds,
+            deadline_seconds=seconds,
         )
         who = f"replica {replica.info.replica} to take weights {published.version}"
-        receipt = await self.clock.wait_for(replica.server.update_weights(request), self.seconds, who)
+        receipt = await self.role.clock.wait_for(replica.server.update_weights(request), seconds, who)
         verify(replica.info, receipt, published.version, published.digests)
