@@ -35,6 +35,7 @@ from jackfield.plugins import hook_manager
 from jackfield.queue import BatchMeta, GroupKey, TransferQueue, Values
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.rpc import Address, Service
+from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.engine_rank import EngineRank
@@ -47,7 +48,6 @@ from jackfield.trainer import (
     RewardPipeline,
     Role,
     RunWorkers,
-    StepReport,
     Trainer,
 )
 from jackfield.weights import SyncReport
@@ -105,8 +105,11 @@ class Rank:
         return {"policy/loss": 0.0, "grad_norm": 0.0, "lr": 0.0}
 
 
-class Estimator:
+class Estimator(AdvantageEstimation):
     """Estimates nothing."""
+
+    def __init__(self) -> None:
+        """It needs neither worker nor queue."""
 
     async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> dict[str, float]:
         return {}
@@ -169,7 +172,7 @@ async def ray_workers(stack: AsyncExitStack) -> RunWorkers:
 
     from ray import cloudpickle
 
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
     cluster = Cluster(Clock(), SECONDS)
     await cluster.open(ClusterOptions(num_cpus=2, object_store_bytes=500_000_000), needed_cpus=1)
     stack.push_async_callback(cluster.close)
@@ -219,7 +222,6 @@ async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:
         estimator=Estimator(),
         weights=Weights(),
         placement=lease,
-        report=StepReport(role=role),
     )
     await trainer.batches.register()
     rewards = RewardPipeline(role=role)
@@ -239,6 +241,7 @@ async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:
         await noting
         for task in background:
             task.cancel()
+    await queue.close()
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
@@ -249,12 +252,12 @@ def task_for(key: GroupKey) -> Task:
 async def run(runtime: str, sizes: Sequence[int], steps: int) -> dict[str, float]:
     """By the number of samples: the median milliseconds of a step, the first one left out."""
     found = {}
-    async with AsyncExitStack() as stack:
-        made = await (inline_workers() if runtime == "inline" else ray_workers(stack))
-        for samples in sizes:
+    for samples in sizes:
+        async with AsyncExitStack() as stack:
+            made = await (inline_workers() if runtime == "inline" else ray_workers(stack))
             milliseconds = 1000 * statistics.median((await measure(made, samples, steps + 1))[1:])
-            print(f"{runtime:6}  {samples:5} samples  {milliseconds:8.1f} ms per step", flush=True)
-            found[str(samples)] = round(milliseconds, 2)
+        print(f"{runtime:6}  {samples:5} samples  {milliseconds:8.1f} ms per step", flush=True)
+        found[str(samples)] = round(milliseconds, 2)
     return found
 
 

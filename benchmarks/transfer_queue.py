@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -219,12 +220,12 @@ def memcpy(megabytes: int) -> float:
 
     source = batch(megabytes)
     target = torch.empty_like(source).fill_(1.0)
-    seconds = []
+    seconds: list[float] = []
     for _ in range(9):
         began = time.perf_counter()
         target.copy_(source)
         seconds.append(time.perf_counter() - began)
-    return source.nbytes / 1e6 / statistics.median(seconds)
+    return float(source.nbytes / 1e6 / statistics.median(seconds))
 
 
 def rates(sizes: dict[str, int], seconds: dict[str, list[float]]) -> dict[str, float]:
@@ -430,8 +431,9 @@ def peer(sizes: list[int], repeats: int) -> dict[str, Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
     import torch
-    import transfer_queue as tq
     from tensordict import TensorDict
+
+    tq: Any = import_module("transfer_queue")
 
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     tq.init()

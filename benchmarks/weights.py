@@ -420,7 +420,8 @@ class End:
 
         async def send() -> dict[str, str]:
             await self.delta_sender.connect(share, version)
-            return await self.delta_sender.send((item for item in self.tensors), base=base)
+            digests: dict[str, str] = await self.delta_sender.send((item for item in self.tensors), base=base)
+            return digests
 
         digests = self.runner.run(send())
         return self.delta_sender.sent_bytes, digests

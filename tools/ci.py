@@ -318,8 +318,8 @@ def _build(package: Package) -> str:
 
 def _types(packages: dict[str, Package]) -> bool:
     folders = sources(packages)
-    paths = {"MYPYPATH": os.pathsep.join(folders)}
-    return _run([PYTHON, "-m", "mypy", *folders], 600, paths)
+    paths = {"MYPYPATH": os.pathsep.join([*folders, "benchmarks", "tools/testing"])}
+    return _run([PYTHON, "-m", "mypy", *folders, "benchmarks"], 600, paths)
 
 
 def _benchmarks() -> bool:
