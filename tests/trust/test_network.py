@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
 import socket
 import time
@@ -53,15 +54,17 @@ def until(condition: Callable[[], object], command: Command) -> None:
 
 @pytest.fixture
 def ray_run(
-    jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
-) -> Iterator[Command]:
-    """A run in a cluster of its own that has begun to train."""
-    command = jackfield.start("run", *quickstart_settings("ray", f"cluster={RAY}", "schedule.steps=10000"))
+    jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path, ray_interpreters: str
+) -> Iterator[list[psutil.Process]]:
+    """The processes of a run in a cluster of its own that has begun to train."""
+    settings = quickstart_settings("ray", f"cluster={RAY}", "schedule.steps=10000", ray_interpreters)
+    command = jackfield.start("run", *settings)
     below: list[psutil.Process] = []
     try:
         until(lambda: steps(tmp_path / "ray"), command)
-        below = processes(command)
-        yield command
+        workers = json.loads((tmp_path / "ray" / "workers.json").read_text()).values()
+        below = list({*processes(command), *(psutil.Process(worker["pid"]) for worker in workers)})
+        yield below
     finally:
         command.kill()
         for each in below:
@@ -70,10 +73,10 @@ def ray_run(
         psutil.wait_procs(below, SECONDS)
 
 
-def test_a_cluster_that_a_run_starts_listens_on_loopback_only(ray_run: Command) -> None:
+def test_a_cluster_that_a_run_starts_listens_on_loopback_only(ray_run: list[psutil.Process]) -> None:
     """Every socket of Ray's own processes, of its agents and metrics and of workers."""
-    places = {(each.name(), place) for each in processes(ray_run) for place in listening(each)}
-    assert {"raylet", "gcs_server"} <= {name for name, _ in places}
+    places = {(each.name(), place) for each in ray_run for place in listening(each)}
+    assert {"raylet", "gcs_server", "ray::Host"} <= {name for name, _ in places}
     far = [(name, place) for name, place in places if not _is_loopback(place)]
     assert [] == far
 

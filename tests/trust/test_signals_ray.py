@@ -15,7 +15,7 @@ import pytest
 
 from jackfield_commands import Command, CommandServer
 
-from ..faults.matrix import seen
+from ..faults.matrix import lives, seen
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
@@ -68,7 +68,7 @@ def of_session(session: int) -> list[str]:
 
 
 def assert_ended(command: Command, folder: Path, number: signal.Signals) -> None:
-    """The exit code, one line that says so, no trace of a failure, and no process."""
+    """The exit code, one line that says so, no trace of a failure, and no process of its session and no worker."""
     ended = command.wait(120)
     assert 128 + number == ended.code, ended.error
     first, *further = ended.error.splitlines()
@@ -76,16 +76,17 @@ def assert_ended(command: Command, folder: Path, number: signal.Signals) -> None
     assert [number.name] == [line.partition(":")[0] for line in further], ended.error
     assert not (folder / "error.txt").exists()
     end = time.monotonic() + 60
-    while left := of_session(command.pid):
+    while left := [*of_session(command.pid), *filter(lives, workers_of(folder).values())]:
         assert time.monotonic() < end, left
         time.sleep(0.05)
 
 
 def test_signals_end_a_run_and_its_cluster(
-    jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
+    jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path, ray_interpreters: str
 ) -> None:
     """The same command three times: SIGTERM to all processes; twice at its start; SIGINT, after which a rank dies."""
-    settings, folder = quickstart_settings("run", *RAY, "checkpoint.grace_seconds=300"), tmp_path / "run"
+    more = (*RAY, "checkpoint.grace_seconds=300", ray_interpreters)
+    settings, folder = quickstart_settings("run", *more), tmp_path / "run"
     command = jackfield.start("run", *settings)
     until(lambda: len(steps_of(folder)) >= 2, command)
     os.killpg(command.pid, signal.SIGTERM)

@@ -31,8 +31,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-#: What commands and tests import. Not pyarrow: it starts a thread, and a fork of a process with threads may hang.
-IMPORTS = ("tensordict", "transformers.models.qwen3.modeling_qwen3", "jackfield.compose", "jackfield.cli", "pytest")
+#: What commands and tests import, where it is installed. The one thread that this starts is the memory allocator's of
+#: pyarrow (jemalloc), which expects forks.
+IMPORTS = (
+    "tensordict",
+    "transformers.convert_slow_tokenizer",
+    "transformers.models.qwen3.modeling_qwen3",
+    "jackfield.cli.run",
+    "jackfield.compose",
+    "jackfield.queue.memory",
+    "jackfield.weights.in_process",
+    "jackfield_agent_single_turn.agent",
+    "jackfield_engine_fsdp.engine",
+    "jackfield_reward_rules.judge",
+    "jackfield_rollout_transformers.server",
+    "jackfield_user_code.pool",
+    "pyarrow.ipc",
+    "pytest",
+    "rich.console",
+)
 
 #: Set for each command; the caller's own values of the environment come first.
 _VARIABLES = {

@@ -3,13 +3,15 @@
     python = ray_interpreter(server, folder)        # a path for ``cluster.interpreters``
 
 Ray starts a worker as ``PYTHON default_worker.py ARGUMENT ...``. This interpreter hands that over to the forking
-process, with its environment and its output, and ends when the worker does; anything else it leaves to Python. The
-worker tells Ray the number of its own process. Ray itself is imported in the fork: it reads the environment then.
+process, with its environment, its output and its network namespace, and ends when the worker does; anything else it
+leaves to Python. The worker tells Ray the number of its own process, whose session is not that of the run. Ray itself
+is imported in the fork: it reads the environment then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import runpy
@@ -25,6 +27,8 @@ case "$1" in
 esac
 """
 _FDS = (1, 2)
+_NETWORK = "/proc/self/ns/net"
+_CLONE_NEWNET = 0x40000000
 
 
 def write_interpreter(folder: Path, listens: Path) -> Path:
@@ -57,9 +61,10 @@ def _work(connection: socket.socket) -> None:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         size = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
-        content, descriptors, _, _ = socket.recv_fds(connection, size, len(_FDS), socket.MSG_WAITALL)
+        content, descriptors, _, _ = socket.recv_fds(connection, size, len(_FDS) + 1, socket.MSG_WAITALL)
         content += connection.recv(size - len(content), socket.MSG_WAITALL) if len(content) < size else b""
         given = json.loads(content)
+        _enter_network(descriptors.pop())
         for descriptor, number in zip(descriptors, _FDS, strict=True):
             os.dup2(descriptor, number)
             os.close(descriptor)
@@ -84,6 +89,13 @@ def _work(connection: socket.socket) -> None:
         os._exit(code)
 
 
+def _enter_network(namespace: int) -> None:
+    """Have the network of the process that asks, which may be another one than that of the forking process."""
+    if os.stat(namespace) != os.stat(_NETWORK) and ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    os.close(namespace)
+
+
 def _ask(listens: str, arguments: list[str]) -> None:
     """Hand a worker over, and wait for its end."""
     given = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
@@ -91,7 +103,8 @@ def _ask(listens: str, arguments: list[str]) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(listens)
         connection.sendall(len(content).to_bytes(4, "big"))
-        sent = socket.send_fds(connection, [content], list(_FDS))
+        network = os.open(_NETWORK, os.O_RDONLY)
+        sent = socket.send_fds(connection, [content], [*_FDS, network])
         connection.sendall(content[sent:])
         connection.recv(1)
 

@@ -9,13 +9,13 @@ import pytest
 from mutants import harness
 from mutants.agent import LEAKED, MUTANTS, REFERENCE
 
-from jackfield_conformance.suites import agent
+from jackfield_conformance.support import agent
 
 
 @pytest.fixture(autouse=True)
 def _short_grace_and_no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a mutant leaves running is not waited for long, and does not outlive its test."""
-    monkeypatch.setattr(agent, "_GRACE", 0.5)
+    monkeypatch.setattr(agent, "GRACE_SECONDS", 0.5)
     yield
     while LEAKED:
         left = LEAKED.pop()

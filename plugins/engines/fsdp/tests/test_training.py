@@ -61,10 +61,10 @@ def test_learning_rate_follows_its_closed_form(build: Build, scheduler: Any, exp
     """Two steps of warm-up, four of decay to a tenth, then flat: what the *next* step will use."""
     spec = OptimizerSpec(lr=2.0, scheduler=scheduler, warmup_steps=2, total_steps=6, min_lr_ratio=0.1)
     engine = build(optimizer=spec)
-    rates = [engine._optimization.optimizer.param_groups[0]["lr"]]
+    rates = [engine._optimization._optimizer.param_groups[0]["lr"]]
     for _ in expected[1:]:
         rates.append(engine.lr_scheduler_step())
-        assert rates[-1] == engine._optimization.optimizer.param_groups[0]["lr"]
+        assert rates[-1] == engine._optimization._optimizer.param_groups[0]["lr"]
     assert [2.0 * factor for factor in expected] == pytest.approx(rates)
 
 

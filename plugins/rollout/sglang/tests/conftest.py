@@ -17,7 +17,7 @@ from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParam
 from jackfield.clock import Clock
 from jackfield.weights import Replica, SyncReport, WeightSender, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
-from jackfield_conformance.support.rollout import model_folder
+from jackfield_conformance.support.rollout_model import model_folder
 from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.process import SglangProcess
 from jackfield_rollout_sglang.server import SglangServer

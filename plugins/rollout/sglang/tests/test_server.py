@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from jackfield.abc.rollout import AbortRequest, PauseRequest, ResumeRequest, SleepRequest, WakeUpRequest
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
-from jackfield_conformance.support.rollout import model_folder
+from jackfield_conformance.support.rollout_model import model_folder
 from jackfield_testing import in_loop
 
 from .conftest import Serve, make_request, sync, weights_of

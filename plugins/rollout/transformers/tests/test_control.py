@@ -222,7 +222,7 @@ def test_sleep_frees_and_kept_requests_go_on(serve: Any, make_request: Any) -> N
             await server.pause(PauseRequest())
             freed = (await server.sleep(SleepRequest(level=1))).freed_bytes
             assert freed >= 3 * 2 * 2 * 8 * 8 * 4  # layers, keys and values, heads, positions, dimension, bytes
-            assert all(layer.keys is None for layer in server._decoder._cache.layers)
+            assert all(layer.keys is None for layer in server._loop.decoder._cache.layers)
             await server.resume(ResumeRequest())
             counter = await passes(server)
             assert (await server.wake_up(WakeUpRequest(tags=("weights",)))).awake == ("weights",)

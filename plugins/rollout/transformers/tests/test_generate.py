@@ -95,7 +95,7 @@ def test_log_probs_are_a_forwards(serve: Any, make_request: Any, reference: Any,
                 "own", PROMPTS[1], seed=11, max_new_tokens=24, ignore_eos=True, log_probs=kind, **sampling
             )
             results = await asyncio.gather(*(server.generate(one) for one in [*neighbours, own]))
-            assert server._decoder._modes == Modes()  # nothing is computed for rows that have left
+            assert server._loop.decoder._modes == Modes()  # nothing is computed for rows that have left
             return results[-1]
 
     result = asyncio.run(main())

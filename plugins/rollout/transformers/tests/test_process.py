@@ -28,7 +28,8 @@ from jackfield.settings import unstructure
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
 from jackfield_conformance.subject import Subject
-from jackfield_conformance.support.rollout import LONG, greedy, model_folder, named_weights
+from jackfield_conformance.support.rollout import LONG, greedy
+from jackfield_conformance.support.rollout_model import model_folder, named_weights
 from jackfield_kept_process import KeptRolloutProcess
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.server import TransformersServer

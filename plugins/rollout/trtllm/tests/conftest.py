@@ -20,7 +20,7 @@ from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParam
 from jackfield.clock import Clock
 from jackfield.weights import Replica, SyncReport, WeightSender, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
-from jackfield_conformance.support.rollout import model_folder
+from jackfield_conformance.support.rollout_model import model_folder
 from jackfield_rollout_trtllm.config import Config
 from jackfield_rollout_trtllm.server import TrtllmServer
 

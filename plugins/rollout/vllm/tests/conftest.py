@@ -15,7 +15,7 @@ import pytest
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext
 from jackfield.plugins import PluginRecord, discover
-from jackfield_conformance.support.rollout import model_folder
+from jackfield_conformance.support.rollout_model import model_folder
 from jackfield_kept_process import KeptRolloutProcess
 from jackfield_testing import vllm_python
 

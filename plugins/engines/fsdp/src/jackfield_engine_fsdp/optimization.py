@@ -40,6 +40,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 class Optimization:
     """The optimizer of the trainable parameters and its place in the schedule.
 
+    AdamW gets this rank's parts as plain tensors: it works element by element, and so needs no ``DTensor``, whose first
+    step costs 0.2 s of planning.
+
     Raises:
         EngineError: ``config.invalid-value`` for a decay without a length.
     """
@@ -57,8 +60,9 @@ class Optimization:
         self.parameters = dict(parameters)
         self.schedule_step = 0
         self._ranks = ranks
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(),
+        self._parts = {name: nn.Parameter(local(parameter).detach()) for name, parameter in self.parameters.items()}
+        self._optimizer = torch.optim.AdamW(
+            self._parts.values(),
             lr=learning_rate(spec, 0),
             betas=spec.betas,
             eps=spec.eps,
@@ -68,7 +72,8 @@ class Optimization:
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def step(self) -> float:
         """Clip and apply; the norm before clipping. A norm that is not finite skips the step."""
@@ -80,7 +85,11 @@ class Optimization:
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
                     local(parameter.grad).mul_(scale)
-        self.optimizer.step()
+        for name, parameter in self.parameters.items():
+            self._parts[name].data = local(parameter).detach()  # it may have moved
+            self._parts[name].grad = None if parameter.grad is None else local(parameter.grad)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         return norm
 
     def _gradient_norm(self) -> float:
@@ -104,23 +113,36 @@ class Optimization:
         """Stand at ``step`` of the schedule; the learning rate there."""
         self.schedule_step = step
         rate = learning_rate(self.spec, step)
-        for group in self.optimizer.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = rate
         return rate
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """AdamW's tensors by parameter name: what it holds, and what it would start from where it holds nothing."""
-        for parameter in self.parameters.values():
-            if not self.optimizer.state[parameter]:
-                self.optimizer.state[parameter].update(
-                    step=torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    exp_avg=torch.zeros_like(parameter, requires_grad=False),
-                    exp_avg_sq=torch.zeros_like(parameter, requires_grad=False),
-                )
-        return {name: dict(self.optimizer.state[parameter]) for name, parameter in self.parameters.items()}
+        """AdamW's tensors by parameter name: what it holds, and what it would start from where it holds nothing.
+
+        They share their memory with AdamW's; those of a sharded parameter are sharded as it is.
+        """
+        found = {}
+        for name, parameter in self.parameters.items():
+            state = self._optimizer.state[self._parts[name]]
+            if not state:
+                part = local(parameter).detach()
+                state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
+                state |= {"exp_avg": torch.zeros_like(part), "exp_avg_sq": torch.zeros_like(part)}
+            averages = {kind: _sharded_as(parameter, state[kind]) for kind in ("exp_avg", "exp_avg_sq")}
+            found[name] = {"step": state["step"], **averages}
+        return found
 
     def move(self, device: torch.device) -> None:
         """Move AdamW's tensors."""
-        for state in self.optimizer.state.values():
+        for state in self._optimizer.state.values():
             for name, value in state.items():
                 state[name] = value.to(device)
+
+
+def _sharded_as(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """A part's tensor as that of the whole parameter."""
+    if not isinstance(parameter, DTensor):
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(value, mesh, placements, shape=parameter.shape, stride=parameter.stride())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, Ag
 from jackfield.abc.rollout import GenerateRequest, GenerateResult
 from jackfield.errors import RolloutError
 from jackfield_conformance.subject import Subject
+from jackfield_conformance.support.processes import descendants, names, remaining
 
 END = 2  #: the token that ends a turn
 _SEPARATOR = 3
@@ -27,6 +29,8 @@ _OTHER_ROLE = 9
 _LETTERS = 1_000  #: plus the letter's number
 _FIRST_MODEL_TOKEN = 10_000_000
 _MOST_CALLS = 64
+
+GRACE_SECONDS = 5.0  #: until a run that was cancelled has ended
 
 #: Sampling parameters of every run.
 SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "max_new_tokens": 64, "seed": 11}
@@ -249,3 +253,128 @@ async def play(
 
 def _short(ids: Sequence[int]) -> str:
     return f"{tuple(ids)}" if len(ids) <= 8 else f"({', '.join(map(str, ids[:8]))}, …, {len(ids)} tokens)"
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.define
+class Switch:
+    """A model that can be exchanged under an agent."""
+
+    model: Model
+
+    async def __call__(self, request: Any) -> Any:
+        return await self.model(request)
+
+
+async def played(subject: Subject) -> list[tuple[Trial, AgentSequence, list[Block]]]:
+    """All sequences of all tasks, each with its run and the calls that made it."""
+    found = []
+    for task in tasks(subject):
+        trial = await play(subject, task)
+        found += [(trial, sequence, trial.blocks(sequence)) for sequence in trial.output.sequences]
+    assert found, "no task yields a sequence"
+    return found
+
+
+def tight_budgets(model: Model) -> list[int]:
+    """Budgets that end within the first answer, just after it, and just before the end of the last one."""
+    lengths = [len(result.token_ids) for _, result in model.calls]
+    return sorted({1, lengths[0], lengths[0] + 1, sum(lengths) - 1} - {0, sum(lengths)})
+
+
+def assert_budget(model: Model, budget: int) -> None:
+    """No request asks for more tokens than the run has left."""
+    left = budget
+    for turn, (request, result) in enumerate(model.calls):
+        asked = request.sampling.max_new_tokens
+        assert asked <= left, (
+            f"turn {turn} asks for {asked} tokens, and the run has {left} left of max_new_tokens={budget}: the budget"
+            " holds for all turns together"
+        )
+        left -= len(result.token_ids)
+
+
+async def cancel_at(subject: Subject, task: ScriptedTask, call: int) -> None:
+    """Run until the model's ``call``-th answer is waited for, cancel, and look at what goes on."""
+    tokenizer = Letters()
+    model = Model(tokenizer, task.answers, hang_at=call)
+    tasks_before, processes_before = set(asyncio.all_tasks()), descendants()
+    run = asyncio.create_task(play(subject, task, model=model, tokenizer=tokenizer))
+    hangs = asyncio.create_task(model.hangs.wait())
+    await asyncio.wait({run, hangs}, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    hangs.cancel()
+    assert model.hangs.is_set(), f"the model was not asked for the {call}-th time within {GRACE_SECONDS:g} s"
+    run.cancel()
+    await asyncio.wait({run}, timeout=GRACE_SECONDS)
+    if not run.done():
+        run.cancel()
+        raise AssertionError(f"the run went on for {GRACE_SECONDS:g} s after it was cancelled")
+    assert run.cancelled(), "a cancelled run returned, expected asyncio.CancelledError to leave it"
+    assert not model.running, "the run has ended, and its generation goes on"
+    left = [each.get_name() for each in asyncio.all_tasks() - tasks_before - {hangs} if not each.done()]
+    assert not left, f"tasks that go on after the run was cancelled: {left}"
+    processes = await asyncio.to_thread(remaining, descendants() - processes_before, GRACE_SECONDS)
+    assert not processes, f"processes that go on after the run was cancelled: {names(processes)}"
+
+
+def assert_well_formed(sequence: AgentSequence) -> None:
+    lengths = {
+        name: len(getattr(sequence, name))
+        for name in ("response_ids", "response_mask", "response_log_probs", "weight_versions")
+    }
+    assert len(set(lengths.values())) == 1, f"expected one length, found {lengths}"
+    assert sequence.prompt_ids, "a sequence has no prompt"
+    assert sequence.response_ids, "a sequence has an empty response"
+    for name in ("prompt_ids", "response_ids", "response_mask", "weight_versions"):
+        values = getattr(sequence, name)
+        assert all(type(value) is int for value in values), f"{name} holds something else than numbers: {values[:8]}"
+    assert set(sequence.response_mask) <= {0, 1}, f"the mask holds {sorted(set(sequence.response_mask))}"
+    assert sequence.reward is None or finite(sequence.reward), f"the reward is {sequence.reward!r}"
+
+
+def assert_aborted(trial: Trial, tokens: int) -> None:
+    aborted = trial.model.calls[-1][1]
+    for sequence in trial.output.sequences:
+        assert_well_formed(sequence)
+        own = [token for token in aborted.token_ids if token in sequence.response_ids]
+        if own:
+            told = sequence.finish_reason
+            assert "abort" == told, f"a sequence ends with an aborted answer of {tokens} tokens, reported as {told!r}"
+
+
+def assert_unique(trials: list[Trial]) -> None:
+    ids = [request.request_id for trial in trials for request in trial.model.requests]
+    twice = sorted({id for id in ids if ids.count(id) > 1}) if len(ids) != len(set(ids)) else []
+    assert not twice, f"{len(twice)} request ids are used by several requests, such as {twice[0]!r}"
+
+
+def outline(trial: Trial) -> Mapping[str, Any]:
+    """A run without the ids of its model's tokens, which are others each time."""
+
+    def plain(ids: tuple[int, ...]) -> str:
+        return trial.tokenizer.decode(ids)
+
+    return {
+        "asked": [plain(tuple(request.prompt_ids)) for request in trial.model.requests],
+        "sequences": [
+            (
+                plain(tuple(each.prompt_ids)),
+                plain(tuple(each.response_ids)),
+                tuple(each.response_mask),
+                repr(each.reward),
+            )
+            for each in trial.output.sequences
+        ],
+        "num_turns": trial.output.num_turns,
+    }
+
+
+def bits(mask: list[int]) -> str:
+    text = "".join(map(str, mask))
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -99,6 +99,10 @@ class Ends:
         metadata = tuple(result.metadata for result in prepared)
         return self.cls.build_topology(TopologyRequest(trainer_metadata=metadata, rollout_workers=count))
 
+    def receiving(self, topology: Topology) -> list[asyncio.Task[dict[str, torch.Tensor]]]:
+        """Let every worker receive, beside the check."""
+        return [self.start(receive(*pair)) for pair in zip(self.workers, topology.rollout, strict=True)]
+
     async def finalize(self) -> None:
         """All trainer ranks release what they took, if they took anything."""
         if self.prepared:
@@ -139,6 +143,11 @@ async def ends(
             await within(GRACE_SECONDS, made.finalize(), "finalize")
         finally:
             await ended(made.tasks)
+
+
+def impatient_ends(subject: Subject, workers: int = 1, **settings: Any) -> contextlib.AbstractAsyncContextManager[Ends]:
+    """Both sides of a transfer that breaks off."""
+    return ends(subject, workers, seconds=BREAK_SECONDS, worker_seconds=BREAK_SECONDS, **settings)
 
 
 async def receive(
@@ -270,16 +279,23 @@ async def ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
             task.exception()
 
 
-async def bounded(seconds: float, awaitable: Awaitable[Any], what: str) -> BaseException:
-    """Await what has to break off: the error, which has to come within the deadline of ``seconds``.
+async def broken(
+    awaitable: Awaitable[Any],
+    what: str,
+    kinds: type[Exception] | tuple[type[Exception], ...] = BREAKS,
+    seconds: float = BREAK_SECONDS,
+) -> Exception:
+    """Await what has to break off: the error, of one of these kinds, which has to come within the deadline.
 
     Raises:
-        AssertionError: nothing was raised, or too late.
+        AssertionError: nothing was raised, or something else, or too late.
     """
     try:
         await within(seconds + GRACE_SECONDS, awaitable, what)
     except AssertionError:
         raise
     except Exception as error:
-        return error
+        if isinstance(error, kinds):
+            return error
+        raise AssertionError(f"{what} raised {error!r}, expected a WeightsError, or DeadlineExceeded") from error
     raise AssertionError(f"{what} ended as if nothing had happened")

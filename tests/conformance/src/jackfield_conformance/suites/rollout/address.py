@@ -17,7 +17,8 @@ from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import BaseRolloutServer, RolloutContext, ServerInfo
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
-from jackfield_conformance.support.rollout import PROMPT, model_folder, request, tolerance
+from jackfield_conformance.support.rollout import PROMPT, request
+from jackfield_conformance.support.rollout_model import model_folder, tolerance
 
 _PAGE = "docs/plugins/rollout.md#the-openai-compatible-address"
 _SECONDS = 20.0

@@ -20,17 +20,15 @@ from jackfield_conformance.support.rollout import (
     PAGE,
     PROMPT,
     Reader,
-    assert_greedy,
     breathe,
     ended,
     forward_passes,
     greedy,
-    prompt_that_ends,
     request,
     serving,
     spawn,
-    tolerance,
 )
+from jackfield_conformance.support.rollout_model import assert_greedy, prompt_that_ends, tolerance
 
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject

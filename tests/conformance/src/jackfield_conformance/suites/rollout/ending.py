@@ -16,22 +16,8 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, RolloutError
 from jackfield_conformance.registry import check
-from jackfield_conformance.support.rollout import (
-    END,
-    LONG,
-    PAGE,
-    PROMPT,
-    VOCABULARY,
-    Reader,
-    assert_greedy,
-    decode,
-    greedy,
-    prompt_that_ends,
-    push,
-    refused,
-    request,
-    serving,
-)
+from jackfield_conformance.support.rollout import LONG, PAGE, PROMPT, Reader, greedy, push, refused, request, serving
+from jackfield_conformance.support.rollout_model import END, VOCABULARY, assert_greedy, decode, prompt_that_ends
 
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject

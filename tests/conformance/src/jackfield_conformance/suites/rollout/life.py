@@ -26,20 +26,17 @@ from jackfield_conformance.support.rollout import (
     PAGE,
     PROMPT,
     Reader,
-    assert_greedy,
-    assert_log_probs,
     breathe,
     ended,
     forward_passes,
     greedy,
-    model_folder,
-    named_weights,
     push,
     refused,
     request,
     serving,
     spawn,
 )
+from jackfield_conformance.support.rollout_model import assert_greedy, assert_log_probs, model_folder, named_weights
 
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject

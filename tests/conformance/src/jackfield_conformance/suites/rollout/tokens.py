@@ -10,17 +10,13 @@ import torch
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult, SamplingParams
 from jackfield_conformance.registry import check
-from jackfield_conformance.support.rollout import (
-    PAGE,
-    PROMPT,
+from jackfield_conformance.support.rollout import PAGE, PROMPT, greedy, request, serving
+from jackfield_conformance.support.rollout_model import (
     VOCABULARY,
     assert_greedy,
     assert_log_probs,
-    greedy,
     log_probs_of,
     model_logits,
-    request,
-    serving,
 )
 
 if TYPE_CHECKING:
