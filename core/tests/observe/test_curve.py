@@ -12,7 +12,7 @@ from PIL import Image
 
 from jackfield.errors import PluginError
 from jackfield.observe import curve, plot_learning_curve
-from jackfield.observe.metrics import read_lines
+from jackfield.observe.observer import read_lines
 
 
 @pytest.fixture

@@ -14,29 +14,21 @@ from typing import TYPE_CHECKING
 from jackfield.clock import Clock
 from jackfield.errors import PluginError
 from jackfield.observe.curve import LearningCurve, plot_learning_curve
-from jackfield.observe.metrics import MetricsFile
-from jackfield.observe.observer import Observer, ObserveSettings
+from jackfield.observe.observer import ObserveSettings
 from jackfield.observe.progress import ProgressDisplay
-from jackfield.observe.samples import SampleTables, read_samples, render_samples
-from jackfield.observe.tensorboard import TensorBoardFiles
-from jackfield.observe.timeline import Timeline
+from jackfield.observe.recorders import (
+    MetricsFile,
+    SampleTables,
+    TensorBoardFiles,
+    Timeline,
+    read_samples,
+    render_samples,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "LearningCurve",
-    "MetricsFile",
-    "ObserveSettings",
-    "ProgressDisplay",
-    "SampleTables",
-    "TensorBoardFiles",
-    "Timeline",
-    "observers",
-    "plot_learning_curve",
-    "read_samples",
-    "render_samples",
-]
+__all__ = ["ObserveSettings", "observers", "plot_learning_curve", "read_samples", "render_samples"]
 
 
 def observers(
@@ -59,16 +51,23 @@ def observers(
     """
     from rich.console import Console as RichConsole
 
-    if settings.tensorboard:
-        _require("tensorboard", "observe.tensorboard")
-    if settings.curve:
-        _require("matplotlib", "observe.curve")
+    for package, setting, wanted in (
+        ("tensorboard", "observe.tensorboard", settings.tensorboard),
+        ("matplotlib", "observe.curve", settings.curve),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise PluginError(
+                f"{package} is not installed",
+                where=setting,
+                expected=f"the package {package}, which {setting} needs",
+                fix=f"install jackfield[train], or set {setting}=false",
+            )
     screen, time = console or RichConsole(stderr=True), clock or Clock()
 
     def report(text: str) -> None:
         screen.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
-    chosen: dict[type[Observer], bool] = {
+    chosen = {
         MetricsFile: settings.metrics_file,
         TensorBoardFiles: settings.tensorboard,
         SampleTables: settings.sample_table,
@@ -77,15 +76,3 @@ def observers(
     }
     made: list[object] = [make(settings, folder, report, time) for make, wanted in chosen.items() if wanted]
     return [*made, ProgressDisplay(settings, folder, report, time, screen)] if settings.progress else made
-
-
-def _require(package: str, setting: str) -> None:
-    """Refuse a setting whose package is not installed; imports nothing."""
-    if importlib.util.find_spec(package) is None:
-        raise PluginError(
-            f"{package} is not installed",
-            code="plugin.requirement",
-            where=setting,
-            expected=f"the package {package}, which {setting} needs",
-            fix=f"install jackfield[train], or set {setting}=false",
-        )

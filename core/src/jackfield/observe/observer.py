@@ -1,9 +1,13 @@
-"""What the observers have in common: their settings, a clock, files to append to, and a name in their failures."""
+"""What the observers have in common: settings, a clock, files to append to, JSON lines, a name in their failures."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import json
+import logging
+import math
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -12,12 +16,14 @@ from attrs.validators import ge, in_
 
 from jackfield.clock import Clock
 from jackfield.errors import RunError
-from jackfield.files import AppendFile
+from jackfield.files import AppendFile, replacing
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, StepEnded, WeightsSynced, hookimpl
 from jackfield.settings import option
 
 Self = TypeVar("Self", bound="Observer")
 Event = TypeVar("Event")
+# Some readers end a line at these characters, too, which JSON allows inside a string.
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 @attrs.frozen(kw_only=True)
@@ -42,23 +48,18 @@ class ObserveSettings:
     )
 
 
-def listens(
-    *, tryfirst: bool = False, trylast: bool = False
-) -> Callable[[Callable[[Self, Event], None]], Callable[[Self, Event], None]]:
+def listens(method: Callable[[Self, Event], None]) -> Callable[[Self, Event], None]:
     """Mark an observer's method as a hook implementation whose failure names the observer and happens once."""
 
-    def decorate(method: Callable[[Self, Event], None]) -> Callable[[Self, Event], None]:
-        @functools.wraps(method)
-        def call(self: Self, event: Event) -> None:
-            if not self._failed:
-                try:
-                    method(self, event)
-                except Exception as error:
-                    self._fail(method.__name__, error, event)
+    @functools.wraps(method)
+    def call(self: Self, event: Event) -> None:
+        if not self._failed:
+            try:
+                method(self, event)
+            except Exception as error:
+                self._fail(method.__name__, error, event)
 
-        return hookimpl(tryfirst=tryfirst, trylast=trylast)(call)
-
-    return decorate
+    return hookimpl(call)
 
 
 class Observer:
@@ -105,7 +106,7 @@ class Observer:
         """Return the seconds of work since the start of the run, resumed parts added up."""
         return self.clock.time() - self._origin
 
-    @listens()
+    @listens
     def run_ended(self, event: RunEnded) -> None:
         """Close the files."""
         self.close()
@@ -118,7 +119,6 @@ class Observer:
         self._failed = True
         failure = RunError(
             f"the observer '{self.name}' failed in {hook}",
-            code="run.failed",
             where=str(self.path),
             found=f"{type(error).__name__}: {error}",
             fix="look at the disk and the folder's permissions, or set observe.on_error=warn to run without it",
@@ -136,22 +136,99 @@ class MetricsObserver(Observer):
     """The base of observers that record the metrics of steps, evaluations and weight synchronisations."""
 
     def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of a ``step``, an ``evaluation`` or a ``sync``."""
+        """Record metrics of a ``step``, an ``evaluation`` or of ``weights``."""
         raise NotImplementedError
 
-    @listens()
+    @listens
     def step_ended(self, event: StepEnded) -> None:
         """Record a step's metrics."""
         self.record("step", event.step, event.metrics)
 
-    @listens()
+    @listens
     def evaluation_ended(self, event: EvaluationEnded) -> None:
         """Record an evaluation's metrics."""
         self.record("evaluation", event.step, event.metrics)
 
-    @listens()
+    @listens
     def weights_synced(self, event: WeightsSynced) -> None:
         """Record how long a synchronisation took, of it the longest pause of a replica, in seconds, and bytes sent."""
         paused = max((receipt.paused_seconds for receipt in event.receipts), default=0.0)
         sizes = {"replicas": len(event.receipts), "sent_bytes": event.sent_bytes}
         self.record("weights", event.version, {"seconds": event.seconds, "paused_seconds": paused, **sizes})
+
+
+def number(value: Any) -> float | int:
+    """Return a metric's value as a plain number; zero-dimensional arrays and tensors are numbers, too."""
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def encode(line: Mapping[str, Any]) -> bytes:
+    """Write one line of strict JSON in UTF-8.
+
+    A number that is not finite becomes null, and its path is in the list ``not_finite``; other types become texts.
+    """
+    try:
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        not_finite: list[str] = []
+        plain = _strict(line, not_finite) | ({"not_finite": not_finite} if not_finite else {})
+        text = json.dumps(plain, ensure_ascii=False)
+    # a lone surrogate becomes its JSON escape
+    return text.translate(_LINE_ENDS).encode("utf-8", errors="backslashreplace") + b"\n"
+
+
+def _strict(value: Any, not_finite: list[str], path: str = "") -> Any:
+    """Return ``value`` in JSON's own types; paths of not-finite numbers, which become None, go to ``not_finite``."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Real):
+        if math.isfinite(value):
+            return number(value)
+        not_finite.append(path)
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item, not_finite, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_strict(item, not_finite, f"{path}[{index}]") for index, item in enumerate(value)]
+    return str(value)
+
+
+def read_lines(path: Path, last_step: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file, those of steps after ``last_step`` left out.
+
+    A file that does not exist has none. A line that a kill or another program tore is skipped.
+    """
+    if path.exists():
+        with path.open("rb") as file:
+            for line in map(_line, file):
+                if line is not None and (last_step is None or line.get("step", 0) <= last_step):
+                    yield line
+
+
+def _line(raw: bytes) -> dict[str, Any] | None:
+    """Read a line; None where it is no JSON object."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def cut_after(path: Path, last_step: int) -> None:
+    """Drop a JSON-lines file's lines of steps after ``last_step``, and torn lines, in one move.
+
+    A run that begins at step 0 has restored nothing, so it keeps nothing. A warning counts whole lines that are no
+    JSON objects: a kill does not tear these.
+    """
+    if last_step <= 0:
+        path.unlink(missing_ok=True)
+    elif path.exists():
+        damaged = 0
+        with replacing(path) as partial, path.open("rb") as old, partial.open("wb") as new:
+            for raw in old:
+                line = _line(raw)
+                damaged += line is None and raw.endswith(b"\n")
+                if line is not None and line.get("step", 0) <= last_step:
+                    new.write(raw.rstrip(b"\n") + b"\n")
+        if damaged:
+            logging.getLogger("jackfield").warning("%s: %d damaged lines are left out", path, damaged)

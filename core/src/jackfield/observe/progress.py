@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jackfield.observe.metrics import read_lines
-from jackfield.observe.observer import Observer, listens
-from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, SamplesFailed, StepEnded
+from jackfield.observe.observer import Observer, listens, read_lines
+from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, SamplesFailed, StepEnded, hookimpl
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,16 +38,16 @@ class ProgressDisplay(Observer):
         self._ends: deque[float] = deque(maxlen=21)  # of the last steps, for the time left
         self._scores: list[tuple[float, int]] = []  # of each evaluation, with its step
 
-    @listens(tryfirst=True)
+    @hookimpl(tryfirst=True)
+    @listens
     def run_started(self, event: RunStarted) -> None:
         """Print the header."""
-        self._began = self.clock.time()
+        self._began, self._total = self.clock.time(), event.total_steps
         self._ends.append(self._began)
-        self._total = event.total_steps
         self.report(f"run {event.name} in {self.folder}")
-        plugins = ", ".join(f"{kind} {name}" for kind, name in _plugins(event.config))
+        plugins = [f"{kind} {event.config[kind]['name']}" for kind in _KINDS if kind in event.config]
         if plugins:
-            self.report(f"plugins: {plugins}")
+            self.report(f"plugins: {', '.join(plugins)}")
         if event.first_step > 0:
             self.report(f"resumed after step {event.first_step} of {event.total_steps}")
             for line in read_lines(self.folder / "metrics.jsonl", event.first_step):
@@ -59,32 +58,37 @@ class ProgressDisplay(Observer):
             self._bar.add_task("first step", total=event.total_steps, completed=event.first_step, left="")
             self._bar.start()
 
-    @listens()
+    @listens
     def step_ended(self, event: StepEnded) -> None:
         """Show a step: its metrics, and the time that the remaining steps will take at the speed of the last ones."""
-        now, remaining = self.clock.time(), self._total - event.step
+        now, remaining, left = self.clock.time(), self._total - event.step, ""
         self._ends.append(now)
-        metrics, left = self._describe(event.metrics), ""
         if remaining > 0 and len(self._ends) > 1:
             left = f"{_duration((now - self._ends[0]) / (len(self._ends) - 1) * remaining)} left"
+        score = self._scores[-1][0] if self._scores else None
+        shown = {"reward": event.metrics.get("reward/mean"), "evaluation score": score}
+        shown["loss"] = event.metrics.get("policy/loss")
+        parts = [f"{name} {_number(value)}" for name, value in shown.items() if value is not None]
+        if "samples_per_second" in event.metrics:
+            parts.append(f"{event.metrics['samples_per_second']:.1f} samples/s")
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=event.step, description=metrics, left=left)
+            self._bar.update(self._bar.task_ids[0], completed=event.step, description=", ".join(parts), left=left)
         elif remaining <= 0 or now - self._shown >= self.settings.progress_interval:
             self._shown = now
-            parts = ", ".join(part for part in (metrics, left) if part)
-            self.report(f"step {event.step}/{self._total}: {parts}".rstrip(": "))
+            text = ", ".join(part for part in (*parts, left) if part)
+            self.report(f"step {event.step}/{self._total}: {text}".rstrip(": "))
 
-    @listens()
+    @listens
     def evaluation_ended(self, event: EvaluationEnded) -> None:
         """Print an evaluation."""
         metrics = event.metrics
         if self._remember(metrics, event.step):
             metrics = {name: metrics[name] for name in ("score", "failed") if name == "score" or metrics.get(name)}
         text = ", ".join(f"{name} {_number(value)}" for name, value in metrics.items())
-        best = f" (best {_best(self._scores)})" if len(self._scores) > 1 else ""
+        best = f" (best {self._best()})" if len(self._scores) > 1 else ""
         self.report(f"evaluation at step {event.step}: {text}{best}")
 
-    @listens()
+    @listens
     def samples_failed(self, event: SamplesFailed) -> None:
         """Print how many samples failed, and why."""
         if event.reasons:
@@ -92,7 +96,8 @@ class ProgressDisplay(Observer):
             text = "; ".join(f"{count} x {' '.join(reason.split())[:100]}" for reason, count in reasons)
             self.report(f"step {event.step}: {len(event.reasons)} samples failed: {text}")
 
-    @listens(trylast=True)
+    @hookimpl(trylast=True)
+    @listens
     def run_ended(self, event: RunEnded) -> None:
         """Print the summary, after the other observers have written theirs."""
         self.close()
@@ -102,10 +107,12 @@ class ProgressDisplay(Observer):
         elif event.error is None:
             self.report(f"run ended well: {event.steps} steps{took}")
         else:
-            self.report(f"run FAILED after {event.steps} steps{took}: {_first_line(event.error)}")
+            text, kind = str(event.error).strip().partition("\n")[0], type(event.error).__name__
+            reason = text if text.startswith("[") else f"{kind}: {text}".removesuffix(": ")
+            self.report(f"run FAILED after {event.steps} steps{took}: {reason}")
         if self._scores:
             last, step = self._scores[-1]
-            self.report(f"evaluation score: best {_best(self._scores)}, last {_number(last)} at step {step}")
+            self.report(f"evaluation score: best {self._best()}, last {_number(last)} at step {step}")
         written = [name for name in _OUTPUTS if (self.folder / name).exists()]
         self.report(f"files in {self.folder}: {', '.join(written) or 'none'}")
 
@@ -123,13 +130,9 @@ class ProgressDisplay(Observer):
         self._scores.append((score, step))
         return True
 
-    def _describe(self, metrics: Mapping[str, float]) -> str:
-        shown = {"reward": metrics.get("reward/mean"), "loss": metrics.get("policy/loss")}
-        if self._scores:
-            shown = {"reward": shown["reward"], "evaluation score": self._scores[-1][0], "loss": shown["loss"]}
-        parts = [f"{name} {_number(value)}" for name, value in shown.items() if value is not None]
-        speed = metrics.get("samples_per_second")
-        return ", ".join(parts if speed is None else [*parts, f"{speed:.1f} samples/s"])
+    def _best(self) -> str:
+        score, step = max(self._scores, key=lambda each: (each[0], -each[1]))
+        return f"{_number(score)} at step {step}"
 
 
 def _make_bar(console: Console) -> Progress:
@@ -141,21 +144,6 @@ def _make_bar(console: Console) -> Progress:
     left = TextColumn("{task.fields[left]}", markup=False, table_column=Column(no_wrap=True))
     columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(bar_width=16), TimeElapsedColumn(), left, metrics)
     return Progress(*columns, console=console, refresh_per_second=4, expand=True)
-
-
-def _plugins(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Find the kinds and names of the plugins that a configuration chooses, wherever their sections are."""
-    for key, value in config.items():
-        name = value.get("name", value.get("plugin")) if isinstance(value, Mapping) else value
-        if key in _KINDS and isinstance(name, str):
-            yield key, name
-        elif isinstance(value, Mapping):
-            yield from _plugins(value)
-
-
-def _best(evaluations: list[tuple[float, int]]) -> str:
-    accuracy, step = max(evaluations, key=lambda evaluation: (evaluation[0], -evaluation[1]))
-    return f"{_number(accuracy)} at step {step}"
 
 
 def _number(value: float) -> str:
@@ -170,9 +158,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
-    kind = type(error).__name__
-    return text if text.startswith("[") else f"{kind}: {text}" if text else kind

@@ -1,0 +1,258 @@
+"""The files that a run appends to: metrics, tables of samples, TensorBoard events and the timeline."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from jackfield.files import replace_file
+from jackfield.observe.observer import MetricsObserver, Observer, cut_after, encode, listens, number, read_lines
+from jackfield.plugins.hooks import RunStarted, SampleRecord, SamplesFailed, SamplesRecorded, StageEnded
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_RESERVED = frozenset({"kind", "not_finite", "step", "time"})
+
+
+class MetricsFile(MetricsObserver):
+    """Writes ``metrics.jsonl``: one object per step, evaluation and weight synchronisation.
+
+    Each has ``kind``, ``step``, ``time`` (seconds of work since the run's start, resumed parts added up) and the
+    metrics. A NaN or an infinity is ``null`` and its name is in the list ``not_finite``. Every line is in the file
+    when the hook returns. A resumed run first cuts the lines of steps after the restored one.
+    """
+
+    name = "metrics file"
+    output = "metrics.jsonl"
+
+    @listens
+    def run_started(self, event: RunStarted) -> None:
+        """Open the file, and cut what a resumed run does again."""
+        cut_after(self.path, event.first_step)
+        self.go_on(read_lines(self.path))
+        self.open_file(self.path)
+
+    def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a line."""
+        named = {f"metric/{key}" if key in _RESERVED else key: number(value) for key, value in metrics.items()}
+        self.append(encode({"kind": kind, "step": step, "time": round(self.seconds(), 6), **named}))
+
+
+class TensorBoardFiles(MetricsObserver):
+    """Writes scalars to ``tensorboard/``: ``train/NAME``, ``evaluation/NAME`` and ``weights/seconds``.
+
+    A run that goes on opens a further file, whose first event makes TensorBoard forget the steps after the restored
+    one; a run that starts from the beginning makes it forget everything. Neither torch nor TensorFlow is imported.
+    """
+
+    name = "TensorBoard"
+    output = "tensorboard"
+
+    @listens
+    def run_started(self, event: RunStarted) -> None:
+        """Open a new event file."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        earlier = list(self.path.glob("events.out.tfevents.*"))
+        # TensorBoard reads the files of a folder in the order of their names, so a later one needs a later second.
+        second = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in earlier)])
+        self.open_file(self.path / f"events.out.tfevents.{second:010d}.{socket.gethostname()}")
+        self._write(file_version="brain.Event:2")
+        if earlier:
+            purge_step = event.first_step + 1 if event.first_step > 0 else 0
+            self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step as scalars."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        group = "train" if kind == "step" else kind
+        values = {"seconds": metrics["seconds"]} if kind == "weights" else metrics
+        scalars = [Summary.Value(tag=f"{group}/{name}", simple_value=number(each)) for name, each in values.items()]
+        self._write(step=step, summary=Summary(value=scalars))
+
+    def _write(self, **fields: Any) -> None:
+        """Write one event in one append; TensorBoard's own writer leaves that to a thread, which would fail unseen."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self.append(record.getvalue())
+
+
+class SampleTables(Observer):
+    """Writes ``samples/PARTITION.jsonl`` (``train``, ``eval``) and ``samples/failed.jsonl``, one object per sample.
+
+    A sample has ``step``, ``key``, ``prompt``, ``response``, ``reward``, ``response_ids``, ``response_mask``,
+    ``mask_text`` (the mask in words) and ``tags``; a failed one has ``step``, ``key`` and ``reason``.
+    """
+
+    name = "sample table"
+    output = "samples"
+
+    @listens
+    def run_started(self, event: RunStarted) -> None:
+        """Cut what a resumed run does again, and remove the tables of a run that starts from the beginning."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self.path.glob("*.jsonl")):
+            cut_after(path, event.first_step)
+
+    @listens
+    def samples_recorded(self, event: SamplesRecorded) -> None:
+        """Write the first samples of a step or an evaluation, as many as the settings say."""
+        most = self.settings.samples_per_step if event.partition == "train" else self.settings.samples_per_evaluation
+        self._write(event.partition, [_row(event.step, sample) for sample in event.samples[:most]])
+
+    @listens
+    def samples_failed(self, event: SamplesFailed) -> None:
+        """Write all failures."""
+        rows = [{"step": event.step, "key": key, "reason": reason} for key, reason in event.reasons.items()]
+        self._write("failed", rows)
+
+    def _write(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        path = self.path / (re.sub(r"[^\w-]+", "_", table) + ".jsonl")
+        if rows and path not in self._files:
+            self.open_file(path)
+        if rows:
+            self._files[path].append(b"".join(map(encode, rows)))
+
+
+def read_samples(path: Path, step: int | None = None) -> list[dict[str, Any]]:
+    """Read the rows of a sample table.
+
+    Args:
+        path: a file that :class:`SampleTables` wrote; without it there are no rows.
+        step: rows of this step only; -1 means the last step in the file.
+    """
+    rows = list(read_lines(path))
+    if step == -1:
+        step = max((row["step"] for row in rows), default=None)
+    return [row for row in rows if step is None or row["step"] == step]
+
+
+def render_samples(samples: Sequence[Mapping[str, Any] | SampleRecord], console: Console, title: str = "") -> None:
+    """Print samples as a table: key, prompt, response, reward and mask.
+
+    Args:
+        samples: rows of :func:`read_samples`, or the records of an event.
+        console: where to print.
+        title: a line above the table.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, box=SIMPLE_HEAD, show_lines=True, expand=True)
+    table.add_column("key", ratio=2, min_width=12, overflow="fold")
+    table.add_column("prompt", ratio=6, overflow="fold")
+    table.add_column("response", ratio=6, overflow="fold")
+    table.add_column("reward", justify="right", no_wrap=True)
+    table.add_column("mask", ratio=2, min_width=12)
+    for sample in samples:
+        row = _row(0, sample) if isinstance(sample, SampleRecord) else sample
+        reward = row.get("reward")
+        shown = "-" if reward is None else f"{reward:.3g}"
+        cells = (row["key"], row["prompt"], row["response"], shown, row.get("mask_text", ""))
+        table.add_row(*(Text(cell.rstrip("\n")) for cell in cells))
+    console.print(table)
+
+
+def _row(step: int, sample: SampleRecord) -> dict[str, Any]:
+    """Describe a sample, and the runs of its mask in tokens: ``12 model, 5 inserted, 7 model``."""
+    runs = [(len(list(run)), "model" if bit else "inserted") for bit, run in itertools.groupby(sample.response_mask)]
+    mask_text = ", ".join(f"{length} {kind}" for length, kind in runs)
+    return {"step": step, **attrs.asdict(sample, recurse=False), "mask_text": mask_text}
+
+
+_TAIL = b"\n]\n"
+_ORDER = ("explorer", "reward", "trainer", "weights")  # lanes from top to bottom; others follow
+_REMEMBERED = 64  # earlier stages of a track against which a new one is checked
+_SLACK = 1e-6  # seconds by which stages that follow each other may overlap on paper
+
+
+class Timeline(Observer):
+    """Writes ``trace.json`` in the Chrome trace event format: one lane per ``StageEnded.lane``, times in microseconds.
+
+    The file is valid JSON after every event, so also when the run is killed. Stages of one lane that overlap without
+    one holding the other (two batches in flight) get a second lane, ``explorer (2)``, as the format has no other
+    way to draw them. ``StageEnded.step`` counts from 0 as batches do. A run resumed after ``n`` completed steps keeps
+    everything up to the trainer's last stage of a step below ``n``, which ends with the checkpoint of step ``n``.
+    """
+
+    name = "timeline"
+    output = "trace.json"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._early: list[StageEnded] = []
+        self._tracks: dict[str, list[tuple[float, float]]] = {}  # by name: starts and ends of their newest stages
+
+    @listens
+    def run_started(self, event: RunStarted) -> None:
+        """Open the file; a resumed run goes on where the last kept stage ended."""
+        kept = _stages(self.path.read_bytes(), event.first_step) if event.first_step > 0 and self.path.exists() else []
+        self.go_on({"time": (stage["ts"] + stage["dur"]) / 1e6} for stage in kept)
+        replace_file(self.path, b"[\n" + _metadata("process_name", 0, name=event.name) + _TAIL)
+        self.open_file(self.path, _TAIL)
+        for stage in kept:
+            self._append(stage, stage["ts"] / 1e6, (stage["ts"] + stage["dur"]) / 1e6)
+        for early in self._early:
+            self._stage(early)
+        self._early.clear()
+
+    @listens
+    def stage_ended(self, event: StageEnded) -> None:
+        """Write a stage; those before the run's start (loading a model) wait for it."""
+        if self._files:
+            self._stage(event)
+        else:
+            self._early.append(event)
+
+    def _stage(self, event: StageEnded) -> None:
+        start, end = event.start - self._origin, event.end - self._origin
+        times = {"ts": round(start * 1e6, 3), "dur": round(max(end - start, 0.0) * 1e6, 3)}
+        stage = {"name": event.name, "cat": event.lane, "ph": "X", **times, "pid": 1, "args": {"step": event.step}}
+        self._append(stage, start, end)
+
+    def _append(self, stage: Mapping[str, Any], start: float, end: float) -> None:
+        """Write a stage to the first track of its lane in which it nests."""
+        lane, count = stage["cat"], 1
+        while True:
+            name = lane if count == 1 else f"{lane} ({count})"
+            if name not in self._tracks:
+                self._tracks[name] = []
+                position, track = _ORDER.index(lane) if lane in _ORDER else len(_ORDER), len(self._tracks)
+                self.append(b",\n" + _metadata("thread_name", track, name=name))
+                self.append(b",\n" + _metadata("thread_sort_index", track, sort_index=position * 100 + track))
+            outside = [stage for stage in self._tracks[name] if stage[0] < start - _SLACK]
+            # Stages come in the order of their ends, so one that began earlier must have ended before this began.
+            if not outside or max(ended for _, ended in outside) <= start + _SLACK:
+                break
+            count += 1
+        self._tracks[name] = [*outside[-_REMEMBERED:], (start, end)]
+        self.append(b",\n" + encode({**stage, "tid": list(self._tracks).index(name) + 1}).rstrip())
+
+
+def _metadata(kind: str, track: int, **arguments: Any) -> bytes:
+    return encode({"name": kind, "ph": "M", "pid": 1, "tid": track, "args": arguments}).rstrip()
+
+
+def _stages(trace: bytes, completed: int) -> list[dict[str, Any]]:
+    """Read the stages of an earlier trace up to the end of the completed steps; a torn file has none."""
+    try:
+        events = [event for event in json.loads(trace) if event.get("ph") == "X"]
+    except ValueError:
+        return []
+    done = [each["cat"] in ("trainer", "weights") and each["args"]["step"] < completed for each in events]
+    return events[: max((index + 1 for index, is_done in enumerate(done) if is_done), default=0)]
