@@ -54,7 +54,7 @@ class _Kept:
 
     async def _replied(self) -> bool:
         """Wait for the replies to open calls, which would else come to the next connection."""
-        while waiting := [each.answer for each in self.connection._asked.values()]:
+        while waiting := [answer for _, answer in self.connection._asked.values()]:
             _, pending = await asyncio.wait(waiting, timeout=_END_SECONDS)
             if pending:
                 return False

@@ -16,13 +16,14 @@ import msgspec
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, error_fields, rebuilt_error
-from jackfield.rpc.contract import Codec, Contract, Method, subject
+from jackfield.rpc.contract import Contract, Method, known, subject
 from jackfield.rpc.heartbeat import Process
-from jackfield.rpc.wire import LIMIT, Call, Cancel, Frames, Goodbye, Message, News, Reply, frame
+from jackfield.rpc.wire import HEAD, LIMIT, MAGIC, Call, Cancel, Codec, Goodbye, Message, News, Reply
 
 T = TypeVar("T")
 
 _LEAVE_SECONDS = 5.0  #: for a cancelled call to end at the other end
+_MSGPACK = Codec()
 _CALLER: contextvars.ContextVar[Connection] = contextvars.ContextVar("caller")
 
 
@@ -39,45 +40,29 @@ class Service:
     contract: Contract
 
 
-@attrs.define(eq=False)
-class _Asked:
-    """A call to the other end that has not been replied to."""
-
-    what: str
-    kind: Any  #: of the value that is to come
-    answer: asyncio.Future[Any]
+def _chosen(codec: Codec | None) -> Codec:
+    return codec or _MSGPACK
 
 
-class Connection(Frames):
+@attrs.define(eq=False, slots=False)
+class Connection(asyncio.Protocol):
     """One end of a connection. It belongs to one event loop."""
 
-    def __init__(
-        self,
-        name: str,
-        services: Mapping[str, Service],
-        clock: Clock,
-        *,
-        codec: Codec | None = None,
-        limit: int = LIMIT,
-        lost_error: Callable[[str], JackfieldError] | None = None,
-    ) -> None:
-        """
-        Args:
-            name: of the other end, as errors call it.
-            services: what the other end may call, by name. The mapping is read at each call.
-            clock: through which every wait goes.
-            codec: of both ends.
-            limit: bytes of a message that comes.
-            lost_error: makes the error of calls after the end from its reason; None: ``rpc.lost``.
-        """
-        super().__init__()
-        self.name, self.services, self.clock, self.limit = name, services, clock, limit
+    name: str  #: of the other end, for errors
+    services: Mapping[str, Service]  #: what the other end may call, by name; it is read at each call
+    clock: Clock  #: time source for all waits
+    _codec: Codec = attrs.field(default=None, converter=_chosen, kw_only=True)  #: of both ends; None: msgpack
+    limit: int = attrs.field(default=LIMIT, kw_only=True)  #: bytes of a message that comes
+    #: makes the error of calls after the end from its reason; None: ``rpc.lost``
+    _lost_error: Callable[[str], JackfieldError] | None = attrs.field(default=None, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
         self.session = secrets.token_hex(8)
         self.process: Process | None = None  #: of the other end
         self.heard = True  #: whether something came since the last look
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  #: how it ended
-        self._codec, self._lost_error = codec or Codec(), lost_error
-        self._asked: dict[int, _Asked] = {}
+        self._bytes = bytearray()  #: that came, and are no whole message yet
+        self._asked: dict[int, tuple[str, asyncio.Future[Reply]]] = {}  #: open calls to the other end, described
         self._served: dict[object, asyncio.Task[None]] = {}
         self._iterations: dict[int, AsyncGenerator[Any, None]] = {}  #: by the id of the call that opened them
         self._transport: asyncio.Transport | None = None
@@ -102,6 +87,25 @@ class Connection(Frames):
         """Let calls go on."""
         self._room.set()
 
+    def data_received(self, data: bytes) -> None:
+        """Cut the bytes that have come into messages."""
+        self._bytes += data
+        try:
+            while len(self._bytes) >= HEAD.size:
+                magic, size = HEAD.unpack_from(self._bytes)
+                if magic != MAGIC or size > self.limit:
+                    message = "a message is too long, or is not one of this protocol"
+                    raise RpcError(message, expected=f"{self.limit} bytes", found=bytes(self._bytes[: HEAD.size]))
+                end = HEAD.size + size
+                if len(self._bytes) < end:
+                    return
+                content = bytes(self._bytes[HEAD.size : end])
+                del self._bytes[:end]
+                self.took(content)
+        except JackfieldError as error:
+            self._bytes.clear()
+            self.refused(error)
+
     def refused(self, error: JackfieldError) -> None:
         """End a connection that cannot be read on."""
         self.end(f"broke the protocol: {error.message}")
@@ -113,7 +117,8 @@ class Connection(Frames):
     def send(self, message: Message) -> None:
         """Send a message, unless the connection has ended."""
         if self._transport is not None and not self.lost.done():
-            self._transport.write(frame(self._codec.encode(message)))
+            content = self._codec.encode(message)
+            self._transport.write(HEAD.pack(MAGIC, len(content)) + content)
 
     def end(self, reason: str) -> None:
         """End the connection: fail open calls, and cancel what the other end had begun here. Idempotent."""
@@ -122,9 +127,10 @@ class Connection(Frames):
         self.lost.set_result(reason)
         if self._transport is not None:
             self._transport.close()
-        asked, self._asked = list(self._asked.values()), {}
-        for each in asked:
-            _settle(each.answer, self.error())
+        asked, self._asked = self._asked, {}
+        for _, answer in asked.values():
+            answer.set_exception(self.error())
+            answer.exception()  # its caller may have left
         for task in self._served.values():
             task.cancel()
         self._room.set()
@@ -138,9 +144,8 @@ class Connection(Frames):
         """Close this end without a goodbye, and wait until the calls of the other end have ended here."""
         self.end(reason)
         await asyncio.gather(*self._served.values(), return_exceptions=True)
-        for iteration in self._iterations.values():
-            await iteration.aclose()
-        self._iterations.clear()
+        for number in list(self._iterations):
+            await self._close(number)
 
     def error(self) -> JackfieldError:
         """Make the error of calls after the end."""
@@ -163,7 +168,7 @@ class Connection(Frames):
     @property
     def doing(self) -> str:
         """Describe what the other end was asked to do and has not done, for messages."""
-        return ", ".join(each.what for each in itertools.islice(self._asked.values(), 4))
+        return ", ".join(what for what, _ in itertools.islice(self._asked.values(), 4))
 
     # -- what comes ----------------------------------------------------------------------------------------------------
 
@@ -179,8 +184,10 @@ class Connection(Frames):
                 key = message.id or object()
                 task = self._served[key] = asyncio.get_running_loop().create_task(self._serve(message))
                 task.add_done_callback(lambda _: self._served.pop(key, None))
+            case Reply() if message.id in self._asked:
+                self._asked.pop(message.id)[1].set_result(message)
             case Reply():
-                self._replied(message)
+                self.refused(RpcError("it sent a reply without a call"))
             case Cancel() if message.id in self._served:
                 self._served[message.id].cancel()
             case News():
@@ -188,39 +195,22 @@ class Connection(Frames):
             case Goodbye():
                 self.end(message.reason or f"has ended{' before its work was done' if message.early else ''}")
 
-    def _replied(self, reply: Reply) -> None:
-        asked = self._asked.pop(reply.id, None)
-        if asked is None:
-            self.refused(RpcError("it sent a reply without a call"))
-            return
-        try:
-            if reply.error is not None:
-                raise rebuilt_error(reply.error, self.name)
-            value = self._codec.decode(reply.value, asked.kind, f"{self.name}, {asked.what}")
-        except JackfieldError as error:
-            _settle(asked.answer, error)
-        else:
-            _settle(asked.answer, None, value)
-
-    # -- serving -------------------------------------------------------------------------------------------------------
-
     async def _serve(self, call: Call) -> None:
         _CALLER.set(self)
         error: dict[str, Any] | None = None
+        encoded = self._codec.encode(None)
         try:
             work, what = self._work(call)
             value = await (work if call.seconds is None else self.clock.wait_for(work, call.seconds, what))
             encoded = self._codec.encode(value)
         except asyncio.CancelledError:
             error = error_fields(RpcError(f"{call.method} was cancelled", code="rpc.cancelled"))
-        except JackfieldError as raised:
-            error = error_fields(raised)
         except BaseException as raised:  # whatever it is goes to the caller, and other calls go on
-            logging.getLogger("jackfield").error("%s raised", call.method, exc_info=raised)
+            if not isinstance(raised, JackfieldError):
+                logging.getLogger("jackfield").error("%s raised", call.method, exc_info=raised)
             error = error_fields(raised)
         if call.id:
-            content = encoded if error is None else self._codec.encode(None)
-            self.send(Reply(call.id, msgspec.Raw(content), error))
+            self.send(Reply(call.id, msgspec.Raw(encoded), error))
 
     def _work(self, call: Call) -> tuple[Coroutine[Any, Any, Any], str]:
         """Start the method that is called. Returns its coroutine and its description."""
@@ -228,16 +218,13 @@ class Connection(Frames):
         if not name:
             (number,) = self._codec.decode(call.arguments, tuple[int], call.method)
             return (self._next(number) if member == "next" else self._close(number)), member
-        if name not in self.services:
-            known = ", ".join(self.services)
-            raise RpcError("there is no such service", code="rpc.method", where=call.method, expected=known)
-        service = self.services[name]
+        service = known(self.services, name, "service")
         method = service.contract.method(member)
         values = self._codec.decode(call.arguments, method.arguments, call.method)
         work = method.call(service.target, values)
         if method.streams:
             self._iterations[call.id] = work
-            work = _nothing()
+            work = asyncio.sleep(0)
         return work, f"{call.method} {subject(values)}".rstrip()
 
     async def _next(self, number: int) -> list[Any]:
@@ -256,7 +243,7 @@ class Connection(Frames):
 
     def notify(self, method: str, contract: Contract, *arguments: Any) -> None:
         """Call ``service.method`` without waiting for a reply."""
-        self._call(0, method, contract.method(method.rpartition(".")[2]).bind(arguments, {}), None)
+        self._call(0, method, list(contract.method(method.rpartition(".")[2]).bind(arguments, {}).values()), None)
 
     def _call(self, number: int, method: str, values: list[Any], seconds: float | None) -> None:
         self.send(Call(number, method, msgspec.Raw(self._codec.encode(values)), seconds))
@@ -282,18 +269,30 @@ class Connection(Frames):
             raise self.error()
         number = number or _new_number()
         self._call(number, method, values, seconds)
-        asked = _Asked(what, kind, asyncio.get_running_loop().create_future())
-        self._asked[number] = asked
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._asked[number] = what, answer
         try:
-            return await self.clock.wait_for(asyncio.shield(asked.answer), seconds, f"{self.name} to {asked.what}")
+            reply = await self.clock.wait_for(asyncio.shield(answer), seconds, f"{self.name} to {what}")
         except (asyncio.CancelledError, DeadlineExceeded):
             if undo is not None:
-                asked.answer.add_done_callback(lambda done: _undo(done, undo))
-            if not asked.answer.done():
+                answer.add_done_callback(lambda done: self._undo(done, kind, what, undo))
+            if not answer.done():
                 self.send(Cancel(number))
                 with suppress(JackfieldError):
-                    await self.clock.wait_for(asyncio.shield(asked.answer), _LEAVE_SECONDS, "a cancelled call to end")
+                    await self.clock.wait_for(asyncio.shield(answer), _LEAVE_SECONDS, "a cancelled call to end")
             raise
+        return self._value(reply, kind, what)
+
+    def _value(self, reply: Reply, kind: Any, what: str) -> Any:
+        if reply.error is not None:
+            raise rebuilt_error(reply.error, self.name)
+        return self._codec.decode(reply.value, kind, f"{self.name}, {what}")
+
+    def _undo(self, answer: asyncio.Future[Reply], kind: Any, what: str, undo: Callable[[Any], None]) -> None:
+        with suppress(JackfieldError):
+            value = self._value(answer.result(), kind, what)
+            if value is not None:
+                undo(value)
 
     async def iterate(
         self, method: str, values: list[Any], seconds: float, kind: Any, what: str
@@ -314,53 +313,31 @@ def _new_number() -> int:
     return secrets.randbits(62) + 1
 
 
-async def _nothing() -> None:
-    return
-
-
-def _settle(answer: asyncio.Future[Any], error: Exception | None, value: Any = None) -> None:
-    if answer.done():
-        return
-    if error is None:
-        answer.set_result(value)
-    else:
-        answer.set_exception(error)
-        answer.exception()  # its caller may have left
-
-
-def _undo(answer: asyncio.Future[Any], undo: Callable[[Any], None]) -> None:
-    if not answer.cancelled() and answer.exception() is None and answer.result() is not None:
-        undo(answer.result())
-
-
 def stub(connection: Connection, service: str, contract: Contract, cls: type[T], seconds: float) -> T:
     """Make an object whose methods call a service of the other end.
 
     Args:
-        connection: to the other end.
-        service: its name there.
-        contract: of the service.
-        cls: what the object is to type checkers and readers.
-        seconds: the longest that a call may take. A method's own ``deadline_seconds`` is added.
+        connection: To the other end.
+        service: The service's name there.
+        contract: Which methods there are.
+        cls: The object's class, for type checkers and readers.
+        seconds: The longest that a call may take. A method's own ``deadline_seconds`` is added.
     """
+
+    def calling(method: Method) -> Callable[..., Any]:
+        name, undone = f"{service}.{method.name}", contract.undo.get(method.name)
+        undo = undone and (lambda value: connection.notify(f"{service}.{undone}", contract, value))
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            bound = method.bind(arguments, keywords)
+            values, limit = list(bound.values()), seconds + float(bound.get("deadline_seconds", 0.0))
+            what = f"{method.name} {subject(values)}".rstrip()
+            if method.streams:
+                return connection.iterate(name, values, limit, method.result, what)
+            return connection.call(name, values, limit, method.result, what, undo=undo or None)
+
+        return call
+
     made = type(f"Remote{cls.__name__}", (), {})()
-    made.connection = connection
-    for method in contract:
-        setattr(made, method.name, _calling(connection, service, contract, method, seconds))
+    vars(made).update({method.name: calling(method) for method in contract})
     return cast(T, made)
-
-
-def _calling(connection: Connection, service: str, contract: Contract, method: Method, seconds: float) -> Any:
-    name, undone, undo = f"{service}.{method.name}", contract.undo.get(method.name), None
-    if undone is not None:
-        undo = lambda value: connection.notify(f"{service}.{undone}", contract, value)  # noqa: E731
-
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        values = method.bind(arguments, keywords)
-        limit = seconds + (0.0 if method.deadline is None else float(values[method.deadline]))
-        what = f"{method.name} {subject(values)}".rstrip()
-        if method.streams:
-            return connection.iterate(name, values, limit, method.result, what)
-        return connection.call(name, values, limit, method.result, what, undo=undo)
-
-    return call

@@ -44,11 +44,6 @@ class Process:
         """Return whether the kernel can be asked about it."""
         return bool(self.place) and self.place == _place()
 
-    def lives(self) -> bool:
-        """Return whether the process exists, stopped or not. Only for near processes."""
-        state, began = _stat(f"/proc/{self.pid}/stat")
-        return began == self.began and state not in "ZX"
-
     def can_run(self) -> bool:
         """Return whether any of its threads can run. Only for near processes."""
         folder = f"/proc/{self.pid}/task"
@@ -59,11 +54,11 @@ class Process:
 
     def kill(self) -> bool:
         """Kill the process if it is near and still the same. Returns whether it was killed."""
-        if not (self.is_near and self.lives()):
-            return False
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(self.pid, signal.SIGKILL)
-            return True
+        state, began = _stat(f"/proc/{self.pid}/stat")
+        if self.is_near and began == self.began and state not in "ZX":
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGKILL)
+                return True
         return False
 
 
@@ -76,7 +71,7 @@ def _place() -> str:
 
 
 def _stat(file: str) -> tuple[str, int]:
-    """The state of a process or thread, and when it began. Nothing and 0 where there is none."""
+    """Read the state of a process or thread, and when it began; ``X`` and 0 where there is none."""
     try:
         fields = Path(file).read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -87,13 +82,8 @@ def _stat(file: str) -> tuple[str, int]:
 async def until_silent(process: Process | None, heard: Callable[[], bool], clock: Clock, seconds: float) -> None:
     """Wait until a process has been silent for ``seconds``.
 
-    Several looks are needed, so that a process that was stopped itself does not take others for dead.
-
-    Args:
-        process: that is watched; None: it is not known.
-        heard: whether something came from it since the last call.
-        clock: through which the looks are timed.
-        seconds: the deadline.
+    Several looks are needed, so that a process that was stopped itself does not take others for dead. ``heard`` says
+    whether something came since its last call: that decides where the kernel cannot be asked about the process.
     """
     silent = 0
     while silent <= LOOKS:

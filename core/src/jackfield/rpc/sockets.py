@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
 import os
 import secrets
 import ssl
 import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import attrs
@@ -28,11 +31,11 @@ from jackfield.files import replace_file
 from jackfield.rpc.connection import Connection, Service
 from jackfield.rpc.contract import Contract
 from jackfield.rpc.heartbeat import LOOKS, Process, until_silent
-from jackfield.rpc.tls import is_loopback, server_tls
 from jackfield.rpc.wire import LIMIT, STRANGER_LIMIT, Heartbeat, Hello, Message, News, Welcome
 
 _STRANGERS = 64  #: connections that have proved nothing yet; further ones are closed at once
 _PROOF_SECONDS = 10.0
+_CERTIFICATE_DAYS = 3650
 _ENDED = "has ended"  #: how a client ends that has done its work
 
 
@@ -85,21 +88,16 @@ class Address:
         await loop.create_connection(lambda: protocol, self.host, int(self.port), ssl=tls)
 
 
+@attrs.define(eq=False, slots=False)
 class _Guarded(Connection):
     """A connection that reads nothing before the other end has proved that it knows the secret."""
 
-    def __init__(
-        self,
-        address: Address,
-        services: Mapping[str, Service],
-        clock: Clock,
-        own: Welcome,
-        admitted: Callable[[_Guarded, Welcome], None] = lambda *_: None,
-        lost_error: Callable[[str], JackfieldError] | None = None,
-    ) -> None:
-        super().__init__("a stranger", services, clock, limit=STRANGER_LIMIT, lost_error=lost_error)
-        self._address, self._admit = address, admitted
-        self._own = own if own.session else msgspec.structs.replace(own, session=self.session)
+    _address: Address = attrs.field(kw_only=True)
+    _own: Welcome = attrs.field(kw_only=True)
+    limit: int = attrs.field(default=STRANGER_LIMIT, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
         self._nonce, self._challenge = secrets.token_bytes(32), b""
         self.admitted: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self.lost.add_done_callback(lambda _: self.admitted.cancel())
@@ -115,18 +113,24 @@ class _Guarded(Connection):
             super().handle(message)
         elif isinstance(message, Hello) and not self._challenge and message.nonce != self._nonce:
             self._challenge = message.nonce
-            self.send(msgspec.structs.replace(self._own, proof=self._address.proof(self._nonce, message.nonce)))
-        elif isinstance(message, Welcome) and self._knows_secret(message):
+            own = {
+                "proof": self._address.proof(self._nonce, message.nonce),
+                "session": self._own.session or self.session,
+            }
+            self.send(msgspec.structs.replace(self._own, **own))
+        elif isinstance(message, Welcome) and self._challenge and self._is_proof(message.proof):
             self.limit, self.name, self.process = LIMIT, message.name, Process(**message.process)
             self.admitted.set_result(message)
-            self._admit(self, message)
         else:
             self.refused(RpcError("it has not proved that it knows the secret"))
 
-    def _knows_secret(self, message: Welcome) -> bool:
-        return bool(self._challenge) and hmac.compare_digest(
-            message.proof, self._address.proof(self._challenge, self._nonce)
-        )
+    def end_stranger(self) -> None:
+        """End the connection unless the other end has proved that it knows the secret."""
+        if not self.admitted.done():
+            self.end("did not prove in time who it is")
+
+    def _is_proof(self, proof: bytes) -> bool:
+        return hmac.compare_digest(proof, self._address.proof(self._challenge, self._nonce))
 
 
 def _welcome(name: str, services: Mapping[str, Service], session: str = "") -> Welcome:
@@ -134,36 +138,24 @@ def _welcome(name: str, services: Mapping[str, Service], session: str = "") -> W
     return Welcome(b"", name, attrs.asdict(Process.of(os.getpid())), fingerprints, session)
 
 
+@attrs.define(eq=False)
 class Server:
     """Serves objects to every process that has its address. It belongs to one event loop."""
 
-    def __init__(
-        self,
-        name: str,
-        services: Mapping[str, Service],
-        clock: Clock,
-        heartbeat_seconds: float,
-        on_end: Callable[[Connection, str], Awaitable[None]] | None = None,
-        *,
-        watches: bool = True,
-    ) -> None:
-        """
-        Args:
-            name: of this process, for messages.
-            services: what clients may call.
-            clock: through which every wait goes.
-            heartbeat_seconds: a client that is silent for so long is dead, and so is this process for a client.
-            on_end: awaited once for each client that has ended, with the reason, after its calls were cancelled.
-            watches: end clients that are silent, and report the deaths of clients; else others do.
-        """
-        self._name, self._services, self._clock, self._seconds = name, services, clock, heartbeat_seconds
-        self._on_end, self._watches = on_end, watches
-        self._strangers: set[_Guarded] = set()
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.clients: dict[str, Connection] = {}  #: by session
-        self.refused = 0  #: connections that were not admitted
-        self.address: Address
+    _name: str  #: of this process, for messages
+    _services: Mapping[str, Service]  #: what clients may call
+    _clock: Clock  #: time source for all waits
+    _heartbeat_seconds: float  #: a client that is silent for so long is dead, and so is this process for a client
+    #: awaited once for each client that has ended, with the reason, after its calls were cancelled
+    _on_end: Callable[[Connection, str], Awaitable[None]] | None = None
+    #: end clients that are silent, and report the deaths of clients; else others do
+    _watches: bool = attrs.field(default=True, kw_only=True)
+    clients: dict[str, Connection] = attrs.field(factory=dict, init=False)  #: by session
+    refused: int = attrs.field(default=0, init=False)  #: connections that were not admitted
+    address: Address = attrs.field(init=False)
+    _strangers: set[_Guarded] = attrs.field(factory=set, init=False)  #: connections that have proved nothing yet
+    _server: asyncio.Server | None = attrs.field(default=None, init=False)
+    _tasks: set[asyncio.Task[None]] = attrs.field(factory=set, init=False)
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Listen: within this host where ``host`` is loopback and no port is asked for, else with TLS.
@@ -189,43 +181,39 @@ class Server:
             port=place[1],
             secret=secrets.token_hex(32),
             certificate=certificate,
-            heartbeat_seconds=self._seconds,
+            heartbeat_seconds=self._heartbeat_seconds,
             process=Process.of(os.getpid()),
         )
         return self.address
 
     def _stranger(self) -> asyncio.BaseProtocol:
         """Make the protocol of a connection that may turn out to be a client's."""
-        own = _welcome(self._name, self._services)
-        guarded = _Guarded(self.address, self._services, self._clock, own, self._admitted)
+        own, loop = _welcome(self._name, self._services), asyncio.get_running_loop()
+        guarded = _Guarded("a stranger", self._services, self._clock, address=self.address, own=own)
         self._strangers.add(guarded)
-        loop = asyncio.get_running_loop()
-        late = loop.call_later(_PROOF_SECONDS, guarded.end, "did not say who it is")
-        if len(self._strangers) > _STRANGERS:
-            loop.call_soon(guarded.end, "came when there were too many strangers")
-        guarded.admitted.add_done_callback(lambda done: self._known(guarded, late, done.cancelled()))
+        seconds = _PROOF_SECONDS if len(self._strangers) <= _STRANGERS else 0.0
+        loop.call_later(seconds, guarded.end_stranger)
+        guarded.admitted.add_done_callback(lambda done: self._known(guarded, done))
         return guarded
 
-    def _known(self, guarded: _Guarded, late: asyncio.TimerHandle, refused: bool) -> None:
-        late.cancel()
-        self._strangers.discard(guarded)
-        self.refused += refused
-
-    def _admitted(self, connection: _Guarded, welcome: Welcome) -> None:
-        owner = self.clients.get(welcome.session)
-        if owner is not None:  # a second connection of a client, over which its thread sends heartbeats
+    def _known(self, connection: _Guarded, admitted: asyncio.Future[Welcome]) -> None:
+        """Take note that a stranger has ended, or is a client."""
+        self._strangers.discard(connection)
+        if admitted.cancelled():
+            self.refused += 1
+        elif owner := self.clients.get(admitted.result().session):  # over this connection its thread sends heartbeats
             connection.handle = lambda *_: setattr(owner, "heard", True)  # type: ignore[method-assign]
             owner.lost.add_done_callback(lambda _: connection.end("its client has ended"))
-            return
-        self.clients[connection.session] = connection
-        task = asyncio.get_running_loop().create_task(self._keep(connection))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        else:
+            self.clients[connection.session] = connection
+            task = asyncio.get_running_loop().create_task(self._keep(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _keep(self, connection: Connection) -> None:
         """Watch a client until it ends; then report it to the others, unless it has done its work."""
-        seconds = self._seconds
-        reason = await (watch(connection, seconds, self._clock) if self._watches else asyncio.shield(connection.lost))
+        watching = watch(connection, self._heartbeat_seconds, self._clock) if self._watches else None
+        reason = await (watching or asyncio.shield(connection.lost))
         del self.clients[connection.session]
         if self._watches and reason != _ENDED and self._server is not None and self._server.is_serving():
             text = f"{connection.name} ({connection.process}) {reason}"
@@ -258,19 +246,19 @@ async def connect(
     """Connect to a server, and watch it.
 
     Args:
-        address: of the server.
-        name: of this process, as the server calls it.
-        clock: through which every wait goes.
-        contracts: of the services that will be called, by name.
-        services: what the server may call here.
-        lost_error: makes the error of calls after the end from its reason; None: ``rpc.lost``.
-        kills: whether a server that sends no heartbeats is killed, if it runs on this machine.
+        address: The server's.
+        name: What the server calls this process.
+        clock: Time source for all waits.
+        contracts: Of the services that will be called, by name.
+        services: What the server may call here.
+        lost_error: Makes the error of calls after the end from its reason; None: ``rpc.lost``.
+        kills: Kill a server of this machine that sends no heartbeats.
 
     Raises:
         RpcError: ``rpc.lost``: it cannot be reached; ``rpc.version``: its contracts are others.
     """
-    own = _welcome(name, services or {})
-    connection = _Guarded(address, services or {}, clock, own, lost_error=lost_error)
+    own, served = _welcome(name, services or {}), services or {}
+    connection = _Guarded("a server", served, clock, lost_error=lost_error, address=address, own=own)
     welcome = await _opened(connection, address, clock)
     for service, contract in contracts.items():
         found = welcome.contracts.get(service)
@@ -307,7 +295,7 @@ async def _opened(connection: _Guarded, address: Address, clock: Clock) -> Welco
 
 async def _beating(address: Address, own: Welcome, lost: asyncio.Future[str]) -> None:
     """Send heartbeats over a connection of their own, in a thread: the event loop may be busy for long."""
-    connection = _Guarded(address, {}, Clock(), own)
+    connection = _Guarded("a server", {}, Clock(), address=address, own=own)
     with suppress(RpcError):  # the server may have ended meanwhile
         await _opened(connection, address, Clock())
     while not (lost.done() or connection.lost.done()):
@@ -334,3 +322,40 @@ async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: 
         end = " and was killed" if kills and connection.process is not None and connection.process.kill() else ""
         connection.silent(f"sent no heartbeat for {seconds:g} s{at_work}{end} (deadlines.heartbeat)")
     return await connection.lost
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reachable from this machine only."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def server_tls() -> tuple[ssl.SSLContext, str]:
+    """Make a fresh key and certificate. Returns the server's context and the certificate, as PEM.
+
+    Raises:
+        RpcError: ``rpc.address``: the package cryptography is missing.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        fix = "pip install 'jackfield[distributed]'"
+        raise RpcError("to listen beyond this machine needs cryptography", code="rpc.address", fix=fix) from error
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "jackfield")])
+    begin, end = now - timedelta(days=1), now + timedelta(days=_CERTIFICATE_DAYS)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), begin, end)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    certificate = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.NamedTemporaryFile(suffix=".pem") as file:  # readable by this user only
+        file.write(secret + certificate)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context, certificate.decode()

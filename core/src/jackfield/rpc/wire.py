@@ -1,17 +1,19 @@
-"""Messages of the RPC, and the protocol that cuts them out of a stream of bytes."""
+"""Messages of the RPC, and how they and the values in them are encoded."""
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import struct
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, RpcError
 
-_HEAD = struct.Struct(">4sI")  #: magic with the version, and the bytes of the message
-_MAGIC = b"JKR1"
+HEAD = struct.Struct(">4sI")  #: magic with the version, and the bytes of the message
+MAGIC = b"JKR1"
 LIMIT = 1 << 26  #: bytes of a message
 STRANGER_LIMIT = 1 << 12  #: the same before the other end has proved that it knows the secret
 
@@ -79,47 +81,48 @@ class Goodbye(_Message, tag=8):
 Message: TypeAlias = Hello | Welcome | Call | Reply | Cancel | Heartbeat | News | Goodbye
 
 
-def frame(message: bytes) -> bytes:
-    """Return a message as it is sent: magic, length, content."""
-    return _HEAD.pack(_MAGIC, len(message)) + message
+class Codec:
+    """Encodes values as msgpack, or as JSON for a peer that has only the standard library."""
 
+    def __init__(self, name: Literal["msgpack", "json"] = "msgpack") -> None:
+        module: Any = msgspec.msgpack if name == "msgpack" else msgspec.json
+        self._encoder = module.Encoder(enc_hook=_plain)
+        self._decoder = functools.cache(lambda kind: module.Decoder(kind, dec_hook=_made))
 
-class Frames(asyncio.Protocol):
-    """Cuts a stream into messages. Nothing is kept of a message that is longer than the limit."""
+    def encode(self, value: Any) -> bytes:
+        """Encode a value.
 
-    limit: int  #: bytes of a message
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-        self._needed = _HEAD.size
-
-    def took(self, content: bytes) -> None:
-        """Handle the content of a message."""
-        raise NotImplementedError
-
-    def refused(self, error: JackfieldError) -> None:
-        """End the connection, which cannot be read on."""
-        raise NotImplementedError
-
-    def data_received(self, data: bytes) -> None:
-        """Cut the bytes that have come into messages."""
-        self._bytes += data
+        Raises:
+            RpcError: ``rpc.value``: it is not made of plain values and attrs instances.
+        """
         try:
-            while len(self._bytes) >= self._needed:
-                magic, size = _HEAD.unpack_from(self._bytes)
-                if magic != _MAGIC or size > self.limit:
-                    found = f"{size} bytes" if magic == _MAGIC else bytes(self._bytes[:8])
-                    raise RpcError(
-                        "a message is too long, or is not one of this protocol",
-                        expected=f"{self.limit} bytes",
-                        found=found,
-                    )
-                self._needed = _HEAD.size + size
-                if len(self._bytes) >= self._needed:
-                    content = bytes(self._bytes[_HEAD.size : self._needed])
-                    del self._bytes[: self._needed]
-                    self._needed = _HEAD.size
-                    self.took(content)
-        except JackfieldError as error:
-            self._bytes.clear()
-            self.refused(error)
+            encoded: bytes = self._encoder.encode(value)
+        except (TypeError, OverflowError, ValueError, RecursionError) as error:
+            raise RpcError(f"a value cannot go to another process: {error}", code="rpc.value") from error
+        return encoded
+
+    def decode(self, content: Any, kind: Any, where: str) -> Any:
+        """Decode a value of a type.
+
+        Raises:
+            RpcError: ``rpc.value``: it is of another type.
+            JackfieldError: what a validator of an attrs class refuses.
+        """
+        try:
+            return self._decoder(kind).decode(content)
+        except JackfieldError:
+            raise
+        except Exception as error:  # msgspec's own, or a validator's
+            raise RpcError(f"a value of another type came: {error}", code="rpc.value", where=where) from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.absolute())  # the other process has a working folder of its own
+    if isinstance(value, Clock):
+        return None  # each process has its own
+    raise TypeError(f"it contains a {type(value).__name__}")
+
+
+def _made(kind: Any, value: Any) -> Any:
+    return Clock() if issubclass(kind, Clock) else kind(value)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
-from jackfield.rpc.tls import is_loopback
+from jackfield.rpc.sockets import is_loopback
 
 __all__ = ["Address", "Connection", "Contract", "Server", "Service", "caller", "connect", "is_loopback", "stub"]
