@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 import typing
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ class Method:
         parameters = list(inspect.signature(getattr(cls, name)).parameters.values())[1:]
         self.signature = inspect.signature(getattr(cls, name)).replace(parameters=parameters)  #: without ``self``
         kinds = [str if hints[each.name] == str | Path else hints[each.name] for each in parameters]
-        self.arguments: Any = tuple[tuple(kinds)]  #: the type of the array of all arguments
+        self.arguments = types.GenericAlias(tuple, tuple(kinds))  #: the type of the array of all arguments
 
     def bind(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name in the order of the signature, with defaults."""
@@ -39,7 +40,7 @@ class Method:
     def call(self, target: Any, values: Sequence[Any]) -> Any:
         """Call the method of an object with the arguments in the order of the signature."""
         named = dict(zip(self.signature.parameters, values, strict=True))
-        bound = inspect.BoundArguments(self.signature, named)  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(self.signature, named)
         return getattr(target, self.name)(*bound.args, **bound.kwargs)
 
 
