@@ -18,7 +18,7 @@ from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import PREFIX, HeldWeights, WeightReceiver, check_base
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
-from jackfield.weights.sender import SentVersions
+from jackfield.weights.sender import Blocks, delta_of
 
 torch = pytest.importorskip("torch")
 
@@ -35,9 +35,9 @@ def tensors() -> dict[str, Any]:
 
 def change(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """What is sent after ``before`` was."""
-    sent = SentVersions(BLOCK)
-    sent.remember(1, {name: sent.blocks(tensor) for name, tensor in before.items()})
-    found = (sent.change(name, tensor, sent.blocks(tensor), 1) for name, tensor in after.items())
+    known = {name: Blocks.of(tensor, BLOCK) for name, tensor in before.items()}
+    pairs = ((name, tensor, known.get(name)) for name, tensor in after.items())
+    found = (delta_of(name, tensor, old, Blocks.of(tensor, BLOCK), BLOCK) for name, tensor, old in pairs)
     return dict(each for each in found if each is not None)
 
 

@@ -144,7 +144,7 @@ def synchronizer(
         replicas=[replica.started() for replica in replicas],
         name="in_process",
         clock=clock,
-        settings=settings,
+        settings=settings or {},
         deadline_seconds=30.0,
     )
 
@@ -330,7 +330,7 @@ def test_a_cancelled_sync_leaves_nothing_running() -> None:
 
 def test_a_cause_that_has_just_ended_is_found_before_its_callbacks_run() -> None:
     """The sender hears of a break in the same moment in which the replica that broke it off ends."""
-    from jackfield.weights.together import cause_of
+    from jackfield.weights.synchronizer import cause_of
 
     async def raising(error: WeightsError) -> None:
         raise error
@@ -340,6 +340,6 @@ def test_a_cause_that_has_just_ended_is_found_before_its_callbacks_run() -> None
         replica = asyncio.ensure_future(raising(WeightsError("no such tensor", code="weights.missing")))
         await asyncio.wait([sender, replica])
         tasks = {sender: "sender 0", replica: "replica 0"}
-        assert replica is await cause_of([sender], [sender], tasks, VirtualClock())
+        assert replica is await cause_of([sender], tasks, VirtualClock())
 
     VirtualClock().run(main())

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.errors import WeightsError
 from jackfield.rpc import Connection
-from jackfield.rpc.wire import Goodbye
+from jackfield.rpc.wire import Message
 from jackfield.sdk.one_sender import OneSenderEngine
 from jackfield.sdk.transfer import Peer, TransferSession
 from jackfield.settings import option
@@ -27,31 +26,21 @@ _NUMBERS = itertools.count()
 _SESSIONS: dict[str, LocalSession] = {}  #: senders, by the names of their transfers
 
 
-class _Link:
-    """One end of a connection within a process; of :class:`~jackfield.rpc.Connection` what a session uses."""
+class _Link(Connection):
+    """One end of a connection within a process, to the ``other`` end. Values go over as they are."""
 
-    def __init__(self, session: TransferSession) -> None:
-        self.session, self.other = session, self
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    owner: TransferSession
+    other: _Link
 
-    def notify(self, method: str, contract: object, values: Mapping[str, Any]) -> None:
-        """Post values to the other end."""
+    def notify(self, method: str, contract: object, *values: Any) -> None:
         if not self.other.lost.done():
-            self.other.session._take(values, cast(Connection, self.other))
+            self.other.owner._take(values[0], self.other)
 
-    async def call(self, method: str, arguments: list[Any], *limits: object) -> None:
-        """Post values to the other end."""
-        self.notify(method, None, *arguments)
+    async def call(self, method: str, values: list[Any], *limits: Any, **options: Any) -> None:
+        self.notify(method, None, *values)
 
-    def send(self, goodbye: Goodbye) -> None:
-        """End the other end."""
-        if not self.other.lost.done():
-            self.other.lost.set_result(goodbye.reason)
-
-    async def leave(self, reason: str) -> None:
-        """End this end."""
-        if not self.lost.done():
-            self.lost.set_result(reason)
+    def send(self, message: Message) -> None:
+        self.other.handle(message)
 
 
 class LocalSession(TransferSession):
@@ -70,10 +59,10 @@ class LocalSession(TransferSession):
         if sender is None:
             message = f"the weight transfer {address['name']} is over or was never begun in this process"
             raise WeightsError(message, where=address["name"])
-        own, other = _Link(self), _Link(sender)
-        own.other, other.other = other, own
-        self._new_peer("the sender", 0, cast(Connection, own))
-        return await self.wait_for(sender._enter(worker, version, cast(Connection, other)), "the sender")
+        own, other = (_Link(name, {}, self._clock) for name in ("the sender", f"worker {worker}"))
+        own.owner, other.owner, own.other, other.other = self, sender, other, own
+        self._new_peer("the sender", 0, own)
+        return await self.wait_for(sender._enter(worker, version, other), "the sender")
 
     async def close(self, broken: str | None = None) -> None:
         """Leave the transfer; idempotent."""

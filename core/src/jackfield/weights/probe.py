@@ -54,14 +54,10 @@ class ReplicaProbe:
 
     async def ask(self, servers: Mapping[int, BaseRolloutServer], version: int) -> list[ProbeAnswer]:
         """Have every replica (by number) generate; one that has older weights refuses."""
-        if not self._prompt_ids:
-            self._prompt_ids = tuple(await self.prompt())
-        request = GenerateRequest(
-            request_id=f"probe-{version}",
-            prompt_ids=self._prompt_ids,
-            sampling=SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True),
-            minimum_weight_version=version,
-        )
+        self._prompt_ids = self._prompt_ids or tuple(await self.prompt())
+        sampling = SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True)
+        name, prompt = f"probe-{version}", self._prompt_ids
+        request = GenerateRequest(request_id=name, prompt_ids=prompt, sampling=sampling, minimum_weight_version=version)
         asked = asyncio.gather(*(server.generate(request) for server in servers.values()))
         results = await self.clock.wait_for(asked, self.seconds, f"replicas to answer the probe of version {version}")
         return [ProbeAnswer(number, version, result) for number, result in zip(servers, results, strict=True)]
@@ -73,10 +69,10 @@ class ReplicaProbe:
             WeightsError: ``weights.log-probs``, naming the replica that is farthest away, if it is beyond the bound.
         """
         scored = await self.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
-        pairs = list(zip(answers, scored, strict=True))
-        distances = [_distance(answer.result.log_probs, expected) for answer, expected in pairs]
-        distance = max(distances, key=lambda value: math.inf if math.isnan(value) else value)
-        answer, expected = pairs[distances.index(distance)]
+        compared = [
+            (_distance(answer.result.log_probs, own), answer, own) for answer, own in zip(answers, scored, strict=True)
+        ]
+        distance, answer, own = max(compared, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
         self.report(distance)
         if distance <= self.bound:
             return
@@ -85,10 +81,9 @@ class ReplicaProbe:
             f"{answer.version}",
             code="weights.log-probs",
             where=f"replica {answer.replica}",
-            expected=f"a mean distance of at most {self.bound:.3g} nats over {len(expected)} tokens",
-            found=f"{distance:.3g}: engine {_shown(expected)}, replica {_shown(answer.result.log_probs)}",
-            fix="if these numerics are what you want, raise log_prob_check.bound, or set "
-            "log_prob_check.on_mismatch: correct",
+            expected=f"a mean distance of at most {self.bound:.3g} nats over {len(own)} tokens",
+            found=f"{distance:.3g}: engine {_shown(own)}, replica {_shown(answer.result.log_probs)}",
+            fix="raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct",
         )
         if self.stops:
             raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -12,14 +13,16 @@ import attrs
 from jackfield.abc.checkpoint_engine import TopologyRequest
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt
 from jackfield.clock import Clock
-from jackfield.errors import WeightsError
+from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
 from jackfield.weights.probe import ReplicaProbe
 from jackfield.weights.sender import WeightSender
-from jackfield.weights.together import GRACE_SECONDS, run_together
 
 Kind: TypeAlias = Literal["full", "adapter", "delta"]
+Task: TypeAlias = "asyncio.Task[Any]"
 
 _SHOWN = 4  #: names in a message
+_GRACE_SECONDS = 10.0  #: for a cancelled end to finish
+_CAUSE_SECONDS = 1.0  #: after a transfer broke off, for the end that broke it off to fail
 
 
 @attrs.frozen(eq=False)
@@ -45,40 +48,23 @@ class SyncReport:
     retained: Mapping[str, Any] | None = None  #: connect arguments of any worker that comes later; None: in vain
 
 
+@attrs.define(eq=False)
 class WeightSynchronizer:
     """Moves weights from the trainer's ranks to all inference workers, and believes nothing but their receipts."""
 
-    def __init__(
-        self,
-        senders: Sequence[WeightSender],
-        replicas: Sequence[Replica],
-        name: str,
-        clock: Clock,
-        *,
-        settings: Mapping[str, Any] | None = None,
-        deadline_seconds: float = 600.0,
-        probe: ReplicaProbe | None = None,
-        kind: Literal["full", "delta"] = "full",
-        on_missing_base: Literal["full", "stop"] = "full",
-    ) -> None:
-        """
-        Args:
-            senders: One for each trainer rank, in order; or their stubs.
-            replicas: All of them, started. The list is read at the beginning of each synchronisation.
-            name: The checkpoint engine's plugin, by which each worker builds its receiver.
-            clock: Time source for all waits and deadlines.
-            settings: Those of the checkpoint engine; workers get the same.
-            deadline_seconds: The longest time of one transfer.
-            probe: Compares what replicas compute with what the engine computes, at the end of each synchronisation;
-                None: that is left out, or done elsewhere.
-            kind: delta: send what has changed since the last version that every replica acknowledged.
-            on_missing_base: Where that version is not held everywhere; full: send everything, stop: ``weights.base``.
-        """
-        self._senders, self._replicas, self._name = senders, replicas, name
-        self._clock, self._deadline_seconds = clock, deadline_seconds
-        self._settings = dict(settings or {})
-        self._probe, self._kind, self._on_missing_base = probe, kind, on_missing_base
-        self.last: SyncReport | None = None  #: of the last version that every replica has acknowledged
+    senders: Sequence[WeightSender]  #: one for each trainer rank, in order; or their stubs
+    replicas: Sequence[Replica]  #: all of them, started; read at the beginning of each synchronisation
+    name: str  #: the checkpoint engine's plugin, by which each worker builds its receiver
+    clock: Clock  #: time source for all waits and deadlines
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  #: of the checkpoint engine; workers get the same
+    deadline_seconds: float = 600.0  #: the longest time of one transfer
+    #: compares what replicas and the engine compute, at the end; None: that is left out, or done elsewhere
+    probe: ReplicaProbe | None = None
+    kind: Literal["full", "delta"] = "full"  #: delta: send what changed since the last version that all acknowledged
+    #: where that version is not held everywhere; full: send everything, stop: ``weights.base``
+    on_missing_base: Literal["full", "stop"] = "full"
+    #: of the last version that every replica has acknowledged
+    last: SyncReport | None = attrs.field(default=None, init=False)
 
     @property
     def version(self) -> int | None:
@@ -98,7 +84,7 @@ class WeightSynchronizer:
         if self.version is not None and version <= self.version:
             message = "a weight version goes backwards"
             raise WeightsError(message, code="weights.version", expected=f"above {self.version}", found=version)
-        self.last = await self._repeated(list(self._replicas), version, self._kind == "delta")
+        self.last = await self._proved(list(self.replicas), version, delta=self.kind == "delta")
         return self.last
 
     async def catch_up(self, replica: Replica, version: int) -> SyncReport:
@@ -108,46 +94,38 @@ class WeightSynchronizer:
             replica: A started replica.
             version: The version of the weights that the engine has; it must not train meanwhile.
         """
-        return await self._repeated([replica], version, delta=False)
+        return await self._proved([replica], version, delta=False)
 
-    async def _repeated(self, replicas: Sequence[Replica], version: int, delta: bool) -> SyncReport:
-        try:
-            return await self._proved(replicas, version, delta)
-        except WeightsError as error:
-            if error.code != "weights.transfer":
-                raise
-            logging.getLogger("jackfield").warning("the transfer is repeated: %s", error.message)
-            return await self._proved(replicas, version, delta)
-
-    async def _proved(self, replicas: Sequence[Replica], version: int, delta: bool) -> SyncReport:
-        """Transfer, whole where a delta cannot be applied, and verify the receipts."""
-        start = self._clock.time()
+    async def _proved(
+        self, replicas: Sequence[Replica], version: int, *, delta: bool, again: bool = True
+    ) -> SyncReport:
+        """Transfer, whole where a delta cannot be applied and ``again`` where it breaks off; verify the receipts."""
+        start = self.clock.time()
         base = await self._base(replicas) if delta else None
         try:
             report = await self._transfer(replicas, version, base)
         except WeightsError as error:
-            if base is None or error.code != "weights.base":
+            if error.code == "weights.base" and base is not None:
+                self._without(error.message, error)
+                return await self._proved(replicas, version, delta=False, again=again)
+            if error.code != "weights.transfer" or not again:
                 raise
-            self._without(error.message, error)
-            report = await self._transfer(replicas, version, None)
+            logging.getLogger("jackfield").warning("the transfer is repeated: %s", error.message)
+            return await self._proved(replicas, version, delta=delta, again=False)
         for replica, receipt in zip(replicas, report.receipts, strict=True):
             verify(replica.info, receipt, version, report.digests)
-        if self._probe is not None and replicas:
-            await self._probe.check({each.info.replica: each.server for each in replicas}, version)
-        return attrs.evolve(report, seconds=self._clock.time() - start)
+        if self.probe is not None and replicas:
+            await self.probe.check({each.info.replica: each.server for each in replicas}, version)
+        return attrs.evolve(report, seconds=self.clock.time() - start)
 
     async def _base(self, replicas: Sequence[Replica]) -> int | None:
-        """Return the version that a delta can be made to; None: everything has to be sent.
-
-        Raises:
-            WeightsError: ``weights.base``, where that is to stop the run.
-        """
+        """Return the version that a delta can be made to; None: everything has to be sent."""
         if self.version is None:
             return None
-        lacking = [f"sender {rank}" for rank, each in enumerate(self._senders) if not await each.knows(self.version)]
+        lacking = [f"sender {rank}" for rank, each in enumerate(self.senders) if not await each.knows(self.version)]
         asked = asyncio.gather(*(replica.server.health() for replica in replicas))
         who = f"replicas to say which weights they hold, before version {self.version} is followed by another"
-        reports = await self._clock.wait_for(asked, self._deadline_seconds, who)
+        reports = await self.clock.wait_for(asked, self.deadline_seconds, who)
         for replica, report in zip(replicas, reports, strict=True):
             if not report.healthy or report.weight_version != self.version:
                 lacking.append(f"replica {replica.info.replica}")
@@ -157,55 +135,51 @@ class WeightSynchronizer:
         return None
 
     def _without(self, why: str, error: WeightsError | None) -> None:
-        """Go on with a whole transfer, or stop."""
-        if self._on_missing_base == "stop":
-            raise WeightsError(
-                f"a delta cannot be sent: {why}",
-                code="weights.base",
-                expected=f"version {self.version} at every sender and replica",
-                fix="weights.on_missing_base: full sends everything instead",
-            ) from error
+        """Go on with a whole transfer, or raise ``weights.base``."""
+        if self.on_missing_base == "stop":
+            expected, fix = f"version {self.version} at every sender and replica", "set weights.on_missing_base: full"
+            message = f"a delta cannot be sent: {why}"
+            raise WeightsError(message, code="weights.base", expected=expected, fix=fix) from error
         logging.getLogger("jackfield").info("weights are sent as a whole, not as a delta: %s", why)
 
     async def _transfer(self, replicas: Sequence[Replica], version: int, base: int | None) -> SyncReport:
         try:
             return await self._transferred(replicas, version, base)
         finally:
-            for rank, sender in enumerate(self._senders):
-                await self._clock.wait_for(sender.finalize(), GRACE_SECONDS, f"sender {rank} to finalize")
+            for rank, sender in enumerate(self.senders):
+                await self.clock.wait_for(sender.finalize(), _GRACE_SECONDS, f"sender {rank} to finalize")
 
     async def _transferred(self, replicas: Sequence[Replica], version: int, base: int | None) -> SyncReport:
-        prepared = [await sender.prepare() for sender in self._senders]
+        prepared = [await sender.prepare() for sender in self.senders]
         peft_config = prepared[0].peft_config
         base = base if peft_config is None else None  # an adapter is sent whole
         kind: Kind = "adapter" if peft_config is not None else "full" if base is None else "delta"
         metadata, workers = tuple(each.metadata for each in prepared), sum(replica.info.workers for replica in replicas)
         request = TopologyRequest(trainer_metadata=metadata, rollout_workers=workers)
-        topology = await self._senders[0].build_topology(request)
+        topology = await self.senders[0].build_topology(request)
         ends: dict[str, Coroutine[Any, Any, Any]] = {
-            f"sender {rank}": _send(sender, topology.trainer[rank], version, base)
-            for rank, sender in enumerate(self._senders)
+            f"sender {rank}": sender.transfer(topology.trainer[rank], version, base)
+            for rank, sender in enumerate(self.senders)
         }
         first = 0
         for replica in replicas:
             update = UpdateWeightsRequest(
                 version=version,
-                checkpoint_engine=self._name,
-                checkpoint_engine_config=self._settings,
+                checkpoint_engine=self.name,
+                checkpoint_engine_config=self.settings,
                 connect=topology.rollout[first : first + replica.info.workers],
                 first_worker=first,
                 total_workers=workers,
                 kind=kind,
                 peft_config=peft_config,
                 base_version=base,
-                deltas_follow=self._kind == "delta",
-                deadline_seconds=self._deadline_seconds,
+                deltas_follow=self.kind == "delta",
+                deadline_seconds=self.deadline_seconds,
             )
             ends[f"replica {replica.info.replica}"] = replica.server.update_weights(update)
             first += replica.info.workers
-        results = await run_together(ends, self._clock, self._deadline_seconds, f"weight version {version}")
-        digests, sent_bytes = results[0]
-        receipts: tuple[WeightReceipt, ...] = tuple(results[len(self._senders) :])
+        results = await run_together(ends, self.clock, self.deadline_seconds, f"weight version {version}")
+        (digests, sent_bytes), receipts = results[0], tuple(results[len(self.senders) :])
         return SyncReport(
             version=version,
             receipts=receipts,
@@ -219,55 +193,106 @@ class WeightSynchronizer:
         )
 
 
-async def _send(
-    sender: WeightSender, arguments: Mapping[str, Any], version: int, base: int | None
-) -> tuple[dict[str, str], int]:
-    await sender.connect(arguments, version)
-    return await sender.send_version(base)
-
-
 def verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping[str, str]) -> None:
-    """Refuse a receipt that does not prove that every worker has loaded just what was sent."""
+    """Refuse a receipt that does not prove that every worker has loaded just what was sent (digests by name)."""
     where = f"replica {info.replica}"
+
+    def refuse(code: str, message: str, expected: Any, found: Any) -> None:
+        raise WeightsError(f"{where} {message}", code=code, where=where, expected=expected, found=found)
+
     if receipt.version != version:
-        message = f"{where} acknowledges another version"
-        raise WeightsError(message, code="weights.version", where=where, expected=version, found=receipt.version)
-    workers = sorted(worker.worker for worker in receipt.workers)
-    if receipt.replica != info.replica or workers != list(range(info.workers)):
-        raise WeightsError(
-            f"the receipt of {where} does not cover its workers",
-            code="weights.missing",
-            where=where,
-            expected=f"replica {info.replica}, workers {list(range(info.workers))}",
-            found=f"replica {receipt.replica}, workers {workers}",
-        )
+        refuse("weights.version", "acknowledges another version", version, receipt.version)
+    wanted, workers = list(range(info.workers)), sorted(worker.worker for worker in receipt.workers)
+    if receipt.replica != info.replica or workers != wanted:
+        expected, found = f"{where}, workers {wanted}", f"replica {receipt.replica}, workers {workers}"
+        refuse("weights.missing", "sent a receipt that does not cover its workers", expected, found)
     for worker in receipt.workers:
-        _verify_digests(f"{where}, worker {worker.worker}", worker.digests, sent)
-
-
-def _verify_digests(where: str, loaded: Mapping[str, str], sent: Mapping[str, str]) -> None:
-    missing = [name for name in sent if name not in loaded]
-    unknown = [name for name in loaded if name not in sent]
-    if missing or unknown:
-        parts = [f"not loaded: {_some(missing)}"] * bool(missing) + [f"never sent: {_some(unknown)}"] * bool(unknown)
-        raise WeightsError(
-            f"{where} has not loaded the tensors that were sent; {'; '.join(parts)}",
-            code="weights.missing",
-            where=where,
-            expected=f"{len(sent)} tensors",
-            found=f"{len(loaded)} tensors",
-        )
-    different = [name for name, value in sent.items() if loaded[name] != value]
-    if different:
-        raise WeightsError(
-            f"{where} has loaded other bytes than were sent: {_some(different)}",
-            code="weights.digest",
-            where=where,
-            expected=sent[different[0]],
-            found=loaded[different[0]],
-        )
+        where, loaded = f"replica {info.replica}, worker {worker.worker}", worker.digests
+        missing = [name for name in sent if name not in loaded]
+        unknown = [name for name in loaded if name not in sent]
+        if missing or unknown:
+            names = f"not loaded: {_some(missing)}; never sent: {_some(unknown)}"
+            counts = f"{len(sent)} tensors", f"{len(loaded)} tensors"
+            refuse("weights.missing", f"has not loaded the tensors that were sent; {names}", *counts)
+        for name in (different := [name for name in sent if loaded[name] != sent[name]])[:1]:
+            message = f"has loaded other bytes than were sent: {_some(different)}"
+            refuse("weights.digest", message, sent[name], loaded[name])
 
 
 def _some(names: Sequence[str]) -> str:
     rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return (", ".join(names[:_SHOWN]) or "none") + (f" and {rest} more" if rest > 0 else "")
+
+
+async def run_together(
+    ends: Mapping[str, Coroutine[Any, Any, Any]], clock: Clock, seconds: float, what: str
+) -> list[Any]:
+    """Run all ends of a transfer, by name, and return their results. A failure or the deadline cancels the others.
+
+    Raises:
+        WeightsError: names the end that failed first.
+        DeadlineExceeded: names the ends that have not finished.
+    """
+    tasks = {asyncio.ensure_future(end): name for name, end in ends.items()}
+    ended: list[Task] = []  # in order: the first failure is the cause, the others are consequences
+    for task in tasks:
+        task.add_done_callback(ended.append)
+    try:
+        await clock.wait_for(asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION), seconds, what)
+        cause = await cause_of(ended, tasks, clock)
+    except DeadlineExceeded:
+        late = ", ".join(name for task, name in tasks.items() if not task.done())
+        message = f"waited {seconds:.6g} s for {what}; not finished: {late}{await _cancel(tasks, clock)}"
+        fix = "look at why they did not answer, or raise the deadline of the sync"
+        raise DeadlineExceeded(message, fix=fix) from None
+    except BaseException:
+        await _cancel(tasks, clock)
+        raise
+    if cause is None:
+        return [task.result() for task in tasks]
+    name, error, stuck = tasks[cause], _error(cause), await _cancel(tasks, clock)
+    code = error.code if isinstance(error, WeightsError | DeadlineExceeded) else "weights.transfer"
+    text = error.message if isinstance(error, JackfieldError) else repr(error)
+    kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WeightsError
+    details = {key: getattr(error, key, None) for key in ("expected", "found", "fix")}
+    message = f"{name} failed while {what} was synchronised: {text}{stuck}"
+    raise kind(message, code=code, where=name, **details) from error
+
+
+def _error(task: Task) -> BaseException | None:
+    """Return why an end has failed; None: it has not, or still runs."""
+    if not task.done():
+        return None
+    return asyncio.CancelledError("it was cancelled") if task.cancelled() else task.exception()
+
+
+async def cause_of(ended: Sequence[Task], tasks: Mapping[Task, str], clock: Clock) -> Task | None:
+    """Return the end that failed by itself. A peer may notice a break before the end that broke it off has failed."""
+
+    def failed() -> list[Task]:
+        # the last ones have ended so lately that no callback has run yet
+        return [task for task in dict.fromkeys((*ended, *tasks)) if _error(task) is not None]
+
+    def broken_off(task: Task) -> bool:
+        error = _error(task)
+        return isinstance(error, WeightsError) and error.code == "weights.transfer"
+
+    running = [task for task in tasks if not task.done()]
+    if running and all(map(broken_off, failed())):
+        with suppress(DeadlineExceeded):
+            await clock.wait_for(asyncio.wait(running), _CAUSE_SECONDS, "the end that broke off")
+    return min(failed(), key=broken_off, default=None)
+
+
+async def _cancel(tasks: Mapping[Task, str], clock: Clock) -> str:
+    """Cancel the ends that still run, and name those that ignore it."""
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        with suppress(DeadlineExceeded):
+            await clock.wait_for(asyncio.wait(running), _GRACE_SECONDS, "cancelled ends")
+    for task in running:
+        _error(task)  # a consequence, or the cause that is raised
+    stuck = ", ".join(tasks[task] for task in running if not task.done())
+    return f" (and {stuck} cannot be cancelled)" if stuck else ""

@@ -12,7 +12,7 @@ import torch
 from jackfield.abc.rollout import GenerateResult, PauseRequest, ResumeRequest, SleepRequest, WakeUpRequest
 from jackfield.errors import RolloutError, WeightsError
 from jackfield.sdk.buckets import digest
-from jackfield.weights.sender import SentVersions
+from jackfield.weights.sender import Blocks, delta_of
 from jackfield_rollout_transformers.float8 import rounded
 from jackfield_testing import refused
 
@@ -251,9 +251,7 @@ def test_a_delta_changes_weights_that_were_cast(
     changed = weights[name].clone()
     changed[3, 4] += 1e-4  # less than bfloat16 shows of most values, more than a digest forgives
     changed[7] *= 2
-    sent = SentVersions(64)
-    sent.remember(1, {each: sent.blocks(tensor) for each, tensor in weights.items()})
-    part = sent.change(name, changed, sent.blocks(changed), 1)
+    part = delta_of(name, changed, Blocks.of(weights[name], 64), Blocks.of(changed, 64), 64)
     assert part is not None
 
     async def main() -> None:
