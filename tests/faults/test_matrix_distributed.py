@@ -47,8 +47,8 @@ class Apart:
                 until("the queue is served", lambda command=command: "the queue is served" in command.out)
 
     def moves_on(self) -> None:
-        """Return when the trainer has done a further step."""
-        before = max((line["step"] for line in steps(self.folder)), default=0)
+        """Return when every role has worked: samples of two batches (k=1, o=1) may have been there already."""
+        before = max((line["step"] for line in steps(self.folder)), default=0) + 2
 
         def further() -> bool:
             ended = [role for role, command in self.running.items() if not command.running]
