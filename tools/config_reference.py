@@ -19,7 +19,7 @@ import yaml
 from jackfield.config import PluginSection, RunConfig
 from jackfield.plugins import discover
 from jackfield.queue import SAMPLERS
-from jackfield.settings import range_of, unstructure
+from jackfield.settings import range_of
 from packages import ROOT
 from pages import write_or_check
 
@@ -153,7 +153,7 @@ def _default_of(field: attrs.Attribute[Any]) -> Any:
 
 
 def _yaml(value: Any) -> str:
-    plain = unstructure(value)
+    plain = attrs.asdict(value) if attrs.has(type(value)) else value
     text: str = yaml.safe_dump(list(plain) if isinstance(plain, tuple) else plain, default_flow_style=True, width=1000)
     return text.removesuffix("...\n").strip()
 

@@ -24,7 +24,7 @@ HEAVY = ("torch", "ray", "transformers", "tensordict", "numpy")
 # packages which the core needs anyway are warm, which makes forks cheap.
 ZYGOTE = """
 import json, os, sys, traceback
-import asyncio, attrs, cattrs, click, importlib.metadata, pluggy, ssl, yaml
+import asyncio, attrs, click, importlib.metadata, pluggy, ssl, yaml
 modules, heavy = json.loads(sys.argv[1])
 assert not [name for name in sys.modules if name.partition(".")[0] == "jackfield"]
 

@@ -230,7 +230,7 @@ def test_manifest_names_another_interpreter(quick: Workplace) -> None:
 @pytest.mark.parametrize(
     ("override", "code", "told"),
     [
-        ("schedule.steps=many", "config.wrong-type", "'many' is a str, not an int"),
+        ("schedule.steps=many", "config.wrong-type", "'many' is of type str"),
         ("schedule.stepz=3", "config.unknown-key", "did you mean 'steps'?"),
         ("reward.ignore_kase=true", "config.unknown-key", "did you mean 'ignore_case'?"),
         ("data.max_prompt_tokens=126", "config.invalid-value", "126 + 4"),

@@ -59,7 +59,7 @@ def test_a_complete_manifest_is_read_with_every_section():
         ('hooks = "package.hooks"', 'hooks = "package.hooks:Object"', "package.module"),
         ('abi = "1.0"', 'abi = "1"', "major.minor"),
         ('abi = "1.0"', 'abi = "1.0.0"', "major.minor"),
-        ('abi = "1.0"', "abi = 1.0", "a float"),
+        ('abi = "1.0"', "abi = 1.0", "of type float"),
         ('kind = "engine"', 'kind = "motor"', "'motor' is not one of 'engine'"),
         ('name = "fsdp"', 'name = "FSDP"', "lower-case letters"),
         ('lora = "full"', 'lora = "yes"', "'yes' is not one of 'full'"),

@@ -17,7 +17,7 @@ from attrs.validators import and_, ge, gt, le, optional
 
 from jackfield.algorithms.registry import INPUTS, Part
 from jackfield.errors import ConfigError
-from jackfield.settings import range_of, structure, unstructure
+from jackfield.settings import range_of, structure
 
 Positive: TypeAlias = Annotated[float, gt(0.0)]
 NotNegative: TypeAlias = Annotated[float, ge(0.0)]
@@ -50,7 +50,7 @@ def check_values(chosen: Part, given: Mapping[str, Any], where: str) -> dict[str
     """
     if chosen.signature.open or not given:
         return dict(given)
-    made = unstructure(structure(_settings(chosen.kind, chosen.function), given, where))
+    made = attrs.asdict(structure(_settings(chosen.kind, chosen.function), given, where), recurse=False)
     return {name: made[name] for name in given}
 
 

@@ -26,11 +26,12 @@ def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) ->
     A replica that is added gets requests once it has acknowledged the engine's weights. A replica that is removed gets
     no new requests and ends those that it has; after deadlines.drain seconds they are generated again on the others.
     """
+    import attrs
+
     from jackfield.cluster.control import list_replicas, scale_replicas
-    from jackfield.settings import unstructure
 
     states = list_replicas(folder) if count is None else scale_replicas(folder, count, seconds=deadline)
-    show(unstructure(states), map(_line, states))
+    show([attrs.asdict(state) for state in states], map(_line, states))
 
 
 def _line(state: ReplicaState) -> str:

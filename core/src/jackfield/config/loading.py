@@ -13,7 +13,7 @@ from jackfield import settings
 from jackfield.abc import KINDS
 from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.errors import ConfigError
-from jackfield.settings import apply_override, default_of, read_yaml, structure, unstructure
+from jackfield.settings import apply_override, default_of, read_yaml, structure
 
 if TYPE_CHECKING:
     from jackfield.plugins import Registry
@@ -91,11 +91,11 @@ def show(config: RunConfig) -> str:
 
 def as_plain(config: RunConfig) -> dict[str, Any]:
     """The resolved configuration as plain values, plugin settings beside the plugin's name."""
-    values = _listed(unstructure(config))
+    values = attrs.asdict(config)
     for section in plugin_sections():
         chosen = values[section]
         values[section] = {"name": chosen["name"], **chosen["settings"]}
-    return values  # type: ignore[no-any-return]
+    return values
 
 
 def explain(config: RunConfig, registry: Registry | None = None) -> Iterator[tuple[str, Any, Any, str]]:
@@ -131,9 +131,3 @@ def _nest(section: Any, name: str) -> Any:
     values = {key: value for key, value in section.items() if key != "name"}
     default = default_of(getattr(attrs.fields(RunConfig), name)).name
     return {"name": section.get("name", default), "settings": values}
-
-
-def _listed(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _listed(item) for key, item in value.items()}
-    return [_listed(item) for item in value] if isinstance(value, tuple | list) else value

@@ -17,7 +17,6 @@ from jackfield.runtime.agent_worker import RolloutJob, ends_the_run
 from jackfield.runtime.reward_worker import Scored
 from jackfield.runtime.samples import evaluation_seed, metric_tags, said, said_metrics
 from jackfield.runtime.workers import is_lost, resubmitted, suppress_lost
-from jackfield.settings import unstructure
 from jackfield.trainer.role import Role
 
 EVAL = "eval"  #: the partition whose samples live as long as an evaluation; the queue's controller does not know them
@@ -87,8 +86,8 @@ class Evaluator:
 
     async def _run(self, task: Task, version: int) -> _Outcome:
         key, config = f"{EVAL}/{version}/{task.id}", self.role.config
-        seed = evaluation_seed(config.seed_of(config.evaluation.sampling), version, task.id)
-        sampling, seconds = {**unstructure(config.evaluation.sampling), "seed": seed}, config.deadlines.rollout
+        sampling, seconds = attrs.asdict(config.evaluation.sampling, recurse=False), config.deadlines.rollout
+        sampling["seed"] = evaluation_seed(config.seed_of(config.evaluation.sampling), version, task.id)
         job = RolloutJob(id=key, partition=EVAL, group=key, task=task, sampling=sampling, seconds=seconds, last=True)
         try:
             return await resubmitted(lambda: self._attempt(job), f"sample {key}/0")

@@ -17,7 +17,6 @@ from jackfield.queue import Batch, GroupKey, NewGroup, RolloutReport
 from jackfield.runtime.agent_worker import RolloutJob, ends_the_run
 from jackfield.runtime.samples import TRAIN, rollout_seed
 from jackfield.runtime.workers import resubmitted
-from jackfield.settings import unstructure
 from jackfield.trainer.role import Role
 
 _AHEAD = 2  #: batches that are filled with answers of the data before the trainer asks for them
@@ -54,7 +53,7 @@ class Explorer:
         self._groups, self._rollouts = (data.groups_per_batch, data.rollouts_per_group) if explores else (0, 1)
         self._greedy = self.role.algorithm.greedy_baseline
         config = self.role.config
-        self._sampling, self._seed = unstructure(config.sampling), config.seed_of(config.sampling)
+        self._sampling, self._seed = attrs.asdict(config.sampling, recurse=False), config.seed_of(config.sampling)
 
     async def run(self) -> None:
         """Explore until every batch of the schedule is finished; what others have given back comes first."""

@@ -6,11 +6,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import ConfigError, PluginError, RunError
-from jackfield.settings import structure, unstructure
+from jackfield.settings import structure
 from jackfield_reward_rules.function import FunctionReward, FunctionRewardConfig
 from jackfield_testing import refused
 
@@ -142,7 +143,7 @@ def test_a_missing_interpreter_is_refused_with_the_settings(file: Path) -> None:
 def test_settings_are_structured_and_checked() -> None:
     settings = structure(FunctionRewardConfig, {"path": "a.py:f", "keywords": {"x": 1}, "memory_bytes": None})
     assert {"x": 1} == settings.keywords
-    assert settings == structure(FunctionRewardConfig, unstructure(settings))
+    assert settings == structure(FunctionRewardConfig, attrs.asdict(settings))
     with refused("config.unknown-key", "'workers'"):
         structure(FunctionRewardConfig, {"path": "a.py:f", "worker": 1})
     with pytest.raises(ConfigError) as caught:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -24,7 +25,6 @@ from jackfield.cluster.replica import Worker
 from jackfield.plugins import installed, load_plugin
 from jackfield.routing.router import Router
 from jackfield.runtime.process import RolloutProcess
-from jackfield.settings import unstructure
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
 from jackfield_conformance.subject import Subject
@@ -44,14 +44,14 @@ class Reused(KeptRolloutProcess):
     """Takes a process that an earlier server has left: each costs an import of torch."""
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
-        super().__init__(unstructure(config), context, record=RECORD, python=sys.executable, seconds=25.0)
+        super().__init__(attrs.asdict(config), context, record=RECORD, python=sys.executable, seconds=25.0)
 
 
 class Fresh(RolloutProcess):
     """Starts a process, and ends it: for the check of what is left behind."""
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
-        super().__init__(unstructure(config), context, record=RECORD, python=sys.executable, seconds=25.0)
+        super().__init__(attrs.asdict(config), context, record=RECORD, python=sys.executable, seconds=25.0)
 
 
 @pytest.fixture(scope="module")
