@@ -18,7 +18,7 @@ import attrs
 import pytest
 
 from jackfield.compose import run
-from jackfield.compose.controller import serve_queue
+from jackfield.compose.run import serve_queue
 from jackfield.config import load_config
 from jackfield.errors import ConfigError, PluginError, QueueError
 from jackfield.queue import effective_acks, read_ledger

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from jackfield.cli import main
-from jackfield.compose.selection import interpreters
+from jackfield.compose.checks import interpreters
 from jackfield.config import RunConfig, make_config
 from jackfield.errors import ConfigError, JackfieldError, PluginError
 from jackfield.plugins import discover, environments

@@ -9,8 +9,7 @@ import pytest
 
 from jackfield.algorithms import algorithm, names, part, register, registry
 from jackfield.algorithms.resolved import ResolvedAlgorithm
-from jackfield.compose.resolve import resolve_algorithm
-from jackfield.compose.rollout_policy import rollout_bound
+from jackfield.compose.resolve import resolve_algorithm, rollout_bound
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest

@@ -50,15 +50,17 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     With --json, print what the algorithm is and what it needs, once every choice is made.
     """
-    from jackfield.compose.checking import check_parts
-    from jackfield.compose.rollout_policy import rollout_bound
-    from jackfield.compose.selection import manifests
+    from jackfield.compose.checks import hooks_of
+    from jackfield.compose.mixing import make_sources
+    from jackfield.compose.resolve import resolve_algorithm, rollout_bound
     from jackfield.config import load_config, validate_plugins
-    from jackfield.plugins import discover, hook_manager
+    from jackfield.plugins import discover
 
     loaded, registry = load_config(file, overrides), discover()
     validate_plugins(loaded, registry)
-    algorithm = check_parts(loaded, registry, hook_manager([], manifests(loaded, registry)))
+    hooks_of(loaded, registry)
+    make_sources(loaded.mixing)
+    algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name))
     if as_json:
         described = {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}
         click.echo(json.dumps({"file": file, "algorithm": described}, indent=2))

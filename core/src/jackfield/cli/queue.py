@@ -196,7 +196,7 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
 
     They take the same CONFIG. It ends with Ctrl-C or SIGTERM; what it had refused is said then.
     """
-    from jackfield.compose.controller import serve_queue
+    from jackfield.compose.run import serve_queue
     from jackfield.compose.stopping import Stop
     from jackfield.config import load_config
 

@@ -1,171 +1,358 @@
-"""Builds the objects of a run, or of one of its roles, and runs their loops."""
+"""Builds the objects of a run, or of one of its roles, from the configuration, and runs their loops."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from jackfield.cluster.device import DeviceLease
+import attrs
+
+from jackfield.cluster.control import serve_control
+from jackfield.cluster.device import DeviceLease, SharedDevice
+from jackfield.cluster.metrics import ReplicaMetrics
+from jackfield.cluster.pool import ReplicaPool
+from jackfield.compose.checks import address_file
 from jackfield.compose.export import export_model
-from jackfield.compose.mixing import mixed_samples
-from jackfield.compose.resume import StartingPoint, mark_finished
-from jackfield.compose.role_builder import RoleBuilder
-from jackfield.compose.training import TrainerBuilder
-from jackfield.data.tasks import SeededOrder, Task
+from jackfield.compose.inputs import digests
+from jackfield.compose.mixing import make_sources, mixed_samples
+from jackfield.compose.resolve import log_prob_check_options, rollout_bound
+from jackfield.compose.resume import checkpoint_store, mark_finished
+from jackfield.compose.stopping import Stop
+from jackfield.compose.workers import WorkerFactory
+from jackfield.config import as_plain
+from jackfield.data.tasks import SeededOrder, Task, TaskSet
 from jackfield.queue import GroupKey, Values
+from jackfield.queue.remote import connect_queue
+from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.workers import resubmitted
 from jackfield.trainer import (
     Answers,
+    BatchSource,
+    Checkpoint,
+    Checkpointer,
+    Evaluator,
     Explorer,
+    LogProbCheck,
+    PublishedVersion,
     RewardPipeline,
+    Role,
+    RunWorkers,
+    Trainer,
     WeightSubscriber,
     publish_end,
     trainer_begun,
     trainer_finished,
 )
-from jackfield.weights import Replica
+from jackfield.weights import Replica, ReplicaProbe, WeightSynchronizer
+
+_PROBE_PROMPT = 32  #: tokens of the first task's prompt
+#: What a role is called at the queue's controller, before the run's name.
+_CLIENTS = {"all": "the run", "train": "the trainer of", "explore": "the explorer", "reward": "the role"}
 
 
-class RunBuilder(RoleBuilder):
-    """Builds the objects of one role from the configuration, and runs its loops."""
+@attrs.define(kw_only=True, eq=False)
+class RunBuilder:
+    """Builds the objects of one role, runs its loops, and closes everything."""
 
-    async def execute(self, start: StartingPoint) -> int:
+    role: Role  #: the run, checked
+    tasks: Mapping[str, TaskSet]
+    stop: Stop
+    factory: WorkerFactory
+    make_workers: Callable[[Role, AsyncExitStack], Awaitable[RunWorkers]]
+    stack: AsyncExitStack = attrs.field(init=False)  #: closes what was started, in reverse order
+    placement: DeviceLease = attrs.field(init=False)  #: of what generates
+    _loops: asyncio.TaskGroup = attrs.field(init=False)
+    _background: list[asyncio.Task[None]] = attrs.field(init=False, factory=list)
+    _engines: list[EngineGroup] = attrs.field(init=False, factory=list)  #: every model that is loaded beside replicas
+    _pool: ReplicaPool | None = attrs.field(init=False, default=None)
+    _finished: bool = attrs.field(init=False, default=False)  #: whether the role has done its work
+
+    async def execute(self, checkpoint: Checkpoint | None) -> int:
         """Run the role to its end, and close everything in reverse order, whatever happens.
+
+        Args:
+            checkpoint: where training goes on; None: from the beginning.
 
         Returns:
             what :attr:`~jackfield.trainer.Role.progress` counts.
-        """
-        async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._tasks:
-            if self.role.trains:
-                count = await self.train(start)
-            else:
-                count = await (self.explore() if self.role.name == "explore" else self.reward())
-            for task in self._background:
-                task.cancel()
-        return count
-
-    # -- roles
-
-    async def train(self, start: StartingPoint) -> int:
-        """Train until the schedule ends or a stop is requested. Returns the number of completed steps.
 
         Raises:
             JackfieldError: the first part that does not work.
         """
-        await self.begin()
-        built = TrainerBuilder(self)
-        trainer = await built.build(start.store)
-        if self.role.workers.watch is not None:
-            self.background(self.role.workers.watch)
-        restored, mixed = None, mixed_samples(self.config.mixing, self.role.queue, Values(self.role.workers.backend))
-        if start.checkpoint is None:
-            await self.role.queue.clear()
+        async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._loops:
+            await self._begin()
+            if self.role.trains:
+                count = await self._train(checkpoint)
+            else:
+                count = await (self._explore() if self.role.name == "explore" else self._reward())
+            for task in self._background:
+                task.cancel()
+        return count
+
+    def _run(self, *loops: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run loops until the role has ended; an error of theirs ends the role."""
+        self._background += [self._loops.create_task(loop()) for loop in loops]
+
+    async def _begin(self) -> None:
+        """Start the workers of this role and its queue."""
+        role, config = self.role, self.role.config
+        self.placement = DeviceLease(role.clock, config.deadlines.batch)
+        role.workers = await self.make_workers(role, self.stack)
+        if config.queue.address is None:
+            role.queue = self.factory.queue(role.workers.backend)
+            self.stack.push_async_callback(role.queue.close)
+            await role.queue.start()
+        else:
+            self.stack.push_async_callback(role.workers.backend.close)
+            await role.workers.backend.start()
+            name = f"{_CLIENTS[role.name]} {config.name}"
+            role.queue, connection = await connect_queue(address_file(config), name, role.clock)
+            self.stack.push_async_callback(lambda: connection.close(early=not self._finished))
+
+    # -- roles
+
+    async def _train(self, checkpoint: Checkpoint | None) -> int:
+        """Train until the schedule ends or a stop is requested. Returns the number of completed steps."""
+        role, config, folder = self.role, self.role.config, Path(self.role.config.folder)
+        trainer = await self._trainer()
+        if role.workers.watch is not None:
+            self._run(role.workers.watch)
+        restored, mixed = None, mixed_samples(config.mixing, role.queue, Values(role.workers.backend))
+        if checkpoint is None:
+            await role.queue.clear()
             for samples in mixed:
                 await samples.put()
         else:
             assert trainer.checkpoints is not None
-            restored = await trainer.checkpoints.load(start.checkpoint)
-        await trainer.begin(start.step, restored)
-        if built.pool is not None:
-            await self.open_control(built.pool)
-        for loop in (*await self._producers(), *(samples.keep for samples in mixed)):
-            self.background(loop)
+            restored = await trainer.checkpoints.load(checkpoint)
+        first_step = 0 if checkpoint is None else checkpoint.step
+        await trainer.begin(first_step, restored)
+        await self._open_control()
+        rewards = [(await self._rewards()).run] if role.scores else []
+        explorers = [self._explorer("explorer-0").run] if role.name == "all" else []
+        self._run(*explorers, *rewards, *(samples.keep for samples in mixed))
         with self.stop.boundary("with a checkpoint after this step"):
-            steps = await trainer.run(start.step)
-            if steps == self.config.schedule.steps:
-                await self._finish(built.actor, steps)
+            steps = await trainer.run(first_step)
+            if steps == config.schedule.steps:
+                await export_model(trainer.actor, folder / "model")
+                if role.name == "train":
+                    await publish_end(role.queue, steps)
+                mark_finished(folder, steps)
+                self._finished = True
         return steps
 
-    async def explore(self) -> int:
+    async def _explore(self) -> int:
         """Explore for a trainer in another process until it has all batches. Returns its newest weight version."""
-        config, seconds = self.config, self.config.deadlines.batch
-        await self.begin()
-        pool = await self.start_replicas()
+        pool = await self._start_replicas()
         assert pool is not None
-        self.rollout_placement = DeviceLease(self.role.clock, seconds)
         weights = WeightSubscriber(role=self.role, replicas=pool.members)
-        pool.connect(*following(weights, self.rollout_placement))
+        pool.connect(*following(weights, self.placement))
         self.stop.begun()
-        self.background(pool.keep)
-        self.background(weights.run)
-        await weights.first(seconds)
-        await self.open_control(pool)
-        await self._explorer(config.name).run()
-        self.finished = True
+        self._run(pool.keep, weights.run)
+        await weights.first(self.role.config.deadlines.batch)
+        await self._open_control()
+        await self._explorer(self.role.config.name).run()
+        self._finished = True
         return self.role.version.value
 
-    async def reward(self) -> int:
+    async def _reward(self) -> int:
         """Score samples for a trainer in another process until its last step. Returns the number of groups."""
-        seconds = self.config.deadlines.batch + self.config.deadlines.engine
-        await self.begin()
-        await trainer_begun(self.role.queue, self.config.deadlines.batch)
+        role, deadlines = self.role, self.role.config.deadlines
+        await trainer_begun(role.queue, deadlines.batch)
         pipeline = await self._rewards()
         self.stop.begun()
-        self.background(pipeline.run)
-        await trainer_finished(self.role.queue, lambda: pipeline.groups, seconds)
-        self.finished = True
-        await self.role.steps_done.advance(pipeline.groups)
+        self._run(pipeline.run)
+        await trainer_finished(role.queue, lambda: pipeline.groups, deadlines.batch + deadlines.engine)
+        self._finished = True
+        await role.steps_done.advance(pipeline.groups)
         return pipeline.groups
 
-    async def _finish(self, actor: EngineGroup, steps: int) -> None:
-        """Write the model, and tell everybody that the last step is done."""
-        folder = Path(self.config.folder)
-        await export_model(actor, folder / "model")
-        if self.role.name == "train":
-            await publish_end(self.role.queue, steps)
-        mark_finished(folder, steps)
-        self.finished = True
-
     # -- producers
-
-    async def _producers(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
-        """The loops that make and score samples beside the trainer, in this process."""
-        explorers = [] if self.role.name == "train" else [self._explorer("explorer-0").run]
-        return [*explorers, *([(await self._rewards()).run] if self.role.scores else [])]
-
-    def _explorer(self, name: str) -> Explorer:
-        return Explorer(
-            role=self.role,
-            name=name,
-            placement=self.rollout_placement,
-            task_for=self._task_order(),
-            answers=self._answers(),
-        )
-
-    def _answers(self) -> Answers | None:
-        """Answers of the data: all groups of an offline run, or those of an expert beside the rollouts."""
-        groups, tasks = self.config.data.groups_per_batch, self.tasks.expert
-        if not self.role.explores:
-            return Answers(groups=groups, task_for=self._task_order())
-        if tasks is None:
-            return None
-        experts, order = self.role.algorithm.experts, SeededOrder(size=len(tasks), seed=self.config.seed)
-        return Answers(
-            groups=experts,
-            task_for=lambda key: cast(Task, tasks[order.index(key.batch * experts + key.index - groups)]),
-        )
-
-    def _task_order(self) -> Callable[[GroupKey], Task]:
-        """Order tasks by group: the same for any number of explorers, and for a run that resumes."""
-        tasks, seed = self.tasks.train, self.config.seed
-        order, retries = (SeededOrder(size=len(tasks), seed=each) for each in (seed, seed + 1))
-        groups, attempts = self.config.data.groups_per_batch, self.config.schedule.max_retries + 1
-
-        def task_for(key: GroupKey) -> Task:
-            position = key.batch * groups + key.index
-            if key.retry:
-                return cast(Task, tasks[retries.index(position * attempts + key.retry)])
-            return cast(Task, tasks[order.index(position)])
-
-        return task_for
 
     async def _rewards(self) -> RewardPipeline:
         pipeline = RewardPipeline(role=self.role)
         await pipeline.register()
         return pipeline
+
+    def _explorer(self, name: str) -> Explorer:
+        """Make an explorer; answers of the data fill an offline run, or an expert's stand beside the rollouts."""
+        data, experts = self.role.config.data, self.role.algorithm.experts
+        task_for, answers = self._task_order("train", data.groups_per_batch), None
+        if not self.role.explores:
+            answers = Answers(groups=data.groups_per_batch, task_for=task_for)
+        elif experts:
+            answers = Answers(groups=experts, task_for=self._task_order("expert", experts, data.groups_per_batch))
+        return Explorer(role=self.role, name=name, placement=self.placement, task_for=task_for, answers=answers)
+
+    def _task_order(self, which: str, groups: int, first: int = 0) -> Callable[[GroupKey], Task]:
+        """Order tasks by group: the same for any number of explorers, and for a run that resumes.
+
+        Args:
+            which: the file of the tasks.
+            groups: of each batch that they fill.
+            first: the index of the first of them in the batch.
+        """
+        tasks, config = self.tasks[which], self.role.config
+        order, retries = (SeededOrder(size=len(tasks), seed=seed) for seed in (config.seed, config.seed + 1))
+        attempts = config.schedule.max_retries + 1
+
+        def task_for(key: GroupKey) -> Task:
+            position = key.batch * groups + key.index - first
+            number = retries.index(position * attempts + key.retry) if key.retry else order.index(position)
+            return cast(Task, tasks[number])
+
+        return task_for
+
+    # -- replicas
+
+    async def _start_replicas(self) -> ReplicaPool | None:
+        """Start the rollout servers; None where this role has none."""
+        workers, config = self.role.workers, self.role.config
+        if not workers.replicas:
+            return None
+        self._pool = pool = ReplicaPool(
+            workers.places,
+            self.role.clock,
+            name=config.rollout.name,
+            restarts=config.cluster.replica_restarts,
+            start_seconds=config.deadlines.start,
+            drain_seconds=config.deadlines.drain,
+        )
+        self.stack.push_async_callback(pool.close)
+        await pool.start(workers.replicas)
+        return pool
+
+    async def _open_control(self) -> None:
+        """Let other processes list and change the replicas, where there are any."""
+        config, pool = self.role.config, self._pool
+        if pool is None:
+            return
+        addresses = {}
+        if config.cluster.metrics_port is not None:
+            metrics = ReplicaMetrics(pool, config.cluster.metrics_port)
+            self.stack.push_async_callback(metrics.close)
+            addresses["metrics"] = await metrics.open()
+        control = serve_control(Path(config.folder), pool, self.role.clock, config.deadlines.heartbeat, **addresses)
+        await self.stack.enter_async_context(control)
+
+    # -- the trainer
+
+    async def _trainer(self) -> Trainer:
+        """Build the trainer around its engines and replicas; replicas that come later get weights through it."""
+        role, config, workers = self.role, self.role.config, self.role.workers
+        actor = await self._engine_group("actor")
+        pool = await self._start_replicas()
+        takes_turns, probe = workers.shares_devices and config.cluster.offload, self._probe(actor)
+        synchronizer = None
+        if pool is not None or role.name == "train":
+            synchronizer = self._synchronizer(pool, None if takes_turns or pool is None else probe)
+        if role.name == "train":
+            assert synchronizer is not None
+            role.version = PublishedVersion(role.clock, role.queue, synchronizer)
+        reference = None
+        if role.algorithm.reference:  # the initial policy: the actor without its adapter, or a model of its own
+            own = "reference" in role.engines
+            reference = await self._engine_group("reference") if own else actor.without_adapter()
+        critic = await self._engine_group("critic") if role.algorithm.critic else None
+        shared = SharedDevice(self._engines, pool, config.cluster.device, probe) if takes_turns and pool else None
+        enter, leave = shared.hand_overs if shared else ({}, {})
+        placement = DeviceLease(role.clock, config.deadlines.batch, enter=enter, leave=leave)
+        if workers.shares_devices:
+            self.placement = placement
+        trained = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
+        description = {"config": as_plain(config), "data": digests(self.tasks)}
+        held_out = self.tasks.get("eval")
+        seconds = config.deadlines.engine
+        trainer = Trainer(
+            role=role,
+            batches=BatchSource(role=role, sources=make_sources(config.mixing), stop=self.stop.requested),
+            actor=actor,
+            critic=critic,
+            reference=reference,
+            estimator=AdvantageEstimation(workers.estimator, role.queue, role.clock, seconds=seconds),
+            log_prob_check=self._log_prob_check(),
+            weights=shared or pool or synchronizer,
+            evaluator=Evaluator(role=role, tasks=held_out, placement=self.placement) if held_out else None,
+            checkpoints=Checkpointer(
+                role=role, store=checkpoint_store(config), engines=trained, description=description
+            ),
+            placement=placement,
+        )
+        if pool is not None and synchronizer is not None:
+            self._connect(pool, synchronizer, shared, trainer)
+        await trainer.batches.register()
+        return trainer
+
+    async def _engine_group(self, name: str) -> EngineGroup:
+        role, seconds = self.role, self.role.config.deadlines.engine
+        group = EngineGroup(name, role.workers.ranks[name], role.queue, role.clock, seconds=seconds)
+        self.stack.push_async_callback(group.close)
+        await group.initialize()
+        self._engines.append(group)
+        return group
+
+    def _log_prob_check(self) -> LogProbCheck | None:
+        role, config = self.role, self.role.config
+        if not config.log_prob_check.every:
+            return None
+        first_step = config.critic.warmup_steps if role.algorithm.critic else 0
+        options = log_prob_check_options(config)
+        return LogProbCheck(schedule=role.schedule, note=role.stages.note, first_step=first_step, **options)
+
+    def _synchronizer(self, pool: ReplicaPool | None, probe: ReplicaProbe | None) -> WeightSynchronizer:
+        config, ranks = self.role.config, self.role.workers.ranks["actor"]
+        return WeightSynchronizer(
+            senders=[rank.sender for rank in ranks if rank.sender is not None],
+            replicas=[] if pool is None else pool.members,
+            name=config.checkpoint_engine.name,
+            clock=self.role.clock,
+            settings=config.checkpoint_engine.settings,
+            deadline_seconds=config.deadlines.sync,
+            probe=probe,
+            kind=config.weights.kind,
+            on_missing_base=config.weights.on_missing_base,
+        )
+
+    def _connect(
+        self, pool: ReplicaPool, synchronizer: WeightSynchronizer, shared: SharedDevice | None, trainer: Trainer
+    ) -> None:
+        """Keep the replicas, and register how those get weights that join later or were restarted."""
+
+        async def load(replica: Replica) -> None:
+            version = trainer.updated
+            async with self.role.stages.measure("load_weights", "weights", version):
+                if version:  # else they are those of the model's folder, which it has loaded
+                    async with trainer.actor.reading:
+                        await synchronizer.catch_up(replica, version)
+                if shared is not None:
+                    await shared.ask([replica], version)
+
+        hold = partial(trainer.placement.hold, "rollout", joins=True)
+        pool.connect(load, hold, synchronizer.sync, takes_turns=shared is not None, posts=self.role.name == "train")
+        self._run(pool.keep)
+
+    def _probe(self, actor: EngineGroup) -> ReplicaProbe | None:
+        config, agents, task = self.role.config, self.role.workers.agents, cast(Task, self.tasks["train"][0])
+        if not config.log_prob_check.probe_tokens:
+            return None
+        return ReplicaProbe(
+            prompt=lambda: resubmitted(
+                lambda: agents.of("probe").prompt_ids(task, _PROBE_PROMPT), "the probe's prompt"
+            ),
+            score=actor.score,
+            clock=self.role.clock,
+            tokens=config.log_prob_check.probe_tokens,
+            temperature=config.sampling.temperature if self.role.explores else 1.0,
+            bound=rollout_bound(config),
+            stops=config.log_prob_check.on_mismatch == "stop",
+            seconds=config.deadlines.rollout,
+            report=partial(self.role.stages.note, "log_prob_check/replica/mean"),
+        )
 
 
 def following(

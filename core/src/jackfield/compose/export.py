@@ -1,20 +1,23 @@
-"""A checkpoint of a run as a folder that ``from_pretrained`` loads."""
+"""Checkpoints of a run by its folder, and their models as folders that ``from_pretrained`` loads."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 from pathlib import Path
+from typing import TypeVar
 
 import attrs
 
 from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
-from jackfield.config import RunConfig, make_config
+from jackfield.config import make_config
 from jackfield.errors import EngineError, JackfieldError, RunError
 from jackfield.plugins import Registry, discover
 from jackfield.queue.store import STORE_FILE
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.trainer import Checkpoint, CheckpointStore, open_checkpoint
+
+T = TypeVar("T")
 
 
 def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
@@ -25,10 +28,7 @@ def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
     Raises:
         RunError: ``run.no-checkpoint``, ``run.checkpoint-format``.
     """
-    found = CheckpointStore(folder / "checkpoints").checkpoints()
-    if not found:
-        raise _none(folder)
-    return found
+    return _found(CheckpointStore(folder / "checkpoints").checkpoints(), folder)
 
 
 def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
@@ -45,24 +45,23 @@ def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
         one = open_checkpoint(folder)
         one.verify(part)
         return one
-    newest = CheckpointStore(folder / "checkpoints").newest(part)
-    if newest is None:
-        raise _none(folder)
-    return newest
-
-
-def _none(folder: Path) -> RunError:
-    return RunError(
-        "the folder holds no checkpoint",
-        code="run.no-checkpoint",
-        where=str(folder),
-        expected="the folder of a run with checkpoints, or one of its checkpoints",
-    )
+    return _found(CheckpointStore(folder / "checkpoints").newest(part), folder)
 
 
 def find_queue(folder: Path) -> Path:
     """The folder of a checkpointed queue: itself, or that of a run's (newest whole) checkpoint."""
     return folder if (folder / STORE_FILE).is_file() else find_checkpoint(folder, "queue/").folder / "queue"
+
+
+def _found(found: T | None, folder: Path) -> T:
+    if found:
+        return found
+    raise RunError(
+        "the folder holds no checkpoint",
+        code="run.no-checkpoint",
+        where=str(folder),
+        expected="the folder of a run with checkpoints, or one of its checkpoints",
+    )
 
 
 def export_checkpoint(
@@ -94,7 +93,9 @@ def export_checkpoint(
             expected="a run with model.lora",
             fix="leave out --merge: the exported folder holds the whole model",
         )
-    engine = _engine(config, registry or discover())
+    context = EngineContext(role="actor", model=attrs.evolve(config.model, gradient_checkpointing=False))
+    plugin = (registry or discover()).load("engine", config.engine.name)
+    engine: BaseEngine = plugin.build(config.engine.settings, context, "engine")
     try:
         engine.initialize()
         engine.load_checkpoint(LoadCheckpointRequest(folder=str(checkpoint.folder / "actor"), model_only=True))
@@ -106,12 +107,6 @@ def export_checkpoint(
         raise EngineError(f"the model could not be written: {error}", where=str(out)) from error
     finally:
         engine.close()
-
-
-def _engine(config: RunConfig, registry: Registry) -> BaseEngine:
-    context = EngineContext(role="actor", model=attrs.evolve(config.model, gradient_checkpointing=False))
-    engine: BaseEngine = registry.load("engine", config.engine.name).build(config.engine.settings, context, "engine")
-    return engine
 
 
 async def export_model(actor: EngineGroup, model: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import attrs
 
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.config import RunConfig
-from jackfield.data.tasks import TaskSet
+from jackfield.data.tasks import Task, TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError
 from jackfield.sdk.rotary import length_limits
@@ -27,19 +27,30 @@ _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _ENCODED_PROMPTS = 64  #: of each file, its longest texts: so many are tokenised before the run begins
 
 
-@attrs.frozen(kw_only=True)
-class Tasks:
-    """The data of a run."""
+def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, TaskSet]:
+    """Open the task files that the run reads: train, and eval and expert where it has a use for them.
 
-    train: TaskSet
-    held_out: TaskSet | None  #: None: the run does not evaluate
-    expert: TaskSet | None  #: None: the algorithm has no use for an expert
+    Raises:
+        ConfigError: ``config.missing-key``: no file is named.
+        DataError: ``data.missing``, ``data.empty`` or ``data.malformed``, with file and line.
+    """
+    tasks = {}
+    for which, wanted in {"train": True, "eval": config.evaluation.every, "expert": algorithm.experts}.items():
+        if not wanted:
+            continue
+        file: str | None = getattr(config.data, which)
+        if file is None:
+            message, where = f"no {which} data is given", f"data.{which}"
+            raise ConfigError(message, code="config.missing-key", where=where, expected="the path of a JSONL file")
+        limit = config.evaluation.tasks if which == "eval" else None
+        answers = which == "expert" or (which == "train" and config.mode == "offline")
+        tasks[which] = TaskSet.load(file, config.data.format, limit=limit, answers=answers)
+    return tasks
 
-    @property
-    def digests(self) -> dict[str, str]:
-        """Return the digest of each file's contents, by its name in the configuration: a resumed run compares them."""
-        files = {"train": self.train, "eval": self.held_out, "expert": self.expert}
-        return {name: tasks.digest for name, tasks in files.items() if tasks is not None}
+
+def digests(tasks: Mapping[str, TaskSet]) -> dict[str, str]:
+    """Return the digest of each file's contents, by its name in the configuration: a resumed run compares them."""
+    return {which: each.digest for which, each in tasks.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -50,37 +61,25 @@ class ModelDescription:
     max_prompt_tokens: int | None
 
 
-def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> Tasks:
-    """Open the task files.
-
-    Raises:
-        ConfigError: ``config.missing-key``: no file is named.
-        DataError: ``data.missing``, ``data.empty`` or ``data.malformed``, with file and line.
-    """
-    return Tasks(
-        train=_load(config, "train", answers=config.mode == "offline"),
-        held_out=_load(config, "eval", limit=config.evaluation.tasks) if config.evaluation.every else None,
-        expert=_load(config, "expert", answers=True) if algorithm.experts else None,
-    )
-
-
 def read_model(config: RunConfig) -> ModelDescription:
     """Read the ``config.json`` of the model's folder.
 
     Raises:
-        EngineError: ``engine.model``: there is no model in the folder.
-        ConfigError: ``config.invalid-value``: prompt and response do not fit together.
+        EngineError: ``engine.model``: there is no model in the folder, or its weights are pickles.
+        ConfigError: ``config.invalid-value``: prompt and response do not fit together, or samples would cross a length
+            beyond which rotary frequencies are others.
     """
     folder = Path(config.model.path)
     try:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        found = "no config.json" if isinstance(error, FileNotFoundError) else f"config.json: {error}"
         raise EngineError(
             f"there is no model in the folder {config.model.path!r}",
             code="engine.model",
             where="model.path",
             expected="a Hugging Face folder with config.json, weights and tokenizer",
-            found=_why_unreadable(folder, error),
+            found=found if folder.is_dir() else "no such folder",
             fix=f"check the path; the working folder is {Path.cwd()}",
         ) from error
     pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
@@ -94,81 +93,29 @@ def read_model(config: RunConfig) -> ModelDescription:
             fix="load the model in a process that you trust with it, and save_pretrained() it to another folder",
         )
     text: Mapping[str, Any] = {**described, **(described.get("text_config") or {})}
-    rotary = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    _check_rotary(config, text)
-    scaled = rotary.get("rope_type", rotary.get("type", "default")) != "default"
-    return ModelDescription(
-        vocabulary_size=text.get("vocab_size"),
-        max_prompt_tokens=_prompt_limit(config, None if scaled else text.get("max_position_embeddings")),
-    )
+    return ModelDescription(vocabulary_size=text.get("vocab_size"), max_prompt_tokens=_prompt_limit(config, text))
 
 
-def _check_rotary(config: RunConfig, text: Mapping[str, Any]) -> None:
-    """Refuse samples that cross a length beyond which rotary frequencies are others."""
-    room = config.cluster.max_model_len or text.get("max_position_embeddings") or 0
-    for kind, limit in length_limits(text).items():
-        if config.mode == "online" and room > limit:
+def _prompt_limit(config: RunConfig, text: Mapping[str, Any]) -> int | None:
+    """The most tokens that a prompt may have: what is configured, or what leaves room for a response."""
+    given, positions = config.cluster.max_model_len, text.get("max_position_embeddings")
+    for kind, limit in length_limits(text).items() if config.mode == "online" else ():
+        if (given or positions or 0) > limit:
             raise ConfigError(
                 f"the model's rotary frequencies ({kind}) are others beyond {limit} tokens, and a sample that grows "
                 "beyond them while it is generated has log-probs that no training pass computes",
                 where="cluster.max_model_len",
                 expected=f"at most {limit}",
-                found=config.cluster.max_model_len,
-                fix=f"set cluster.max_model_len: {limit}",
+                found=given,
             )
-
-
-def check_tokens(config: RunConfig, tasks: Tasks, model: ModelDescription) -> None:
-    """Load the tokenizer, and see that it fits the model, that prompts are not too long and that answers render.
-
-    The longest texts of each file are tokenised here; a line of the others that is refused ends the run when it comes.
-
-    Raises:
-        DataError: ``data.missing``, ``data.no-chat-template``, ``data.vocabulary``, ``data.prompt-too-long``, or
-            what the template refuses, with file and line.
-    """
-    tokenizer = HuggingFaceChatTokenizer.load(
-        config.model.path,
-        chat_template=config.data.chat_template,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    if model.vocabulary_size is not None:
-        check_vocabulary(tokenizer, model.vocabulary_size)
-    for each in filter(None, (tasks.train, tasks.held_out, tasks.expert)):
-        for number in _longest(each):
-            encode_prompt(tokenizer, each[number], model.max_prompt_tokens)
-            if each.answers:
-                encode_answers(tokenizer, each[number])
-
-
-def _load(config: RunConfig, which: str, *, limit: int | None = None, answers: bool = False) -> TaskSet:
-    file: str | None = getattr(config.data, which)
-    if file is None:
-        raise ConfigError(
-            f"no {which} data is given",
-            code="config.missing-key",
-            where=f"data.{which}",
-            expected="the path of a JSONL file",
-            found="nothing",
-            fix="name a JSONL file",
-        )
-    return TaskSet.load(file, config.data.format, limit=limit, answers=answers)
-
-
-def _why_unreadable(folder: Path, error: Exception) -> str:
-    if not folder.is_dir():
-        return "no such folder"
-    return "no config.json" if isinstance(error, FileNotFoundError) else f"config.json: {error}"
-
-
-def _prompt_limit(config: RunConfig, positions: int | None) -> int | None:
-    """The most tokens that a prompt may have: what is configured, or what leaves room for a response."""
-    room = config.cluster.max_model_len or positions
+    rotary = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaled = rotary.get("rope_type", rotary.get("type", "default")) != "default"
+    room = given or (None if scaled else positions)
     prompt, response = config.data.max_prompt_tokens, config.sampling.max_new_tokens
     if prompt is None:
         return None if room is None else room - 1
     if room is not None and prompt + response > room:
-        source = "cluster.max_model_len" if config.cluster.max_model_len else "the model's max_position_embeddings"
+        source = "cluster.max_model_len" if given else "the model's max_position_embeddings"
         raise ConfigError(
             "the longest prompt and the longest response do not fit together",
             where="data.max_prompt_tokens",
@@ -179,10 +126,32 @@ def _prompt_limit(config: RunConfig, positions: int | None) -> int | None:
     return prompt
 
 
-def _longest(tasks: TaskSet) -> Sequence[int]:
-    """The numbers of the tasks with the longest texts, of those that were checked when the file was opened."""
+def load_tokenizer(config: RunConfig) -> HuggingFaceChatTokenizer:
+    """Load the tokenizer of the model, with the configured chat template."""
+    template, trusted = config.data.chat_template, config.model.trust_remote_code
+    return HuggingFaceChatTokenizer.load(config.model.path, chat_template=template, trust_remote_code=trusted)
 
-    def characters(number: int) -> int:
-        return sum(len(str(message.get("content"))) for message in tasks[number].messages)
 
-    return heapq.nlargest(_ENCODED_PROMPTS, tasks.checked(), key=characters)
+def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
+    """Load the tokenizer, and see that it fits the model, that prompts are not too long and that answers render.
+
+    The longest texts of each file, of those that were checked when it was opened, are tokenised here; a line of the
+    others that is refused ends the run when it comes.
+
+    Raises:
+        DataError: ``data.missing``, ``data.no-chat-template``, ``data.vocabulary``, ``data.prompt-too-long``, or
+            what the template refuses, with file and line.
+    """
+    tokenizer, model = load_tokenizer(config), read_model(config)
+    if model.vocabulary_size is not None:
+        check_vocabulary(tokenizer, model.vocabulary_size)
+    for each in tasks.values():
+        found = (each[number] for number in each.checked())
+        for task in heapq.nlargest(_ENCODED_PROMPTS, found, key=_characters):
+            encode_prompt(tokenizer, task, model.max_prompt_tokens)
+            if each.answers:
+                encode_answers(tokenizer, task)
+
+
+def _characters(task: Task) -> int:
+    return sum(len(str(message.get("content"))) for message in task.messages)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,16 @@ def make_sources(settings: MixingConfig) -> tuple[Source, ...]:
         QueueError: an unknown sampler.
         ConfigError: options that a sampler does not have.
     """
-    return tuple(_source(name, partition, each) for name, partition, each in _configured(settings))
+    named: Mapping[str, ReplayConfig | MixConfig | None] = attrs.asdict(settings, recurse=False)
+    return tuple(_source(name, mixed) for name, mixed in named.items() if mixed is not None)
+
+
+def _source(name: str, settings: ReplayConfig | MixConfig) -> Source:
+    chosen, partition = settings.sampler, TRAIN if name == "replay" else name
+    make_sampler(chosen.name, chosen.options, f"mixing.{name}.sampler.options")  # refuses what there is not
+    sampler = SamplerSpec(name=chosen.name, options=chosen.options)
+    limits = {field.name: getattr(settings, field.name) for field in attrs.fields(Reuse)}
+    return Source(partition=partition, ratio=settings.ratio, sampler=sampler, reuse=Reuse(**limits))
 
 
 def check_rows(settings: MixingConfig, *, explores: bool) -> None:
@@ -44,58 +52,37 @@ def check_rows(settings: MixingConfig, *, explores: bool) -> None:
         ConfigError: there is no row, or it lacks what every row needs.
         QueueError: it is no file of rows.
     """
-    for name, _, mixed in _mixed(settings):
-        (first, *_) = [*islice(_read(mixed), 1), None]
+    for name, file in _files(settings).items():
         needed = ["prompt_ids", "response_ids"]
         if name == "human" and explores:
             needed += ["reward", "rollout_log_probs"]
+        first = next(_read(file), None)
         if first is None or not first.cells.keys() >= set(needed):
             raise ConfigError(
                 "there are no samples in it",
                 where=f"mixing.{name}.samples",
                 expected=f"rows with the columns {', '.join(needed)} at least",
-                found=mixed.samples if first is None else ", ".join(sorted(first.cells)) or "no columns",
+                found=file if first is None else ", ".join(sorted(first.cells)) or "no columns",
             )
 
 
-def mixed_samples(settings: MixingConfig, queue: TransferQueue, values: Values) -> tuple[ImportedSamples, ...]:
-    """Fill the partitions that are mixed in: once, before the first step of a new run, and again where lost."""
+def mixed_samples(settings: MixingConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
+    """List what fills the partitions that are mixed in: before the first step of a new run, and again where lost."""
     from jackfield.queue.importing import ImportedSamples
 
-    return tuple(
-        ImportedSamples(
-            queue,
-            values,
-            partition,
-            partial(_read, mixed),
-            mixed.samples,
-            partial(_completed, expert=partition == "expert"),
-        )
-        for _, partition, mixed in _mixed(settings)
-    )
+    return [
+        ImportedSamples(queue, values, name, partial(_read, file), file, partial(_completed, expert=name == "expert"))
+        for name, file in _files(settings).items()
+    ]
 
 
-def _configured(settings: MixingConfig) -> Iterator[tuple[str, str, ReplayConfig | MixConfig]]:
-    if settings.replay is not None:
-        yield "replay", TRAIN, settings.replay
-    yield from _mixed(settings)
+def _files(settings: MixingConfig) -> dict[str, str]:
+    """Return the files that are mixed in, by their partitions."""
+    return {name: mixed.samples for name in ("expert", "human") if (mixed := getattr(settings, name)) is not None}
 
 
-def _mixed(settings: MixingConfig) -> Iterator[tuple[str, str, MixConfig]]:
-    for name, mixed in (("expert", settings.expert), ("human", settings.human)):
-        if mixed is not None:
-            yield name, name, mixed
-
-
-def _source(name: str, partition: str, settings: ReplayConfig | MixConfig) -> Source:
-    make_sampler(settings.sampler.name, settings.sampler.options, f"mixing.{name}.sampler.options")  # refuses it here
-    sampler = SamplerSpec(name=settings.sampler.name, options=settings.sampler.options)
-    limits = {field.name: getattr(settings, field.name) for field in attrs.fields(Reuse)}
-    return Source(partition=partition, ratio=settings.ratio, sampler=sampler, reuse=Reuse(**limits))
-
-
-def _read(mixed: MixConfig) -> Iterator[SavedSample]:
-    path = Path(mixed.samples)
+def _read(file: str) -> Iterator[SavedSample]:
+    path = Path(file)
     if path.is_dir():
         from jackfield.queue.browse import saved_samples
 
@@ -104,12 +91,11 @@ def _read(mixed: MixConfig) -> Iterator[SavedSample]:
 
 
 def _completed(row: SavedSample, *, expert: bool) -> SavedSample:
-    """Tags that a run counts by, and of an expert's row the columns that an expert does not write.
+    """Add the tags that a run counts by, and to an expert's row the columns that an expert does not write.
 
     Versions of other runs' weights say nothing here.
     """
-    length = shape_of(row.cells["response_ids"])[0]
-    cells = dict(row.cells)
+    cells, length = dict(row.cells), shape_of(row.cells["response_ids"])[0]
     cells.setdefault("response_mask", cell_of("response_mask", [True] * length))
     if expert:
         cells.setdefault("rollout_log_probs", cell_of("rollout_log_probs", [0.0] * length))

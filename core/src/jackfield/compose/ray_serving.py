@@ -11,9 +11,9 @@ from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.algorithms import register_part
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
-from jackfield.compose.inputs import check_tokens, read_model, read_tasks
+from jackfield.compose.inputs import check_tokens, read_tasks
 from jackfield.compose.resolve import resolve_algorithm
-from jackfield.compose.worker_factory import RankPlace, WorkerFactory
+from jackfield.compose.workers import RankPlace, WorkerFactory
 from jackfield.config import RunConfig, plugin_sections
 from jackfield.plugins import hook_manager, installed
 from jackfield.queue import Values
@@ -130,7 +130,7 @@ async def serve_agent_worker(
     factory, name = _factory(config), f"agent worker {number}"
     if number == 0:
         algorithm = resolve_algorithm(config, factory.registry.find("rollout", config.rollout.name))
-        check_tokens(config, read_tasks(config, algorithm), read_model(config))
+        check_tokens(config, read_tasks(config, algorithm))
     values = await _values(config, store, name, stack)
     worker = factory.agent_worker(values, {} if generates else None, request_prefix=f"{config.name}-{number}")
     deadlines = config.deadlines

@@ -19,6 +19,7 @@ import attrs
 
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.cluster.replica import Replica, Worker
+from jackfield.compose.checks import interpreters
 from jackfield.compose.ray_serving import (
     ADVANTAGES,
     AGENT,
@@ -34,8 +35,7 @@ from jackfield.compose.ray_serving import (
     serve_store,
     store_name,
 )
-from jackfield.compose.selection import interpreters
-from jackfield.compose.worker_factory import RankPlace, WorkerFactory
+from jackfield.compose.workers import RankPlace, WorkerFactory
 from jackfield.config import RunConfig
 from jackfield.errors import DeadlineExceeded, WorkerLost
 from jackfield.files import replace_file

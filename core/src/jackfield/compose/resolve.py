@@ -1,38 +1,41 @@
-"""Resolve the algorithm of a configuration: its parts, their options, and what they need, by their signatures."""
+"""Resolve the algorithm of a configuration: its parts, their options, and what they need, by their signatures.
+
+How the policy that generates differs from the one that is trained decides on the correction and on the bounds of the
+log-prob checks.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from jackfield.algorithms import Algorithm, Part, algorithm, part
+from jackfield.algorithms import Algorithm, Correction, Part, algorithm, part
 from jackfield.algorithms.options import check_values
 from jackfield.algorithms.registry import COUNTS
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.algorithms.settings import CriticSettings, PartSettings
-from jackfield.compose.rollout_policy import (
-    check_correction,
-    check_mismatch,
-    check_sampling,
-    corrects,
-    old_log_probs,
-    used_correction,
-)
+from jackfield.compose.checks import refusal
 from jackfield.config import RunConfig, WeightsConfig
-from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
 
+_OF_ESTIMATORS = (
+    "token_rewards response_mask group_ids rollout_ids step_ids anchor_ids old_log_probs values reward_dimensions "
+    "baseline_rewards"
+)
+_OF_BUNDLES = "critic reference dynamic_sampling expert_data pairs prepare rollout_log_probs"
+
 #: What an estimator can get of every batch, and what a run adds where an estimator needs it.
-_ESTIMATOR_INPUTS = frozenset(
-    {"token_rewards", "response_mask", "group_ids", "rollout_ids", "step_ids", "anchor_ids", "old_log_probs"}
-)
-_RUN_INPUTS = frozenset({"values", "reward_dimensions", "baseline_rewards"})
+_ESTIMATOR_INPUTS = frozenset(_OF_ESTIMATORS.split())
 #: Words in a bundle's ``needs`` that a run knows; the estimator's inputs are known, too.
-_KNOWN_NEEDS = frozenset(
-    {"critic", "reference", "dynamic_sampling", "expert_data", "pairs", "prepare", "rollout_log_probs"}
-)
+_KNOWN_NEEDS = frozenset(_OF_BUNDLES.split())
+
+#: How far a replica's log-probs may be from the engine's on average, in nats, where none is configured.
+_EXACT_BOUND, _ROUNDED_BOUND, _FLOAT8_BOUND = 0.01, 0.25, 0.5
+#: The same for two passes of the engine with the same weights.
+_EXACT_ENGINE_BOUND, _ROUNDED_ENGINE_BOUND = 0.001, 0.1
 
 
 def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm:
@@ -45,65 +48,69 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     Raises:
         ConfigError: an algorithm that this run cannot have, or a setting without effect.
     """
-    settings = config.algorithm
-    chosen = _algorithm(config)
+    settings, chosen = config.algorithm, _algorithm(config)
     _check_mode(config, chosen)
     loss = part("loss", chosen.loss)
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
+    kl = part("kl", settings.kl.name) if settings.kl.coefficient else None
     wanted = {*chosen.needs, *(estimator.needs if estimator else ())}
-    experts = config.data.expert_samples_per_batch if "expert_mask" in loss.needs and config.data.expert else 0
-    mixes = experts > 0 or ("expert_mask" in loss.needs and config.mixing.expert is not None)
-    corrected = estimator is not None and corrects(config, loss, rollout)
-    old = old_log_probs(config, corrected)
-    check_correction(config, loss, corrected, old)
-    check_mismatch(config, loss, corrected)
-    reference = settings.kl.coefficient > 0 or "reference" in wanted or _reads_reference(chosen, loss)
-    supplied = _supplied(config, estimator is not None, reference, mixes)
-    prepared = _prepared(loss, supplied)
+    learns = "expert_mask" in loss.needs
+    experts = config.data.expert_samples_per_batch if learns and config.data.expert else 0
+    corrects = estimator is not None and _corrects(config, loss, rollout)
+    from_engine = _from_engine(config, corrects)
+    _check_correction(config, loss, corrects, from_engine)
+    reads_old = settings.kl.in_reward or any(
+        "old_log_probs" in one.signature.inputs for one in (loss, estimator, kl) if one
+    )
     resolved = ResolvedAlgorithm(
         loss=chosen.loss,
         loss_options=_loss_options(config, chosen),
-        loss_columns=_loss_columns(config, loss, supplied, prepared, corrected),
         advantages=chosen.advantages,
         advantages_options=chosen.advantages_options,
-        old_log_probs="old_log_probs" if old == "engine" else "rollout_log_probs",
-        recompute_old_log_probs=corrected or (old == "engine" and _reads_old(config, loss, estimator)),
+        old_log_probs="old_log_probs" if from_engine else "rollout_log_probs",
+        recompute_old_log_probs=corrects or (from_engine and reads_old),
         shaping=settings.shaping,
-        correction=used_correction(config, old) if corrected else None,
-        kl_in_reward=settings.kl.name if settings.kl.in_reward and settings.kl.coefficient > 0 else None,
-        prepares=bool(prepared),
+        correction=_used_correction(config, from_engine) if corrects else None,
+        kl_in_reward=settings.kl.name if settings.kl.in_reward and kl else None,
         whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
-        critic="critic" in wanted or "values" in wanted,
-        reference=reference,
-        dynamic_sampling=_dynamic_sampling(config, chosen),
+        critic=bool(wanted & {"critic", "values"}),
+        reference=bool(kl or "reference" in wanted or "ref_log_probs" in loss.needs)
+        or chosen.loss_options.get("reference") == "ref",
+        dynamic_sampling="dynamic_sampling" in chosen.needs
+        if settings.dynamic_sampling is None
+        else settings.dynamic_sampling,
         greedy_baseline="baseline_rewards" in wanted,
         reward_dimensions=settings.reward_dimensions,
         experts=experts,
-        mixes=mixes,
-        pairs="pair_ids" in (*loss.needs, *loss.accepts),
+        mixes=experts > 0 or (learns and config.mixing.expert is not None),
+        pairs="pair_ids" in loss.signature.inputs,
     )
-    _check_supply(config, chosen, resolved, loss, estimator, supplied, prepared)
+    supplied = _supplied(resolved)
+    prepared = _prepared(loss, supplied)
+    resolved = attrs.evolve(
+        resolved, prepares=bool(prepared), loss_columns=_loss_columns(resolved, loss, kl, supplied | prepared)
+    )
+    _check_supply(config, chosen, resolved, supplied | prepared)
     _check_effect(config, resolved)
     return resolved
 
 
 def _algorithm(config: RunConfig) -> Algorithm:
     """The bundle with what the configuration replaces."""
-    chosen, settings = algorithm(config.algorithm.name), config.algorithm
+    settings, chosen = config.algorithm, algorithm(config.algorithm.name)
     loss, loss_options = _replaced("loss", settings.loss, chosen.loss, chosen.loss_options)
     estimator, options = _replaced("advantages", settings.advantages, chosen.advantages, chosen.advantages_options)
     assert loss is not None, "every bundle has a loss"
     chosen = attrs.evolve(
-        chosen, loss=loss, loss_options=loss_options, advantages=estimator, advantages_options=options
+        chosen,
+        loss=loss,
+        loss_options=loss_options,
+        advantages=estimator,
+        advantages_options=options,
+        aggregation=settings.aggregation or chosen.aggregation,
     )
-    if settings.aggregation is not None:
-        chosen = attrs.evolve(chosen, aggregation=settings.aggregation)
     assert chosen.parts  # looks every name up
     return chosen
-
-
-def _reads_reference(chosen: Algorithm, loss: Part) -> bool:
-    return "ref_log_probs" in loss.needs or chosen.loss_options.get("reference") == "ref"
 
 
 def _replaced(
@@ -120,66 +127,47 @@ def _replaced(
 
 
 def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
-    if config.mode == "offline" and chosen.advantages is not None:
-        raise ConfigError(
-            f"algorithm {config.algorithm.name!r} needs rewards, and mode 'offline' has none",
-            where="mode",
-            expected="mode: online, or an algorithm that learns from the data's own answers (sft, dpo)",
-        )
-    if config.mode == "online" and chosen.advantages is None:
-        raise ConfigError(
-            f"algorithm {config.algorithm.name!r} learns from the data's own answers",
-            where="mode",
-            expected="mode: offline",
-            found="mode: online",
-        )
-    if config.mode == "online":
-        check_sampling(config.sampling)
+    """Refuse an algorithm of the other mode, and sampling whose responses cannot be trained on."""
+    name, online = config.algorithm.name, config.mode == "online"
+    if chosen.advantages is not None and not online:
+        expected = "online, or an algorithm that learns from the data's own answers (sft, dpo)"
+        raise refusal(config, "mode", f"algorithm {name!r} needs rewards, and mode 'offline' has none", expected)
+    if chosen.advantages is None and online:
+        raise refusal(config, "mode", f"algorithm {name!r} learns from the data's own answers", "offline")
+    if online and config.sampling.temperature == 0:
+        what = "greedy responses cannot be trained on: all rollouts of a task are equal"
+        raise refusal(config, "sampling.temperature", what, "more than 0 (evaluation.sampling may be greedy)")
+    if online and config.sampling.log_probs == "raw":
+        what = "raw log-probs are not those of the distribution that training responses are drawn from"
+        raise refusal(config, "sampling.log_probs", what, "processed (evaluation.sampling may have raw ones)")
 
 
-def _supplied(config: RunConfig, estimates: bool, reference: bool, experts: bool) -> frozenset[str]:
+# -- inputs of the parts
+
+
+def _supplied(resolved: ResolvedAlgorithm) -> frozenset[str]:
     """Inputs of a loss that its data can have. ``rewards`` is for those that cannot do without: an advantage says the
     same after shaping."""
-    supplied = {"old_log_probs"}
-    if estimates:
-        supplied |= {"advantages", "rollout_log_probs"}
-    if reference:
-        supplied.add("ref_log_probs")
-    if experts:
-        supplied.add("expert_mask")
-    return frozenset(supplied)
+    estimated = {"advantages", "rollout_log_probs"} if resolved.advantages else set[str]()
+    there = {"ref_log_probs": resolved.reference, "expert_mask": resolved.mixes, "old_log_probs": True}
+    return frozenset(estimated.union(name for name, supplied in there.items() if supplied))
 
 
-def _prepared(loss: Part, supplied: frozenset[str]) -> tuple[str, ...]:
+def _prepared(loss: Part, supplied: frozenset[str]) -> frozenset[str]:
     """The columns of the whole batch that this loss gets."""
-    columns = tuple(name for name in loss.whole_batch if name not in COUNTS)
-    if not columns or loss.prepare is None:
-        return ()
-    there = supplied | {"log_probs", "response_mask", "group_ids", "pair_ids"}
     needed = {name for name, required in loss.prepare_inputs.items() if required}
-    return columns if needed <= there else ()
+    there = supplied | {"log_probs", "response_mask", "group_ids", "pair_ids"}
+    return frozenset(loss.whole_batch) - COUNTS if loss.prepare is not None and needed <= there else frozenset()
 
 
-def _loss_columns(
-    config: RunConfig, loss: Part, supplied: frozenset[str], prepared: tuple[str, ...], corrects: bool
-) -> tuple[str, ...]:
-    wanted = ({*loss.needs, *loss.accepts} & supplied) | set(prepared)
-    if "rewards" in loss.needs:
-        wanted.add("rewards")
-    if corrects:
-        wanted.add("rollout_weights")
-    if config.algorithm.kl.coefficient and not config.algorithm.kl.in_reward:
-        estimator = part("kl", config.algorithm.kl.name)
-        wanted |= {"ref_log_probs"} | ({"old_log_probs"} & {*estimator.needs, *estimator.accepts})
+def _loss_columns(resolved: ResolvedAlgorithm, loss: Part, kl: Part | None, there: frozenset[str]) -> tuple[str, ...]:
+    """The columns that the loss reads beside the sample; a penalty in the loss reads its own."""
+    wanted = (there & loss.signature.inputs.keys()) | ({"rewards"} & {*loss.needs})
+    if resolved.correction is not None:
+        wanted |= {"rollout_weights"}
+    if kl is not None and resolved.kl_in_reward is None:
+        wanted |= {"ref_log_probs"} | ({"old_log_probs"} & kl.signature.inputs.keys())
     return tuple(sorted(wanted))
-
-
-def _reads_old(config: RunConfig, loss: Part, estimator: Part | None) -> bool:
-    """Whether anything looks at the policy before the update."""
-    parts = [loss, *([estimator] if estimator else [])]
-    if config.algorithm.kl.coefficient:
-        parts.append(part("kl", config.algorithm.kl.name))
-    return config.algorithm.kl.in_reward or any("old_log_probs" in (*one.needs, *one.accepts) for one in parts)
 
 
 def _loss_options(config: RunConfig, chosen: Algorithm) -> dict[str, Any]:
@@ -192,101 +180,151 @@ def _loss_options(config: RunConfig, chosen: Algorithm) -> dict[str, Any]:
     return options
 
 
-def _dynamic_sampling(config: RunConfig, chosen: Algorithm) -> bool:
-    given = config.algorithm.dynamic_sampling
-    return "dynamic_sampling" in chosen.needs if given is None else given
-
-
-def _check_supply(
-    config: RunConfig,
-    chosen: Algorithm,
-    resolved: ResolvedAlgorithm,
-    loss: Part,
-    estimator: Part | None,
-    supplied: frozenset[str],
-    prepared: tuple[str, ...],
-) -> None:
+def _check_supply(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgorithm, there: frozenset[str]) -> None:
     """Refuse what cannot be had, by name."""
-    inputs = _ESTIMATOR_INPUTS | _RUN_INPUTS
-    of_loss = supplied | {*COUNTS, *prepared, "rewards", "log_probs", "response_mask", "pair_ids", "expert_mask"}
-    missing = sorted(
-        {name for name in chosen.needs if name not in inputs | _KNOWN_NEEDS}
-        | {name for name in (estimator.needs if estimator else ()) if name not in inputs}
-        | {name for name in loss.needs if name not in of_loss}
+    loss = part("loss", resolved.loss)
+    needs = part("advantages", resolved.advantages).needs if resolved.advantages else ()
+    of_loss = there | {*COUNTS, "rewards", "log_probs", "response_mask", "pair_ids", "expert_mask"}
+    missing = (
+        {*chosen.needs} - _ESTIMATOR_INPUTS - _KNOWN_NEEDS | {*needs} - _ESTIMATOR_INPUTS | {*loss.needs} - of_loss
     )
     if missing:
-        raise ConfigError(
-            f"algorithm {config.algorithm.name!r} needs what a run cannot supply: {', '.join(missing)}",
-            where="algorithm",
-            expected="parts whose inputs a run has; `jackfield algorithms show NAME` tells them",
-            fix="choose another estimator or loss",
-        )
+        what = f"algorithm {config.algorithm.name!r} needs what a run cannot supply: {', '.join(sorted(missing))}"
+        expected = "parts whose inputs a run has; `jackfield algorithms show NAME` tells them"
+        raise refusal(config, "algorithm", what, expected)
+    missing_key = "config.missing-key"
     if "expert_mask" in loss.needs and not resolved.mixes:
-        raise ConfigError(
-            f"loss {loss.name} learns from an expert's answers, too, and there are none",
-            code="config.missing-key",
-            where="data.expert",
-            fix="name a JSONL file of tasks with answers as data.expert, and set data.expert_samples_per_batch; "
-            "or rows as mixing.expert",
-        )
-    if estimator is not None and "reward_dimensions" in estimator.needs and not resolved.reward_dimensions:
-        raise ConfigError(
-            f"advantages {estimator.name} compares several rewards, and none are named",
-            code="config.missing-key",
-            where="algorithm.reward_dimensions",
-            expected="names of the reward's metrics; score is the score itself",
-        )
+        what = f"loss {loss.name} learns from an expert's answers, too, and there are none"
+        expected = "a JSONL file of tasks with answers, and data.expert_samples_per_batch; or rows as mixing.expert"
+        raise refusal(config, "data.expert", what, expected, missing_key)
+    if "reward_dimensions" in needs and not resolved.reward_dimensions:
+        what = f"advantages {resolved.advantages} compares several rewards, and none are named"
+        expected = "names of the reward's metrics; score is the score itself"
+        raise refusal(config, "algorithm.reward_dimensions", what, expected, missing_key)
     if resolved.pairs and config.data.format.rejected_key is None:
-        raise ConfigError(
-            f"loss {loss.name} compares two answers, and the data's format names one",
-            code="config.missing-key",
-            where="data.format.rejected_key",
-            fix="name the fields of the better and of the worse answer: response_key and rejected_key",
-        )
+        what = f"loss {loss.name} compares two answers, and the data's format names one"
+        expected = "the field of the worse answer, beside response_key, that of the better one"
+        raise refusal(config, "data.format.rejected_key", what, expected, missing_key)
 
 
 def _check_effect(config: RunConfig, resolved: ResolvedAlgorithm) -> None:
-    """A setting that does nothing here is an error."""
-    settings = config.algorithm
-    idle = {
-        "critic": (config.critic != CriticSettings() and not resolved.critic, "an estimator with a critic (gae)"),
-        "mixing.expert": (config.mixing.expert is not None and not resolved.mixes, "a loss with an expert (mix)"),
-        "data.expert": (config.data.expert is not None and not resolved.experts, "a loss with an expert (mix)"),
-        "algorithm.reward_dimensions": (
-            bool(resolved.reward_dimensions)
-            and not (resolved.advantages and _takes(resolved.advantages, "reward_dimensions")),
-            "an estimator of several rewards (gdpo)",
-        ),
-        "algorithm.shaping": (
-            resolved.advantages is not None
-            and settings.shaping.active
-            and _takes(resolved.advantages, "reward_dimensions"),
-            "an estimator of one reward",
-        ),
-        "weights": (
-            config.weights.kind == "full" and attrs.evolve(config.weights, dtype=None) != WeightsConfig(),
-            "weights.kind: delta, for block_bytes and on_missing_base",
-        ),
-        "data.format.rejected_key": (
-            config.data.format.rejected_key is not None and not resolved.pairs,
-            "a loss that compares two answers (dpo)",
-        ),
-        "algorithm.kl.target": (
-            settings.kl.target is not None and not settings.kl.coefficient,
-            "algorithm.kl.coefficient above 0, where the controller begins",
-        ),
-        "algorithm.kl.in_reward": (
-            settings.kl.in_reward and resolved.advantages is None,
-            "an algorithm with rewards",
-        ),
+    """Refuse a setting that does nothing here."""
+    settings, kl, weights = config.algorithm, config.algorithm.kl, config.weights
+    estimator = part("advantages", resolved.advantages) if resolved.advantages else None
+    several = estimator is not None and "reward_dimensions" in estimator.signature.inputs
+    whole = weights.kind == "full"
+    for idle, where, expected in (
+        (config.critic != CriticSettings() and not resolved.critic, "critic", "an estimator with a critic (gae)"),
+        (config.mixing.expert and not resolved.mixes, "mixing.expert", "a loss with an expert (mix)"),
+        (config.data.expert and not resolved.experts, "data.expert", "a loss with an expert (mix)"),
+        (settings.reward_dimensions and not several, "algorithm.reward_dimensions", "an estimator of them (gdpo)"),
+        (settings.shaping.active and several, "algorithm.shaping", "an estimator of one reward"),
+        (whole and weights != WeightsConfig(dtype=weights.dtype), "weights", "kind: delta, for what a delta has"),
+        (config.data.format.rejected_key and not resolved.pairs, "data.format.rejected_key", "a loss of pairs (dpo)"),
+        (kl.target and not kl.coefficient, "algorithm.kl.target", "algorithm.kl.coefficient above 0, where it begins"),
+        (kl.in_reward and estimator is None, "algorithm.kl.in_reward", "an algorithm with rewards"),
+    ):
+        if idle:
+            raise refusal(config, where, f"{where} has no effect on algorithm {settings.name!r}", expected)
+
+
+# -- the policy that generates, and the one that is trained
+
+
+def _filters(config: RunConfig) -> dict[str, float]:
+    """The sampling filters of training responses that leave tokens out, by name."""
+    sampling = config.sampling
+    active = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+    return {name: getattr(sampling, name) for name, found in active.items() if found and config.mode == "online"}
+
+
+def _from_engine(config: RunConfig, corrects: bool) -> bool:
+    """Return whether the log-probs of the policy before the update are the engine's, or the rollout server's.
+
+    The latter are of the filtered distribution where there is a filter, and ratios to them do not begin at 1.
+    """
+    given, active = config.algorithm.old_log_probs, _filters(config)
+    if given == "rollout" and active:
+        what = (
+            "the rollout server's log-probs are of the distribution that the sampling filters leave, not the policy's"
+        )
+        expected = f"engine or auto, or no {', '.join(f'sampling.{name}' for name in active)}"
+        raise refusal(config, "algorithm.old_log_probs", what, expected)
+    return given == "engine" or (given == "auto" and bool(corrects or active))
+
+
+def _corrects(config: RunConfig, loss: Part, rollout: Manifest) -> bool:
+    """On by default where numerics differ, and the loss can be weighed and does not weigh itself."""
+    if config.algorithm.correction.enabled is not None:
+        return config.algorithm.correction.enabled
+    exact = rollout.capabilities.get("engine_log_probs") == "full" and not _rounds(config) and not _filters(config)
+    differs = config.log_prob_check.on_mismatch == "correct" or not exact
+    return differs and not loss.per_sequence and not _weighs_itself(loss)
+
+
+def _weighs_itself(loss: Part) -> bool:
+    return "rollout_log_probs" in loss.signature.inputs
+
+
+def _check_correction(config: RunConfig, loss: Part, corrects: bool, from_engine: bool) -> None:
+    """Refuse a correction that this loss, or these old log-probs, leave nothing to do, and one that is not there."""
+    where = "algorithm.correction"
+    if corrects and loss.per_sequence:
+        what = f"loss {loss.name} has one value per sequence, which weights of tokens cannot correct"
+        raise refusal(config, where, what, f"{where}.enabled: false")
+    if corrects and not from_engine and config.algorithm.correction.reject == "none":
+        what = (
+            "around the rollout server's log-probs the loss's own ratio corrects: nothing is left to do but to reject"
+        )
+        expected = "algorithm.old_log_probs: engine (weights), or a reject (whole tokens or responses are left out)"
+        raise refusal(config, where, what, expected)
+    if config.log_prob_check.on_mismatch == "correct" and not corrects and not _weighs_itself(loss):
+        what = "the run does not correct for other log-probs than the engine's"
+        expected = f"stop or warn, or a loss that importance weights can correct, without {where}.enabled: false"
+        raise refusal(config, "log_prob_check.on_mismatch", what, expected)
+
+
+def _used_correction(config: RunConfig, from_engine: bool) -> Correction:
+    """Around the rollout's own log-probs, the loss's ratio weighs and the correction only rejects."""
+    given = config.algorithm.correction
+    return given if from_engine else attrs.evolve(given, bound="none", batch_normalize=False)
+
+
+def _rounds(config: RunConfig) -> bool:
+    """Whether anything is computed with fewer bits than float32 has."""
+    return _engine_rounds(config) or config.weights.dtype not in (None, "float32")
+
+
+def _engine_rounds(config: RunConfig) -> bool:
+    mixed = config.engine.settings.get("mixed_precision", "none") not in (None, "none")
+    return mixed or config.model.dtype != "float32"
+
+
+def rollout_bound(config: RunConfig) -> float:
+    """Return how far the log-probs of replicas may be from the engine's on average, in nats."""
+    if config.log_prob_check.bound is not None:
+        return config.log_prob_check.bound
+    if config.weights.dtype == "float8_e4m3fn":
+        return _FLOAT8_BOUND
+    return _ROUNDED_BOUND if _rounds(config) else _EXACT_BOUND
+
+
+def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
+    """Return the bounds of :class:`~jackfield.trainer.LogProbCheck`.
+
+    Filters leave tokens whose log-probs are above the policy's by the slack, in nats. A top-p keeps at least that share
+    of the probability; of the others only the batch knows.
+    """
+    settings, lora, active = config.log_prob_check, config.model.lora, _filters(config)
+    engine = _ROUNDED_ENGINE_BOUND if _engine_rounds(config) else _EXACT_ENGINE_BOUND
+    slack = -math.log(active["top_p"]) if active.keys() == {"top_p"} else math.inf if active else 0.0
+    return {
+        "every": settings.every,
+        "bound": rollout_bound(config),
+        "train_mode_bound": settings.bound or engine,
+        "rollout": config.mode == "online",
+        "stops": settings.on_mismatch != "warn",
+        "corrects": settings.on_mismatch == "correct",
+        "slack": slack,
+        "dropout": config.model.dropout > 0 or (lora is not None and lora.dropout > 0),
     }
-    for where, (useless, expected) in idle.items():
-        if useless:
-            raise ConfigError(
-                f"{where} has no effect on algorithm {settings.name!r}", where=where, expected=expected, fix="remove it"
-            )
-
-
-def _takes(estimator: str, name: str) -> bool:
-    chosen = part("advantages", estimator)
-    return name in (*chosen.needs, *chosen.accepts)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -17,31 +16,31 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
-from jackfield.compose.checking import check_parts
-from jackfield.compose.controller import distributed
-from jackfield.compose.inline_workers import workers_maker
-from jackfield.compose.inputs import Tasks, check_tokens, read_model, read_tasks
-from jackfield.compose.mixing import check_rows
+from jackfield.compose.checks import check_plugins, hooks_of, import_plugins, role_config, with_address
+from jackfield.compose.inputs import check_tokens, digests, read_model, read_tasks
+from jackfield.compose.mixing import check_rows, make_sources
+from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.resume import (
     DISK_ERRORS,
-    StartingPoint,
     folder_lock,
+    is_finished,
     starting_point,
     storage_error,
     storage_errors,
 )
-from jackfield.compose.selection import check_plugins, import_plugins, manifests
 from jackfield.compose.stopping import Stop
-from jackfield.compose.worker_factory import WorkerFactory
+from jackfield.compose.workers import InlineWorkers, WorkerFactory
 from jackfield.config import RunConfig, as_plain, resolve_defaults, show
+from jackfield.data.tasks import TaskSet
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.files import replace_file
 from jackfield.imports import collection_paused
 from jackfield.observe import observers
-from jackfield.plugins import Registry, discover, hook_manager, require_capability
+from jackfield.plugins import Registry, discover
 from jackfield.plugins.hooks import RunEnded, RunStarted
+from jackfield.queue.remote import QueueServer
 from jackfield.runtime.workers import one_line
-from jackfield.trainer import CheckpointStore, Role, RoleName
+from jackfield.trainer import Checkpoint, Role, RoleName
 
 
 @attrs.frozen(kw_only=True)
@@ -100,47 +99,130 @@ async def run_async(
 ) -> RunResult:
     """Do the same inside of a running event loop."""
     registry, clock, stop = registry or discover(), clock or Clock(), stop or Stop(config.checkpoint.grace_seconds)
-    config = _role_config(resolve_defaults(config), role)
-    folder, trains = Path(config.folder), role in ("all", "train")
+    config = role_config(resolve_defaults(config), role)
+    folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
     hooks = [*observers(config.observe, folder, clock=clock), *hooks]
     prepared, tasks = _prepare(config, registry, hooks, role, clock)
     _make_folder(folder)
     with storage_errors(folder), nullcontext() if role == "explore" else folder_lock(folder):
-        start = StartingPoint(store=CheckpointStore(folder / "checkpoints"), checkpoint=None, finished=False)
         if trains:
-            start = starting_point(config, folder, tasks.digests)
-        if start.finished:
-            return RunResult(folder=folder, steps=start.step, finished_before=True)
+            checkpoint = starting_point(config, digests(tasks))
+        if is_finished(config, checkpoint):
+            return RunResult(folder=folder, steps=config.schedule.steps, finished_before=True)
         replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
-            make_workers = workers_maker(WorkerFactory(config=config, registry=registry, clock=clock), processes)
+            factory = WorkerFactory(config=config, registry=registry, clock=clock)
+            make_workers = InlineWorkers(factory).make
+            if config.cluster.name == "ray":
+                from jackfield.compose.ray_workers import RayWorkers
+
+                workers = RayWorkers(factory)
+                processes.push_async_callback(workers.close)
+                make_workers = workers.make
             for left in reversed(range(config.checkpoint.max_recoveries + 1)):
+                builder = RunBuilder(
+                    role=attrs.evolve(prepared), tasks=tasks, stop=stop, factory=factory, make_workers=make_workers
+                )
                 try:
-                    steps = await _execute(RunBuilder(attrs.evolve(prepared), tasks, stop, make_workers), start)
+                    with _reported(builder, checkpoint), _one_compute_thread(config):
+                        steps = await builder.execute(checkpoint)
                     break
                 except WorkerLost as error:
                     if not left or not trains:
                         raise
-                    start = _recovery(config, folder, error)
+                    checkpoint = _recovery(config, error)
     return RunResult(folder=folder, steps=steps, stopped=trains and steps < config.schedule.steps)
 
 
-async def _execute(builder: RunBuilder, start: StartingPoint) -> int:
-    """Run the role once; hooks are notified of its start and end."""
-    with _reported(builder, start.step), _one_compute_thread(builder.config):
-        return await builder.execute(start)
+async def serve_queue(
+    config: RunConfig,
+    until: asyncio.Event,
+    *,
+    ready: Callable[[QueueServer, Path], None],
+    registry: Registry | None = None,
+    clock: Clock | None = None,
+) -> None:
+    """Serve the controller of a run's queue, and open its backend for others to join.
+
+    Args:
+        config: of the run.
+        until: serve until it is set.
+        ready: called with the server and its address file.
+        registry: the installed plugins; discovered when not given.
+        clock: through which every wait goes.
+
+    Raises:
+        PluginError: the backend keeps values in one process.
+        RunError: ``run.folder-in-use``: one is served already.
+        QueueError: ``queue.store``: the address is taken.
+    """
+    registry, clock, folder = registry or discover(), clock or Clock(), Path(config.folder) / "queue"
+    check_plugins(with_address(config), registry)
+    hooks_of(config, registry)
+    factory, file = WorkerFactory(config=config, registry=registry, clock=clock), folder / "address.json"
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(folder_lock(folder))
+        queue = factory.queue(factory.backend())
+        stack.push_async_callback(queue.close)
+        await queue.start()
+        server = QueueServer(queue, clock, config.deadlines.heartbeat)
+        stack.push_async_callback(server.close)
+        (await server.listen(config.queue.host, config.queue.port)).write(file)
+        stack.callback(file.unlink, missing_ok=True)
+        ready(server, file)
+        await until.wait()
+
+
+@collection_paused()
+def _prepare(
+    config: RunConfig, registry: Registry, hooks: Sequence[object], role: RoleName, clock: Clock
+) -> tuple[Role, dict[str, TaskSet]]:
+    """Refuse what can be refused while the run's folder is as it was; what loads torch comes last."""
+    check_plugins(config, registry, role)
+    here = config.cluster.name == "inline"  # else what runs in other processes is looked at there
+    if here:
+        import_plugins(config, registry, heavy=False)
+    manager = hooks_of(config, registry, hooks)
+    make_sources(config.mixing)
+    algorithm = resolve_algorithm(config, registry.find("rollout", config.rollout.name))
+    tasks = read_tasks(config, algorithm)
+    read_model(config)
+    _quiet_libraries()
+    if here:
+        check_tokens(config, tasks)
+        import_plugins(config, registry, heavy=True)
+    check_rows(config.mixing, explores=config.mode == "online")
+    return Role(config=config, name=role, algorithm=algorithm, clock=clock, hooks=manager.hook), tasks
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "choose another folder"
+        raise ConfigError("the run's folder cannot be made", where="folder", found=error, fix=fix) from error
+
+
+def _quiet_libraries() -> None:
+    """Silence what other libraries print beside a run's progress and tells its reader nothing."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars, which a log cannot show
+    # every nested tensor that is made from its values asks for a deprecated flag of torch.fx
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 @contextmanager
-def _reported(builder: RunBuilder, first_step: int) -> Iterator[None]:
+def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[None]:
     """Notify the hooks of start and end, and leave the traceback of a failure in the folder.
 
     Raises:
         CancelledError: a signal has ended the run, or a worker, which had perhaps received the same signal, died
             after it.
     """
-    config, hook, folder = builder.config, builder.role.hooks, Path(builder.config.folder)
-    failure, stopped = None, False
+    role, config, folder = builder.role, builder.role.config, Path(builder.role.config.folder)
+    failure, stopped, first_step = None, False, 0 if checkpoint is None else checkpoint.step
     started = RunStarted(
         name=config.name,
         folder=str(folder),
@@ -148,7 +230,7 @@ def _reported(builder: RunBuilder, first_step: int) -> Iterator[None]:
         first_step=first_step,
         config=as_plain(config),
     )
-    hook.run_started(event=started)
+    role.hooks.run_started(event=started)
     try:
         yield
     except asyncio.CancelledError:
@@ -166,74 +248,21 @@ def _reported(builder: RunBuilder, first_step: int) -> Iterator[None]:
             raise
         raise failure from error
     finally:
-        steps = max(first_step, builder.role.progress.value)
-        hook.run_ended(event=RunEnded(folder=str(folder), steps=steps, error=failure, stopped=stopped))
+        steps = max(first_step, role.progress.value)
+        role.hooks.run_ended(event=RunEnded(folder=str(folder), steps=steps, error=failure, stopped=stopped))
 
 
-def _recovery(config: RunConfig, folder: Path, error: WorkerLost) -> StartingPoint:
+def _recovery(config: RunConfig, error: WorkerLost) -> Checkpoint:
     """Find where a run goes on, in this process, after the death of a worker that had state.
 
     Raises:
         WorkerLost: there is no checkpoint.
     """
-    start = starting_point(attrs.evolve(config, checkpoint=attrs.evolve(config.checkpoint, resume=True)), folder)
-    if start.checkpoint is None:
+    checkpoint = starting_point(attrs.evolve(config, checkpoint=attrs.evolve(config.checkpoint, resume=True)))
+    if checkpoint is None:
         raise error
-    logging.getLogger("jackfield").warning("%s; the run goes on after step %d", one_line(error), start.step)
-    return start
-
-
-def _role_config(config: RunConfig, role: RoleName) -> RunConfig:
-    """The configuration of a role: where its controller is, and a folder of its own within the run's."""
-    if role == "all":
-        if config.queue.rewards == "distributed":
-            raise ConfigError(
-                "in a run in one process, that process scores the samples",
-                where="queue.rewards",
-                expected="train",
-                found="distributed",
-                fix="remove the setting, or launch each role with --role",
-            )
-        return config
-    config = distributed(config, role)
-    if role == "explore":
-        name = f"explorer-{socket.gethostname()}-{os.getpid()}"
-        return attrs.evolve(config, name=name, folder=str(Path(config.folder) / "explorers" / name))
-    if role == "reward":
-        return attrs.evolve(config, name="rewards", folder=str(Path(config.folder) / "rewards"))
-    return config
-
-
-@collection_paused()
-def _prepare(
-    config: RunConfig, registry: Registry, hooks: Sequence[object], role: RoleName, clock: Clock
-) -> tuple[Role, Tasks]:
-    """Refuse what can be refused while the run's folder is as it was; what loads torch comes last."""
-    check_plugins(config, registry)
-    if role != "all":
-        engine = registry.find("checkpoint_engine", config.checkpoint_engine.name)
-        require_capability(engine, "retains_weights", "explorers come and go (--role)")
-    here = config.cluster.name == "inline"  # else what runs in other processes is looked at there
-    if here:
-        import_plugins(config, registry, heavy=False)
-    manager = hook_manager(hooks, manifests(config, registry))
-    algorithm = check_parts(config, registry, manager)
-    tasks, model = read_tasks(config, algorithm), read_model(config)
-    _quiet_libraries()
-    if here:
-        check_tokens(config, tasks, model)
-        import_plugins(config, registry, heavy=True)
-    check_rows(config.mixing, explores=config.mode == "online")
-    return Role(config=config, name=role, algorithm=algorithm, clock=clock, hooks=manager.hook), tasks
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            "the run's folder cannot be made", where="folder", found=error, fix="choose another folder"
-        ) from error
+    logging.getLogger("jackfield").warning("%s; the run goes on after step %d", one_line(error), checkpoint.step)
+    return checkpoint
 
 
 @contextmanager
@@ -245,22 +274,13 @@ def _one_compute_thread(config: RunConfig) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    if config.cluster.threads is not None:
-        torch.set_num_threads(config.cluster.threads)
+    torch.set_num_threads(config.cluster.threads or before)
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
     asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down at its end
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _quiet_libraries() -> None:
-    """What other libraries print beside a run's progress and tells its reader nothing."""
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars, which a log cannot show
-    # every nested tensor that is made from its values asks for a deprecated flag of torch.fx
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def _first(error: BaseException, folder: Path) -> BaseException:
@@ -270,12 +290,12 @@ def _first(error: BaseException, folder: Path) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         ours = [inner for inner in error.exceptions if isinstance(inner, JackfieldError | BaseExceptionGroup)]
         error = (ours or list(error.exceptions))[0]
-    if isinstance(error, Exception) and not isinstance(error, JackfieldError):
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            wrapped = storage_error(folder, error)
-        else:
-            text = f"{type(error).__name__}: {error}"
-            wrapped = RunError(text, fix="the traceback is in error.txt in the run's folder")
-        wrapped.__cause__ = error
-        return wrapped
-    return error
+    if not isinstance(error, Exception) or isinstance(error, JackfieldError):
+        return error
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        wrapped = storage_error(folder, error)
+    else:
+        fix = "the traceback is in error.txt in the run's folder"
+        wrapped = RunError(f"{type(error).__name__}: {error}", fix=fix)
+    wrapped.__cause__ = error
+    return wrapped

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _WORKING = 0.8  #: share of the grace in which a boundary may be reached; the rest is for closing
 _STARTING_SECONDS = 2.0  #: for what has only begun to start to be closed; it has nothing to save
 
@@ -30,29 +29,20 @@ class Stop:
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._number = 0
         self._until = ""
         self._begun = False
+        self.code: int | None = None  #: the exit code that the first signal asks for, 128 and its number
         self.requested = asyncio.Event()  #: set by the first signal
-
-    @property
-    def code(self) -> int | None:
-        """The exit code that the first signal asks for, 128 and its number; None before it."""
-        return 128 + self._number if self._number else None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Have this object receive the signals; of the main thread."""
-        before = {number: signal.signal(number, self._received) for number in _SIGNALS}
+        before = {number: signal.signal(number, self._received) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def begun(self) -> None:
-        """Everything has started: from now on, closing is worth waiting for."""
-        self._begun = True
 
     @contextlib.contextmanager
     def boundary(self, until: str) -> Iterator[None]:
@@ -63,6 +53,10 @@ class Stop:
             yield
         finally:
             self._until = ""
+
+    def begun(self) -> None:
+        """Declare that everything has started: from now on, closing is worth waiting for."""
+        self._begun = True
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """Do ``work``; after a signal it is cancelled, once it has had its time where it has a boundary.
@@ -84,17 +78,16 @@ class Stop:
         return task.result()
 
     def _received(self, number: int, _: FrameType | None) -> None:
-        if self._number:
+        if self.code is not None:
             _end_now(number)
-        self._number = number
+        self.code = 128 + number
         how = f"ending {self._until}, within {self._grace:g} s" if self._until else "ending"
         os.write(2, f"{signal.Signals(number).name}: {how}; a second signal ends at once\n".encode())
-        grace = self._grace if self._begun else min(self._grace, _STARTING_SECONDS)
-        timer = threading.Timer(grace, _end_now, [number])
+        timer = threading.Timer(self._grace if self._begun else min(self._grace, _STARTING_SECONDS), _end_now, [number])
         timer.daemon = True
         timer.start()
         if self._loop is None:
-            raise SystemExit(128 + number)  # nothing has begun, or everything has ended
+            raise SystemExit(self.code)  # nothing has begun, or everything has ended
         self._loop.call_soon_threadsafe(self.requested.set)
 
 
@@ -107,7 +100,7 @@ def _end_now(number: int) -> NoReturn:
 
 
 def _descendants(ancestor: int) -> list[int]:
-    """Processes below one, from Linux's process table; elsewhere none are found."""
+    """List the processes below one, from Linux's process table; elsewhere none are found."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

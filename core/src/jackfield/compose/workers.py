@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import attrs
 
 from jackfield.abc.agent import AgentContext, AgentLoopBase
-from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import EngineContext, ModelSpec
 from jackfield.abc.reward import RewardAgent, RewardContext
-from jackfield.abc.rollout import (
-    BaseRolloutServer,
-    GenerateRequest,
-    GenerateResult,
-    RolloutContext,
-    SamplingParams,
-)
+from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult, RolloutContext, SamplingParams
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
-from jackfield.cluster.replica import Worker
-from jackfield.compose.inputs import read_model
-from jackfield.compose.selection import interpreters
+from jackfield.cluster.replica import Replica, Worker
+from jackfield.compose.checks import address_file, interpreters
+from jackfield.compose.inputs import load_tokenizer, read_model
 from jackfield.config import PluginSection, RunConfig
-from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.plugins import Registry
-from jackfield.queue import Values
+from jackfield.queue import TransferQueue, Values
+from jackfield.queue.store import STORE_FILE
 from jackfield.routing.router import Generates, Router
+from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.reward_worker import RewardWorker
+from jackfield.runtime.workers import Workers
+from jackfield.trainer import Role, RunWorkers
 
 _CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside the sample
 
@@ -57,11 +55,29 @@ class WorkerFactory:
     registry: Registry
     clock: Clock
 
+    def _plugin(self, kind: str, context: Any) -> Any:
+        chosen: PluginSection = getattr(self.config, kind)
+        return self.registry.load(kind, chosen.name).build(chosen.settings, context, kind)
+
     def backend(self, joins: Path | None = None) -> TransferQueueBackend:
         """Where values are kept, or a client of the store of a served controller's folder ``joins``; not started."""
         folder, silence = joins or Path(self.config.folder) / "queue", self.config.deadlines.heartbeat
         context = TransferQueueContext(folder=str(folder), joins=joins is not None, heartbeat_seconds=silence)
-        return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
+        backend: TransferQueueBackend = self._plugin("transfer_queue", context)
+        return backend
+
+    def queue(self, backend: TransferQueueBackend) -> TransferQueue:
+        """Make the queue of the run, with its controller in this process; not started."""
+        settings = self.config.queue
+        return TransferQueue(
+            backend,
+            self.clock,
+            store=Path(self.config.folder) / "queue" / STORE_FILE,
+            durable=settings.durable,
+            max_samples=settings.max_samples,
+            max_bytes=settings.max_bytes,
+            max_retries=self.config.schedule.max_retries,
+        )
 
     def engine_rank(
         self, values: Values, role: str, algorithm: ResolvedAlgorithm, place: RankPlace | None = None
@@ -72,14 +88,11 @@ class WorkerFactory:
             role=role,  # type: ignore[arg-type]
             model=self._model(role),
             optimizer={"actor": config.optimizer, "critic": config.critic.optimizer}.get(role),
-            rank=place.rank,
-            world_size=place.world_size,
-            local_rank=place.local_rank,
-            init_method=place.init_method,
             device=config.cluster.device,
             seed=config.seed,
             temperature=config.sampling.temperature if config.mode == "online" else 1.0,
             micro_batch_tokens=config.cluster.micro_batch_tokens,
+            **attrs.asdict(place, filter=lambda field, _: field.name != "host"),
         )
         sending = CheckpointEngineContext(
             end="sender",
@@ -89,13 +102,12 @@ class WorkerFactory:
             host=place.host,
             deadline_seconds=config.deadlines.sync,
         )
-        transport: CheckpointEngine | None = self._plugin("checkpoint_engine", sending) if actor else None
         return EngineRank(
             self._plugin("engine", context),
             values,
             loss_columns={"actor": algorithm.loss_columns, "critic": _CRITIC_COLUMNS}.get(role, ()),
             renamed=algorithm.renamed if actor else None,
-            transport=transport,
+            transport=self._plugin("checkpoint_engine", sending) if actor else None,
             block_bytes=config.weights.block_bytes if config.weights.kind == "delta" else 0,
         )
 
@@ -104,29 +116,37 @@ class WorkerFactory:
         model = self.config.model
         if role == "actor":
             return model
-        if role == "critic":
-            return attrs.evolve(model, lora=None, value_head=True, path=self.config.critic.path or model.path)
-        return attrs.evolve(model, lora=None)
+        value_head, path = role == "critic", self.config.critic.path if role == "critic" else None
+        return attrs.evolve(model, lora=None, value_head=value_head, path=path or model.path)
 
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
         """Make a replica's server in this process; it is not started."""
-        return cast(BaseRolloutServer, self._plugin("rollout", self._rollout_context(replica, host)))
+        server: BaseRolloutServer = self._plugin("rollout", self._rollout_context(replica, host))
+        return server
 
     def replica(self, number: int) -> Worker:
         """Make a replica's server in this process, or in one with an interpreter of its own; it is not started."""
-        python = interpreters(self.config, self.registry).get("rollout")
+        config, python = self.config, interpreters(self.config, self.registry).get("rollout")
         if python is None:
             return Worker(self.rollout_server(number))
-        server = self._rollout_process(self._rollout_context(number), python)
+        server = RolloutProcess(
+            config.rollout.settings,
+            self._rollout_context(number),
+            record=self.registry.resolve(config.rollout.name, "rollout"),
+            python=python,
+            seconds=max(config.deadlines.rollout, config.deadlines.start, config.deadlines.sync),
+            log=Path(config.folder) / f"replica-{number}.log",
+            environment={} if config.cluster.threads is None else {"OMP_NUM_THREADS": str(config.cluster.threads)},
+            heartbeat_seconds=config.deadlines.heartbeat,
+        )
         worker = Worker(server, "process")
         server.on_lost = worker.lose
         return worker
 
     def _rollout_context(self, replica: int, host: str = "127.0.0.1") -> RolloutContext:
         config = self.config
-        model = config.model if config.weights.dtype is None else attrs.evolve(config.model, dtype=config.weights.dtype)
         return RolloutContext(
-            model=model,
+            model=attrs.evolve(config.model, dtype=config.weights.dtype or config.model.dtype),
             replica=replica,
             device=config.cluster.device,
             seed=config.seed + replica,
@@ -135,30 +155,14 @@ class WorkerFactory:
             clock=self.clock,
         )
 
-    def _rollout_process(self, context: RolloutContext, python: str) -> RolloutProcess:
-        """A replica in a process, and an interpreter, of its own."""
-        config = self.config
-        threads = config.cluster.threads
-        return RolloutProcess(
-            config.rollout.settings,
-            context,
-            record=self.registry.resolve(config.rollout.name, "rollout"),
-            python=python,
-            seconds=max(config.deadlines.rollout, config.deadlines.start, config.deadlines.sync),
-            log=Path(config.folder) / f"replica-{context.replica}.log",
-            environment={} if threads is None else {"OMP_NUM_THREADS": str(threads)},
-            heartbeat_seconds=config.deadlines.heartbeat,
-        )
-
     def agent_worker(
         self, values: Values, servers: Mapping[int, Generates] | None, *, request_prefix: str
     ) -> AgentWorker:
         """A worker that runs agents on ``servers``, by number; with None, it only makes samples of given answers."""
-        config, tokenizer = self.config, self._tokenizer()
-        max_prompt_tokens = read_model(config).max_prompt_tokens
+        tokenizer, limit = load_tokenizer(self.config), read_model(self.config).max_prompt_tokens
         if servers is None:
-            return AgentWorker(values, tokenizer, self.clock, None, max_prompt_tokens=max_prompt_tokens)
-        loaded = self.registry.load("agent", config.agent.name)
+            return AgentWorker(values, tokenizer, self.clock, None, max_prompt_tokens=limit)
+        self.registry.load("agent", self.config.agent.name)
         router = Router(self.clock, servers)
 
         def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
@@ -173,13 +177,12 @@ class WorkerFactory:
                 tokenizer=tokenizer,
                 clock=self.clock,
                 request_prefix=request_prefix,
-                max_prompt_tokens=max_prompt_tokens,
+                max_prompt_tokens=limit,
             )
-            return cast(AgentLoopBase, loaded.build(config.agent.settings, context, "agent"))
+            agent: AgentLoopBase = self._plugin("agent", context)
+            return agent
 
-        return AgentWorker(
-            values, tokenizer, self.clock, make_agent, max_prompt_tokens=max_prompt_tokens, router=router
-        )
+        return AgentWorker(values, tokenizer, self.clock, make_agent, max_prompt_tokens=limit, router=router)
 
     async def reward_worker(self, values: Values, number: int = 0) -> RewardWorker:
         """A worker whose reward agent is started; what its processes print goes into the run's folder ``logs``."""
@@ -200,7 +203,7 @@ class WorkerFactory:
         return RewardWorker(
             values,
             agent,
-            self._tokenizer(),
+            load_tokenizer(config),
             self.clock,
             score_seconds=config.deadlines.reward,
             retries=config.schedule.reward_retries,
@@ -208,14 +211,41 @@ class WorkerFactory:
             fill_failed=config.algorithm.shaping.fill_failed,
         )
 
-    def _tokenizer(self) -> HuggingFaceChatTokenizer:
-        config = self.config
-        return HuggingFaceChatTokenizer.load(
-            config.model.path,
-            chat_template=config.data.chat_template,
-            trust_remote_code=config.model.trust_remote_code,
+
+@attrs.define
+class InlineWorkers:
+    """One worker of each kind in this process; replicas are in it, too, or in processes that it starts."""
+
+    factory: WorkerFactory
+    agent: AgentWorker = attrs.field(init=False)
+
+    async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
+        """Make the workers of a role, again after each recovery; ``stack`` ends what was started."""
+        make, config = self.factory, self.factory.config
+        backend = make.backend(None if config.queue.address is None else address_file(config).parent)
+        values, rewards = Values(backend), None
+        self.agent = make.agent_worker(values, {} if role.generates else None, request_prefix=config.name)
+        if role.scores or role.evaluates:
+            worker = await make.reward_worker(values)
+            stack.push_async_callback(worker.close)
+            rewards = Workers([worker])
+        return RunWorkers(
+            backend=backend,
+            ranks={engine: [make.engine_rank(values, engine, role.algorithm)] for engine in role.engines},
+            agents=Workers([self.agent]),
+            rewards=rewards,
+            estimator=AdvantageWorker(values, role.algorithm),
+            replicas=config.cluster.replicas if role.generates else 0,
+            places=self,
         )
 
-    def _plugin(self, kind: str, context: Any) -> Any:
-        chosen: PluginSection = getattr(self.config, kind)
-        return self.registry.load(kind, chosen.name).build(chosen.settings, context, kind)
+    async def start(self, number: int) -> Worker:
+        """Make a replica; it is not started."""
+        return self.factory.replica(number)
+
+    async def end(self, number: int) -> None:
+        """Give no place back: there are none."""
+
+    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
+        """Have agents generate on these replicas."""
+        return await self.agent.route(replicas, seconds)

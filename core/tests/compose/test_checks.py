@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.compose.selection import check_weights
+from jackfield.compose.checks import check_capabilities
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
@@ -28,7 +28,7 @@ class FakeRegistry:
 
 def check(*overrides: str, **capabilities: Any) -> None:
     config = make_config({"model": {"path": "somewhere"}}, overrides)
-    check_weights(config, FakeRegistry(**capabilities))  # type: ignore[arg-type]
+    check_capabilities(config, FakeRegistry(**capabilities))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

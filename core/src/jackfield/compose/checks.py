@@ -1,0 +1,226 @@
+"""What a run refuses by its settings and its plugins: these are found, checked and imported."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from jackfield.algorithms import register_part
+from jackfield.config import RunConfig, plugin_sections, validate_plugins
+from jackfield.errors import ConfigError, PluginError, PluginNotFound
+from jackfield.plugins import HookManager, Registry, hook_manager, require_capability
+from jackfield.plugins.interpreters import environment_python, resolve_interpreter
+from jackfield.plugins.introduction import look
+from jackfield.queue import register_sampler
+from jackfield.trainer import RoleName
+
+HEAVY = ("engine", "rollout")  #: kinds whose plugins import torch: they come last
+PROCESS_KINDS = ("rollout",)  #: can have a process of their own with the cluster ``inline``
+_PROBE_SECONDS = 30.0
+
+
+def refusal(config: RunConfig, where: str, message: str, expected: str, code: str | None = None) -> ConfigError:
+    """Return the error of a setting, which shows the setting's value.
+
+    Args:
+        config: of the run.
+        where: the path of the setting.
+        message: what is wrong.
+        expected: what would be right.
+        code: of the error; None: ``config.invalid-value``.
+    """
+    found = functools.reduce(getattr, where.split("."), config)
+    shown = None if attrs.has(type(found)) else found
+    return ConfigError(message, code=code, where=where, expected=expected, found=shown)
+
+
+def address_file(config: RunConfig) -> Path:
+    """Return the file in which a served controller says how to reach it."""
+    return Path(config.queue.address or Path(config.folder) / "queue" / "address.json")
+
+
+def with_address(config: RunConfig) -> RunConfig:
+    """Return the configuration of a process whose queue has its controller in a process of its own."""
+    return attrs.evolve(config, queue=attrs.evolve(config.queue, address=str(address_file(config).absolute())))
+
+
+def role_config(config: RunConfig, role: RoleName) -> RunConfig:
+    """Return the configuration of a role: where its controller is, and a folder of its own within the run's.
+
+    Raises:
+        ConfigError: the run is one that roles cannot share, or that has to be shared.
+    """
+    distributed = config.queue.rewards == "distributed"
+    if role == "all":
+        if distributed:
+            what = "in a run in one process, that process scores the samples"
+            raise refusal(config, "queue.rewards", what, "train, or each role launched with --role")
+        return config
+    if config.mode != "online":
+        raise refusal(config, "mode", "there are roles where samples are explored", "online")
+    if config.weights.kind != "full":
+        raise refusal(config, "weights.kind", "explorers that come and go get whole weights", "full")
+    if role == "reward" and not distributed:
+        what = "the role train scores the samples of this run, unless all roles have the setting"
+        raise refusal(config, "queue.rewards", what, "distributed")
+    config = with_address(config)
+    if role == "explore":
+        name = f"explorer-{socket.gethostname()}-{os.getpid()}"
+        return attrs.evolve(config, name=name, folder=str(Path(config.folder) / "explorers" / name))
+    return attrs.evolve(config, name="rewards", folder=f"{config.folder}/rewards") if role == "reward" else config
+
+
+def chosen(config: RunConfig) -> list[tuple[str, str]]:
+    """List the plugins of a run by kind and name."""
+    return [(kind, getattr(config, section).name) for section, kind in plugin_sections().items()]
+
+
+def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all") -> None:
+    """The manifest check, settings, interpreters and capabilities; imports config modules only.
+
+    Raises:
+        PluginError: a plugin is not there, broken, of another ABI, or cannot do what the run needs.
+        ConfigError: a plugin's settings are wrong.
+    """
+    for kind, name in chosen(config):
+        try:
+            registry.find(kind, name)
+        except PluginNotFound as error:
+            _add_failures(error, registry, kind, name)
+            raise
+    validate_plugins(config, registry)
+    for kind, python in interpreters(config, registry).items():  # each is there and has the plugin that runs in it
+        look(
+            python, registry.resolve(getattr(config, kind).name, kind), min(config.deadlines.start, _PROBE_SECONDS)
+        ).check()
+    check_capabilities(config, registry, role)
+
+
+def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "all") -> None:
+    """Check what settings ask of plugins.
+
+    Raises:
+        PluginError: ``plugin.capability``: a plugin has not declared it.
+        ConfigError: it does not go together with an adapter, or with a cluster, whose storage worker has the controller
+            beside it.
+    """
+    served, lora, weights = config.queue.address is not None, config.model.lora is not None, config.weights
+    float8, delta = weights.dtype == "float8_e4m3fn", weights.kind == "delta"
+    alone = "a run that trains an adapter sends the adapter alone, as it is"
+    if lora and float8:
+        raise refusal(config, "weights.dtype", alone, "bfloat16, or no model.lora")
+    if lora and delta:
+        raise refusal(config, "weights.kind", alone, "full, or no model.lora")
+    for needed, kind, capability, because in (
+        (config.queue.durable, "transfer_queue", "durable", "queue.durable is set"),
+        (served, "transfer_queue", "joins", "the queue's controller is in a process of its own"),
+        (config.model.dropout, "engine", "dropout", "model.dropout is set"),
+        (lora, "engine", "lora", "model.lora is set"),
+        (lora, "rollout", "weights_adapter", "model.lora is set"),
+        (float8, "rollout", "weights_float8", "weights.dtype is float8_e4m3fn"),
+        (delta, "checkpoint_engine", "delta", "weights.kind is delta"),
+        (delta, "rollout", "weights_delta", "weights.kind is delta"),
+        (role != "all", "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
+    ):
+        if needed:
+            require_capability(registry.find(kind, getattr(config, kind).name), capability, because)
+    if served and config.cluster.name != "inline":
+        what = "a controller in a process of its own serves runs whose workers are in their own process"
+        raise refusal(config, "cluster.name", what, "inline, or no queue.address")
+
+
+def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()) -> HookManager:
+    """Collect the hooks of the run's plugins, and have plugins offer small parts.
+
+    Samplers are the queue's, all others the algorithms'.
+    """
+    manager = hook_manager(hooks, [registry.find(kind, name) for kind, name in chosen(config)])
+
+    def register(kind: str, name: str, part: Any) -> None:
+        if kind == "sampler":
+            register_sampler(name, part)
+        else:
+            register_part(kind, name, part)
+
+    manager.hook.register_parts(register=register)
+    return manager
+
+
+def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> None:
+    """The structure check, for plugins that import torch or for the others; those that run elsewhere are checked there.
+
+    Raises:
+        PluginError: a plugin cannot be imported, or its class does not fit its contract.
+    """
+    elsewhere = interpreters(config, registry)
+    for kind, name in chosen(config):
+        if (kind in HEAVY) == heavy and kind not in elsewhere:
+            registry.load(kind, name)
+
+
+def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
+    """The paths of interpreters that kinds of workers have for themselves; nothing is started.
+
+    What the configuration says comes before what a manifest says.
+
+    Raises:
+        PluginError: ``plugin.interpreter``: there is no such program, or not for this kind of worker.
+    """
+    found = {}
+    for kind, name in chosen(config):
+        wanted, where = config.cluster.interpreters.get(kind), f"cluster.interpreters.{kind}"
+        if wanted is None:
+            manifest = registry.find(kind, name)
+            wanted, where = manifest.env.python, f"the manifest of the {manifest.label}, [env] python"
+        elif wanted in config.environments:
+            wanted = _python_of(config, wanted, where)
+        path = os.path.abspath(sys.executable) if wanted is None else resolve_interpreter(wanted, where)
+        if path == os.path.abspath(sys.executable):
+            continue
+        if config.cluster.name == "inline" and kind not in PROCESS_KINDS:
+            raise PluginError(
+                f"a worker of the kind '{kind}' cannot have a process of its own with the cluster 'inline'",
+                code="plugin.interpreter",
+                where=where,
+                expected=f"{sys.executable}; or an interpreter for {', '.join(PROCESS_KINDS)}",
+                found=path,
+                fix="use cluster.name: ray, or give the rollout server the interpreter of its own",
+            )
+        found[kind] = path
+    return found
+
+
+def _python_of(config: RunConfig, name: str, where: str) -> str:
+    python = environment_python(config.environments[name].path(name))
+    if Path(python).exists():
+        return python
+    raise PluginError(
+        f"the environment '{name}' has not been made",
+        code="plugin.interpreter",
+        where=where,
+        expected=python,
+        found="no such file",
+        fix=f"jackfield env create {name} FILE, with the file of this configuration",
+    )
+
+
+def _add_failures(error: PluginNotFound, registry: Registry, kind: str, name: str) -> None:
+    """Add what the installed plugins of this kind say when they are imported.
+
+    Importing torch to answer a slip of the pen would take longer than to correct it.
+    """
+    usable = [record for record in registry.records(kind) if record.error is None]
+    if kind in HEAVY and difflib.get_close_matches(name, [record.name for record in usable]):
+        return
+    for record in usable:
+        found = look(record.usable().env.python, record, _PROBE_SECONDS, importing=True)
+        for problem in filter(None, (found.problem, *found.missing, *found.problems)):
+            error.found = f"{error.found}; {record.name} cannot be used: {problem.message}: {problem.found}"
