@@ -24,7 +24,7 @@ from jackfield.algorithms import (
     registry,
     resolve_loss,
 )
-from jackfield.algorithms.describe import describe
+from jackfield.algorithms.named import describe
 from jackfield.algorithms.registry import Part
 from jackfield.cli import main
 from jackfield_testing import refused
@@ -59,7 +59,7 @@ def clean_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(("kind", "name"), EVERYTHING)
 def test_every_part_says_what_it_is(kind: str, name: str) -> None:
     chosen = part(kind, name)
-    assert chosen.equation
+    assert chosen.text[0]
     assert chosen.scope in ("token", "sequence", "group", "batch")
     assert set(chosen.batch_options) <= set(chosen.options)
     assert set(chosen.whole_batch) <= {*chosen.needs, *chosen.accepts}
@@ -152,7 +152,7 @@ def test_a_loss_of_ones_own_that_needs_its_whole_batch() -> None:
         return -(advantages - centre.unsqueeze(-1)) * log_probs, {}
 
     one = part("loss", "centred")
-    assert ("-(A - mean(A)) log pi.", "Nowhere, 2026", "in nothing.") == (one.equation, one.paper, one.differs)
+    assert ("-(A - mean(A)) log pi.", "Nowhere, 2026", "in nothing.") == one.text
     assert ("log_probs", "advantages") == one.needs
     rows = {"log_probs": torch.full((2, 1), -1.0), "advantages": torch.tensor([[1.0], [4.0]])}
     counts = {"global_tokens": 2, "global_sequences": 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jackfield.algorithms.registry import call, part, register
+from jackfield.algorithms.registry import part, register
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,11 +26,9 @@ def aggregate(
     Shares of micro-batches and ranks add up to the batch's value, because the counts are those of the whole batch.
 
     Args:
-        values: float ``[B, T]``; or one per sequence, ``[B]``: then there are no tokens to weigh, and each sequence
-            counts as one token.
+        values: float ``[B, T]``; or one per sequence, ``[B]``: then each sequence counts as one token.
         mask: bool or float ``[B, T]``; positions of 0 do not count, whatever they hold (NaN included).
-        mode: ``token-mean``, ``token-sum``, ``seq-mean-token-sum``, ``seq-mean-token-sum-norm`` or
-            ``seq-mean-token-mean``.
+        mode: ``token-mean``, ``token-sum``, ``seq-mean-token-{sum,sum-norm,mean}``.
         global_tokens: masked tokens in the whole batch.
         global_sequences: sequences in the whole batch.
         length_norm: the constant of ``seq-mean-token-sum-norm``, the same for the whole run (Dr. GRPO: the longest
@@ -55,7 +53,7 @@ def aggregate(
         "global_sequences": global_sequences,
         "length_norm": length_norm,
     }
-    share: Tensor = call(part("aggregation", mode), offered, {})
+    share: Tensor = part("aggregation", mode)(offered)
     return share
 
 

@@ -12,7 +12,6 @@ from jackfield.abc.engine import LossFunction, TokenOutput
 from jackfield.algorithms.aggregation import aggregate, means
 from jackfield.algorithms.kl import kl
 from jackfield.algorithms.losses import policy_loss, value_loss
-from jackfield.algorithms.options import check_options
 from jackfield.algorithms.registry import COUNTS, INPUTS, part
 from jackfield.errors import ConfigError
 
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-_GIVEN = frozenset({"log_probs", "response_mask", "rollout_weights", "global_tokens", "global_sequences"})
+_GROUPING = frozenset({"group_ids", "pair_ids"})
+_GIVEN = COUNTS | {"log_probs", "response_mask", "rollout_weights"}
 VALUE_LOSS = "value"  #: the name of a critic's loss in a LossSpec
 
 
@@ -54,7 +54,21 @@ def resolve_loss(spec: LossSpec) -> LossFunction:
     Raises:
         ConfigError: ``algorithm.unknown`` or ``algorithm.input``: an option that the loss does not have.
     """
-    return _ValueLoss(spec) if spec.name == VALUE_LOSS else _ComposedLoss(spec)
+    counts = {name: int(count) for name, count in spec.global_counts.items() if name in COUNTS}
+    averaged: dict[str, Any] = {name: counts[name] for name in ("global_tokens", "global_sequences")}
+    if spec.name != VALUE_LOSS:
+        return _ComposedLoss(spec, counts, averaged)
+
+    def critic(output: TokenOutput, data: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        assert output.values is not None, "the model of a critic has a value head"
+        columns: dict[str, Any] = {name: data[name] for name in ("returns", "response_mask")}
+        with _naming_rows(data):
+            loss, metrics = value_loss(
+                values=output.values, old_values=data.get("values"), **columns, **averaged, **spec.options
+            )
+        return loss, {**metrics, "value/loss": loss.detach()}
+
+    return critic
 
 
 @contextmanager
@@ -70,48 +84,22 @@ def _naming_rows(data: TensorDict) -> Iterator[None]:
         raise
 
 
-class _Loss:
-    """What both losses know of the whole batch."""
-
-    def __init__(self, spec: LossSpec) -> None:
-        self._options = dict(spec.options)
-        self._all_counts = {name: int(spec.global_counts[name]) for name in COUNTS if name in spec.global_counts}
-        self._counts: dict[str, Any] = {name: self._all_counts[name] for name in ("global_tokens", "global_sequences")}
-
-
-class _ValueLoss(_Loss):
-    """The critic's loss on one micro-batch."""
-
-    def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        assert output.values is not None, "the model of a critic has a value head"
-        with _naming_rows(data):
-            loss, metrics = value_loss(
-                values=output.values,
-                returns=data["returns"],
-                response_mask=data["response_mask"],
-                old_values=data.get("values"),
-                **self._counts,
-                **self._options,
-            )
-        return loss, {**metrics, "value/loss": loss.detach()}
-
-
-class _ComposedLoss(_Loss):
+class _ComposedLoss:
     """policy loss + kl_coefficient * KL(pi, reference) - entropy_coefficient * entropy."""
 
-    def __init__(self, spec: LossSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: LossSpec, counts: Mapping[str, int], averaged: Mapping[str, int]) -> None:
+        self._options = dict(spec.options)
         take = self._options.pop
-        self._part = part("loss", spec.name)
-        self._aggregation = {"aggregation": take("aggregation", "token-mean"), "length_norm": take("length_norm", None)}
+        self._part, self._counts, self._averaged = part("loss", spec.name), counts, averaged
+        self._mode, self._length_norm = take("aggregation", "token-mean"), take("length_norm", None)
         self._kl, self._kl_coefficient = take("kl", "k3"), take("kl_coefficient", 0.0)
         self._entropy_coefficient = take("entropy_coefficient", 0.0)
         self._correction = take("correction", None)
-        check_options(self._part, self._options)
-        part("aggregation", self._aggregation["aggregation"])
+        self._part.split(self._options)
+        part("aggregation", self._mode)
         if self._kl_coefficient:
             part("kl", self._kl)
-        if self._aggregation == {"aggregation": "seq-mean-token-sum-norm", "length_norm": None}:
+        if self._mode == "seq-mean-token-sum-norm" and self._length_norm is None:
             raise ConfigError(
                 "seq-mean-token-sum-norm needs length_norm: micro-batches are padded to different widths",
                 code="algorithm.input",
@@ -126,9 +114,10 @@ class _ComposedLoss(_Loss):
                 self._part.name,
                 log_probs=output.log_probs,
                 response_mask=data["response_mask"],
+                aggregation=self._mode,
+                length_norm=self._length_norm,
                 correction=self._correction,
                 rollout_weights=data.get("rollout_weights"),
-                **self._aggregation,
                 **self._counts,
                 **self._inputs(data),
                 **self._options,
@@ -144,28 +133,24 @@ class _ComposedLoss(_Loss):
 
     def _penalty(self, name: str, values: Tensor, mask: Tensor, metrics: dict[str, Tensor]) -> Tensor:
         """The values aggregated like the loss; in the metrics stands their mean per token."""
-        metrics |= means({name: values}, mask, values, **self._counts)
-        mode, length_norm = self._aggregation.values()
-        return aggregate(values, mask, mode, length_norm=length_norm, **self._counts)
+        metrics |= means({name: values}, mask, values, **self._averaged)
+        return aggregate(values, mask, self._mode, length_norm=self._length_norm, **self._averaged)
 
     def _own(self, data: TensorDict) -> Tensor:
         """The mask without the rows that an expert wrote, where the loss tells them apart."""
-        expert = data.get("expert_mask") if "expert_mask" in self._part.signature.inputs else None
+        expert = data.get("expert_mask") if "expert_mask" in self._part.inputs else None
         mask: Tensor = data["response_mask"]
         return mask if expert is None else mask.masked_fill((expert != 0).unsqueeze(-1), 0)
 
     def _inputs(self, data: TensorDict) -> dict[str, Any]:
         """What the loss takes and the data hold; what it would need of the whole batch has to be there."""
-        known = self._part.signature
-        wanted = INPUTS if known.open else {*known.inputs}
+        wanted = set(INPUTS if self._part.open else self._part.inputs)
         if self._correction is not None:
-            wanted = wanted | {"old_log_probs", "rollout_log_probs"}
-        grouping = {"group_ids", "pair_ids"}
-        found = {name: data.get(name) for name in sorted(wanted - grouping - _GIVEN)}
+            wanted |= {"old_log_probs", "rollout_log_probs"}
+        found = {name: data.get(name) for name in sorted(wanted - _GROUPING - _GIVEN)}
         inputs = {name: value for name, value in found.items() if value is not None}
-        inputs |= {name: value for name, value in self._all_counts.items() if name not in _GIVEN and known.takes(name)}
-        missing = [name for name in self._part.whole_batch if name not in inputs]
-        if missing and not wanted & grouping:  # a loss that groups rows refuses to be without groups
+        missing = [name for name in self._part.whole_batch if name not in inputs and name not in self._counts]
+        if missing and not wanted & _GROUPING:  # a loss that groups rows refuses to be without groups
             raise ConfigError(
                 f"{self._part.name} depends on the whole batch and got no {' and '.join(missing)}",
                 code="algorithm.input",

@@ -1,8 +1,8 @@
 """A correction where the policy that is trained is not quite the one that generated.
 
-Numerics of inference and training differ, weights are stale, data is replayed. pi_rollout is the behaviour policy. Two
-modes: *decoupled* weighs by pi_old / pi_rollout and clips around pi_old; *bypass* takes pi_rollout for pi_old, so that
-the loss's own ratio corrects, and rejection alone is left to do here.
+Numerics of inference and training differ, weights are stale, data is replayed. Two modes: *decoupled* weighs by
+pi_old / pi_rollout and clips around pi_old; *bypass* takes pi_rollout, the behaviour policy, for pi_old, so that the
+loss's own ratio corrects, and rejection alone is left to do here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from attrs.validators import ge, gt
 
 from jackfield.algorithms.options import above
 from jackfield.algorithms.registry import register
-from jackfield.algorithms.tensors import masked_mean_std, require_finite, require_shapes, row_means
+from jackfield.algorithms.tensors import CLAMP, clean, masked_mean_std, row_means
 from jackfield.settings import option
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_CLAMP = 20.0  # of a log-ratio, so that a weight is finite
 
 
 @register("correction", "importance_weights", "token", batch_options={"batch_normalize": True})
@@ -82,11 +80,9 @@ class Correction:
         Raises:
             ConfigError: ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
         """
-        tensors = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
-        require_shapes(tensors, response_mask)
-        require_finite(tensors, response_mask)
-        keep = response_mask != 0
-        logs = (log_probs.detach() - rollout_log_probs.detach()).masked_fill(~keep, 0.0)
+        tensors = {"log_probs": log_probs.detach(), "rollout_log_probs": rollout_log_probs.detach()}
+        own, rollout = clean(tensors, response_mask).values()
+        keep, logs = response_mask != 0, own - rollout
         weights = raw = _ratio(logs, keep, self.level)
         if self.bound == "truncate":
             weights = raw.clamp(max=self.upper)
@@ -114,15 +110,13 @@ class Correction:
         """All over the model tokens; 0 for a batch without any."""
         count = keep.sum().clamp(min=1)
         mean, deviation = masked_mean_std(weights, keep)
-        wide, some = weights.double(), keep.any()
-        bounded = logs.clamp(-_CLAMP, _CLAMP)
-        lowest = weights.masked_fill(~keep, float("inf")).amin() if weights.numel() else mean
-        highest = weights.masked_fill(~keep, float("-inf")).amax() if weights.numel() else mean
+        wide, bounded = weights.double(), logs.clamp(-CLAMP, CLAMP)
+        kept = wide[keep] if bool(keep.any()) else mean.reshape(1)
         return {
             "mean": mean,
             "std": deviation,
-            "min": lowest.double().where(some, mean),
-            "max": highest.double().where(some, mean),
+            "min": kept.amin(),
+            "max": kept.amax(),
             "effective_sample_size": wide.sum().square() / (count * wide.square().sum()).clamp(min=1e-30),
             "fraction_high": ((raw > self.upper) & keep).sum() / count,
             "fraction_low": ((raw < self.lower) & keep).sum() / count,
@@ -137,7 +131,7 @@ def _ratio(logs: Tensor, keep: Tensor, level: str) -> Tensor:
     if level != "token":
         rows = logs.sum(-1) if level == "sequence" else row_means(logs, keep)
         logs = rows.unsqueeze(-1).expand(logs.shape)
-    return logs.clamp(-_CLAMP, _CLAMP).exp()
+    return logs.clamp(-CLAMP, CLAMP).exp()
 
 
 def _normalised(weights: Tensor, accepted: Tensor, level: str) -> tuple[Tensor, Tensor]:

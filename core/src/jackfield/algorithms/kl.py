@@ -6,12 +6,13 @@ pi_ref).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
 from attrs.validators import gt, optional
 
-from jackfield.algorithms.registry import call, part, register
+from jackfield.algorithms.registry import part, register
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,64 +38,50 @@ def kl(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Te
         ConfigError: ``algorithm.unknown`` or ``algorithm.input``.
     """
     offered = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
-    value: Tensor = call(part("kl", name), offered, {})
+    value: Tensor = part("kl", name)(offered)
     return value
 
 
-@register("kl", "k1", "token")
-def _k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """-log r = log pi - log pi_ref. Unbiased in value; in a loss its gradient is 0 in expectation. [Schulman,
-    Approximating KL divergence, 2020]
-    """
-    return log_probs - ref_log_probs
-
-
-@register("kl", "k2", "token")
-def _k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """(log r)^2 / 2. Biased in value; its gradient is that of the KL in expectation. [Schulman, Approximating KL
-    divergence, 2020]
-    """
-    return 0.5 * (log_probs - ref_log_probs).square()
-
-
-@register("kl", "k3", "token")
-def _k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """r - 1 - log r. Unbiased in value, never negative. [Schulman, Approximating KL divergence, 2020]"""
-    log_ratio = ref_log_probs - log_probs
-    return log_ratio.expm1() - log_ratio
-
-
-@register("kl", "abs", "token")
-def _abs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """|log r|."""
-    return (log_probs - ref_log_probs).abs()
-
-
-@register("kl", "low_var_kl", "token")
-def _low_var_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """clip(r - 1 - log r, -10, 10) with log r clipped to [-20, 20]. Beyond the bounds there is no gradient. [Schulman,
-    Approximating KL divergence, 2020]
-    """
-    log_ratio = (ref_log_probs - log_probs).clamp(-_CLAMP, _CLAMP)
-    return (log_ratio.expm1() - log_ratio).clamp(-10.0, 10.0)
-
-
-def _add_straight_through(name: str) -> None:
-    """Register ``NAME+``: the value of an estimator with the gradient of k2."""
-    estimator = part("kl", name).function
+def _register(name: str, text: str, estimate: Callable[[Tensor], Tensor]) -> None:
+    """Register an estimator of log r, and ``NAME+``: its value with the gradient of k2."""
 
     def function(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        value, gradient = estimator(log_probs, ref_log_probs), _k2(log_probs, ref_log_probs)
-        combined: Tensor = value.detach() + (gradient - gradient.detach())
-        return combined
+        return estimate(ref_log_probs - log_probs)
 
+    def straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        value, gradient = function(log_probs, ref_log_probs), 0.5 * (log_probs - ref_log_probs).square()
+        return value.detach() + (gradient - gradient.detach())
+
+    function.__doc__ = text
+    register("kl", name, "token")(function)
     paper = "the gradient of k2 is the gradient of the KL in expectation: arXiv:2506.09477"
-    function.__doc__ = f"the value of {name} with the gradient of k2. [{paper}]"
-    register("kl", f"{name}+", "token")(function)
+    straight_through.__doc__ = f"the value of {name} with the gradient of k2. [{paper}]"
+    if name != "k2":
+        register("kl", f"{name}+", "token")(straight_through)
 
 
-for _name in ("k1", "k3", "abs", "low_var_kl"):
-    _add_straight_through(_name)
+def _k3(log_r: Tensor) -> Tensor:
+    return log_r.expm1() - log_r
+
+
+_PAPER = "[Schulman, Approximating KL divergence, 2020]"
+_register(
+    "k1",
+    f"-log r = log pi - log pi_ref. Unbiased in value; in a loss its gradient is 0 in expectation. {_PAPER}",
+    lambda log_r: -log_r,
+)
+_register(
+    "k2",
+    f"(log r)^2 / 2. Biased in value; its gradient is that of the KL in expectation. {_PAPER}",
+    lambda log_r: 0.5 * log_r.square(),
+)
+_register("k3", f"r - 1 - log r. Unbiased in value, never negative. {_PAPER}", _k3)
+_register("abs", "|log r|.", lambda log_r: log_r.abs())
+_register(
+    "low_var_kl",
+    "clip(r - 1 - log r, -10, 10) with log r clipped to [-20, 20]. Beyond the bounds there is no gradient. " + _PAPER,
+    lambda log_r: _k3(log_r.clamp(-_CLAMP, _CLAMP)).clamp(-10.0, 10.0),
+)
 
 
 @register("kl", "k3_corrected", "token")
@@ -102,7 +89,7 @@ def _k3_corrected(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tenso
     """(pi / pi_old) (r - 1 - log r): unbiased, in value and gradient, for samples from pi_old. [DeepSeek-V3.2,
     arXiv:2512.02556]
     """
-    return (log_probs - old_log_probs).clamp(-_CLAMP, _CLAMP).exp() * _k3(log_probs, ref_log_probs)
+    return (log_probs - old_log_probs).clamp(-_CLAMP, _CLAMP).exp() * _k3(ref_log_probs - log_probs)
 
 
 @attrs.define(kw_only=True)

@@ -1,30 +1,32 @@
-"""The named algorithms: an estimator, a loss, an aggregation, and what they need."""
+"""The named algorithms: an estimator, a loss, an aggregation, and what they need; and parts described as plain values.
+
+The package imports the modules of the parts before this one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
-from jackfield.algorithms.advantages import advantages
-from jackfield.algorithms.aggregation import aggregate
-from jackfield.algorithms.losses import policy_loss
 from jackfield.algorithms.registry import Part, Scope, part, register
 
-_PARTS = (advantages, aggregate, policy_loss)  # imported for their registrations
-_SCOPES: tuple[Scope, ...] = ("token", "sequence", "group", "batch")
+#: Inputs that the trainer always has, and that need no mention.
+_ALWAYS = frozenset(
+    {"global_sequences", "global_tokens", "kept", "length_norm", "log_probs", "mask", "response_mask", "token_rewards"}
+)
 
 
 @attrs.frozen(kw_only=True)
 class Algorithm:
     """An advantage estimator, a policy loss and how they are put together."""
 
-    loss: str
     advantages: str | None = None  #: None: the data's own answers are the target
-    aggregation: str = "token-mean"
     advantages_options: Mapping[str, Any] = attrs.field(factory=dict)
+    loss: str
     loss_options: Mapping[str, Any] = attrs.field(factory=dict)
+    aggregation: str = "token-mean"
     #: What it cannot do without, beside rewards, groups and old log-probs: ``critic``, ``reference``, ``expert_data``,
     #: ``pairs``, ``dynamic_sampling``, ``rollout_log_probs``, ``prepare`` (columns of
     #: :func:`jackfield.algorithms.prepare`), or inputs of its estimator. A program that has not got it must refuse.
@@ -40,7 +42,8 @@ class Algorithm:
     def scope(self) -> Scope:
         """The widest scope of its parts, under their options."""
         options = {"advantages": self.advantages_options, "loss": self.loss_options}
-        return max((one.scope_with(options.get(one.kind, {})) for one in self.parts), key=_SCOPES.index)
+        scopes: tuple[Scope, ...] = get_args(Scope)
+        return max((one.scope_with(options.get(one.kind, {})) for one in self.parts), key=scopes.index)
 
 
 def algorithm(name: str) -> Algorithm:
@@ -51,6 +54,25 @@ def algorithm(name: str) -> Algorithm:
     """
     found: Algorithm = part("algorithm", name).function()
     return found
+
+
+def describe(chosen: Part) -> dict[str, Any]:
+    """Return equation, paper, options, needs and scope of a part as plain values."""
+    equation, paper, differs = chosen.text
+    fields: dict[str, Any] = {"kind": chosen.kind, "name": chosen.name, "equation": equation, "paper": paper}
+    fields |= {"scope": chosen.scope, "batch_options": dict(chosen.batch_options)}
+    if chosen.kind == "algorithm":
+        made: Algorithm = chosen.function()
+        return {**fields, **attrs.asdict(made), "needs": list(made.needs), "differs": differs}
+    return {
+        **fields,
+        "needs": [name for name in chosen.needs if name not in _ALWAYS],
+        "optional": [name for name in chosen.accepts if name not in _ALWAYS],
+        "options": {name: None if repr(value).startswith("<") else value for name, value in chosen.options.items()},
+        "ranges": dict(chosen.ranges),
+        "precomputed": list(chosen.whole_batch),
+        "differs": differs,
+    }
 
 
 _SUM, _MEAN = "seq-mean-token-sum", "seq-mean-token-mean"

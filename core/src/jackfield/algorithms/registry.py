@@ -2,9 +2,10 @@
 
 A part is a plain function. Its *inputs* are tensors and counts: parameters that it takes by position, parameters
 without a default, and those of a name in :data:`INPUTS`; they are optional where they default to None. Its other
-keyword-only parameters are its *options*: what a configuration sets. So the signature says what a part needs, and its
-docstring what it is: the equation with its paper, ``-A log pi. [Williams, 1992]``, and a paragraph that begins with
-``Differs:``. Nothing has to be declared twice. Everything is passed by name.
+keyword-only parameters are its *options*: what a configuration sets, in the range that the annotation names
+(:mod:`jackfield.algorithms.options`). So the signature says what a part needs, and its docstring what it is: the
+equation with its paper, ``-A log pi. [Williams, 1992]``, and a paragraph that begins with ``Differs:``. Everything is
+passed by name.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import difflib
 import functools
 import inspect
 import re
+import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
+from attrs.validators import and_, gt, optional
 
 from jackfield.errors import ConfigError
+from jackfield.settings import range_of, structure
 
 #: How much of a batch a part has to see at once.
 Scope = Literal["token", "sequence", "group", "batch"]
@@ -37,19 +41,11 @@ COUNTS = frozenset(f"global_{rows}{what}" for rows in ("", "usual_", "expert_") 
 INPUTS = TOKEN_INPUTS.union(COUNTS, _PER_ROW.split())
 
 F = TypeVar("F", bound=Callable[..., Any])
+_parameters = functools.cache(lambda function: inspect.signature(function).parameters)
 
 
-@attrs.frozen(kw_only=True)
-class Signature:
-    """What a part's function takes."""
-
-    inputs: Mapping[str, bool]  #: name to whether it is required
-    options: Mapping[str, Any]  #: name to default
-    open: bool  #: it has ``**kwargs`` and takes whatever it is given
-
-    def takes(self, name: str) -> bool:
-        """Return whether the function takes an input of this name."""
-        return self.open or name in self.inputs
+def _is_option(one: inspect.Parameter) -> bool:
+    return one.kind is one.KEYWORD_ONLY and one.default is not one.empty and one.name not in INPUTS
 
 
 @attrs.frozen(kw_only=True)
@@ -76,53 +72,106 @@ class Part:
         return "batch" if raised else self.scope
 
     @property
-    def equation(self) -> str:
-        """The first paragraph of the function's docstring, without the citation."""
-        return self._cited[0]
+    def text(self) -> tuple[str, str, str]:
+        """The equation, the paper that it is from, and how this differs from well-known implementations.
+
+        They are the first paragraph of the function's docstring, without and within brackets, and ``Differs:``.
+        """
+        first, *others = (inspect.getdoc(self.function) or "").split("\n\n")
+        equation, paper = re.fullmatch(r"(.*?)(?:(?<=\.) \[(.*)\])?", " ".join(first.split())).groups()  # type: ignore[union-attr]
+        differs = next((" ".join(one.split()[1:]) for one in others if one.startswith("Differs: ")), "")
+        return equation, paper or "", differs
 
     @property
-    def paper(self) -> str:
-        """Where the equation is from."""
-        return self._cited[2] or ""
+    def options(self) -> Mapping[str, Any]:
+        """The options and their defaults."""
+        return {name: one.default for name, one in _parameters(self.function).items() if _is_option(one)}
 
     @property
-    def _cited(self) -> tuple[str, ...]:
-        first = " ".join((inspect.getdoc(self.function) or "").split("\n\n")[0].split())
-        found = re.fullmatch(r"(.*?)((?<=\.) \[(.*)\])?", first)
-        return found.groups() if found else (first, "", "")
+    def inputs(self) -> Mapping[str, bool]:
+        """The inputs, and whether each is required."""
+        known = {name: one for name, one in _parameters(self.function).items() if not _is_option(one)}
+        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        return {name: one.default is one.empty for name, one in known.items() if one.kind not in variable}
 
     @property
-    def differs(self) -> str:
-        """Where this differs from well-known implementations, and why."""
-        paragraphs = (inspect.getdoc(self.function) or "").split("\n\n")
-        return next((" ".join(one.split()[1:]) for one in paragraphs if one.startswith("Differs: ")), "")
-
-    @property
-    def signature(self) -> Signature:
-        """The inputs and options of the function."""
-        return signature(self.function)
+    def open(self) -> bool:
+        """True where the function has ``**kwargs`` and takes whatever it is given."""
+        return any(one.kind is one.VAR_KEYWORD for one in _parameters(self.function).values())
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The inputs that it cannot do without, beside those of :attr:`whole_batch`."""
-        inputs = self.signature.inputs
-        return tuple(name for name, required in inputs.items() if required and name not in self.whole_batch)
+        return tuple(name for name, required in self.inputs.items() if required and name not in self.whole_batch)
 
     @property
     def accepts(self) -> tuple[str, ...]:
         """The inputs that it uses where they are given."""
-        return tuple(name for name in self.signature.inputs if name not in self.needs)
+        return tuple(name for name in self.inputs if name not in self.needs)
 
     @property
     def prepare_inputs(self) -> Mapping[str, bool]:
         """The inputs of :attr:`prepare` beside options of the loss; whether each is required."""
-        known = {} if self.prepare is None else signature(self.prepare).inputs
+        known = {} if self.prepare is None else attrs.evolve(self, function=self.prepare).inputs
         return {name: required for name, required in known.items() if name not in self.options}
 
     @property
-    def options(self) -> Mapping[str, Any]:
-        """Its options and their defaults."""
-        return self.signature.options
+    def ranges(self) -> Mapping[str, str]:
+        """The range of each option that has one, as text."""
+        fields = attrs.fields_dict(_settings(self.kind, self.function))
+        return {name: text for name in self.options if (text := range_of(fields[name].validator))}
+
+    def checked(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Check and convert the options that a configuration gives.
+
+        Raises:
+            ConfigError: ``config.unknown-key``, ``config.wrong-type`` or ``config.invalid-value``, with the option's
+                path.
+        """
+        if self.open or not given:
+            return dict(given)
+        made = attrs.asdict(structure(_settings(self.kind, self.function), given, where), recurse=False)
+        return {name: made[name] for name in given}
+
+    def split(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Tell what a caller gives apart, and check the options.
+
+        Returns:
+            ``(inputs, options)``. Every part may be offered every known input.
+
+        Raises:
+            ConfigError: ``algorithm.input``: the part has no such option, or not with this value.
+        """
+        taken = INPUTS.union(self.inputs)
+        options = {name: value for name, value in given.items() if name not in taken}
+        try:
+            checked = self.checked(options, f"{self.kind} {self.name}")
+        except ConfigError as error:
+            error.code, error.fix = "algorithm.input", None
+            raise
+        return {name: value for name, value in given.items() if name in taken}, checked
+
+    def __call__(self, offered: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Any:
+        """Call the function with those of the offered inputs that it takes, and with its options.
+
+        An input that is None counts as not offered.
+
+        Raises:
+            ConfigError: ``algorithm.input``: a required input is missing.
+        """
+        known, takes_all = self.inputs, self.open
+        given = {key: value for key, value in offered.items() if value is not None and (takes_all or key in known)}
+        missing = [name for name, required in known.items() if required and name not in given]
+        if missing:
+            hint = f"or {', '.join(self.prepare_inputs)}, of which prepare makes it" if self.prepare else None
+            raise ConfigError(
+                f"{self.kind} {self.name} needs {' and '.join(missing)}",
+                code="algorithm.input",
+                where=f"algorithm: {self.kind} {self.name}",
+                expected=hint or ", ".join(self.needs),
+                found=", ".join(sorted(given)),
+            )
+        return self.function(**given, **(options or {}))
 
 
 _PARTS: dict[tuple[str, str], Part] = {}
@@ -132,7 +181,7 @@ def register(kind: str, name: str, scope: Scope, **fields: Any) -> Callable[[F],
     """Register the decorated function as a part; ``fields`` are further ones of :class:`Part`."""
 
     def decorator(function: F) -> F:
-        _add(Part(kind=kind, name=name, function=function, scope=scope, **fields))
+        register_part(kind, name, Part(kind=kind, name=name, function=function, scope=scope, **fields))
         return function
 
     return decorator
@@ -149,18 +198,10 @@ def register_part(kind: str, name: str, candidate: Part | Callable[..., Any]) ->
     if not isinstance(candidate, Part):
         candidate = Part(kind=kind, name=name, function=candidate, scope="batch")
     if (candidate.kind, candidate.name) != (kind, name):
-        raise ConfigError(
-            "a part is offered under another kind or name than its own",
-            where=f"{kind}:{name}",
-            found=f"{candidate.kind}:{candidate.name}",
-        )
-    _add(candidate)
-
-
-def _add(new: Part) -> None:
-    known = _PARTS.setdefault((new.kind, new.name), new)
-    if known.function is not new.function:
-        raise ConfigError(f"two parts of kind {new.kind} are named {new.name!r}", where=f"{new.kind}:{new.name}")
+        found = f"{candidate.kind}:{candidate.name}"
+        raise ConfigError("a part is offered under another kind or name", where=f"{kind}:{name}", found=found)
+    if _PARTS.setdefault((kind, name), candidate).function is not candidate.function:
+        raise ConfigError(f"two parts of kind {kind} are named {name!r}", where=f"{kind}:{name}")
 
 
 def part(kind: str, name: str) -> Part:
@@ -187,38 +228,28 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def signature(function: Callable[..., Any]) -> Signature:
-    """Read inputs and options of a part's function."""
-    inputs: dict[str, bool] = {}
-    options: dict[str, Any] = {}
-    parameters = inspect.signature(function).parameters.values()
-    for one in parameters:
-        required = one.default is one.empty
-        if one.kind is one.KEYWORD_ONLY and not required and one.name not in INPUTS:
-            options[one.name] = one.default
-        elif one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
-            inputs[one.name] = required
-    return Signature(inputs=inputs, options=options, open=any(one.kind is one.VAR_KEYWORD for one in parameters))
+def _settings(kind: str, function: Callable[..., Any]) -> type:
+    """Return a part's options as a settings class; every loss has a ``length_norm``, which its aggregation reads."""
+    if isinstance(function, type):
+        return function
+    fields = {name: _field(one, function) for name, one in _parameters(function).items() if _is_option(one)}
+    if kind == "loss":
+        number: Any = float | None
+        fields["length_norm"] = attrs.field(default=None, type=number, validator=optional(gt(0.0)))
+    return attrs.make_class(function.__name__, fields, frozen=True, kw_only=True)
 
 
-def call(chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Call a part with those of the offered inputs that it takes, and with its options.
-
-    An input that is None counts as not offered.
-
-    Raises:
-        ConfigError: ``algorithm.input``: a required input is missing.
-    """
-    known = chosen.signature
-    given = {name: value for name, value in offered.items() if value is not None and known.takes(name)}
-    missing = [name for name, required in known.inputs.items() if required and name not in given]
-    if missing and not known.open:
-        hint = f"or {', '.join(chosen.prepare_inputs)}, of which prepare makes it" if chosen.prepare else None
-        raise ConfigError(
-            f"{chosen.kind} {chosen.name} needs {' and '.join(missing)}",
-            code="algorithm.input",
-            where=f"algorithm: {chosen.kind} {chosen.name}",
-            expected=hint or ", ".join(chosen.needs),
-            found=", ".join(sorted(given)),
-        )
-    return chosen.function(**given, **options)
+def _field(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
+    """Return an option as a field; validators of attrs in ``Annotated`` are its range."""
+    try:
+        declared = eval(str(parameter.annotation), vars(inspect.getmodule(function)))  # of installed code
+    except Exception:  # imported for type checkers alone, or no annotation: the default says what it is
+        declared = type(parameter.default) if isinstance(parameter.default, bool | int | float | str) else Any
+    members = get_args(declared) if get_origin(declared) in (Union, types.UnionType) else (declared,)
+    checks = [check for member in members for check in getattr(member, "__metadata__", ())]
+    plain = [member.__origin__ if hasattr(member, "__metadata__") else member for member in members]
+    validator = and_(*checks) if checks else None
+    if validator is not None and type(None) in members:
+        validator = optional(validator)
+    kind: Any = Union[tuple(plain)]  # noqa: UP007
+    return attrs.field(default=parameter.default, type=kind, validator=validator)

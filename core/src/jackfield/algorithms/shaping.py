@@ -10,7 +10,7 @@ from attrs.validators import ge, gt, optional
 from jackfield.algorithms.kl import kl
 from jackfield.algorithms.options import Epsilon, NotNegative, ascending
 from jackfield.algorithms.registry import register
-from jackfield.algorithms.tensors import Groups, clean, masked_mean_std, require_shapes
+from jackfield.algorithms.tensors import Groups, clean, masked_mean_std, require_finite, require_shapes
 from jackfield.errors import ConfigError
 from jackfield.settings import option
 
@@ -87,7 +87,7 @@ def kl_in_reward(
     Raises:
         ConfigError: ``algorithm.unknown``, ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
     """
-    require_shapes({"token_rewards": token_rewards}, response_mask)
+    require_shapes({"token_rewards": token_rewards}, response_mask.shape)
     tensors = clean({"log_probs": log_probs.detach(), "ref_log_probs": ref_log_probs.detach()}, response_mask)
     keep = response_mask != 0
     penalty = kl(estimator, **tensors).masked_fill(~keep, 0.0)
@@ -182,14 +182,9 @@ def fill_failed(scores: Tensor, failed: Tensor, group_ids: Tensor) -> tuple[Tens
     Raises:
         ConfigError: ``algorithm.not-finite``: a score that has not failed is NaN or infinite (names the first row).
     """
-    bad = ~scores.isfinite() & ~failed
-    if bool(bad.any()):
-        raise ConfigError(
-            "a score that has not failed is NaN or infinite",
-            code="algorithm.not-finite",
-            where=f"row {int(bad.nonzero()[0, 0])}",
-        )
+    known_scores = scores.masked_fill(failed, 0.0)
+    require_finite({"a score that has not failed": known_scores}, None, "report a failure status in its place")
     groups = Groups(group_ids)
     known = groups.sums((~failed).double())
-    means = groups.sums(scores.double().masked_fill(failed, 0.0)) / known.clamp(min=1.0)
+    means = groups.sums(known_scores.double()) / known.clamp(min=1.0)
     return means.to(scores.dtype).where(failed, scores), failed & (known == 0)

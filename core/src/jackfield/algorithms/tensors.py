@@ -1,9 +1,11 @@
-"""Masks, groups of rows, and statistics over a batch; no torch is imported here."""
+"""Masks, groups of rows, statistics over a batch, and what a loss returns; no torch is imported here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
+
+import attrs
 
 from jackfield.errors import ConfigError
 
@@ -13,7 +15,25 @@ if TYPE_CHECKING:
 #: Advantages and returns, ``[B, T]``; or one tensor that is both, ``[B, T]`` or a value per row, ``[B]``.
 Estimate: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
+#: Bound of a log-ratio before it is exponentiated: e^20 is far outside of any trust region, and finite in float32.
+CLAMP = 20.0
 _BLOCK = 1 << 17  # numbers that are converted to float64 at once
+_FIX = "lower the learning rate, or look at that sample"
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Term:
+    """A summand of a loss: ``values`` per token ``[B, T]``, or one per sequence ``[B]``."""
+
+    values: Tensor
+    weight: float = 1.0
+    mask: Tensor | None = None  #: None: the response mask
+    counts: Mapping[str, float] = attrs.field(factory=dict)  #: of the whole batch, where they differ
+
+
+#: What a loss returns: values per token ``[B, T]``, one per sequence ``[B]``, or several terms; and metrics by name,
+#: each a value (or bool) per token, averaged over tokens, or per row ``[B]``, averaged over sequences.
+LossResult: TypeAlias = "tuple[Tensor | tuple[Term, ...], Mapping[str, Tensor]]"
 
 
 class Groups:
@@ -175,51 +195,60 @@ def credited_returns(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0) ->
     return tokens.unpack(discounted_sums(tokens.credit(token_rewards), gamma))
 
 
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Return log(pi / pi_old) per token, within ±20."""
+    return (log_probs - old_log_probs).clamp(-CLAMP, CLAMP)
+
+
+def row_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Return log(pi(y) / pi_old(y)) per row, ``[B]``; both are 0 where the mask is 0."""
+    return (log_probs - old_log_probs).sum(-1)
+
+
 def clean(tensors: Mapping[str, Tensor | None], mask: Tensor) -> dict[str, Tensor]:
     """Return tensors (``[B, T]``) with 0 where the mask is 0, those that are there.
 
     Raises:
         ConfigError: ``algorithm.input`` or ``algorithm.not-finite``.
     """
-    require_shapes(tensors, mask)
+    require_shapes(tensors, mask.shape)
     require_finite(tensors, mask)
     return {name: value.masked_fill(mask == 0, 0.0) for name, value in tensors.items() if value is not None}
 
 
-def require_shapes(tensors: Mapping[str, Tensor | None], mask: Tensor) -> None:
-    """Refuse tensors that are not shaped like ``mask`` (``[B, T]``).
+def require_shapes(tensors: Mapping[str, Tensor | None], *shapes: Sequence[int]) -> None:
+    """Refuse tensors of another shape than these: that of the response mask, or of its rows.
 
     Raises:
         ConfigError: ``algorithm.input``.
     """
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape != mask.shape:
+        if tensor is not None and tensor.shape not in shapes:
             raise ConfigError(
-                f"{name} and response_mask have different shapes",
+                f"{name} does not have the shape of response_mask",
                 code="algorithm.input",
                 where=name,
-                expected=str(tuple(mask.shape)),
+                expected=" or ".join(str(tuple(shape)) for shape in shapes),
                 found=str(tuple(tensor.shape)),
             )
 
 
-def require_finite(tensors: Mapping[str, Tensor | None], mask: Tensor) -> None:
-    """Refuse NaN and infinity on masked tokens, with one look at the device when all is well.
+def require_finite(tensors: Mapping[str, Tensor | None], mask: Tensor | None, fix: str = _FIX) -> None:
+    """Refuse NaN and infinity on masked tokens (``[B, T]``), with one look at the device when all is well.
+
+    Without a mask the first dimension are rows, and all values of a row count.
 
     Raises:
         ConfigError: ``algorithm.not-finite``, naming the tensor, the row and the token.
     """
-    bad = {name: ~tensor.detach().isfinite() & (mask != 0) for name, tensor in tensors.items() if tensor is not None}
+    there = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    bad = {
+        name: ~tensor.isfinite() if mask is None else ~tensor.isfinite() & (mask != 0) for name, tensor in there.items()
+    }
     if not bad or not bool(sum(flags.sum() for flags in bad.values())):
         return
-    for name, flags in bad.items():
-        if bool(flags.any()):
-            row, column = (int(index) for index in flags.nonzero()[0])
-            tensor = tensors[name]
-            assert tensor is not None
-            raise ConfigError(
-                f"{name} is {float(tensor.detach()[row, column])}",
-                code="algorithm.not-finite",
-                where=f"row {row}, response token {column}",
-                fix="lower the learning rate, or look at that sample",
-            )
+    name = next(name for name, flags in bad.items() if bool(flags.any()))
+    place = bad[name].nonzero()[0].tolist()
+    where = f"row {place[0]}" if mask is None else f"row {place[0]}, response token {place[1]}"
+    message = f"{name} is {float(there[name][tuple(place)])}"
+    raise ConfigError(message, code="algorithm.not-finite", where=where, fix=fix)

@@ -43,7 +43,7 @@ def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
 
 def _described(kind: str | None) -> Iterator[dict[str, Any]]:
     from jackfield.algorithms import names, part
-    from jackfield.algorithms.describe import describe
+    from jackfield.algorithms.named import describe
 
     for one in _KINDS if kind is None else (kind,):
         for name in names(one):

@@ -13,7 +13,6 @@ from typing import Any
 import attrs
 
 from jackfield.algorithms import Algorithm, Correction, Part, algorithm, part
-from jackfield.algorithms.options import check_values
 from jackfield.algorithms.registry import COUNTS
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.algorithms.settings import CriticSettings, PartSettings
@@ -59,9 +58,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     corrects = estimator is not None and _corrects(config, loss, rollout)
     from_engine = _from_engine(config, corrects)
     _check_correction(config, loss, corrects, from_engine)
-    reads_old = settings.kl.in_reward or any(
-        "old_log_probs" in one.signature.inputs for one in (loss, estimator, kl) if one
-    )
+    reads_old = settings.kl.in_reward or any("old_log_probs" in one.inputs for one in (loss, estimator, kl) if one)
     resolved = ResolvedAlgorithm(
         loss=chosen.loss,
         loss_options=_loss_options(config, chosen),
@@ -83,7 +80,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
         reward_dimensions=settings.reward_dimensions,
         experts=experts,
         mixes=experts > 0 or (learns and config.mixing.expert is not None),
-        pairs="pair_ids" in loss.signature.inputs,
+        pairs="pair_ids" in loss.inputs,
     )
     supplied = _supplied(resolved)
     prepared = _prepared(loss, supplied)
@@ -122,7 +119,7 @@ def _replaced(
     chosen = name if given.name is None else given.name
     if chosen is None:
         return None, {}
-    checked = check_values(part(kind, chosen), given.options, f"algorithm.{kind}.options")
+    checked = part(kind, chosen).checked(given.options, f"algorithm.{kind}.options")
     return chosen, {**(options if chosen == name else {}), **checked}
 
 
@@ -162,11 +159,11 @@ def _prepared(loss: Part, supplied: frozenset[str]) -> frozenset[str]:
 
 def _loss_columns(resolved: ResolvedAlgorithm, loss: Part, kl: Part | None, there: frozenset[str]) -> tuple[str, ...]:
     """The columns that the loss reads beside the sample; a penalty in the loss reads its own."""
-    wanted = (there & loss.signature.inputs.keys()) | ({"rewards"} & {*loss.needs})
+    wanted = (there & loss.inputs.keys()) | ({"rewards"} & {*loss.needs})
     if resolved.correction is not None:
         wanted |= {"rollout_weights"}
     if kl is not None and resolved.kl_in_reward is None:
-        wanted |= {"ref_log_probs"} | ({"old_log_probs"} & kl.signature.inputs.keys())
+        wanted |= {"ref_log_probs"} | ({"old_log_probs"} & kl.inputs.keys())
     return tuple(sorted(wanted))
 
 
@@ -211,7 +208,7 @@ def _check_effect(config: RunConfig, resolved: ResolvedAlgorithm) -> None:
     """Refuse a setting that does nothing here."""
     settings, kl, weights = config.algorithm, config.algorithm.kl, config.weights
     estimator = part("advantages", resolved.advantages) if resolved.advantages else None
-    several = estimator is not None and "reward_dimensions" in estimator.signature.inputs
+    several = estimator is not None and "reward_dimensions" in estimator.inputs
     whole = weights.kind == "full"
     for idle, where, expected in (
         (config.critic != CriticSettings() and not resolved.critic, "critic", "an estimator with a critic (gae)"),
@@ -263,7 +260,7 @@ def _corrects(config: RunConfig, loss: Part, rollout: Manifest) -> bool:
 
 
 def _weighs_itself(loss: Part) -> bool:
-    return "rollout_log_probs" in loss.signature.inputs
+    return "rollout_log_probs" in loss.inputs
 
 
 def _check_correction(config: RunConfig, loss: Part, corrects: bool, from_engine: bool) -> None:

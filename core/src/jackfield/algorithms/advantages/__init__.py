@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jackfield.algorithms.advantages import baselines, critic, group, steps
-from jackfield.algorithms.options import check_options
-from jackfield.algorithms.registry import TOKEN_INPUTS, call, part
+from jackfield.algorithms.registry import TOKEN_INPUTS, part
 from jackfield.algorithms.tensors import Estimate, require_finite, require_shapes, row_sums, spread
-from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,30 +40,19 @@ def advantages(
         ConfigError: ``algorithm.unknown``, ``algorithm.input``, ``algorithm.not-finite`` (names the first row).
     """
     chosen = part("advantages", name)
-    inputs, options = check_options(chosen, options)
+    inputs, options = chosen.split(options)
     if not token_rewards.is_floating_point():
         token_rewards = token_rewards.float()
-    _require_finite_rows(row_sums(token_rewards), "reward")  # a sum of float32 does not overflow in float64
-    used = {key: value for key, value in inputs.items() if value is not None and key in chosen.signature.inputs}
-    for key in {"reward_dimensions", "baseline_rewards"} & used.keys():
-        _require_finite_rows(used[key], key)
+    used = {key: value for key, value in inputs.items() if key in chosen.inputs}
+    rows = {"reward": row_sums(token_rewards)}  # a sum of float32 does not overflow in float64
+    rows |= {key: used[key] for key in ("reward_dimensions", "baseline_rewards") if key in used}
+    require_finite(rows, None, "return a failure status from the reward agent in the place of such a score")
     on_tokens = {key: used[key] for key in used if key in TOKEN_INPUTS}
-    require_shapes({"token_rewards": token_rewards, **on_tokens}, response_mask)
+    require_shapes({"token_rewards": token_rewards, **on_tokens}, response_mask.shape)
     require_finite(on_tokens, response_mask)
     offered = {**inputs, "token_rewards": token_rewards, "response_mask": response_mask, "group_ids": group_ids}
-    result: Estimate = call(chosen, offered, options)
+    result: Estimate = chosen(offered, options)
     if isinstance(result, tuple):
         return result
     both = spread(result, response_mask, token_rewards) if result.dim() == 1 else result
     return both, both
-
-
-def _require_finite_rows(values: Tensor, what: str) -> None:
-    finite = values.isfinite().reshape(len(values), -1).all(-1)
-    if not bool(finite.all()):
-        raise ConfigError(
-            f"a {what} is NaN or infinite",
-            code="algorithm.not-finite",
-            where=f"row {int((~finite).nonzero()[0, 0])}",
-            fix="return a failure status from the reward agent in the place of such a score",
-        )

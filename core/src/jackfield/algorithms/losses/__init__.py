@@ -9,21 +9,10 @@ import attrs
 
 from jackfield.algorithms.aggregation import aggregate, means
 from jackfield.algorithms.correction import Correction
-from jackfield.algorithms.losses import (
-    clipped,
-    covariance,
-    distillation,
-    mirror_descent,
-    off_policy,
-    sequence,
-    supervised,
-)
+from jackfield.algorithms.losses import clipped, compared, masked, supervised, weighted
 from jackfield.algorithms.losses.distillation import distillation_loss
-from jackfield.algorithms.losses.terms import Term
-from jackfield.algorithms.losses.values import value_loss
-from jackfield.algorithms.options import check_options
-from jackfield.algorithms.registry import TOKEN_INPUTS, Part, call, part
-from jackfield.algorithms.tensors import clean
+from jackfield.algorithms.registry import TOKEN_INPUTS, Part, part
+from jackfield.algorithms.tensors import Term, clean, require_shapes
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["distillation_loss", "policy_loss", "prepare", "value_loss"]
 
-_PARTS = (clipped, covariance, distillation, mirror_descent, off_policy, sequence, supervised)  # for registration
+_PARTS = (clipped, compared, masked, supervised, weighted)  # for registration
 
 
 def policy_loss(
@@ -74,28 +63,24 @@ def policy_loss(
         ConfigError: ``algorithm.unknown``, ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
     """
     chosen = part("loss", name)
-    inputs, options = check_options(chosen, options)
+    inputs, options = chosen.split(options)
     if correction is not None:
         if rollout_weights is not None:
             raise ConfigError("give rollout_weights or correction, not both", code="algorithm.input")
         rollout_weights = _weights(inputs, response_mask, correction)
     counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
     offered = _clean(chosen, {**inputs, **counts, "log_probs": log_probs}, response_mask)
-    offered |= _prepared(chosen, offered, options)
-    result, metrics = call(chosen, offered, options)
+    needed = {key for key, required in chosen.prepare_inputs.items() if required}
+    if not offered.keys() >= set(chosen.whole_batch) and offered.keys() >= needed:
+        offered |= _columns(chosen, offered, options)
+    result, metrics = chosen(offered, options)
     del offered  # copies of the inputs; what the gradient needs of them is kept by what was computed
     terms: tuple[Term, ...] = result if isinstance(result, tuple) else (Term(values=result),)
-    shares = [
-        term.weight
-        * aggregate(
-            _weighed(term.values, rollout_weights, response_mask),
-            response_mask if term.mask is None else term.mask,
-            aggregation,
-            length_norm=length_norm,
-            **{**counts, **term.counts},
-        )
-        for term in terms
-    ]
+    shares = []
+    for term in terms:
+        values = _weighed(term.values, rollout_weights, response_mask)
+        mask, own = response_mask if term.mask is None else term.mask, {**counts, **term.counts}
+        shares.append(term.weight * aggregate(values, mask, aggregation, length_norm=length_norm, **own))
     loss = sum(shares[1:], start=shares[0])
     return loss, means(metrics, response_mask, loss, **counts)
 
@@ -116,43 +101,72 @@ def prepare(name: str, *, log_probs: Tensor, response_mask: Tensor, **options: A
         Column name to tensor ``[B, T]`` or ``[B]``, without gradients.
     """
     chosen = part("loss", name)
-    inputs, options = check_options(chosen, options)
-    if chosen.prepare is None:
-        return {}
-    offered = _clean(chosen, {**inputs, "log_probs": log_probs}, response_mask)
-    return _columns(chosen, offered, options)
+    inputs, options = chosen.split(options)
+    return _columns(chosen, _clean(chosen, {**inputs, "log_probs": log_probs}, response_mask), options)
 
 
-def _prepared(chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The columns of a call that is the whole batch: none where they are given, or cannot be made."""
-    needed = {name for name, required in chosen.prepare_inputs.items() if required}
-    makes = chosen.prepare is not None and not offered.keys() >= set(chosen.whole_batch)
-    return _columns(chosen, offered, options) if makes and offered.keys() >= needed else {}
+def value_loss(
+    *,
+    values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    global_tokens: int,
+    global_sequences: int,
+    old_values: Tensor | None = None,
+    clip: float | None = 0.2,
+    aggregation: str = "token-mean",
+    length_norm: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of a critic and its metrics: the share of these rows.
+
+    It is max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; without a clip (V - R)^2 / 2. PPO's value
+    loss as in OpenAI baselines (the paper has no clip). Everything is float ``[B, T]``.
+
+    Args:
+        values: of the critic, with gradients.
+        returns: what they should be (:func:`jackfield.algorithms.advantages`).
+        response_mask: bool or float.
+        global_tokens: masked tokens in the whole batch.
+        global_sequences: sequences in the whole batch.
+        old_values: of the critic before this batch's updates; needed by ``clip``.
+        clip: how far from ``old_values`` a prediction may get better; None: off.
+        aggregation: see :func:`jackfield.algorithms.aggregate`.
+        length_norm: see there.
+
+    Raises:
+        ConfigError: ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
+    """
+    if clip is not None and old_values is None:
+        raise ConfigError("a clipped value loss needs old_values", code="algorithm.input", fix="clip=None: no clipping")
+    tensors = clean({"values": values, "returns": returns, "old_values": old_values}, response_mask)
+    predicted, target = tensors["values"], tensors["returns"]
+    errors = clipped = (predicted - target).square()
+    if clip is not None:
+        old = tensors["old_values"]
+        clipped = (predicted.maximum(old - clip).minimum(old + clip) - target).square()
+    counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
+    losses = 0.5 * errors.maximum(clipped)
+    loss = aggregate(losses, response_mask, aggregation, length_norm=length_norm, **counts)
+    metrics = {"value/clip_fraction": clipped > errors, "value/mean": predicted, "value/squared_error": errors}
+    return loss, means(metrics, response_mask, loss, **counts)
 
 
 def _columns(chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Tensor]:
-    assert chosen.prepare is not None
+    """The columns of the whole batch that the loss needs, by its ``prepare``."""
+    if chosen.prepare is None:
+        return {}
     preparation = attrs.evolve(chosen, kind="preparation", function=chosen.prepare, prepare=None, whole_batch=())
     given = {**chosen.options, **options, **offered, "log_probs": offered["log_probs"].detach()}
-    columns: dict[str, Tensor] = call(preparation, given, {})
+    columns: dict[str, Tensor] = preparation(given)
     return columns
 
 
 def _clean(chosen: Part, inputs: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
     """The inputs that the part (or its preparation) takes: shapes and values checked, and 0 where the mask is 0."""
-    known = chosen.signature
-    wanted = {*known.inputs, *chosen.prepare_inputs}
-    used = {key: value for key, value in inputs.items() if value is not None and (known.open or key in wanted)}
+    wanted = inputs.keys() if chosen.open else {*chosen.inputs, *chosen.prepare_inputs}
+    used = {key: value for key, value in inputs.items() if value is not None and key in wanted}
     rows = {key: value for key, value in used.items() if hasattr(value, "dim") and key not in TOKEN_INPUTS}
-    for key, value in rows.items():
-        if value.shape not in (mask.shape[:1], mask.shape):
-            raise ConfigError(
-                f"{key} has one value per row",
-                code="algorithm.input",
-                where=key,
-                expected=tuple(mask.shape[:1]),
-                found=tuple(value.shape),
-            )
+    require_shapes(rows, mask.shape[:1], mask.shape)
     return {**used, **clean({key: used[key] for key in used if key in TOKEN_INPUTS}, mask), "response_mask": mask}
 
 
@@ -160,7 +174,7 @@ def _weights(inputs: Mapping[str, Any], mask: Tensor, correction: Mapping[str, A
     old, rollout = inputs.get("old_log_probs"), inputs.get("rollout_log_probs")
     if old is None or rollout is None:
         raise ConfigError("a correction needs old_log_probs and rollout_log_probs", code="algorithm.input")
-    _, options = check_options(part("correction", "importance_weights"), correction)
+    _, options = part("correction", "importance_weights").split(correction)
     if options.get("batch_normalize"):
         raise ConfigError(
             "batch-normalised weights depend on the whole batch",

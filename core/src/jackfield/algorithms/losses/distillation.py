@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 from attrs.validators import gt, lt
 
 from jackfield.algorithms.aggregation import aggregate, means
-from jackfield.algorithms.options import check_options
-from jackfield.algorithms.registry import call, part, register
+from jackfield.algorithms.registry import part, register
+from jackfield.algorithms.tensors import require_finite
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def distillation_loss(
     length_norm: float | None = None,
     **options: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the share of these rows in the batch's distillation loss.
+    """Return the share of these rows in the batch's distillation loss, and its metrics.
 
     Args:
         name: ``forward_kl``, ``reverse_kl`` or ``jsd``.
@@ -44,14 +44,11 @@ def distillation_loss(
         length_norm: see there.
         **options: ``beta`` of ``jsd``.
 
-    Returns:
-        ``(loss, metrics)``.
-
     Raises:
         ConfigError: ``algorithm.unknown``, ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
     """
     chosen = part("distillation", name)
-    _, checked = check_options(chosen, options)
+    _, checked = chosen.split(options)
     if log_probs.shape != teacher_log_probs.shape or log_probs.shape[:2] != response_mask.shape:
         raise ConfigError(
             "student, teacher and response_mask do not fit together",
@@ -61,17 +58,9 @@ def distillation_loss(
         )
     outside, even = (response_mask == 0).unsqueeze(-1), -math.log(log_probs.shape[-1])
     tensors = {"log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
-    offered = {key: value.masked_fill(outside, even) for key, value in tensors.items()}
-    divergence: Tensor = call(chosen, offered, checked)
-    bad = ~divergence.detach().isfinite()
-    if bool(bad.any()):
-        row, token = (int(index) for index in bad.nonzero()[0])
-        raise ConfigError(
-            f"the {name} is {float(divergence.detach()[row, token])}",
-            code="algorithm.not-finite",
-            where=f"row {row}, response token {token}",
-            fix="student and teacher need the same vocabulary; reverse_kl needs a teacher that excludes no token",
-        )
+    divergence: Tensor = chosen({key: value.masked_fill(outside, even) for key, value in tensors.items()}, checked)
+    fix = "student and teacher need the same vocabulary; reverse_kl needs a teacher that excludes no token"
+    require_finite({f"the {name}": divergence}, response_mask, fix)
     counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
     loss = aggregate(divergence, response_mask, aggregation, length_norm=length_norm, **counts)
     return loss, means({f"distillation/{name}": divergence}, response_mask, loss, **counts)

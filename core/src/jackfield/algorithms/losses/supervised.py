@@ -1,17 +1,15 @@
-"""Losses that learn from given answers: likelihood, preferences, and mixtures."""
+"""Losses that learn from given answers: likelihood, and mixtures of it with PPO."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-from attrs.validators import ge, lt
-
-from jackfield.algorithms.losses.clipped import clipped_surrogate
-from jackfield.algorithms.losses.terms import LossResult, Term, row_log_ratio
-from jackfield.algorithms.options import ClipDual, NotNegative, Positive, Share
+from jackfield.algorithms.losses.clipped import ppo
+from jackfield.algorithms.options import ClipDual, NotNegative, Share
 from jackfield.algorithms.registry import register
-from jackfield.algorithms.tensors import Groups
+from jackfield.algorithms.tensors import LossResult, Term
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,64 +20,6 @@ if TYPE_CHECKING:
 def _sft(log_probs: Tensor) -> LossResult:
     """-log pi: maximum likelihood of the response."""
     return -log_probs, {}
-
-
-def _require_pairs(wrong: Tensor, pair_ids: Tensor, message: str, fix: str) -> None:
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0, 0])
-        where = f"row {row}, pair_ids {int(pair_ids[row])}"
-        raise ConfigError(
-            f"{message}; a pair of dpo is one chosen and one rejected row", code="algorithm.input", where=where, fix=fix
-        )
-
-
-def _dpo_columns(
-    log_probs: Tensor, ref_log_probs: Tensor, pair_ids: Tensor, beta: float, rewards: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Compute z of each row's pair, and +1 for the chosen row, -1 for the rejected, ``[B]``."""
-    pairs = Groups(pair_ids)
-    fix = "keep both in one call, or split the batch after jackfield.algorithms.prepare('dpo', …)"
-    _require_pairs(pairs.sizes != 2, pair_ids, "a row has no partner, or several", fix)
-    implicit = row_log_ratio(log_probs, ref_log_probs)
-    signs = 1.0 - 2.0 * pairs.positions()
-    if rewards is not None:
-        signs = (2.0 * rewards.double() - pairs.sums(rewards.double())).sign()
-        _require_pairs(signs == 0, pair_ids, "both rows have the same reward", "leave such pairs out")
-    signs = signs.to(implicit.dtype)
-    return {"dpo_margins": beta * signs * (2.0 * implicit - pairs.sums(implicit)), "dpo_signs": signs}
-
-
-@register("loss", "dpo", "group", whole_batch=("dpo_margins", "dpo_signs"), prepare=_dpo_columns, per_sequence=True)
-def _dpo(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    global_sequences: int,
-    dpo_margins: Tensor,
-    dpo_signs: Tensor,
-    pair_ids: Tensor | None = None,
-    rewards: Tensor | None = None,
-    *,
-    beta: Positive = 0.1,
-    label_smoothing: Annotated[float, ge(0.0), lt(0.5)] = 0.0,
-) -> LossResult:
-    """-(1 - e) log sigmoid(z) - e log sigmoid(-z) per pair, z = beta (h(chosen) - h(rejected)), h = log pi(y) - log
-    pi_ref(y). [DPO, arXiv:2305.18290, equation 7; label smoothing: cDPO (Mitchell, 2023)]
-
-    e is ``label_smoothing``. Rows of one ``pair_ids`` are a pair: the one of higher ``rewards`` is chosen, or, without
-    rewards, the first. A pair may be split into micro-batches: each of its rows carries ``dpo_margins`` (z as the step
-    begins) and ``dpo_signs``, and contributes its half of value and gradient.
-
-    Differs: One loss per pair, averaged over the global count of pairs (global_sequences / 2). Summing
-    log-probabilities over a micro-batch first would make it one pair.
-    """
-    implicit = row_log_ratio(log_probs, ref_log_probs)
-    margin, zero = dpo_margins.to(implicit.dtype), implicit.new_zeros(())
-    own = dpo_signs.to(implicit.dtype) * beta * (implicit - implicit.detach())  # 0, with a gradient
-    slope = label_smoothing * margin.sigmoid() - (1.0 - label_smoothing) * (-margin).sigmoid()
-    # log sigmoid(z) = -log(e^0 + e^-z) for any z
-    value = (1.0 - label_smoothing) * zero.logaddexp(-margin) + label_smoothing * zero.logaddexp(margin)
-    metrics = {"policy/preference_accuracy": margin > 0, "policy/preference_margin": margin}
-    return (Term(values=0.5 * value + slope * own, counts={"global_sequences": global_sequences / 2}),), metrics
 
 
 _MIX_COUNTS = ("global_usual_tokens", "global_expert_tokens")
@@ -117,9 +57,8 @@ def _mix_chord(
         )
     probability = log_probs.detach().exp()
     imitation = -log_probs * (probability * (1.0 - probability) if phi else 1.0)
-    surrogate, metrics = clipped_surrogate(
-        log_probs, old_log_probs, advantages, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual
-    )
+    clips: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
+    surrogate, metrics = ppo(log_probs, old_log_probs, advantages, **clips)
     expert = expert_mask != 0
 
     def term(values: Tensor, weight: float, rows: Tensor, tokens: int | None, sequences: int | None) -> Term:
@@ -136,23 +75,7 @@ def _mix_chord(
     return terms, {key: value.masked_fill(expert.unsqueeze(-1), 0.0) for key, value in metrics.items()}
 
 
-@register("loss", "mix", "token", whole_batch=_MIX_COUNTS)
-def _mix(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    expert_mask: Tensor,
-    global_usual_tokens: int | None = None,
-    global_expert_tokens: int | None = None,
-    global_usual_sequences: int | None = None,
-    global_expert_sequences: int | None = None,
-    *,
-    mu: Share = 0.1,
-    clip_low: Share = 0.2,
-    clip_high: NotNegative = 0.2,
-    clip_dual: ClipDual | None = 3.0,
-) -> LossResult:
+def _mix(**given: Any) -> LossResult:
     """(1 - mu) PPO(usual rows) + mu SFT(expert rows), each normalised by its own global count. [MIX, Trinity-RFT
     report, arXiv:2505.17826, section 3.2]
 
@@ -163,9 +86,14 @@ def _mix(
     Differs: Each part is a mean over its own tokens (or sequences) of the whole batch; Trinity-RFT scales means of
     micro-batches.
     """
-    rows = (log_probs, old_log_probs, advantages, response_mask, expert_mask)
-    counts = (global_usual_tokens, global_expert_tokens, global_usual_sequences, global_expert_sequences)
-    return _mix_chord(*rows, *counts, mu=mu, phi=False, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
+    return _mix_chord(**given, phi=False)
+
+
+_signature = inspect.signature(_mix_chord)  # mix has the inputs of mix_chord, and its options without phi
+_mix.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=[one for name, one in _signature.parameters.items() if name != "phi"]
+)
+register("loss", "mix", "token", whole_batch=_MIX_COUNTS)(_mix)
 
 
 def chord_mu(step: int, *, warmup_steps: int, decay_steps: int, peak: float = 0.9, valley: float = 0.05) -> float:

@@ -1,28 +1,23 @@
-"""Three forms of online policy mirror descent.
+"""Losses that compare responses of one group: forms of online policy mirror descent, and preferences between two.
 
-They are those of the Trinity-RFT report, arXiv:2505.17826, appendix A.
-log pi(y) is the sum over the model tokens of y; pi_ref is ``ref_log_probs`` where given, else ``old_log_probs`` (the
-policy that the update starts from).
+The forms of mirror descent are those of the Trinity-RFT report, arXiv:2505.17826, appendix A. log pi(y) is the sum over
+the model tokens of y; pi_ref is ``ref_log_probs`` where given, else ``old_log_probs`` (the policy that the update
+starts from).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from jackfield.algorithms.losses.terms import LossResult, row_log_ratio
-from jackfield.algorithms.options import NotNegative, Positive
+from attrs.validators import ge, lt
+
+from jackfield.algorithms.options import Positive
 from jackfield.algorithms.registry import register
-from jackfield.algorithms.tensors import Groups, row_means
+from jackfield.algorithms.tensors import Groups, LossResult, Term, row_log_ratio, row_means
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@register("loss", "opmd", "token")
-def _opmd(log_probs: Tensor, advantages: Tensor, *, tau: NotNegative = 1.0) -> LossResult:
-    """-A log pi / (1 + tau), A = R - mean_group(R). [Trinity-RFT report, arXiv:2505.17826, appendix A.3]"""
-    return -advantages * log_probs / (1.0 + tau), {}
 
 
 def _given(**candidates: Tensor | None) -> Tensor:
@@ -93,14 +88,14 @@ def _group_columns(
     log_probs: Tensor,
     response_mask: Tensor,
     group_ids: Tensor,
-    tau: float,
-    reference: str,
     old_log_probs: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
     rewards: Tensor | None = None,
     advantages: Tensor | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Compute the mean of a and the number of responses of each row's group, ``[B]``."""
+    tau, reference = options["tau"], options["reference"]
     a, _ = _regularised(log_probs, response_mask, old_log_probs, ref_log_probs, rewards, advantages, tau, reference)
     groups, real = Groups(group_ids), (response_mask != 0).any(-1)
     sizes = groups.sums(real.double())
@@ -108,14 +103,10 @@ def _group_columns(
     return {"opmd_group_means": means.to(a.dtype), "opmd_group_sizes": sizes.to(a.dtype)}
 
 
-@register(
-    "loss",
-    "opmd_pairwise",
-    "group",
-    whole_batch=("opmd_group_means", "opmd_group_sizes"),
-    prepare=_group_columns,
-    per_sequence=True,
-)
+_GROUP_COLUMNS = ("opmd_group_means", "opmd_group_sizes")
+
+
+@register("loss", "opmd_pairwise", "group", whole_batch=_GROUP_COLUMNS, prepare=_group_columns, per_sequence=True)
 def _opmd_pairwise(
     log_probs: Tensor,
     response_mask: Tensor,
@@ -142,3 +133,61 @@ def _opmd_pairwise(
     """
     a, _ = _regularised(log_probs, response_mask, old_log_probs, ref_log_probs, rewards, advantages, tau, reference)
     return _kept(opmd_group_sizes * (a - opmd_group_means).square(), response_mask), {}
+
+
+def _require_pairs(wrong: Tensor, pair_ids: Tensor, message: str, fix: str) -> None:
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0, 0])
+        where = f"row {row}, pair_ids {int(pair_ids[row])}"
+        raise ConfigError(
+            f"{message}; a pair of dpo is one chosen and one rejected row", code="algorithm.input", where=where, fix=fix
+        )
+
+
+def _dpo_columns(
+    log_probs: Tensor, ref_log_probs: Tensor, pair_ids: Tensor, beta: float, rewards: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Compute z of each row's pair, and +1 for the chosen row, -1 for the rejected, ``[B]``."""
+    pairs = Groups(pair_ids)
+    fix = "keep both in one call, or split the batch after jackfield.algorithms.prepare('dpo', …)"
+    _require_pairs(pairs.sizes != 2, pair_ids, "a row has no partner, or several", fix)
+    implicit = row_log_ratio(log_probs, ref_log_probs)
+    signs = 1.0 - 2.0 * pairs.positions()
+    if rewards is not None:
+        signs = (2.0 * rewards.double() - pairs.sums(rewards.double())).sign()
+        _require_pairs(signs == 0, pair_ids, "both rows have the same reward", "leave such pairs out")
+    signs = signs.to(implicit.dtype)
+    return {"dpo_margins": beta * signs * (2.0 * implicit - pairs.sums(implicit)), "dpo_signs": signs}
+
+
+@register("loss", "dpo", "group", whole_batch=("dpo_margins", "dpo_signs"), prepare=_dpo_columns, per_sequence=True)
+def _dpo(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    global_sequences: int,
+    dpo_margins: Tensor,
+    dpo_signs: Tensor,
+    pair_ids: Tensor | None = None,
+    rewards: Tensor | None = None,
+    *,
+    beta: Positive = 0.1,
+    label_smoothing: Annotated[float, ge(0.0), lt(0.5)] = 0.0,
+) -> LossResult:
+    """-(1 - e) log sigmoid(z) - e log sigmoid(-z) per pair, z = beta (h(chosen) - h(rejected)), h = log pi(y) - log
+    pi_ref(y). [DPO, arXiv:2305.18290, equation 7; label smoothing: cDPO (Mitchell, 2023)]
+
+    e is ``label_smoothing``. Rows of one ``pair_ids`` are a pair: the one of higher ``rewards`` is chosen, or, without
+    rewards, the first. A pair may be split into micro-batches: each of its rows carries ``dpo_margins`` (z as the step
+    begins) and ``dpo_signs``, and contributes its half of value and gradient.
+
+    Differs: One loss per pair, averaged over the global count of pairs (global_sequences / 2). Summing
+    log-probabilities over a micro-batch first would make it one pair.
+    """
+    implicit = row_log_ratio(log_probs, ref_log_probs)
+    margin, zero = dpo_margins.to(implicit.dtype), implicit.new_zeros(())
+    own = dpo_signs.to(implicit.dtype) * beta * (implicit - implicit.detach())  # 0, with a gradient
+    slope = label_smoothing * margin.sigmoid() - (1.0 - label_smoothing) * (-margin).sigmoid()
+    # log sigmoid(z) = -log(e^0 + e^-z) for any z
+    value = (1.0 - label_smoothing) * zero.logaddexp(-margin) + label_smoothing * zero.logaddexp(margin)
+    metrics = {"policy/preference_accuracy": margin > 0, "policy/preference_margin": margin}
+    return (Term(values=0.5 * value + slope * own, counts={"global_sequences": global_sequences / 2}),), metrics
