@@ -27,19 +27,18 @@ from jackfield.algorithms import LossSpec
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.device import DeviceLease
-from jackfield.compose.ray_serving import AGENT, RANK, REWARD
-from jackfield.config import make_config
+from jackfield.compose.ray_serving import CONTRACTS
+from jackfield.config import RayConfig, make_config
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
 from jackfield.plugins import hook_manager
-from jackfield.queue import BatchMeta, GroupKey, TransferQueue, Values
+from jackfield.queue import BatchMeta, GroupKey, TransferQueue, Values, Written
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.rpc import Address, Service
-from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.ray import Cluster, ClusterOptions, connect_worker, remote_backend, store_services
+from jackfield.runtime.ray import Actor, Cluster, WorkerSpec, connect_worker, remote_backend, store_services
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import (
@@ -105,14 +104,11 @@ class Rank:
         return {"policy/loss": 0.0, "grad_norm": 0.0, "lr": 0.0}
 
 
-class Estimator(AdvantageEstimation):
+class Estimator:
     """Estimates nothing."""
 
-    def __init__(self) -> None:
-        """It needs neither worker nor queue."""
-
-    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> dict[str, float]:
-        return {}
+    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
+        return {}, Written(columns=(), sizes=(0,) * len(batch))
 
 
 class Weights:
@@ -148,17 +144,18 @@ async def serve_store(stack: AsyncExitStack) -> Mapping[str, Service]:
     return store_services(MemoryBackend(MemoryConfig(), TransferQueueContext()))
 
 
-async def serve_worker(kind: str, store: Address, stack: AsyncExitStack) -> Mapping[str, Service]:
+async def serve_worker(kind: str, store: Address | None, stack: AsyncExitStack) -> Mapping[str, Service]:
+    assert store is not None, "it has just been made"
     connection = await connect_worker(store, "the store", kind, Clock())
     stack.push_async_callback(connection.close)
     backend = remote_backend(connection, SECONDS)
     if kind == "agents":
-        return {"worker": Service(target=make_agents(backend), contract=AGENT)}
-    return {"worker": Service(target=make_rewards(backend), contract=REWARD)}
+        return {"worker": Service(target=make_agents(backend), contract=CONTRACTS[AgentWorker])}
+    return {"worker": Service(target=make_rewards(backend), contract=CONTRACTS[RewardWorker])}
 
 
 async def serve_rank(stack: AsyncExitStack) -> Mapping[str, Service]:
-    return {"worker": Service(target=Rank(), contract=RANK)}
+    return {"worker": Service(target=Rank(), contract=CONTRACTS[EngineRank])}
 
 
 async def inline_workers() -> RunWorkers:
@@ -174,22 +171,24 @@ async def ray_workers(stack: AsyncExitStack) -> RunWorkers:
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
     cluster = Cluster(Clock(), SECONDS)
-    await cluster.open(ClusterOptions(num_cpus=2, object_store_bytes=500_000_000), needed_cpus=1)
+    await cluster.open(RayConfig(num_cpus=2, object_store_bytes=500_000_000), needed_cpus=1)
     stack.push_async_callback(cluster.close)
-    actors = {name: await cluster.start(name) for name in ("store", "agents", "rewards", "rank")}
-    for actor in actors.values():
-        await cluster.place(actor)
-    await actors["store"].make(serve_store)
-    address = actors["store"].address
-    assert address is not None, "it has just been made"
-    for kind in ("agents", "rewards"):
-        await actors[kind].make(partial(serve_worker, kind, address))
-    await actors["rank"].make(serve_rank)
+
+    async def started(name: str, make: Any) -> Actor:
+        actor = await cluster.start(WorkerSpec(name=name, make=lambda: make))
+        await actor.make()
+        return actor
+
+    store = await started("store", serve_store)
+    agents, rewards = [
+        await started(kind, partial(serve_worker, kind, store.address)) for kind in ("agents", "rewards")
+    ]
+    rank = await started("rank", serve_rank)
     return workers(
-        remote_backend(actors["store"].connection, SECONDS),
-        actors["agents"].stub("worker", AGENT, AgentWorker, SECONDS),
-        actors["rewards"].stub("worker", REWARD, RewardWorker, SECONDS),
-        actors["rank"].stub("worker", RANK, EngineRank, SECONDS),
+        remote_backend(store.connection, SECONDS),
+        agents.stub("worker", CONTRACTS[AgentWorker], AgentWorker, SECONDS),
+        rewards.stub("worker", CONTRACTS[RewardWorker], RewardWorker, SECONDS),
+        rank.stub("worker", CONTRACTS[EngineRank], EngineRank, SECONDS),
     )
 
 
@@ -219,7 +218,6 @@ async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:
         role=role,
         batches=BatchSource(role=role),
         actor=actor,
-        estimator=Estimator(),
         weights=Weights(),
         placement=lease,
     )

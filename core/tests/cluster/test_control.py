@@ -18,8 +18,7 @@ from click.testing import CliRunner
 
 from jackfield.cli import main
 from jackfield.clock import Clock
-from jackfield.cluster.control import list_replicas, scale_replicas, serve_control
-from jackfield.cluster.metrics import ReplicaMetrics
+from jackfield.cluster.control import list_replicas, scale_replicas, serve_control, serve_metrics
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.cluster.replica import ReplicaState
 from jackfield.errors import ConfigError, JackfieldError, RunError
@@ -160,22 +159,18 @@ def test_prometheus_reads_whoever_there_is() -> None:
     fake = Fake()
 
     async def life() -> tuple[str, str, str]:
-        metrics = ReplicaMetrics(cast(ReplicaPool, fake), 0)
-        url = await metrics.open()
+        async with serve_metrics(cast(ReplicaPool, fake), 0) as url:
 
-        def scrape() -> str:
-            with urllib.request.urlopen(url, timeout=30) as answer:
-                text: str = answer.read().decode()
-                return text
+            def scrape() -> str:
+                with urllib.request.urlopen(url, timeout=30) as answer:
+                    text: str = answer.read().decode()
+                    return text
 
-        try:
             first = await asyncio.to_thread(scrape)
             fake.count = 2
             grown = await asyncio.to_thread(scrape)
             fake.count = 1
             return first, grown, await asyncio.to_thread(scrape)
-        finally:
-            await metrics.close()
 
     first, grown, shrunk = asyncio.run(life())
     assert first == shrunk
@@ -187,9 +182,11 @@ def test_prometheus_reads_whoever_there_is() -> None:
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        metrics = ReplicaMetrics(cast(ReplicaPool, Fake()), taken.getsockname()[1])
-        with pytest.raises(ConfigError) as caught:
-            asyncio.run(metrics.open())
+    async def life(port: int) -> None:
+        async with serve_metrics(cast(ReplicaPool, Fake()), port):
+            raise AssertionError
+
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as caught:
+        asyncio.run(life(taken.getsockname()[1]))
     assert "cluster.metrics_port" == caught.value.where
     assert f"[Errno {errno.EADDRINUSE}]" in str(caught.value.found)

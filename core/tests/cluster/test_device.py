@@ -61,11 +61,9 @@ def test_everybody_takes_part_in_a_hand_over() -> None:
     device = SharedDevice(cast(list[EngineGroup], engines), cast(ReplicaPool, pool), "cuda")
 
     async def main() -> None:
-        await device.leave_rollout()
-        await device.enter_train()
+        await device.hand_over("rollout", "train")
         await device.sync(3)
-        await device.leave_train()
-        await device.enter_rollout()
+        await device.hand_over("train", "rollout")
 
     asyncio.run(main())
     assert [
@@ -100,12 +98,12 @@ def test_the_probe_is_asked_and_compared_at_hand_overs() -> None:
     device = SharedDevice([], cast(ReplicaPool, Pool(log, Server("first", []))), "cuda", probe)
 
     async def main() -> None:
-        await device.enter_rollout()  # with the model folder's weights
-        await device.enter_train()
+        await device.hand_over(None, "rollout")  # with the model folder's weights
+        await device.hand_over("rollout", "train")
         await device.sync(3)
         for _ in range(2):
-            await device.enter_rollout()
-            await device.enter_train()
+            await device.hand_over("train", "rollout")
+            await device.hand_over("rollout", "train")
 
     asyncio.run(main())
     assert ["version 3", "asks [0] with 3", "compares ['answer']"] == log
@@ -120,8 +118,8 @@ def test_one_that_dies_need_not_answer() -> None:
     async def main() -> None:
         for version in (3, 4):
             await device.sync(version)
-            await device.enter_rollout()
-            await device.enter_train()
+            await device.hand_over("train", "rollout")
+            await device.hand_over("rollout", "train")
             server.dead = True
 
     asyncio.run(main())

@@ -15,11 +15,8 @@ def test_roles_take_turns_and_hand_over_once() -> None:
     clock = VirtualClock()
     log: list[str] = []
 
-    def note(text: str):  # type: ignore[no-untyped-def]
-        async def action() -> None:
-            log.append(text)
-
-        return action
+    async def hand_over(before: str | None, role: str) -> None:
+        log.append(f"{before} to {role}")
 
     async def work(lease: DeviceLease, role: str, name: str, seconds: float) -> None:
         async with lease.hold(role):
@@ -28,12 +25,7 @@ def test_roles_take_turns_and_hand_over_once() -> None:
             log.append(f"{name}-")
 
     async def main() -> None:
-        lease = DeviceLease(
-            clock,
-            100,
-            enter={"rollout": note("wake"), "train": note("load")},
-            leave={"rollout": note("sleep"), "train": note("offload")},
-        )
+        lease = DeviceLease(clock, 100, hand_over)
         await asyncio.gather(
             work(lease, "rollout", "a", 3),
             work(lease, "rollout", "b", 5),
@@ -42,7 +34,8 @@ def test_roles_take_turns_and_hand_over_once() -> None:
         )
 
     clock.run(main())
-    assert ["wake", "a+", "b+", "a-", "b-", "sleep", "load", "c+", "c-", "offload", "wake", "d+", "d-"] == log
+    rollouts = ["None to rollout", "a+", "b+", "a-", "b-"]
+    assert [*rollouts, "rollout to train", "c+", "c-", "train to rollout", "d+", "d-"] == log
 
 
 def test_a_wait_ends_at_its_deadline_and_names_the_holder() -> None:

@@ -20,8 +20,9 @@ from jackfield.abc.rollout import (
     ServerInfo,
 )
 from jackfield.clock import VirtualClock
-from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.pool import ReplicaPool, WeightSource
 from jackfield.cluster.replica import Replica, Worker
+from jackfield.config import make_config
 from jackfield.errors import ConfigError, JackfieldError, RolloutError, RunError, WeightsError, WorkerLost
 from jackfield.routing.router import Router
 from jackfield.weights import Replica as Receiver
@@ -94,9 +95,9 @@ class World:
         self.free = asyncio.Event()  # the engine does not train
         self.free.set()
         self.takes_turns = takes_turns
-        self.pool = ReplicaPool(
-            self, self.clock, name="fake", restarts=restarts, start_seconds=60.0, drain_seconds=DRAIN
-        )
+        settings = {"model.path": "m", "deadlines.start": 60.0, "deadlines.drain": DRAIN}
+        pairs = [f"{name}={value}" for name, value in {**settings, "cluster.replica_restarts": restarts}.items()]
+        self.pool = ReplicaPool(self, make_config({}, pairs), self.clock)
 
     def note(self, what: str) -> None:
         self.notes.append(what)
@@ -139,7 +140,9 @@ class World:
             self.routers += [Router(self.clock) for _ in range(2)]
             await self.pool.start(1)
             self.servers[0].version = 3
-            self.pool.connect(self.load, self.hold, self.sync, takes_turns=self.takes_turns)
+            self.pool.source = WeightSource(
+                load=self.load, hold=self.hold, sync=self.sync, takes_turns=self.takes_turns
+            )
             self.keeping = asyncio.ensure_future(self.pool.keep())
             await asyncio.sleep(0)
             self.notes.clear()
@@ -588,7 +591,8 @@ def test_the_end_of_a_run_stops_one_that_is_on_its_way() -> None:
         made.append(world.servers[1])
         growing.cancel()
         await asyncio.gather(growing, return_exceptions=True)
-        assert {0} == set(world.servers)
+        assert {0, 1} == set(world.servers), "it goes on although who asked for it has left"
 
     world.run(life)
+    assert {0} == set(world.servers)
     assert made[0].stopped

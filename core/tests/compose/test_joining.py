@@ -43,16 +43,16 @@ def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) 
         hooks, algorithm = hook_manager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
         role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
         subscriber = WeightSubscriber(role=role, replicas=members)
-        load, hold = following(subscriber, DeviceLease(clock, 60.0))
+        source = following(subscriber, DeviceLease(clock, 60.0))
         await subscriber.load_all(PublishedWeights(version=1, connect={}))
         later = asyncio.ensure_future(clock.sleep(4.0))
         later.add_done_callback(lambda _: loads.append(asyncio.ensure_future(subscriber.load_all(newer))))
         loads: list[asyncio.Task[None]] = []
         newer = PublishedWeights(version=2, connect={})
         await clock.sleep(seconds)
-        async with hold():
+        async with source.hold():
             second = replica(clock, 1)
-            await load(second)
+            await source.load(second)
             members.append(second)
         await later
         await asyncio.gather(*loads)

@@ -36,7 +36,7 @@ from jackfield.plugins.hooks import SamplesFailed, StepEnded
 from jackfield.queue import BatchMeta, GroupKey, Reuse, SamplerSpec, TransferQueue, Values, column_from_rows
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.store import STORE_FILE
-from jackfield.runtime.advantages import AdvantageEstimation, AdvantageWorker
+from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.samples import TRAIN
@@ -378,7 +378,6 @@ class Simulation:
             batches=BatchSource(role=role, sources=sources),
             critic=None if self.critic_warmup is None else self.critic,
             actor=self.actor,
-            estimator=AdvantageEstimation(role.workers.estimator, queue, clock, seconds=500.0),
             weights=self.synchronizer,
             checkpoints=checkpointer,
             placement=lease if self.shared else apart,

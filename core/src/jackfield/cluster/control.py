@@ -1,4 +1,4 @@
-"""What other processes ask of a run that goes on: which replicas it has, and for more or fewer of them.
+"""What other processes see of the replicas of a run: ``jackfield replicas``, and metrics for Prometheus.
 
 The run listens on this machine alone. Its address is in ``control.json`` in the run's folder, which only its owner can
 read.
@@ -7,47 +7,30 @@ read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from jackfield.clock import Clock
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.cluster.replica import ReplicaState
-from jackfield.errors import DeadlineExceeded, RpcError, RunError
+from jackfield.errors import ConfigError, DeadlineExceeded, RpcError, RunError
 from jackfield.rpc import Address, Contract, Server, Service, connect, stub
 
 _FILE = "control.json"
 _ANSWER_SECONDS = 60.0
+_CONTRACT = Contract(ReplicaPool, ["states", "scale"])
 
-
-class _Control:
-    """The replicas of a run, as other processes see them."""
-
-    def __init__(self, pool: ReplicaPool) -> None:
-        self._pool = pool
-        self._scalings: set[asyncio.Task[Any]] = set()
-
-    async def states(self) -> tuple[ReplicaState, ...]:
-        """Return the state of each replica."""
-        return tuple(await self._pool.states())
-
-    async def scale(self, count: int) -> tuple[ReplicaState, ...]:
-        """Add or remove replicas; it goes on although the caller leaves."""
-        scaling = asyncio.ensure_future(self._pool.scale(count))
-        self._scalings.add(scaling)
-        scaling.add_done_callback(self._scalings.discard)
-        return tuple(await asyncio.shield(scaling))
-
-    async def close(self) -> None:
-        """Give up what is being done."""
-        for scaling in self._scalings:
-            scaling.cancel()
-        await asyncio.gather(*self._scalings, return_exceptions=True)
-
-
-_CONTRACT = Contract(_Control, ["states", "scale"])
+_HOST = "127.0.0.1"
+_SCRAPE_SECONDS = 30.0  #: for one request of Prometheus, and its answer
+_HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nConnection: close\r\n"
+_METRICS = {
+    "healthy": ("gauge", "1 where the replica serves"),
+    "running": ("gauge", "requests that are decoded now"),
+    "waiting": ("gauge", "requests that wait for a place"),
+    "weight_version": ("gauge", "version of the weights that the replica serves"),
+    "restarts_total": ("counter", "number of times that the replica was restarted"),
+}
 
 
 @asynccontextmanager
@@ -63,15 +46,13 @@ async def serve_control(
         heartbeat_seconds: Silence after which a client is dead.
         further: What the file names beside the address.
     """
-    served, file = _Control(pool), folder / _FILE
-    server = Server("the run", {"replicas": Service(target=served, contract=_CONTRACT)}, clock, heartbeat_seconds)
+    server = Server("the run", {"replicas": Service(target=pool, contract=_CONTRACT)}, clock, heartbeat_seconds)
     try:
-        (await server.listen()).write(file, **further)
+        (await server.listen()).write(folder / _FILE, **further)
         yield
     finally:
-        file.unlink(missing_ok=True)
+        (folder / _FILE).unlink(missing_ok=True)
         await server.close()
-        await served.close()
 
 
 def list_replicas(folder: Path) -> list[ReplicaState]:
@@ -79,7 +60,7 @@ def list_replicas(folder: Path) -> list[ReplicaState]:
 
     Raises:
         RunError: ``run.not-running``: there is none, it has not begun, or it has no replicas.
-        DeadlineExceeded: it does not answer.
+        DeadlineExceeded: It does not answer.
     """
     return _ask(Path(folder), _ANSWER_SECONDS, lambda remote: remote.states())
 
@@ -91,21 +72,21 @@ def scale_replicas(folder: Path, count: int, *, seconds: float = 3600.0) -> list
     this process.
 
     Args:
-        folder: of the run.
-        count: of replicas.
-        seconds: to wait for it; the run goes on with it afterwards.
+        folder: Folder of the run.
+        count: Number of replicas.
+        seconds: Time to wait for it; the run goes on with it afterwards.
 
     Raises:
         RunError: ``run.not-running``; ``cluster.unavailable``: there is no room.
         ConfigError: ``count`` is less than 1.
-        JackfieldError: why a replica could not be added.
-        DeadlineExceeded: it is not done yet.
+        JackfieldError: Why a replica could not be added.
+        DeadlineExceeded: It is not done yet.
     """
     return _ask(Path(folder), seconds, lambda remote: remote.scale(count))
 
 
 def _ask(
-    folder: Path, seconds: float, question: Callable[[_Control], Awaitable[tuple[ReplicaState, ...]]]
+    folder: Path, seconds: float, question: Callable[[ReplicaPool], Awaitable[list[ReplicaState]]]
 ) -> list[ReplicaState]:
     async def ask() -> list[ReplicaState]:
         address = Address.read(folder / _FILE)
@@ -113,7 +94,7 @@ def _ask(
             raise _not_running(folder, f"a run on {address.process.host}")
         connection = await connect(address, "jackfield replicas", Clock(), {"replicas": _CONTRACT})
         try:
-            return list(await question(stub(connection, "replicas", _CONTRACT, _Control, seconds)))
+            return await question(stub(connection, "replicas", _CONTRACT, ReplicaPool, seconds))
         finally:
             await connection.close()
 
@@ -135,3 +116,48 @@ def _not_running(folder: Path, found: object) -> RunError:
         expected="the folder of a run whose first step is under way, on the machine and by the user of its controller",
         found=found,
     )
+
+
+@asynccontextmanager
+async def serve_metrics(pool: ReplicaPool, port: int) -> AsyncIterator[str]:
+    """Serve metrics labelled with a replica's number, in Prometheus' text format; yields the address.
+
+    Args:
+        pool: The run's replicas.
+        port: On loopback; 0: a free one.
+
+    Raises:
+        ConfigError: ``config.invalid-value``: The port is taken.
+    """
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # a client that says too little or too much gets no answer
+        with suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, TimeoutError):
+            async with asyncio.timeout(_SCRAPE_SECONDS):
+                await reader.readuntil(b"\r\n\r\n")
+                body = _text(await pool.states()).encode()
+                writer.write(f"{_HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                await writer.drain()
+        writer.close()
+
+    try:
+        server = await asyncio.start_server(serve, _HOST, port)
+    except OSError as error:
+        message, fix = "the metrics cannot be shown", "choose another port, or 0"
+        raise ConfigError(message, where="cluster.metrics_port", found=error, fix=fix) from error
+    try:
+        yield f"http://{_HOST}:{server.sockets[0].getsockname()[1]}/metrics"
+    finally:
+        server.close()
+
+
+def _text(states: Sequence[ReplicaState]) -> str:
+    lines = []
+    for name, (kind, about) in _METRICS.items():
+        full = f"jackfield_rollout_{name}"
+        lines += [f"# HELP {full} {about}", f"# TYPE {full} {kind}"]
+        for state in states:
+            value = state.state == "serving" if name == "healthy" else getattr(state, name.removesuffix("_total"))
+            if value is not None:
+                lines.append(f'{full}{{replica="{state.replica}"}} {float(value)}')
+    return "\n".join([*lines, ""])

@@ -3,46 +3,52 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+
+import attrs
 
 from jackfield.abc.rollout import SleepRequest, WakeUpRequest
 from jackfield.clock import Clock
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.errors import JackfieldError
-from jackfield.routing.health import LOST
+from jackfield.routing.router import LOST
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.weights import ProbeAnswer, Replica, ReplicaProbe, SyncReport
 
-HandOver = Callable[[], Awaitable[object]]
+
+@attrs.frozen(eq=False)
+class _Turn:
+    """A request for the lease."""
+
+    role: str
+    joins: bool
 
 
 class DeviceLease:
     """One lease on a group of devices, held by one role at a time; a role may hold it many times at once.
 
     A phase takes it only once its inputs are ready and never waits for another phase while it holds it, so it cannot
-    deadlock. Requests are served in order. When the role changes, ``leave`` of the old and ``enter`` of the new role
-    run (sleep and wake-up, offload and load).
+    deadlock. Requests are served in order.
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        seconds: float,
-        *,
-        enter: Mapping[str, HandOver] | None = None,
-        leave: Mapping[str, HandOver] | None = None,
+        self, clock: Clock, seconds: float, hand_over: Callable[[str | None, str], Awaitable[None]] | None = None
     ) -> None:
-        self._clock = clock
-        self._seconds = seconds
-        self._enter = dict(enter or {})
-        self._leave = dict(leave or {})
-        self._role: str | None = None  # who holds the lease
+        """
+        Args:
+            clock: Time source for all waits and deadlines.
+            seconds: Deadline of a wait for the lease, and of a hand-over.
+            hand_over: Awaited when the role changes, with the role before (None: there was none) and the new one:
+                sleep and wake-up, offload and load.
+        """
+        self._clock, self._seconds, self._hand_over = clock, seconds, hand_over
+        self._role: str | None = None  # who holds the lease, or held it last
         self._holders = 0
         self._resident: str | None = None  # whose state is on the devices
-        self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
-        self._hand_over = asyncio.Lock()
+        self._waiting: list[_Turn] = []
+        self._changed = asyncio.Event()
+        self._handing_over = asyncio.Lock()
 
     @asynccontextmanager
     async def hold(self, role: str, *, joins: bool = False) -> AsyncIterator[None]:
@@ -55,52 +61,44 @@ class DeviceLease:
         Raises:
             DeadlineExceeded: naming the role that holds them.
         """
-        await self._acquire(role, joins)
+        turn, who = _Turn(role, joins), f"the devices, for {role}, while {self._role} holds them"
+        self._waiting.append(turn)
+        try:
+            await self._clock.wait_for(self._acquire(turn), self._seconds, who)
+        finally:
+            self._waiting.remove(turn)
+            self._wake()
         try:
             await self._bring_in(role)
             yield
         finally:
-            self._release()
+            self._holders -= 1
+            self._wake()
 
-    async def _acquire(self, role: str, joins: bool) -> None:
-        if (joins and self._role == role) or (not self._waiting and self._role in (None, role)):
-            self._role = role
-            self._holders += 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((role, turn))
-        try:
-            await self._clock.wait_for(turn, self._seconds, f"the devices, for {role}, while {self._role} holds them")
-        except BaseException:
-            if turn.done() and not turn.cancelled():
-                self._release()  # granted in the moment in which we gave up
-            else:
-                self._waiting = deque(item for item in self._waiting if item[1] is not turn)
-                self._grant()
-            raise
+    async def _acquire(self, turn: _Turn) -> None:
+        while not self._may_hold(turn):
+            await self._changed.wait()
+        self._role = turn.role
+        self._holders += 1
 
-    def _release(self) -> None:
-        self._holders -= 1
-        self._grant()
+    def _may_hold(self, turn: _Turn) -> bool:
+        """Return whether a request can be granted: together with the holders, and after those that came before."""
+        if self._holders and self._role != turn.role:
+            return False
+        first = next(each for each in self._waiting if each is turn or each.role != turn.role)
+        return first is turn or (turn.joins and self._holders > 0)
 
-    def _grant(self) -> None:
-        """Grant the lease, in order, to all waiters that may hold it together with its holders."""
-        if self._holders == 0:
-            self._role = None
-        while self._waiting and self._role in (None, self._waiting[0][0]):
-            role, turn = self._waiting.popleft()
-            if not turn.done():
-                self._role = role
-                self._holders += 1
-                turn.set_result(None)
+    def _wake(self) -> None:
+        """Look at all requests again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _bring_in(self, role: str) -> None:
-        async with self._hand_over:
-            if self._resident == role:
-                return
-            for actions, name in ((self._leave, self._resident), (self._enter, role)):
-                if name is not None and name in actions:
-                    await self._clock.wait_for(actions[name](), self._seconds, f"the hand-over of devices by {name}")
+        async with self._handing_over:
+            before = self._resident
+            if before != role and self._hand_over is not None:
+                what = f"the hand-over of devices from {before} to {role}"
+                await self._clock.wait_for(self._hand_over(before, role), self._seconds, what)
             self._resident = role
 
 
@@ -122,35 +120,22 @@ class SharedDevice:
         self._unasked: int | None = None  # a version that replicas have and have not answered the probe with
         self._answers: list[ProbeAnswer] = []
 
-    @property
-    def hand_overs(self) -> tuple[dict[str, HandOver], dict[str, HandOver]]:
-        """Return what a role does when it comes to the device, and when it leaves."""
-        return (
-            {"rollout": self.enter_rollout, "train": self.enter_train},
-            {"rollout": self.leave_rollout, "train": self.leave_train},
-        )
-
-    async def enter_train(self) -> None:
-        """Bring the engines to the device."""
-        await self._move(self._device)
-        answers, self._answers = self._answers, []
-        if self._probe is not None and answers:
-            await self._probe.compare(answers)
-
-    async def leave_train(self) -> None:
-        """Move the engines off the device."""
-        await self._move("cpu")
-
-    async def enter_rollout(self) -> None:
-        """Give the replicas room for weights and KV cache."""
-        await self._wake_up(WakeUpRequest())
-        version, self._unasked = self._unasked, None
-        if version is not None:
-            await self.ask(self._pool.members, version)
-
-    async def leave_rollout(self) -> None:
-        """Have the replicas give weights and KV cache back."""
-        await self._pool.each(lambda server: server.sleep(SleepRequest(level=1)))
+    async def hand_over(self, before: str | None, role: str) -> None:
+        """Move memory when the role changes: engines leave or come back, replicas sleep or wake up."""
+        if before == "rollout":
+            await self._pool.each(lambda server: server.sleep(SleepRequest(level=1)))
+        elif before == "train":
+            await self._move("cpu")
+        if role == "train":
+            await self._move(self._device)
+            answers, self._answers = self._answers, []
+            if self._probe is not None and answers:
+                await self._probe.compare(answers)
+        else:
+            await self._wake_up(WakeUpRequest())
+            version, self._unasked = self._unasked, None
+            if version is not None:
+                await self.ask(self._pool.members, version)
 
     async def sync(self, version: int) -> SyncReport:
         """Synchronise while the engines hold the device: the replicas take room for the weights alone."""
@@ -160,7 +145,7 @@ class SharedDevice:
         return report
 
     async def ask(self, replicas: Sequence[Replica], version: int) -> None:
-        """Have replicas that have ``version`` answer the probe, while they have the device. The dead do not answer."""
+        """Let replicas that have ``version`` answer the probe, while they have the device. The dead do not answer."""
         if self._probe is None:
             return
         servers = {replica.info.replica: replica.server for replica in replicas}

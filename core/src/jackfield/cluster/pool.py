@@ -9,14 +9,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Protocol
 
+import attrs
+
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.clock import Clock
 from jackfield.cluster.replica import Replica, ReplicaState, State, Worker
+from jackfield.config import RunConfig
 from jackfield.errors import ConfigError, JackfieldError, RolloutError, RunError, WorkerLost
 from jackfield.weights import Replica as Receiver
 from jackfield.weights import SyncReport
 
 _STOP_SECONDS = 60.0
+_LOG = logging.getLogger("jackfield")
 
 
 class Places(Protocol):
@@ -39,6 +43,18 @@ class Places(Protocol):
         ...
 
 
+@attrs.frozen(kw_only=True)
+class WeightSource:
+    """Where replicas get the engine's weights."""
+
+    load: Callable[[Receiver], Awaitable[None]]  #: brings them to one replica, with a receipt, while they are held
+    #: keeps the engine from training and everybody from synchronising, and gives replicas the device
+    hold: Callable[[], AbstractAsyncContextManager[None]]
+    sync: Callable[[int], Awaitable[SyncReport]] | None = None  #: brings a version to all members; None: others do
+    takes_turns: bool = False  #: whether the engine leaves the device before a replica may start
+    posts: bool = False  #: whether a version is for replicas of other processes, too
+
+
 class ReplicaPool:
     """Owns the replicas of a run.
 
@@ -47,26 +63,18 @@ class ReplicaPool:
     member up to then.
     """
 
-    def __init__(
-        self, places: Places, clock: Clock, *, name: str, restarts: int, start_seconds: float, drain_seconds: float
-    ) -> None:
+    def __init__(self, places: Places, config: RunConfig, clock: Clock) -> None:
         """
         Args:
             places: Make and end the servers.
+            config: Of the run.
             clock: Time source for all waits and deadlines.
-            name: Name of the rollout plugin, for messages.
-            restarts: Number of times that a replica may be restarted; its next death ends the run.
-            start_seconds: Deadline of a replica's start.
-            drain_seconds: Time for the requests of a removed replica; then they are generated again elsewhere.
         """
-        self._places, self._clock, self._name = places, clock, name
-        self._restarts, self._start_seconds, self._drain_seconds = restarts, start_seconds, drain_seconds
+        self._places, self._config, self._clock = places, config, clock
         self._scaling, self._loading = asyncio.Lock(), asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
-        self._load: Callable[[Receiver], Awaitable[None]] | None = None
-        self._hold: Callable[[], AbstractAsyncContextManager[None]]
-        self._synchronize: Callable[[int], Awaitable[SyncReport]]
-        self._takes_turns = self._posts = False
+        self._scalings: set[asyncio.Task[list[ReplicaState]]] = set()
+        self.source: WeightSource | None = None  #: None: the run has not begun
         self.replicas: dict[int, Replica] = {}
         self.members: list[Receiver] = []  #: by number: those that get every version of the weights
 
@@ -78,28 +86,6 @@ class ReplicaPool:
             await self._begin(self._new(number))
             self._set(self.replicas[number], "serving")
         await self._route()
-
-    def connect(
-        self,
-        load: Callable[[Receiver], Awaitable[None]],
-        hold: Callable[[], AbstractAsyncContextManager[None]],
-        sync: Callable[[int], Awaitable[SyncReport]] | None = None,
-        *,
-        takes_turns: bool = False,
-        posts: bool = False,
-    ) -> None:
-        """Register what later replicas need.
-
-        Args:
-            load: Brings the engine's weights to a replica, with a receipt; called while they are held.
-            hold: Keeps the engine from training and everybody from synchronising, and gives replicas the device.
-            sync: Brings a version to all members; None: they come by themselves.
-            takes_turns: Whether the engine leaves the device before a replica may start.
-            posts: Whether a version is for replicas of other processes, too.
-        """
-        self._load, self._hold, self._takes_turns, self._posts = load, hold, takes_turns, posts
-        if sync is not None:
-            self._synchronize = sync
 
     async def keep(self) -> None:
         """Restart replicas that die, until cancelled.
@@ -116,13 +102,16 @@ class ReplicaPool:
             self._tasks = None
 
     async def close(self) -> None:
-        """Stop all replicas; their processes and places are left to :class:`Places`."""
+        """Give up what :meth:`scale` does, and stop all replicas; :class:`Places` ends their processes."""
+        for scaling in self._scalings:
+            scaling.cancel()
+        await asyncio.gather(*self._scalings, return_exceptions=True)
         self.members.clear()
         async with AsyncExitStack() as stack:
             while self.replicas:
                 replica = self.replicas.pop(min(self.replicas))
                 if hasattr(replica, "worker"):
-                    stack.push_async_callback(replica.worker.server.stop)
+                    stack.push_async_callback(self._stop, replica)
 
     # -- while the run goes on
 
@@ -132,10 +121,12 @@ class ReplicaPool:
         Raises:
             JackfieldError: What failed although every member lives.
         """
-        while self.members or self._posts:
+        source = self._connected()
+        assert source.sync is not None, "this process has the engine"
+        while self.members or source.posts:
             workers = [(each, each.worker) for each in self.replicas.values() if each.state != "starting"]
             try:
-                return await self._synchronize(version)
+                return await source.sync(version)
             except JackfieldError:
                 if not await self._remove_lost(workers):
                     raise
@@ -153,13 +144,15 @@ class ReplicaPool:
             try:
                 await call(worker.server)
             except Exception as error:
-                if not (worker.restartable and await self._remove_lost([(replica, worker)], error)):
+                if not await self._remove_lost([(replica, worker)], error):
                     raise
 
         await asyncio.gather(*(called(self.replicas[each.info.replica]) for each in self.members))
 
     async def scale(self, count: int) -> list[ReplicaState]:
         """Add or remove replicas until there are ``count``; of several requests one is done after the other.
+
+        It goes on although the caller leaves.
 
         Returns:
             How they are then.
@@ -170,25 +163,28 @@ class ReplicaPool:
                 same request are; the run goes on.
         """
         if count < 1:
-            raise ConfigError(
-                "a run needs a replica", where="the number of replicas", expected="1 or more", found=count,
-                fix="give a larger number, or end the run",
-            )  # fmt: skip
+            where, fix = "the number of replicas", "give a larger number, or end the run"
+            raise ConfigError("a run needs a replica", where=where, expected="1 or more", found=count, fix=fix)
+        scaling = asyncio.ensure_future(self._scale(count))
+        self._scalings.add(scaling)
+        scaling.add_done_callback(self._scalings.discard)
+        return await asyncio.shield(scaling)
+
+    async def _scale(self, count: int) -> list[ReplicaState]:
         async with self._scaling:
-            self._require_connected()
+            self._connected()
             free = (number for number in itertools.count() if number not in self.replicas)
             new = [self._new(next(free)) for _ in range(count - len(self.replicas))]
             added = await asyncio.gather(*map(self._add, new), return_exceptions=True)
-            failed = [each for each in added if each is not None]
-            if failed:
-                raise failed[0]
+            for failed in filter(None, added):
+                raise failed
             if len(self.replicas) > count:
                 await self._remove([self.replicas[number] for number in sorted(self.replicas)[count:]])
             return await self.states()
 
     async def states(self) -> list[ReplicaState]:
         """Return how each replica is, by number."""
-        return list(await asyncio.gather(*(self.replicas[number].describe() for number in sorted(self.replicas))))
+        return list(await asyncio.gather(*(replica.describe() for _, replica in sorted(self.replicas.items()))))
 
     # -- one replica's life
 
@@ -199,20 +195,20 @@ class ReplicaPool:
     async def _begin(self, replica: Replica) -> None:
         """Start a life of a replica."""
         replica.worker = await self._places.start(replica.number)
-        starting = f"{replica.name} ({self._name}) to start"
-        replica.info = await self._clock.wait_for(replica.worker.server.start(), self._start_seconds, starting)
+        starting, seconds = f"{replica.name} ({self._config.rollout.name}) to start", self._config.deadlines.start
+        replica.info = await self._clock.wait_for(replica.worker.server.start(), seconds, starting)
 
     async def _join(self, replica: Replica) -> None:
         """Start a life, load the engine's present weights, then let requests in."""
-        load = self._require_connected()
+        source = self._connected()
         async with AsyncExitStack() as held:
-            if self._takes_turns:  # before, there is no room
-                await held.enter_async_context(self._hold())
+            if source.takes_turns:  # before, there is no room
+                await held.enter_async_context(source.hold())
             await self._begin(replica)
-            if not self._takes_turns:
-                await held.enter_async_context(self._hold())
+            if not source.takes_turns:
+                await held.enter_async_context(source.hold())
             async with self._loading:
-                await load(Receiver(replica.worker.server, replica.info))
+                await source.load(Receiver(replica.worker.server, replica.info))
                 self._set(replica, "serving")
                 await self._route()
 
@@ -242,29 +238,30 @@ class ReplicaPool:
         Raises:
             JackfieldError: It was the last one: what is known of the death.
         """
-        if isinstance(lost, WorkerLost) and replica.restarts >= self._restarts:
+        if replica.worker.restartable and replica.restarts < self._config.cluster.replica_restarts:
+            replica.restarts += 1
+            _LOG.warning("%s died and is started again: %s", replica.name, lost)
+            return
+        if isinstance(lost, WorkerLost) or not replica.worker.restartable:
             raise lost
-        if not replica.worker.restartable:
-            raise lost
-        if replica.restarts >= self._restarts:
-            raise RolloutError(
-                f"{replica.name} died again after {replica.restarts} restarts",
-                code="rollout.stopped",
-                where=f"replica {replica.number}",
-                expected="a replica that answers until the run ends",
-                found=lost,
-                fix="look at what the server printed; cluster.replica_restarts allows more",
-            ) from lost
-        replica.restarts += 1
-        logging.getLogger("jackfield").warning("%s died and is started again: %s", replica.name, lost)
+        raise RolloutError(
+            f"{replica.name} died again after {replica.restarts} restarts",
+            code="rollout.stopped",
+            where=f"replica {replica.number}",
+            expected="a replica that answers until the run ends",
+            found=lost,
+            fix="look at what the server printed; cluster.replica_restarts allows more",
+        ) from lost
 
     async def _stop(self, replica: Replica) -> None:
         """Stop a server. One that cannot be stopped ends with its process, or with the run's."""
         try:
             stopping = replica.worker.server.stop()
             await self._clock.wait_for(stopping, _STOP_SECONDS, f"{replica.name} to stop")
+        except WorkerLost:
+            return  # it has ended
         except Exception as error:
-            logging.getLogger("jackfield").warning("%s does not stop: %s", replica.name, error)
+            _LOG.warning("%s does not stop: %s", replica.name, error)
 
     async def _end(self, replica: Replica) -> None:
         """Leave nothing of a replica."""
@@ -281,15 +278,13 @@ class ReplicaPool:
         try:
             await self._join(replica)
         except BaseException:
-            was_routed = replica.state == "serving"
             self._set(replica, "starting")
-            if was_routed:
-                with suppress(JackfieldError):
-                    await self._route(0.0)
+            with suppress(JackfieldError):
+                await self._route(0.0)
             await self._end(replica)
             raise
         self._watch(replica)
-        logging.getLogger("jackfield").info("%s serves, the run has %d", replica.name, len(self.members))
+        _LOG.info("%s serves, the run has %d", replica.name, len(self.members))
 
     async def _remove(self, replicas: Sequence[Replica]) -> None:
         """Send no requests there, wait for those that run or move them, send no weights there, end them."""
@@ -298,7 +293,7 @@ class ReplicaPool:
             for replica in replicas:
                 self._set(replica, "draining")
             moved = await self._route()
-            async with self._hold():
+            async with self._connected().hold():
                 self.members[:] = [each for each in self.members if each.info.replica not in before]
         except BaseException:
             for replica in replicas:
@@ -307,28 +302,25 @@ class ReplicaPool:
                 await self._route()
             raise
         await asyncio.gather(*map(self._end, replicas))
-        logging.getLogger("jackfield").info(
-            "rollout replicas %s were removed, %d of their requests were generated again elsewhere",
-            ", ".join(map(str, sorted(before))),
-            moved,
-        )
+        numbers = ", ".join(map(str, sorted(before)))
+        again = "%d of their requests were generated again elsewhere"
+        _LOG.info(f"rollout replicas %s were removed, {again}", numbers, moved)
 
     # -- what all need
 
     def _set(self, replica: Replica, state: State) -> None:
         """Change a replica's state, and with it who gets weights."""
         replica.state = state
-        members = [each for each in self.replicas.values() if each.state in ("serving", "draining")]
-        members.sort(key=lambda each: each.number)
+        members = [each for _, each in sorted(self.replicas.items()) if each.state in ("serving", "draining")]
         self.members[:] = [Receiver(each.worker.server, each.info) for each in members]
 
     async def _route(self, seconds: float | None = None) -> int:
         """Tell the agents who serves; return the number of requests that were moved for it."""
         served = {number: replica for number, replica in self.replicas.items() if replica.state == "serving"}
-        return await self._places.route(served, self._drain_seconds if seconds is None else seconds)
+        return await self._places.route(served, self._config.deadlines.drain if seconds is None else seconds)
 
     async def _remove_lost(self, workers: Sequence[tuple[Replica, Worker]], error: Exception | None = None) -> bool:
-        """Leave out members that have died; return whether there were any."""
+        """Leave out members that have died and can be restarted; return whether there were any."""
         asked = [each for each in workers if each[1].restartable]
         lost = await asyncio.gather(*(replica.is_lost(worker, error) for replica, worker in asked))
         for (replica, worker), dead in zip(asked, lost, strict=True):
@@ -336,7 +328,7 @@ class ReplicaPool:
                 self._set(replica, "restarting")
         return any(lost)
 
-    def _require_connected(self) -> Callable[[Receiver], Awaitable[None]]:
-        if self._load is None:
+    def _connected(self) -> WeightSource:
+        if self.source is None:
             raise RunError("the run has not begun yet", fix="ask again when its first step is under way")
-        return self._load
+        return self.source

@@ -9,10 +9,8 @@ import attrs
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult, HealthReport, ServerInfo
 from jackfield.clock import Clock
-from jackfield.errors import JackfieldError, RolloutError, WorkerLost
-from jackfield.routing.health import LOST, cause_of_death
-
-_HEALTH_SECONDS = 10.0
+from jackfield.errors import JackfieldError, RolloutError, WorkerLost, described
+from jackfield.routing.router import HEALTH_SECONDS, LOST, cause_of_death
 
 State = Literal["starting", "serving", "draining", "restarting", "unhealthy"]
 
@@ -91,8 +89,24 @@ class Replica:
         if not worker.lost.done():
             cause = await cause_of_death(worker.server, self.clock, self.name, error)
             if cause is not None:
-                worker.lose(_death(self.name, worker, cause, error))
+                worker.lose(self._death(worker, cause, error))
         return worker.lost.done()
+
+    def _death(self, worker: Worker, cause: str, error: Exception | None) -> JackfieldError:
+        """Make the error of a replica that is not healthy any more."""
+        if isinstance(error, JackfieldError) and error.code in LOST:
+            return error
+        found = f"its health: {cause}" if error is None else f"{described(error)}; its health: {cause}"
+        if worker.place == "cluster":
+            return WorkerLost(f"{self.name} died", where=self.name, found=found)
+        return RolloutError(
+            f"{self.name} died",
+            code="rollout.stopped",
+            where=f"replica {self.number}",
+            expected="a replica that answers until the run ends",
+            found=found,
+            fix="look at what the server printed; the traceback is in error.txt in the run's folder",
+        )
 
     async def describe(self) -> ReplicaState:
         """Return how the replica is."""
@@ -101,36 +115,8 @@ class Replica:
             return state
         state = attrs.evolve(state, address=self.info.openai_base_url)
         try:
-            report = await self.clock.wait_for(self.health(), _HEALTH_SECONDS, f"{self.name} to tell its health")
+            report = await self.clock.wait_for(self.health(), HEALTH_SECONDS, f"{self.name} to tell its health")
         except JackfieldError as error:
             return attrs.evolve(state, state="unhealthy", detail=error.message)
-        return attrs.evolve(
-            state,
-            state=self.state if report.healthy else "unhealthy",
-            weight_version=report.weight_version,
-            running=report.running,
-            waiting=report.waiting,
-            detail=report.detail,
-        )
-
-
-def _death(name: str, worker: Worker, cause: str, error: Exception | None) -> JackfieldError:
-    """Make the error of a replica that is not healthy any more."""
-    if isinstance(error, JackfieldError) and error.code in LOST:
-        return error
-    found = f"its health: {cause}" if error is None else f"{_one_line(error)}; its health: {cause}"
-    if worker.place == "cluster":
-        return WorkerLost(f"{name} died", where=name, found=found)
-    return RolloutError(
-        f"{name} died",
-        code="rollout.stopped",
-        where=name.removeprefix("rollout "),
-        expected="a replica that answers until the run ends",
-        found=found,
-        fix="look at what the server printed; the traceback is in error.txt in the run's folder",
-    )
-
-
-def _one_line(error: Exception) -> str:
-    text = error.message if isinstance(error, JackfieldError) else str(error)
-    return " ".join(f"{type(error).__name__}: {text}".split())
+        load = {name: getattr(report, name) for name in ("weight_version", "running", "waiting", "detail")}
+        return attrs.evolve(state, state=self.state if report.healthy else "unhealthy", **load)

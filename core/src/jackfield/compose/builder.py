@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import attrs
 
-from jackfield.cluster.control import serve_control
+from jackfield.cluster.control import serve_control, serve_metrics
 from jackfield.cluster.device import DeviceLease, SharedDevice
-from jackfield.cluster.metrics import ReplicaMetrics
-from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.pool import ReplicaPool, WeightSource
 from jackfield.compose.checks import address_file
 from jackfield.compose.export import export_model
 from jackfield.compose.inputs import digests
@@ -27,7 +26,6 @@ from jackfield.config import as_plain
 from jackfield.data.tasks import SeededOrder, Task, TaskSet
 from jackfield.queue import GroupKey, Values
 from jackfield.queue.remote import connect_queue
-from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.workers import resubmitted
 from jackfield.trainer import (
@@ -151,7 +149,7 @@ class RunBuilder:
         pool = await self._start_replicas()
         assert pool is not None
         weights = WeightSubscriber(role=self.role, replicas=pool.members)
-        pool.connect(*following(weights, self.placement))
+        pool.source = following(weights, self.placement)
         self.stop.begun()
         self._run(pool.keep, weights.run)
         await weights.first(self.role.config.deadlines.batch)
@@ -212,17 +210,10 @@ class RunBuilder:
 
     async def _start_replicas(self) -> ReplicaPool | None:
         """Start the rollout servers; None where this role has none."""
-        workers, config = self.role.workers, self.role.config
+        workers = self.role.workers
         if not workers.replicas:
             return None
-        self._pool = pool = ReplicaPool(
-            workers.places,
-            self.role.clock,
-            name=config.rollout.name,
-            restarts=config.cluster.replica_restarts,
-            start_seconds=config.deadlines.start,
-            drain_seconds=config.deadlines.drain,
-        )
+        self._pool = pool = ReplicaPool(workers.places, self.role.config, self.role.clock)
         self.stack.push_async_callback(pool.close)
         await pool.start(workers.replicas)
         return pool
@@ -234,9 +225,8 @@ class RunBuilder:
             return
         addresses = {}
         if config.cluster.metrics_port is not None:
-            metrics = ReplicaMetrics(pool, config.cluster.metrics_port)
-            self.stack.push_async_callback(metrics.close)
-            addresses["metrics"] = await metrics.open()
+            metrics = serve_metrics(pool, config.cluster.metrics_port)
+            addresses["metrics"] = await self.stack.enter_async_context(metrics)
         control = serve_control(Path(config.folder), pool, self.role.clock, config.deadlines.heartbeat, **addresses)
         await self.stack.enter_async_context(control)
 
@@ -260,21 +250,18 @@ class RunBuilder:
             reference = await self._engine_group("reference") if own else actor.without_adapter()
         critic = await self._engine_group("critic") if role.algorithm.critic else None
         shared = SharedDevice(self._engines, pool, config.cluster.device, probe) if takes_turns and pool else None
-        enter, leave = shared.hand_overs if shared else ({}, {})
-        placement = DeviceLease(role.clock, config.deadlines.batch, enter=enter, leave=leave)
+        placement = DeviceLease(role.clock, config.deadlines.batch, shared.hand_over if shared else None)
         if workers.shares_devices:
             self.placement = placement
         trained = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
         description = {"config": as_plain(config), "data": digests(self.tasks)}
         held_out = self.tasks.get("eval")
-        seconds = config.deadlines.engine
         trainer = Trainer(
             role=role,
             batches=BatchSource(role=role, sources=make_sources(config.mixing), stop=self.stop.requested),
             actor=actor,
             critic=critic,
             reference=reference,
-            estimator=AdvantageEstimation(workers.estimator, role.queue, role.clock, seconds=seconds),
             log_prob_check=self._log_prob_check(),
             weights=shared or pool or synchronizer,
             evaluator=Evaluator(role=role, tasks=held_out, placement=self.placement) if held_out else None,
@@ -291,7 +278,6 @@ class RunBuilder:
     async def _engine_group(self, name: str) -> EngineGroup:
         role, seconds = self.role, self.role.config.deadlines.engine
         group = EngineGroup(name, role.workers.ranks[name], role.queue, role.clock, seconds=seconds)
-        self.stack.push_async_callback(group.close)
         await group.initialize()
         self._engines.append(group)
         return group
@@ -333,7 +319,8 @@ class RunBuilder:
                     await shared.ask([replica], version)
 
         hold = partial(trainer.placement.hold, "rollout", joins=True)
-        pool.connect(load, hold, synchronizer.sync, takes_turns=shared is not None, posts=self.role.name == "train")
+        turns, posts = shared is not None, self.role.name == "train"
+        pool.source = WeightSource(load=load, hold=hold, sync=synchronizer.sync, takes_turns=turns, posts=posts)
         self._run(pool.keep)
 
     def _probe(self, actor: EngineGroup) -> ReplicaProbe | None:
@@ -355,9 +342,7 @@ class RunBuilder:
         )
 
 
-def following(
-    subscriber: WeightSubscriber, placement: DeviceLease
-) -> tuple[Callable[[Replica], Awaitable[None]], Callable[[], AbstractAsyncContextManager[None]]]:
+def following(subscriber: WeightSubscriber, placement: DeviceLease) -> WeightSource:
     """Return how later replicas of an explorer get the newest weights, and what holds newer ones back meanwhile."""
 
     @asynccontextmanager
@@ -370,4 +355,4 @@ def following(
         async with subscriber.role.stages.measure("load_weights", "weights", version):
             await subscriber.load(replica)
 
-    return load, hold
+    return WeightSource(load=load, hold=hold)

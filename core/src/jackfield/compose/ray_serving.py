@@ -1,13 +1,15 @@
-"""What makes the workers of a run in the actors of a Ray cluster, from the run's configuration."""
+"""What makes a worker of a run in an actor of a Ray cluster."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from typing import Any, Literal
+
+import attrs
 
 from jackfield.abc.rollout import BaseRolloutServer
-from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.algorithms import register_part
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
@@ -23,129 +25,133 @@ from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.process.host import ROLLOUT
 from jackfield.runtime.ray import connect_worker, remote_backend, rollout_service, store_services
-from jackfield.runtime.ray.host import interface_of
+from jackfield.runtime.ray.host import interface_of, node_address
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.weights import WeightSender
 
-store_name = "the queue's storage worker"
+STORE = "the queue's storage worker"
 
 
 class Routes:
     """The replicas on which an agent worker generates, by their addresses."""
 
-    def __init__(self, worker: AgentWorker, name: str, seconds: float, stack: AsyncExitStack) -> None:
-        self._worker, self._name, self._seconds, self._stack = worker, name, seconds, stack
-        self._connections: dict[int, tuple[Address, Connection]] = {}
+    def __init__(self, worker: AgentWorker, name: str, seconds: float) -> None:
+        self._worker, self._name, self._seconds = worker, name, seconds
+        self._connections: dict[int, Connection] = {}
 
     async def route(self, replicas: dict[int, Address], seconds: float) -> int:
-        """Have agents generate on these replicas from now on: :meth:`~jackfield.routing.router.Router.route`."""
-        before, self._connections = self._connections, {}
-        for number, address in replicas.items():
-            known = before.get(number)
-            if known is not None and known[0] == address:
-                self._connections[number] = before.pop(number)
-            else:
-                connection = await connect_worker(address, f"rollout replica {number}", self._name, Clock())
-                self._stack.push_async_callback(connection.close)
-                self._connections[number] = address, connection
-        moved = await self._worker.route(
-            {
-                number: stub(connection, "worker", ROLLOUT, BaseRolloutServer, self._seconds)  # type: ignore[type-abstract]
-                for number, (_, connection) in self._connections.items()
-            },
-            seconds,
-        )
-        for _, connection in before.values():
+        """Use these replicas from now on: :meth:`~jackfield.routing.router.Router.route`."""
+        for number in replicas.keys() - self._connections.keys():
+            name = f"rollout replica {number}"
+            self._connections[number] = await connect_worker(replicas[number], name, self._name, Clock())
+        removed = [self._connections.pop(number) for number in self._connections.keys() - replicas.keys()]
+        moved = await self._worker.route({number: self._stub(number) for number in replicas}, seconds)
+        for connection in removed:
             await connection.close()
         return moved
 
+    def _stub(self, number: int) -> BaseRolloutServer:
+        return stub(self._connections[number], "worker", ROLLOUT, BaseRolloutServer, self._seconds)  # type: ignore[type-abstract]
 
-RANK, SENDER = Contract(EngineRank), Contract(WeightSender, without=("send",))
-AGENT, ROUTES = Contract(AgentWorker, without=("route",)), Contract(Routes)
-REWARD, ADVANTAGES = Contract(RewardWorker, without=("close",)), Contract(AdvantageWorker)
-
-
-def _factory(config: RunConfig) -> WorkerFactory:
-    """An interpreter of a worker's own need not have the plugins of the others."""
-    registry = installed()
-    chosen = {kind: getattr(config, section).name for section, kind in plugin_sections().items()}
-    here = [record.manifest for record in registry.records() if record.name == chosen[record.kind]]
-    hook_manager([], [manifest for manifest in here if manifest is not None]).hook.register_parts(
-        register=register_part
-    )
-    return WorkerFactory(config=config, registry=registry, clock=Clock())
+    async def close(self) -> None:
+        """Close the connections."""
+        for connection in self._connections.values():
+            await connection.close()
 
 
-def _use_threads(config: RunConfig) -> None:
-    import torch
-
-    if config.cluster.threads is not None:
-        torch.set_num_threads(config.cluster.threads)
-
-
-async def _values(config: RunConfig, store: Address, name: str, stack: AsyncExitStack) -> Values:
-    connection = await connect_worker(store, store_name, name, Clock())
-    stack.push_async_callback(connection.close)
-    backend: TransferQueueBackend = remote_backend(connection, config.deadlines.batch)
-    return Values(backend)
+CONTRACTS: Mapping[type, Contract] = {
+    EngineRank: Contract(EngineRank),
+    WeightSender: Contract(WeightSender, without=("send",)),
+    AgentWorker: Contract(AgentWorker, without=("route",)),
+    Routes: Contract(Routes, ["route"]),
+    RewardWorker: Contract(RewardWorker),
+    AdvantageWorker: Contract(AdvantageWorker),
+    BaseRolloutServer: ROLLOUT,
+}
 
 
-async def serve_store(config: RunConfig, algorithm: ResolvedAlgorithm, stack: AsyncExitStack) -> Mapping[str, Service]:
-    """The queue's backend, and the advantage worker beside it."""
-    _use_threads(config)  # and import torch now, rather than at the first row
-    backend = _factory(config).backend()
-    stack.push_async_callback(backend.close)
-    advantages = AdvantageWorker(Values(backend), algorithm)
-    return {**store_services(backend), "advantages": Service(target=advantages, contract=ADVANTAGES)}
-
-
-async def serve_engine_rank(
-    config: RunConfig, algorithm: ResolvedAlgorithm, store: Address, role: str, place: RankPlace, stack: AsyncExitStack
-) -> Mapping[str, Service]:
-    """A rank of actor, reference or critic, with its end of the weight plane."""
-    _use_threads(config)
-    if interface := interface_of(place.host):  # gloo would take the address of the machine's name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    values = await _values(config, store, f"the {role} engine, rank {place.rank}", stack)
-    rank = _factory(config).engine_rank(values, role, algorithm, place)
-    stack.push_async_callback(rank.close)
-    services = {"worker": Service(target=rank, contract=RANK)}
-    if rank.sender is not None:
-        services["sender"] = Service(target=rank.sender, contract=SENDER)
-    return services
-
-
-async def serve_replica(config: RunConfig, number: int, host: str, stack: AsyncExitStack) -> Mapping[str, Service]:
-    """Make a replica; its server is not started."""
-    _use_threads(config)
-    server = _factory(config).rollout_server(number, host=host)
-    stack.push_async_callback(server.stop)
-    return {"worker": rollout_service(server, f"rollout replica {number}")}
-
-
-async def serve_agent_worker(
-    config: RunConfig, store: Address, number: int, generates: bool, stack: AsyncExitStack
-) -> Mapping[str, Service]:
-    """A worker that runs agents; the first one checks whether data, tokenizer and model fit."""
-    factory, name = _factory(config), f"agent worker {number}"
-    if number == 0:
-        algorithm = resolve_algorithm(config, factory.registry.find("rollout", config.rollout.name))
-        check_tokens(config, read_tasks(config, algorithm))
-    values = await _values(config, store, name, stack)
-    worker = factory.agent_worker(values, {} if generates else None, request_prefix=f"{config.name}-{number}")
+def longest(config: RunConfig) -> float:
+    """Return the longest that a call of a worker may take, in seconds."""
     deadlines = config.deadlines
-    longest = max(deadlines.rollout, deadlines.start, deadlines.sync, deadlines.reward)
-    return {
-        "worker": Service(target=worker, contract=AGENT),
-        "routes": Service(target=Routes(worker, name, longest, stack), contract=ROUTES),
-    }
+    return max(deadlines.rollout, deadlines.start, deadlines.sync, deadlines.reward)
 
 
-async def serve_reward_worker(
-    config: RunConfig, store: Address, number: int, stack: AsyncExitStack
-) -> Mapping[str, Service]:
-    """A worker with a started reward agent."""
-    values = await _values(config, store, f"reward worker {number}", stack)
-    worker = await _factory(config).reward_worker(values, number)
-    stack.push_async_callback(worker.close)
-    return {"worker": Service(target=worker, contract=REWARD)}
+@attrs.frozen(kw_only=True)
+class WorkerMaker:
+    """Makes one worker in its process. It is all that is sent there."""
+
+    config: RunConfig
+    algorithm: ResolvedAlgorithm
+    name: str
+    kind: Literal["store", "engine", "rollout", "agent", "reward"]
+    number: int = 0
+    store: Address | None = None  #: where values are; None: the worker needs none
+    generates: bool = False  #: whether the run has replicas
+    role: str = ""  #: of an engine
+    place: RankPlace = attrs.field(factory=RankPlace)  #: of a rank
+
+    async def __call__(self, stack: AsyncExitStack) -> Mapping[str, Service]:
+        """Make the worker and return what is served of it; the stack closes what it has opened."""
+        if self.config.cluster.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.config.cluster.threads)
+        registry = installed()  # an interpreter of a worker's own need not have the plugins of the others
+        chosen = {kind: getattr(self.config, section).name for section, kind in plugin_sections().items()}
+        here = [record.manifest for record in registry.records() if record.name == chosen[record.kind]]
+        hooks = hook_manager([], [manifest for manifest in here if manifest is not None]).hook
+        hooks.register_parts(register=register_part)
+        factory = WorkerFactory(config=self.config, registry=registry, clock=Clock())
+        services: Mapping[str, Service] = await getattr(self, f"_{self.kind}")(factory, stack)
+        return services
+
+    async def _values(self, stack: AsyncExitStack) -> Values:
+        assert self.store is not None
+        connection = await connect_worker(self.store, STORE, self.name, Clock())
+        stack.push_async_callback(connection.close)
+        return Values(remote_backend(connection, self.config.deadlines.batch))
+
+    async def _store(self, factory: WorkerFactory, stack: AsyncExitStack) -> Mapping[str, Service]:
+        """The queue's backend, and the advantage worker beside it."""
+        import torch  # noqa: F401, now rather than at the first sample
+
+        backend = factory.backend()
+        stack.push_async_callback(backend.close)
+        return {**store_services(backend), **_services(AdvantageWorker(Values(backend), self.algorithm))}
+
+    async def _engine(self, factory: WorkerFactory, stack: AsyncExitStack) -> Mapping[str, Service]:
+        """A rank of actor, reference or critic, with its end of the weight plane."""
+        if interface := interface_of(self.place.host):  # gloo would take the address of the machine's name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        rank = factory.engine_rank(await self._values(stack), self.role, self.algorithm, self.place)
+        stack.push_async_callback(rank.close)
+        return _services(rank) if rank.sender is None else _services(rank, rank.sender)
+
+    async def _rollout(self, factory: WorkerFactory, stack: AsyncExitStack) -> Mapping[str, Service]:
+        """A replica, whose server is not started."""
+        server = factory.rollout_server(self.number, host=node_address())
+        stack.push_async_callback(server.stop)
+        return {"worker": rollout_service(server, self.name)}
+
+    async def _agent(self, factory: WorkerFactory, stack: AsyncExitStack) -> Mapping[str, Service]:
+        """A worker that runs agents; the first one checks whether data, tokenizer and model fit."""
+        config = self.config
+        if self.number == 0:
+            algorithm = resolve_algorithm(config, factory.registry.find("rollout", config.rollout.name))
+            check_tokens(config, read_tasks(config, algorithm))
+        values, prefix = await self._values(stack), f"{config.name}-{self.number}"
+        worker = factory.agent_worker(values, {} if self.generates else None, request_prefix=prefix)
+        routes = Routes(worker, self.name, longest(config))
+        stack.push_async_callback(routes.close)
+        return _services(worker, routes)
+
+    async def _reward(self, factory: WorkerFactory, stack: AsyncExitStack) -> Mapping[str, Service]:
+        """A worker with a started reward agent."""
+        worker = await factory.reward_worker(await self._values(stack), self.number)
+        stack.push_async_callback(worker.close)
+        return _services(worker)
+
+
+def _services(*targets: Any) -> dict[str, Service]:
+    """Serve objects under the names of their classes."""
+    return {type(each).__name__: Service(target=each, contract=CONTRACTS[type(each)]) for each in targets}

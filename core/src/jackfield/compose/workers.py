@@ -229,9 +229,12 @@ class InlineWorkers:
             worker = await make.reward_worker(values)
             stack.push_async_callback(worker.close)
             rewards = Workers([worker])
+        ranks = {engine: make.engine_rank(values, engine, role.algorithm) for engine in role.engines}
+        for rank in ranks.values():
+            stack.push_async_callback(rank.close)
         return RunWorkers(
             backend=backend,
-            ranks={engine: [make.engine_rank(values, engine, role.algorithm)] for engine in role.engines},
+            ranks={engine: [rank] for engine, rank in ranks.items()},
             agents=Workers([self.agent]),
             rewards=rewards,
             estimator=AdvantageWorker(values, role.algorithm),

@@ -9,12 +9,15 @@ from typing import Protocol
 
 import attrs
 
-from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
+from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult, HealthReport
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
-from jackfield.routing.health import LOST
 
-_HEALTH_SECONDS = 10.0
+LOST = ("rollout.stopped", "worker.died")  #: codes of errors that say that a replica has died
+HEALTH_SECONDS = 10.0  #: for a replica to tell its health
+
+#: Refusals of one request by a replica that is well.
+_REFUSALS = ("rollout.request", "rollout.context-length", "rollout.stale", "plugin.capability")
 _WAIT_SECONDS = 3600.0  #: for a replica that serves; the pool's own deadlines are shorter
 _UPDATE_SECONDS = 600.0  #: for an update that has failed to be repeated
 _LOOK_SECONDS = 0.1  #: between two looks at whether it was
@@ -152,7 +155,7 @@ class Router:
         name, ends = f"replica {route.number}", self._clock.time() + _UPDATE_SECONDS
         while not self._is_removed(route):
             asked = route.server.health()
-            report = await self._clock.wait_for(asked, _HEALTH_SECONDS, f"{name} to tell its health")
+            report = await self._clock.wait_for(asked, HEALTH_SECONDS, f"{name} to tell its health")
             if report.healthy:
                 return report.weight_version >= (request.minimum_weight_version or 0)
             if self._clock.time() >= ends:
@@ -170,6 +173,26 @@ class Router:
 
     def _is_removed(self, route: _Route) -> bool:
         return self._routes.get(route.number) is not route
+
+
+async def cause_of_death(
+    server: BaseRolloutServer, clock: Clock, name: str, error: Exception | None = None
+) -> str | None:
+    """Ask a replica for its health. Returns why it does not serve any more; None: it does.
+
+    Args:
+        server: The replica's.
+        clock: Time source of the deadline.
+        name: Name of the replica, for messages.
+        error: Error of a request. One by which it refused the request says that it is well.
+    """
+    if isinstance(error, JackfieldError) and error.code in _REFUSALS:
+        return None
+    try:
+        report = await clock.wait_for(server.health(), HEALTH_SECONDS, f"{name} to tell its health")
+    except Exception as silence:
+        return f"{type(silence).__name__}: {silence}"
+    return None if report.healthy else report.detail or "not healthy"
 
 
 def _is_cancelled() -> bool:

@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.algorithms import advantages, kl_in_reward, part, prepare
 from jackfield.algorithms.resolved import ResolvedAlgorithm
-from jackfield.clock import Clock
-from jackfield.queue import (
-    BatchMeta,
-    TransferQueue,
-    Values,
-    Written,
-    column_from_rows,
-    dense_column,
-    from_nested,
-    rows_of,
-    to_nested,
-)
-from jackfield.runtime.samples import is_baseline, is_expert, naming_samples, trained
+from jackfield.queue import BatchMeta, Values, Written, dense_column, from_nested, to_nested
+from jackfield.runtime.samples import is_baseline, is_expert, naming_samples, own, trained, where
 from jackfield.sdk.jagged import from_padded, lengths, to_padded
 
 if TYPE_CHECKING:
@@ -31,71 +20,46 @@ if TYPE_CHECKING:
     from jackfield.abc.transfer_queue import Column
 
 
-class AdvantageEstimation:
-    """The controller's side: has a worker compute, and tells the queue what it has written."""
-
-    def __init__(self, worker: AdvantageWorker, queue: TransferQueue, clock: Clock, *, seconds: float) -> None:
-        self._worker = worker
-        self._queue = queue
-        self._clock = clock
-        self._seconds = seconds
-
-    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> dict[str, float]:
-        """See :meth:`AdvantageWorker.estimate`."""
-        what = f"the advantages of {len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"
-        work = self._worker.estimate(batch, kl_coefficient)
-        metrics, written = await self._clock.wait_for(work, self._seconds, what)
-        await self._queue.add_columns(trained(batch), written)
-        return metrics
-
-    async def prepare(self, batch: BatchMeta) -> None:
-        """See :meth:`AdvantageWorker.prepare`."""
-        what = f"what the loss has to know of {len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"
-        await self._queue.add_columns(
-            batch, await self._clock.wait_for(self._worker.prepare(batch), self._seconds, what)
-        )
-
-
 class AdvantageWorker:
-    """Runs registered parts over the rows of a batch."""
+    """Runs registered parts over the samples of a batch."""
 
     def __init__(self, values: Values, algorithm: ResolvedAlgorithm) -> None:
-        self._values = values
-        self._algorithm = algorithm
+        self._values, self._algorithm = values, algorithm
 
     async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
         """Write ``advantages`` and ``returns``, float32 per response token, and what else the algorithm reads.
 
         Args:
-            batch: rows that the policy generated, an expert's among them, and greedy rollouts as baselines.
-            kl_coefficient: of the KL penalty in the reward.
+            batch: Samples that the policy generated, an expert's among them, and greedy rollouts as baselines.
+            kl_coefficient: Of the KL penalty in the reward.
 
         Returns:
-            statistics of rewards and advantages, ``reward/kl``, the correction's diagnostics; and what was written to
-            all rows but baselines. An expert's rows have advantages of 0 and nothing to correct.
+            Statistics of rewards and advantages, ``reward/kl``, the correction's diagnostics; and what was written to
+            all samples but baselines. An expert's have advantages of 0 and nothing to correct.
         """
-        assert self._algorithm.advantages is not None
-        rows = await self._read(batch.select(_where(batch, lambda tags: not is_expert(tags) and not is_baseline(tags))))
+        algorithm, target = self._algorithm, trained(batch)
+        assert algorithm.advantages is not None
+        rows = await self._read(own(target))
         baselines = await self._baselines(batch, rows.batch)
         metrics = _reward_statistics(rows.token_rewards)
         token_rewards = self._shaped(rows, kl_coefficient, metrics)
         with naming_samples(rows.batch):
             estimated, returns = advantages(
-                self._algorithm.advantages,
+                algorithm.advantages,
                 token_rewards=token_rewards,
                 response_mask=rows.mask,
                 **self._inputs(rows, baselines),
-                **self._algorithm.advantages_options,
+                **algorithm.advantages_options,
             )
         metrics["advantages/abs_mean"] = float(estimated.abs().mean())
-        columns = {"advantages": rows.jagged(estimated), "returns": rows.jagged(returns)}
-        if self._algorithm.correction is not None:
-            columns["rollout_weights"] = rows.jagged(self._weights(rows, metrics))
-        if "rewards" in self._algorithm.loss_columns:
-            columns["rewards"] = dense_column(rows.token_rewards.sum(-1))
-        target = trained(batch)
-        if self._algorithm.mixes:
-            columns = _beside_experts(target, columns)
+        whole = _Whole(target, rows)
+        columns = {"advantages": whole.jagged(estimated), "returns": whole.jagged(returns)}
+        if algorithm.correction is not None:
+            columns["rollout_weights"] = whole.jagged(self._weights(rows, metrics), experts=1.0)
+        if "rewards" in algorithm.loss_columns:
+            columns["rewards"] = dense_column(whole.spread(rows.token_rewards.sum(-1)))
+        if algorithm.mixes:
+            columns["expert_mask"] = dense_column(~whole.own)
         return metrics, await self._values.write(target, columns)
 
     async def prepare(self, batch: BatchMeta) -> Written:
@@ -104,16 +68,16 @@ class AdvantageWorker:
         ``batch`` is that of one optimizer step, and has the policy's log-probs as it begins in ``log_probs``.
         """
         algorithm, loss = self._algorithm, part("loss", self._algorithm.loss)
-        taken = loss.prepare_inputs.keys() - {"response_mask", "group_ids", "pair_ids"}
-        there = {"old_log_probs", "rollout_log_probs", "advantages"} if self._algorithm.advantages else set()
-        if self._algorithm.reference:
+        there = {"old_log_probs", "rollout_log_probs", "advantages"} if algorithm.advantages else set()
+        if algorithm.reference:
             there.add("ref_log_probs")
-        names = {name: self._column(name) for name in ("log_probs", *sorted(taken & there))}
-        columns = await self._get(batch, ("response_mask", *names.values()))
-        nested = to_nested(columns["response_mask"])
-        numbers = _numbers(batch.groups)
+        names = {name: name for name in ("log_probs", *sorted(there.intersection(loss.prepare_inputs)))}
+        if "old_log_probs" in names:
+            names["old_log_probs"] = algorithm.old_log_probs
+        columns = await self._values.read(batch, ("response_mask", *names.values()))
+        nested, numbers = to_nested(columns["response_mask"]), _numbers(batch.groups)
         prepared = prepare(
-            self._algorithm.loss,
+            algorithm.loss,
             response_mask=to_padded(nested),
             group_ids=numbers,
             pair_ids=numbers,
@@ -127,36 +91,29 @@ class AdvantageWorker:
         }
         return await self._values.write(batch, values)
 
-    async def _get(self, batch: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
-        return await self._values.read(batch, names)
-
-    def _column(self, name: str) -> str:
-        return self._algorithm.old_log_probs if name == "old_log_probs" else name
-
     async def _read(self, batch: BatchMeta) -> _Responses:
-        assert self._algorithm.advantages is not None
-        chosen = part("advantages", self._algorithm.advantages)
-        names = ["response_mask", "reward"]
+        algorithm = self._algorithm
+        chosen = part("advantages", str(algorithm.advantages))
         taken = {*chosen.needs, *chosen.accepts}
-        names += [name for name in ("values", "reward_dimensions") if name in chosen.needs]
-        if "old_log_probs" in taken or self._algorithm.kl_in_reward is not None:
-            names.append(self._algorithm.old_log_probs)
-        if self._algorithm.kl_in_reward is not None:
-            names.append("ref_log_probs")
-        if self._algorithm.correction is not None:
-            names += ["old_log_probs", "rollout_log_probs"]
+        names = {"response_mask", "reward", *({"values", "reward_dimensions"}.intersection(chosen.needs))}
+        if algorithm.kl_in_reward is not None:
+            names |= {algorithm.old_log_probs, "ref_log_probs"}
+        if "old_log_probs" in taken:
+            names.add(algorithm.old_log_probs)
+        if algorithm.correction is not None:
+            names |= {"old_log_probs", "rollout_log_probs"}
         if "anchor_ids" in taken:
-            names.append("prompt_ids")
-        return _Responses(batch, await self._get(batch, tuple(dict.fromkeys(names))))
+            names.add("prompt_ids")
+        return _Responses(batch, await self._values.read(batch, sorted(names)))
 
     async def _baselines(self, batch: BatchMeta, rows: BatchMeta) -> torch.Tensor | None:
-        """``[B]``: for each row the reward of its group's greedy rollout; None without such runs."""
+        """``[B]``: for each sample the reward of its group's greedy rollout; None without such rollouts."""
         import torch
 
-        found = batch.select(_where(batch, is_baseline))
+        found = where(batch, is_baseline)
         if not found:
             return None
-        greedy = _Responses(found, await self._get(found, ("response_mask", "reward")))
+        greedy = _Responses(found, await self._values.read(found, ("response_mask", "reward")))
         totals = dict.fromkeys(found.groups, 0.0)
         for group, total in zip(found.groups, greedy.token_rewards.sum(-1).tolist(), strict=True):
             totals[group] += total
@@ -166,38 +123,38 @@ class AdvantageWorker:
         """Whatever an estimator may ask for beside rewards; each takes what it uses."""
         import torch
 
-        tags = rows.batch.tags
+        tags, columns, old = rows.batch.tags, rows.columns, self._algorithm.old_log_probs
         offered: dict[str, Any] = {
             "group_ids": _numbers(rows.batch.groups),
             "rollout_ids": torch.tensor([int(one.get("rollout", 0)) for one in tags]),
             "step_ids": torch.tensor([int(one.get("step_id", 0)) for one in tags]),
             "baseline_rewards": baselines,
         }
-        if "values" in rows.columns:
+        if "values" in columns:
             offered["values"] = rows.padded("values")
-        if "prompt_ids" in rows.columns:  # a step's state is what the model was shown
-            prompts = to_nested(rows.columns["prompt_ids"]).unbind()
+        if "prompt_ids" in columns:  # a step's state is what the model was shown
+            prompts = to_nested(columns["prompt_ids"]).unbind()
             offered["anchor_ids"] = _numbers([tuple(prompt.tolist()) for prompt in prompts])
-        if "reward_dimensions" in rows.columns:
-            offered["reward_dimensions"] = to_padded(to_nested(rows.columns["reward_dimensions"]))
-        if self._algorithm.old_log_probs in rows.columns:
-            offered["old_log_probs"] = rows.padded(self._algorithm.old_log_probs)
+        if "reward_dimensions" in columns:
+            offered["reward_dimensions"] = to_padded(to_nested(columns["reward_dimensions"]))
+        if old in columns:
+            offered["old_log_probs"] = rows.padded(old)
         return offered
 
     def _shaped(self, rows: _Responses, kl_coefficient: float, metrics: dict[str, float]) -> torch.Tensor:
         """Rewards after shaping: changes of a whole response's reward stand on its last token."""
         import torch
 
-        rewards = rows.token_rewards
-        if self._algorithm.shaping.active:
+        algorithm, rewards = self._algorithm, rows.token_rewards
+        if algorithm.shaping.active:
             totals = rewards.sum(-1)
-            change = self._algorithm.shaping.shape(totals, rows.sizes) - totals
+            change = algorithm.shaping.shape(totals, rows.sizes) - totals
             rewards = rewards.clone()
             rewards[torch.arange(len(rewards)), rows.sizes - 1] += change
-        if self._algorithm.kl_in_reward is not None:
-            old, reference = rows.padded(self._algorithm.old_log_probs), rows.padded("ref_log_probs")
+        if algorithm.kl_in_reward is not None:
+            old, reference = rows.padded(algorithm.old_log_probs), rows.padded("ref_log_probs")
             rewards, mean = kl_in_reward(
-                rewards, old, reference, rows.mask, coefficient=kl_coefficient, estimator=self._algorithm.kl_in_reward
+                rewards, old, reference, rows.mask, coefficient=kl_coefficient, estimator=algorithm.kl_in_reward
             )
             metrics |= {"reward/kl": float(mean), "reward/kl_coefficient": kl_coefficient}
         if rewards is not rows.token_rewards:
@@ -215,11 +172,10 @@ class AdvantageWorker:
 
 
 class _Responses:
-    """Columns of rows, padded where they are asked for."""
+    """Columns of samples, padded where they are asked for."""
 
     def __init__(self, batch: BatchMeta, columns: Mapping[str, Column]) -> None:
-        self.batch = batch
-        self.columns = columns
+        self.batch, self.columns = batch, columns
         nested = to_nested(columns["response_mask"])
         self.mask = to_padded(nested)  #: bool ``[B, T]``
         self.sizes = lengths(nested)  #: int64 ``[B]``
@@ -229,12 +185,8 @@ class _Responses:
         """``[B, T]``."""
         return to_padded(to_nested(self.columns[name]), length=self.mask.shape[1])
 
-    def jagged(self, values: torch.Tensor) -> Column:
-        """``[B, T]`` as a column."""
-        return from_nested(from_padded(values.float(), self.sizes))
-
     def _rewards(self) -> torch.Tensor:
-        """One number a row stands on the response's last token."""
+        """One number of a sample stands on the response's last token."""
         import torch
 
         rewards, rows = self.columns["reward"], torch.arange(len(self.mask))
@@ -249,8 +201,29 @@ class _Responses:
         return dense
 
 
-def _where(batch: BatchMeta, wanted: Any) -> list[int]:
-    return [index for index, tags in enumerate(batch.tags) if wanted(tags)]
+class _Whole:
+    """All samples that are trained on: the policy's own, and an expert's among them."""
+
+    def __init__(self, batch: BatchMeta, rows: _Responses) -> None:
+        import torch
+
+        self.own = torch.tensor([not is_expert(tags) for tags in batch.tags])  #: bool ``[B]``
+        self._sizes = torch.tensor([int(tags["response_tokens"]) for tags in batch.tags])
+        self._sizes[self.own] = rows.sizes
+
+    def spread(self, values: torch.Tensor, experts: float = 0.0) -> torch.Tensor:
+        """Put values of the policy's samples, float32 ``[own, ...]``, among an expert's: ``[B, ...]``."""
+        whole = values.new_full((len(self.own), *values.shape[1:]), experts)
+        whole[self.own] = values
+        return whole
+
+    def jagged(self, values: torch.Tensor, experts: float = 0.0) -> Column:
+        """Make a column of ``[own, T]``; each of an expert's tokens has the value ``experts``."""
+        import torch
+
+        longer = max(int(self._sizes.max()) - values.shape[1], 0)
+        wide = torch.nn.functional.pad(values.float(), (0, longer))
+        return from_nested(from_padded(self.spread(wide, experts), self._sizes))
 
 
 def _numbers(names: Sequence[Any]) -> torch.Tensor:
@@ -259,26 +232,6 @@ def _numbers(names: Sequence[Any]) -> torch.Tensor:
 
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names])
-
-
-def _beside_experts(batch: BatchMeta, columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Columns of the policy's rows with an expert's in their places: weights of 1, else 0; and ``expert_mask``."""
-    import torch
-
-    experts = [is_expert(tags) for tags in batch.tags]
-    sizes = [int(tags["response_tokens"]) for tags in batch.tags]
-    result = {"expert_mask": dense_column(torch.tensor(experts))}
-    for name, column in columns.items():
-        value, own = float(name == "rollout_weights"), iter(rows_of(column))
-        if column.offsets is None:
-            dense = [torch.tensor(value) if expert else next(own) for expert in experts]
-            result[name] = dense_column(torch.stack(dense))
-        else:
-            rows = [
-                torch.full((size,), value) if expert else next(own) for size, expert in zip(sizes, experts, strict=True)
-            ]
-            result[name] = column_from_rows(rows)
-    return result
 
 
 def _reward_statistics(token_rewards: torch.Tensor) -> dict[str, float]:

@@ -127,10 +127,6 @@ class EngineGroup:
         """Move everything to ``device``."""
         await self._all(f"to move to {device}", lambda rank, _: rank.to(device))
 
-    async def close(self) -> None:
-        """Release the engines."""
-        await self._all("to close", lambda rank, _: rank.close())
-
     def _split(self, batch: BatchMeta) -> list[BatchMeta]:
         """Each rank's rows."""
         assert self._layouts, "initialize() comes first"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -36,9 +36,19 @@ def oldest_version(rows: Iterable[Mapping[str, Any]]) -> int:
     return min(int(tags["weight_version_min"]) for tags in rows if "weight_version_min" in tags)
 
 
+def where(batch: BatchMeta, wanted: Callable[[Mapping[str, Any]], bool]) -> BatchMeta:
+    """Return the samples whose tags are wanted."""
+    return batch.select(index for index, tags in enumerate(batch.tags) if wanted(tags))
+
+
+def own(batch: BatchMeta) -> BatchMeta:
+    """Return the samples that the policy generated: all but an expert's."""
+    return where(batch, lambda tags: not is_expert(tags))
+
+
 def trained(batch: BatchMeta) -> BatchMeta:
-    """The rows that a model is trained on: all but baselines."""
-    return batch.select(index for index, tags in enumerate(batch.tags) if not is_baseline(tags))
+    """Return the samples that a model is trained on: all but baselines."""
+    return where(batch, lambda tags: not is_baseline(tags))
 
 
 @contextmanager
@@ -59,9 +69,8 @@ def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[B
     Raises:
         QueueError: with fewer rows (or groups) of the policy than parts.
     """
-    own = batch.select(index for index, tags in enumerate(batch.tags) if not is_expert(tags))
     experts = [index for index, tags in enumerate(batch.tags) if is_expert(tags)]
-    split = own.split_groups(parts) if whole_groups else own.split(parts)
+    split = own(batch).split_groups(parts) if whole_groups else own(batch).split(parts)
     return tuple(part.joined(batch.select(experts[number::parts])) for number, part in enumerate(split))
 
 

@@ -14,9 +14,8 @@ from jackfield.cluster.device import DeviceLease
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import WeightsSynced
 from jackfield.queue import BatchMeta
-from jackfield.runtime.advantages import AdvantageEstimation
 from jackfield.runtime.engine_group import EngineGroup
-from jackfield.runtime.samples import global_counts, is_expert, mini_batches, trained
+from jackfield.runtime.samples import global_counts, mini_batches, own, trained
 from jackfield.trainer.batches import BatchSource
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.evaluation import Evaluator
@@ -64,7 +63,6 @@ class Trainer:
     actor: EngineGroup
     critic: EngineGroup | None = None
     reference: EngineGroup | None = None  #: None: the algorithm needs no reference policy
-    estimator: AdvantageEstimation
     log_prob_check: LogProbCheck | None = None
     weights: WeightPublisher | None = None  #: None: there are no replicas
     evaluator: Evaluator | None = None
@@ -178,7 +176,9 @@ class Trainer:
         """Turn rewards into advantages, unless the data's own answers are the target."""
         if self.algorithm.advantages is not None:
             async with self.stages.measure("advantages", "trainer", step.number):
-                step.metrics |= await self.estimator.estimate(step.batch, self.kl.coefficient)
+                metrics, written = await self.role.workers.estimator.estimate(step.batch, self.kl.coefficient)
+                await self.role.queue.add_columns(step.rows, written)
+                step.metrics |= metrics
 
     async def update_critic(self, step: Step) -> None:
         """Do the critic's optimizer steps on the batch."""
@@ -263,7 +263,7 @@ class Trainer:
         if self.algorithm.prepares or (comparison is not None and comparison.engine == "log_probs"):
             await self.actor.compute_log_probs(part, "log_probs")
         if self.algorithm.prepares:
-            await self.estimator.prepare(part)
+            await self.role.queue.add_columns(part, await self.role.workers.estimator.prepare(part))
         options = dict(self.algorithm.loss_options)
         if "kl" in options:
             options["kl_coefficient"] = self.kl.coefficient
@@ -275,11 +275,11 @@ class Trainer:
         return update
 
     async def _critic_step(self, critic: EngineGroup, part: BatchMeta, step: int) -> Mapping[str, float]:
-        own = part.select(index for index, tags in enumerate(part.tags) if not is_expert(tags))
+        mine = own(part)
         taken = {name: self.algorithm.loss_options[name] for name in _SHARED if name in self.algorithm.loss_options}
         options = {"clip": self.role.config.critic.clip, **taken}
-        loss = LossSpec(name=VALUE_LOSS, options=options, global_counts=global_counts(own.tags))
-        update = await critic.update(own, loss)
+        loss = LossSpec(name=VALUE_LOSS, options=options, global_counts=global_counts(mine.tags))
+        update = await critic.update(mine, loss)
         _require_finite(update, ("value/loss", "grad_norm"), step)
         return {name if "/" in name else f"critic/{name}": value for name, value in update.items()}
 

@@ -16,7 +16,8 @@ pytest.importorskip("ray")
 from ray import cloudpickle
 
 from jackfield.clock import Clock
-from jackfield.runtime.ray import Actor, Cluster, ClusterOptions
+from jackfield.config import RayConfig
+from jackfield.runtime.ray import Actor, Cluster, WorkerSpec
 
 from . import workers
 
@@ -67,7 +68,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, run: Callable[..., Any]) -
         cloudpickle.register_pickle_by_value(workers)  # actors cannot import what pytest has imported
         before = descendants(os.getpid())
         made = Cluster(Clock(), start_seconds=120.0)
-        run(made.open(ClusterOptions(num_cpus=2, object_store_bytes=100_000_000), needed_cpus=1))
+        run(made.open(RayConfig(num_cpus=2, object_store_bytes=100_000_000), needed_cpus=1))
         try:
             yield made
         finally:
@@ -84,9 +85,8 @@ def hosted(cluster: Cluster) -> Callable[..., Any]:
     """``await hosted(name, make, **options)``: the actor of a worker."""
 
     async def start(name: str, make: Callable[..., Any], **options: Any) -> Actor:
-        actor = await cluster.start(name, **options)
-        await cluster.place(actor)
-        await actor.make(make)
+        actor = await cluster.start(WorkerSpec(name=name, make=lambda: make, **options))
+        await actor.make()
         return actor
 
     return start

@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, SamplingParams
 from jackfield.errors import EngineError, RunError, WorkerLost
 from jackfield.runtime.process.host import ROLLOUT
-from jackfield.runtime.ray import Actor, Cluster
+from jackfield.runtime.ray import Actor, Cluster, WorkerSpec
 from jackfield.runtime.workers import resubmitted
 from jackfield_testing import refused
 
@@ -59,9 +59,9 @@ def test_a_stub_is_the_worker_from_afar(hosted: Hosted, run: Run) -> None:
 
 def test_a_worker_that_cannot_be_made_says_why(cluster: Cluster, run: Run) -> None:
     async def main() -> None:
-        actor = await cluster.start("a failure")
+        actor = await cluster.start(WorkerSpec(name="a failure", make=lambda: make_failure))
         with pytest.raises(EngineError) as caught:
-            await actor.make(make_failure)
+            await actor.make()
         assert "engine.failed" == caught.value.code
 
     run(main())
@@ -88,15 +88,17 @@ def test_a_dead_worker_is_named_at_once(cluster: Cluster, hosted: Hosted, run: R
     run(main())
 
 
-def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(hosted: Hosted, run: Run) -> None:
+def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(
+    cluster: Cluster, hosted: Hosted, run: Run
+) -> None:
     async def main() -> None:
-        actor = await hosted("reward worker 0", partial(make_counter, start=10), restarts=5)
+        await hosted("reward worker 0", partial(make_counter, start=10), restarts=True)
         begun = []
 
-        async def begin() -> None:
+        async def begin(actor: Actor) -> None:
             begun.append(await stub(actor).pid())
 
-        counter = actor.restarting_stub("worker", COUNTER, Counter, 60.0, begin)
+        counter = cluster.restarting_stub("reward worker 0", "worker", COUNTER, Counter, 60.0, begin)
         first = await counter.pid()
         assert 11 == await counter.add(1)
         os.kill(first, signal.SIGKILL)
@@ -113,8 +115,8 @@ def test_a_worker_that_dies_while_it_is_idle_is_named(
     """It may never be called again."""
 
     async def main() -> str:
-        actor = await hosted("reward worker 7", make_counter, restarts=1)
-        pid = await actor.restarting_stub("worker", COUNTER, Counter, 60.0).pid()
+        actor = await hosted("reward worker 7", make_counter, restarts=True)
+        pid = await stub(actor).pid()
         ended = asyncio.Event()
         actor.connection.lost.add_done_callback(lambda _: ended.set())  # after those of the actor
         os.kill(pid, signal.SIGKILL)
@@ -148,7 +150,7 @@ def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(
     run(main())
 
 
-def test_a_server_that_is_not_healthy_ends_with_its_process(hosted: Hosted, run: Run) -> None:
+def test_a_server_that_is_not_healthy_ends_with_its_process(cluster: Cluster, hosted: Hosted, run: Run) -> None:
     """A request that fails ends no replica that is well."""
 
     def request(version: int | None = None) -> GenerateRequest:
@@ -157,14 +159,16 @@ def test_a_server_that_is_not_healthy_ends_with_its_process(hosted: Hosted, run:
         )
 
     async def main() -> None:
-        actor = await hosted("rollout replica 0", make_replica, restarts=1)
-        server = actor.restarting_stub("worker", ROLLOUT, BaseRolloutServer, 60.0)
+        actor = await hosted("rollout replica 0", make_replica)
+        server = actor.stub("worker", ROLLOUT, BaseRolloutServer, 60.0)  # type: ignore[type-abstract]
         before = (await server.generate(request())).request_id
         with refused("run.failed", "ZeroDivisionError"):
             await server.generate(request(1))
         assert before == (await server.generate(request())).request_id
         with pytest.raises(WorkerLost):
             await server.generate(request(9))
+        again = await cluster.restart("rollout replica 0")
+        server = again.stub("worker", ROLLOUT, BaseRolloutServer, 60.0)  # type: ignore[type-abstract]
         assert before != (await server.generate(request())).request_id, "made again"
 
     run(main())
@@ -182,14 +186,13 @@ def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(c
         assert "3 places of {'CPU': 1.0} for the engine" in str(refused.value)
         assert "in the whole cluster CPU: 2 of 2 free" == refused.value.found
         taken = await cluster.places(2, {"CPU": 0.5}, "the engine")
-        actor = await cluster.start("a worker", group=taken, bundle=1, resources={"CPU": 0.25})
-        await cluster.place(actor)
-        await actor.make(make_counter)
-        quiet = "RAY_enable_output_error_log_if_still_retry"  # Ray would print each call that it makes again
-        assert "0" == await stub(actor).variable(quiet)
-        await cluster.end(actor)
+        resources = {"CPU": 0.25}
+        spec = WorkerSpec(name="a worker", make=lambda: make_counter, group=taken, bundle=1, resources=resources)
+        actor = await cluster.start(spec)
+        await actor.make()
+        await cluster.end("a worker")
         with pytest.raises(WorkerLost):
-            await actor.place()
+            await actor.find()
         cluster.give_back("the engine")
         await cluster.places(2, {"CPU": 1.0}, "somebody else")
         cluster.give_back("somebody else")

@@ -54,12 +54,13 @@ import asyncio, json, sys
 import ray
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from jackfield.clock import Clock
+from jackfield.config import RayConfig
 from jackfield.errors import RunError
-from jackfield.runtime.ray import Cluster, ClusterOptions
+from jackfield.runtime.ray import Cluster
 
 assert not is_token_auth_enabled()
 try:
-    asyncio.run(Cluster(Clock(), 30.0).open(ClusterOptions(address=sys.argv[1]), needed_cpus=1))
+    asyncio.run(Cluster(Clock(), 30.0).open(RayConfig(address=sys.argv[1]), needed_cpus=1))
 except RunError as error:
     print(json.dumps([error.code, error.where, is_token_auth_enabled()]))
 """

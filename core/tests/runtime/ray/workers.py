@@ -30,9 +30,6 @@ class Counter:
     async def count(self) -> int:
         return self.number
 
-    async def variable(self, name: str) -> str | None:
-        return os.getenv(name)
-
     async def pid(self) -> int:
         return os.getpid()
 

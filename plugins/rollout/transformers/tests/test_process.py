@@ -19,9 +19,10 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext
 from jackfield.clock import Clock
-from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.pool import ReplicaPool, WeightSource
 from jackfield.cluster.replica import Replica as Pooled
 from jackfield.cluster.replica import Worker
+from jackfield.config import make_config
 from jackfield.plugins import installed, load_plugin
 from jackfield.routing.router import Router
 from jackfield.runtime.process import RolloutProcess
@@ -139,7 +140,8 @@ def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> Non
             yield
 
     async def main() -> None:
-        pool = ReplicaPool(places, Clock(), name="two", restarts=1, start_seconds=60.0, drain_seconds=1.0)
+        settings = ["model.path=m", "cluster.replica_restarts=1", "deadlines.start=60", "deadlines.drain=1"]
+        pool = ReplicaPool(places, make_config({}, settings), Clock())
         try:
             await pool.start(2)
             plugin = load_plugin("checkpoint_engine", "zmq")
@@ -150,7 +152,7 @@ def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> Non
             async def load(replica: Replica) -> None:
                 await synchronizer.catch_up(replica, 1)
 
-            pool.connect(load, hold, synchronizer.sync)
+            pool.source = WeightSource(load=load, hold=hold, sync=synchronizer.sync)
             keeping = asyncio.create_task(pool.keep())
             running = [asyncio.create_task(places.router.generate(greedy(f"running-{n}", LONG))) for n in range(2)]
             async with synchronized:

@@ -16,9 +16,10 @@ import torch
 
 from jackfield.abc.transfer_queue import GetRequest, KeysRequest, PutRequest, TransferQueueContext
 from jackfield.clock import Clock
+from jackfield.config import RayConfig
 from jackfield.errors import QueueError
 from jackfield.queue import dense_column
-from jackfield.runtime.ray import Cluster, ClusterOptions
+from jackfield.runtime.ray import Cluster
 from jackfield_conformance import certify
 from jackfield_queue_machine import check_queue_against_model
 from jackfield_queue_model import check_against_model
@@ -39,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("OMP_NUM_THREADS", "1")
         made = Cluster(Clock(), start_seconds=120.0)
-        asyncio.run(made.open(ClusterOptions(num_cpus=1, object_store_bytes=100_000_000), needed_cpus=1))
+        asyncio.run(made.open(RayConfig(num_cpus=1, object_store_bytes=100_000_000), needed_cpus=1))
         try:
             yield
         finally:

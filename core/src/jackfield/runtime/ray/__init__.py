@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from jackfield.runtime.ray.actors import Actor, connect_worker
-from jackfield.runtime.ray.cluster import Cluster, ClusterOptions
-from jackfield.runtime.ray.host import Host, MakeServices, Place, rollout_service
+from jackfield.runtime.ray.actors import Actor, WorkerSpec, connect_worker
+from jackfield.runtime.ray.cluster import Cluster
+from jackfield.runtime.ray.host import MakeServices, rollout_service
 from jackfield.runtime.ray.store import remote_backend, store_services
 
 __all__ = [
     "Actor",
     "Cluster",
-    "ClusterOptions",
-    "Host",
     "MakeServices",
-    "Place",
+    "WorkerSpec",
     "connect_worker",
     "remote_backend",
     "rollout_service",

@@ -1,13 +1,15 @@
-"""An actor seen from the controller: Ray places it, and the RPC calls the worker in it."""
+"""A worker in an actor, seen from the controller: Ray places its process, and the RPC calls it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from importlib.metadata import version
 from typing import Any, TypeVar, cast
+
+import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RunError, WorkerLost
@@ -16,147 +18,129 @@ from jackfield.runtime.ray.host import MakeServices, Place
 
 T = TypeVar("T")
 
-_END_SECONDS = 15.0  #: for a worker to put its things away
+_END_SECONDS = 15.0  #: for a worker to close what it has opened
 
 
+@attrs.frozen(kw_only=True)
+class WorkerSpec:
+    """Which worker to start, and where."""
+
+    name: str
+    make: Callable[[], MakeServices]  #: what makes it there; asked for once the processes of all workers are known
+    group: Any = None  #: of places; None: anywhere
+    bundle: int = 0  #: in the group
+    resources: Mapping[str, float] = attrs.field(factory=dict)  #: that it takes of the bundle
+    python: str | None = None  #: an interpreter of its own, looked at beforehand with :func:`check_interpreter`
+    restarts: bool = False  #: a call that finds it dead restarts it, and nothing else watches it
+
+
+@attrs.define(eq=False)
 class Actor:
-    """One actor, which holds a :class:`~jackfield.runtime.ray.host.Host`, through all lives of its process."""
+    """One process of the cluster, and the worker in it."""
 
-    def __init__(self, name: str, handle: Any, clock: Clock, start_seconds: float) -> None:
-        """
-        Args:
-            name: of the worker in it.
-            handle: Ray's.
-            clock: through which every wait goes.
-            start_seconds: for the process, and for the worker, to be there.
-        """
-        self.name, self.handle = name, handle
-        self.address: Address | None = None  #: where the worker is served
-        self.connection: Connection
-        self._clock, self._start_seconds = clock, start_seconds
-        self._reviving = asyncio.Lock()
-        self._make, self._node, self._restarts = b"", "", False
+    spec: WorkerSpec
+    handle: Any  #: Ray's
+    clock: Clock
+    start_seconds: float  #: for the process, and for the worker, to be there
+    place: Place = attrs.field(init=False)
+    address: Address | None = attrs.field(default=None, init=False)  #: where the worker is served; None: it is not
+    _connection: Connection | None = attrs.field(default=None, init=False)
 
-    async def place(self) -> Place:
-        """Return where the process lives; Ray may be starting it again."""
-        reference = self.handle.place.options(max_task_retries=-1).remote()
-        place: Place = await self._answer(reference, self._start_seconds, "to start")
-        self._node = place.node
-        return place
-
-    async def make(self, make: MakeServices) -> Address:
-        """Have the actor make its worker, connect to it, and return where it is served.
+    @property
+    def connection(self) -> Connection:
+        """Return the connection to the worker.
 
         Raises:
-            JackfieldError: why it cannot.
+            WorkerLost: There is none yet.
+        """
+        if self._connection is None:
+            raise _death(self.spec.name, self.spec.name, "it was not made")
+        return self._connection
+
+    async def find(self) -> None:
+        """Wait for the process, and compare its versions.
+
+        Raises:
+            RunError: ``cluster.unavailable``: it has another version of Jackfield or Ray.
+        """
+        self.place = place = await self._answer(self.handle.place.remote(), self.start_seconds, "to start")
+        ours = {package: version(package) for package in place.versions}
+        if place.versions != ours:
+            raise RunError(
+                f"{self.spec.name} has other versions than the controller",
+                code="cluster.unavailable",
+                where=f"node {place.address}",
+                expected=ours,
+                found=place.versions,
+                fix="install the same versions on every node",
+            )
+
+    async def make(self) -> Address:
+        """Make the worker in its process, connect to it, and return where it is served.
+
+        Raises:
+            JackfieldError: What it raises there.
         """
         from ray import cloudpickle
 
-        self._make = cast(Any, cloudpickle).dumps(make)
-        return await self._connect(self.handle.make)
-
-    async def _connect(self, method: Any) -> Address:
-        reference = method.remote(self._make)
-        self.address = address = cast(Address, await self._answer(reference, self._start_seconds, "to be ready"))
-        self.connection = await connect_worker(address, self.name, "the controller", self._clock, kills=True)
-        self.connection.lost.add_done_callback(self._forget)
+        making = self.handle.make.remote(cast(Any, cloudpickle).dumps(self.spec.make()))
+        self.address = address = cast(Address, await self._answer(making, self.start_seconds, "to be ready"))
+        self._connection = await connect_worker(address, self.spec.name, "the controller", self.clock, kills=True)
+        self._connection.lost.add_done_callback(self._forget)
         return address
 
     def _forget(self, lost: asyncio.Future[str]) -> None:
-        process, self.address = self.address and self.address.process, None
-        if self._restarts:  # any other death is reported by what watches for it
-            logging.getLogger("jackfield").warning("%s (%s) died: it %s", self.name, process, lost.result())
+        address, self.address = self.address, None
+        if address is not None and self.spec.restarts:  # any other death is reported by what watches for it
+            log = logging.getLogger("jackfield")
+            log.warning("%s (%s) died: it %s", self.spec.name, address.process, lost.result())
 
     def stub(self, service: str, contract: Contract, cls: type[T], seconds: float) -> T:
-        """Return an object whose methods call a service of the worker, which is not made again when it dies."""
+        """Return an object whose methods call a service of the worker."""
         return stub(self.connection, service, contract, cls, seconds)
 
-    def restarting_stub(
-        self,
-        service: str,
-        contract: Contract,
-        cls: type[T],
-        seconds: float,
-        begin: Callable[[], Awaitable[object]] | None = None,
-    ) -> T:
-        """Return the same for a worker without state: a call that its death has ended raises once it is made again.
-
-        Args:
-            service: its name in the worker.
-            contract: of the service.
-            cls: what the object is to type checkers and readers.
-            seconds: the longest that a call may take.
-            begin: called each time that the worker was made again.
-        """
-
-        self._restarts = True
-
-        async def call(method: str, *arguments: Any, **keywords: Any) -> Any:
-            try:
-                return await getattr(self.stub(service, contract, cls, seconds), method)(*arguments, **keywords)
-            except WorkerLost:
-                with suppress(WorkerLost):  # one that Ray has given up stays dead
-                    await self._revive(begin)
-                raise
-
-        made = type(f"Restarting{cls.__name__}", (), {})()
-        vars(made).update({method.name: partial(call, method.name) for method in contract})
-        return cast(T, made)
-
-    async def _revive(self, begin: Callable[[], Awaitable[object]] | None) -> None:
-        async with self._reviving:
-            if self.connection.lost.done():
-                await self._kill_stopped()
-                await self._connect(self.handle.make.options(max_task_retries=-1))
-                if begin is not None:
-                    await begin()
-
     async def empty(self) -> None:
-        """Have the worker put its things away, so that the process can make another.
+        """End the worker, so that the process can make another.
 
         Raises:
-            WorkerLost: the process has ended.
+            JackfieldError: It cannot.
         """
         self.address = None
-        if hasattr(self, "connection"):
-            self.connection.lost.remove_done_callback(self._forget)
-            await self.connection.close()
+        if self._connection is not None:
+            if self._connection.lost.done():
+                raise self._connection.error()
+            await self._connection.close()
         await self._answer(self.handle.end.remote(), _END_SECONDS, "to end")
 
     async def kill(self) -> None:
-        """End the process."""
-        import ray
-
-        await self._kill_stopped()
-        ray.kill(self.handle, no_restart=True)
-
-    async def _kill_stopped(self) -> None:
-        """Kill the process, on its node, if it cannot run: it does not hear when Ray asks it to end."""
-        process = self.connection.process if hasattr(self, "connection") else None
-        if process is None or process.is_near:
-            _kill_if_stopped(process)
-            return
+        """End the process; on its node, if it cannot run: then it does not hear when Ray asks it to end."""
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        strategy = NodeAffinitySchedulingStrategy(self._node, soft=False)
-        task = ray.remote(_kill_if_stopped).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
-        with suppress(RayError, DeadlineExceeded):  # the node is gone, and Ray knows it, or will
-            await self._clock.wait_for(awaited(task.remote(process)), _END_SECONDS, f"{process} to be killed")
+        process = None if self._connection is None else self._connection.process
+        if process is not None and process.is_near:
+            _kill_if_stopped(process)
+        elif process is not None:
+            strategy = NodeAffinitySchedulingStrategy(self.place.node, soft=False)
+            task = ray.remote(_kill_if_stopped).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+            with suppress(RayError, DeadlineExceeded):  # the node is gone, and Ray knows it, or will
+                await self.clock.wait_for(task.remote(process), _END_SECONDS, f"{process} to be killed")
+        ray.kill(self.handle, no_restart=True)
 
     async def _answer(self, reference: Any, seconds: float, what: str) -> Any:
         """Return what the actor's method returns.
 
         Raises:
-            JackfieldError: what it raises; ``RunError`` naming the worker for any other exception; ``WorkerLost`` when
+            JackfieldError: What it raises; ``RunError`` naming the worker for any other exception; ``WorkerLost`` when
                 the actor died; ``DeadlineExceeded``.
         """
         import ray
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
+        name = self.spec.name
         try:
-            return await self._clock.wait_for(awaited(reference), seconds, f"{self.name} {what}")
+            return await self.clock.wait_for(reference, seconds, f"{name} {what}")
         except (asyncio.CancelledError, DeadlineExceeded):
             if ray.is_initialized():  # Ray would start a cluster in order to cancel
                 with suppress(RayError):
@@ -165,17 +149,14 @@ class Actor:
         except RayTaskError as error:
             if isinstance(error.cause, JackfieldError):
                 raise error.cause from None
-            raise RunError(
-                f"{self.name} raised {type(error.cause).__name__}: {error.cause}",
-                where=self.name,
-                fix="the traceback is in error.txt",
-            ) from error
+            found = f"{name} raised {type(error.cause).__name__}: {error.cause}"
+            raise RunError(found, where=name, fix="the traceback is in error.txt") from error
         except RayActorError as error:
-            raise _death(self.name, self.name, _reason(str(error))) from None
+            raise _death(name, name, _reason(str(error))) from None
 
 
-def _kill_if_stopped(process: Process | None) -> None:
-    if process is not None and not process.can_run():
+def _kill_if_stopped(process: Process) -> None:
+    if not process.can_run():
         process.kill()
 
 
@@ -186,7 +167,7 @@ async def connect_worker(address: Address, name: str, client: str, clock: Clock,
         address: where it is served.
         name: of the worker.
         client: name of this process, for the worker.
-        clock: through which every wait goes.
+        clock: Time source for all waits and deadlines.
         kills: whether a worker that sends no heartbeats is killed: the controller does, and says why it died.
     """
 
@@ -201,13 +182,8 @@ def _death(name: str, where: str, found: str) -> WorkerLost:
     return WorkerLost(f"{name} died", where=where, found=found, fix=fix)
 
 
-async def awaited(reference: Any) -> Any:
-    """Return what a reference of Ray becomes."""
-    return await reference
-
-
 def _reason(text: str) -> str:
-    """The line of Ray's explanation that says why."""
+    """Return the line of Ray's explanation that says why."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if "creation task" in text:
         return lines[-1][:300]

@@ -7,38 +7,30 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import attrs
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
+from jackfield.config import RayConfig
+from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError, WorkerLost
 from jackfield.plugins.introduction import look
-from jackfield.runtime.ray.actors import Actor, awaited
-from jackfield.runtime.ray.host import Host, Place
+from jackfield.rpc import Contract
+from jackfield.runtime.ray.actors import Actor, WorkerSpec
+from jackfield.runtime.ray.host import Host
 from jackfield.sdk.ray_loopback import HOST, enter
 from jackfield.sdk.ray_processes import see_gone, with_descendants
 
 if TYPE_CHECKING:
     import psutil
 
-_CONCURRENT_CALLS = 10_000
+T = TypeVar("T")
+
 _REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
-#: Whether Ray prints which calls it makes again: those that wait for an actor. Who died is told anyway.
-_QUIET = "RAY_enable_output_error_log_if_still_retry"
-
-
-@attrs.frozen(kw_only=True)
-class ClusterOptions:
-    """Which cluster a run joins, or starts."""
-
-    address: str | None = None  #: of one to join; None: start one on this machine
-    num_cpus: int | None = None  #: of one that is started; None: what the machine has, or the run needs
-    object_store_bytes: int | None = None  #: shared memory of one that is started; None: Ray's default
 
 
 class Cluster:
@@ -51,26 +43,24 @@ class Cluster:
     def __init__(self, clock: Clock, start_seconds: float, heartbeat_seconds: float = 30.0) -> None:
         """
         Args:
-            clock: through which every wait goes.
+            clock: Time source for all waits and deadlines.
             start_seconds: for a worker, or a group of places, to be there.
             heartbeat_seconds: without a heartbeat of a worker, after which its process is killed.
         """
-        self._clock = clock
-        self._start_seconds = start_seconds
-        self._heartbeat_seconds = heartbeat_seconds
-        self._actors: list[Actor] = []
-        self._spare: dict[str, Actor] = {}
+        self._clock, self._start_seconds, self._heartbeat_seconds = clock, start_seconds, heartbeat_seconds
+        self.actors: dict[str, Actor] = {}  #: of the workers, by name
+        self._spare: dict[str, Actor] = {}  # processes without a worker
         self._groups: dict[str, Any] = {}
+        self._restarting = asyncio.Lock()
         self._processes: list[psutil.Process] = []  # of a cluster that was started here; the others are below them
 
-    async def open(self, options: ClusterOptions, needed_cpus: float) -> None:
+    async def open(self, options: RayConfig, needed_cpus: float) -> None:
         """Start or join a cluster.
 
         Raises:
             RunError: ``cluster.unavailable``.
         """
         _use_token(joins=options.address is not None)
-        os.environ.setdefault(_QUIET, "0")
         ray = _ray()
         if ray.is_initialized():
             raise RunError(
@@ -86,7 +76,6 @@ class Cluster:
                 "include_dashboard": False,
                 "_node_ip_address": HOST,
             }
-
         try:
             if options.address is not None:
                 await self._clock.wait_for(_reach(options.address), _REACH_SECONDS, f"the cluster {options.address}")
@@ -103,98 +92,113 @@ class Cluster:
             ) from error
 
     async def places(self, count: int, resources: Mapping[str, float], what: str) -> Any:
-        """A placement group of ``count`` bundles, each with ``resources``; one that is there for ``what``, if any.
+        """Return a placement group of ``count`` bundles, each with ``resources``; the one of ``what`` if it is there.
 
         Raises:
             RunError: ``cluster.unavailable`` when the cluster cannot give them in time.
         """
-        ray = _ray()
         from ray.util.placement_group import placement_group
 
+        ray = _ray()
         if what in self._groups:
             return self._groups[what]
         self._groups[what] = group = placement_group([dict(resources) for _ in range(count)], strategy="PACK")
         who = f"{count} places of {dict(resources)} for {what}"
         try:
-            await self._clock.wait_for(awaited(group.ready()), self._start_seconds, who)
+            await self._clock.wait_for(group.ready(), self._start_seconds, who)
         except BaseException as error:
             self.give_back(what)
             if not isinstance(error, DeadlineExceeded):
                 raise
+            free, total = ray.available_resources(), ray.cluster_resources()
+            parts = (f"{name}: {free.get(name, 0):g} of {total.get(name, 0):g} free" for name in resources)
             raise RunError(
                 f"the cluster has no room for {what}",
                 code="cluster.unavailable",
                 expected=who,
-                found=_free(ray.available_resources(), ray.cluster_resources(), resources),
+                found=f"in the whole cluster {', '.join(parts)}",
                 fix="raise cluster.ray.num_cpus, join a larger cluster, or ask for fewer or smaller workers",
             ) from error
         return group
 
-    async def start(
+    def give_back(self, what: str) -> None:
+        """Give back the places of ``what``, if there are any."""
+        from ray.util.placement_group import remove_placement_group
+
+        group = self._groups.pop(what, None)
+        if group is not None:
+            remove_placement_group(group)
+
+    async def start(self, spec: WorkerSpec) -> Actor:
+        """Start a process for a worker, or take the one that an earlier worker of this name has left.
+
+        Raises:
+            RunError: ``cluster.unavailable``: it does not start, or has other versions.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if spec.name in self._spare:
+            handle = self._spare.pop(spec.name).handle
+        else:
+            strategy: Any = "SPREAD"
+            if spec.group is not None:
+                strategy = PlacementGroupSchedulingStrategy(spec.group, spec.bundle)
+            options = {
+                "num_cpus": spec.resources.get("CPU", 0),
+                "num_gpus": spec.resources.get("GPU", 0),
+                "scheduling_strategy": strategy,
+                "runtime_env": None if spec.python is None else {"py_executable": spec.python},
+            }
+            one_thread = spec.group is not None
+            host: Any = ray.remote(Host).options(**options)
+            handle = host.remote(spec.name, os.getcwd(), one_thread, self._heartbeat_seconds)
+        self.actors[spec.name] = actor = Actor(spec, handle, self._clock, self._start_seconds)
+        await actor.find()
+        return actor
+
+    async def restart(self, name: str) -> Actor:
+        """Make a worker once more: in its process if that still works, else in a new one."""
+        actor = self.actors[name]
+        await self._empty(actor)
+        made = await self.start(actor.spec)
+        await made.make()
+        return made
+
+    def restarting_stub(
         self,
         name: str,
-        *,
-        group: Any = None,
-        bundle: int = 0,
-        resources: Mapping[str, float] | None = None,
-        python: str | None = None,
-        restarts: int = 0,
-        one_thread: bool = False,
-    ) -> Actor:
-        """Start an actor that will hold one worker, or take the one that an earlier worker of this name has left.
+        service: str,
+        contract: Contract,
+        cls: type[T],
+        seconds: float,
+        begin: Callable[[Actor], Awaitable[object]],
+    ) -> T:
+        """Return a stub of a worker without state: a call that its death has ended raises once it is restarted.
 
         Args:
             name: of the worker.
-            group: of places; None: anywhere.
-            bundle: in the group.
-            resources: that it takes of the bundle.
-            python: an interpreter of its own, looked at beforehand with :func:`check_interpreter`.
-            restarts: how often Ray starts it again when its process dies.
-            one_thread: see :class:`~jackfield.runtime.ray.host.Host`.
-
+            service: its name in the worker.
+            contract: of the service.
+            cls: what the object is to type checkers and readers.
+            seconds: the longest that a call may take.
+            begin: called each time that the worker was restarted.
         """
-        ray = _ray()
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        if name in self._spare:
-            self._actors.append(self._spare.pop(name))
-            return self._actors[-1]
-        taken = dict(resources or {})
-        options: dict[str, Any] = {
-            "num_cpus": taken.pop("CPU", 0),
-            "num_gpus": taken.pop("GPU", 0),
-            "max_restarts": restarts,
-            "max_concurrency": _CONCURRENT_CALLS,
-            "scheduling_strategy": "SPREAD",
-        }
-        if group is not None:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
-        if python is not None:
-            options["runtime_env"] = {"py_executable": python}
-        host = ray.remote(Host).options(**options)
-        handle = host.remote(name, os.getcwd(), one_thread, self._heartbeat_seconds)
-        self._actors.append(Actor(name, handle, self._clock, self._start_seconds))
-        return self._actors[-1]
+        async def call(method: str, *arguments: Any, **keywords: Any) -> Any:
+            actor = self.actors[name]
+            try:
+                return await getattr(actor.stub(service, contract, cls, seconds), method)(*arguments, **keywords)
+            except WorkerLost:
+                with suppress(WorkerLost):  # the next call tries again
+                    async with self._restarting:
+                        if self.actors[name] is actor:
+                            await begin(await self.restart(name))
+                raise
 
-    async def place(self, actor: Actor) -> Place:
-        """Where an actor lives; and the handshake with it.
-
-        Raises:
-            RunError: ``cluster.unavailable`` when it does not start, or has another version of Jackfield or Ray.
-        """
-        found = await actor.place()
-        ours = {"jackfield": version("jackfield"), "ray": version("ray")}
-        theirs = {package: found.versions[package] for package in ours}
-        if theirs != ours:
-            raise RunError(
-                f"{actor.name} has other versions than the controller",
-                code="cluster.unavailable",
-                where=f"node {found.address}",
-                expected=ours,
-                found=theirs,
-                fix="install the same versions on every node",
-            )
-        return found
+        made = type(f"Restarting{cls.__name__}", (), {})()
+        vars(made).update({method.name: partial(call, method.name) for method in contract})
+        return cast(T, made)
 
     @staticmethod
     async def watch(actors: Sequence[Actor]) -> None:
@@ -207,55 +211,43 @@ class Cluster:
         done, _ = await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
         raise lives[done.pop()].connection.error()
 
-    async def end(self, actor: Actor) -> None:
-        """Have one worker put its things away, and end its process."""
-        await self._end(actor)
-        self._actors.remove(actor)
-        await actor.kill()
+    async def _empty(self, actor: Actor) -> None:
+        """End a worker. Its process is kept, unless it is not fit for another."""
+        try:
+            await actor.empty()
+        except JackfieldError:
+            await actor.kill()
+        else:
+            self._spare[actor.spec.name] = actor
 
-    def give_back(self, what: str) -> None:
-        """Give back the places of ``what``, if it has any of its own; no worker is in them any more."""
-        from ray.util.placement_group import remove_placement_group
-
-        group = self._groups.pop(what, None)
-        if group is not None:
-            remove_placement_group(group)
+    async def end(self, name: str) -> None:
+        """End one worker, if it is there, and its process."""
+        if name in self.actors:
+            await self._empty(self.actors.pop(name))
+        if name in self._spare:
+            await self._spare.pop(name).kill()
 
     async def rest(self) -> None:
-        """Have all workers put their things away; end the processes of those that cannot, and keep the others."""
-        ended = await asyncio.gather(*(self._end(actor) for actor in reversed(self._actors)))
-        for actor, well in zip(reversed(self._actors), ended, strict=True):
-            if well:
-                self._spare[actor.name] = actor
-            else:
-                await actor.kill()
-        self._actors = []
+        """End all workers. Their processes are kept, unless they are not fit for others."""
+        actors, self.actors = self.actors, {}
+        await asyncio.gather(*map(self._empty, reversed(actors.values())))
 
     async def close(self) -> None:
         """End all actors, give their places back, and leave the cluster; end it, if it was started here.
 
         No process of a cluster that was started here is left. Ray itself only tells them to end.
         """
-        ray = _ray()
+        import ray
+
         await self.rest()
-        for actor in self._spare.values():
-            await actor.kill()
-        self._spare = {}
+        for name in list(self._spare):
+            await self.end(name)
         for what in list(self._groups):
             self.give_back(what)
         family = {each for head in self._processes for each in with_descendants(head)}
         ray.shutdown()
         await asyncio.to_thread(see_gone, family)
         self._processes = []
-
-    @staticmethod
-    async def _end(actor: Actor) -> bool:
-        """Whether a worker has ended well."""
-        try:
-            await actor.empty()
-        except JackfieldError:
-            return False
-        return True
 
 
 def check_interpreter(python: str, what: str, seconds: float = 30.0) -> None:
@@ -294,12 +286,6 @@ def _use_token(*, joins: bool) -> None:
                 sys.modules["ray._raylet"].Config.initialize("")
     elif not there:
         os.environ[_TOKEN] = secrets.token_hex(32)
-
-
-def _free(available: Mapping[str, float], total: Mapping[str, float], names: Iterable[str]) -> str:
-    """What is left in all nodes together; places that are taken are taken whole."""
-    parts = (f"{name}: {available.get(name, 0):g} of {total.get(name, 0):g} free" for name in names)
-    return f"in the whole cluster {', '.join(parts)}"
 
 
 async def _reach(address: str) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TypeAlias, cast
 
 from jackfield.abc.transfer_queue import GetRequest, GetResult, PutRequest, PutResult, TransferQueueBackend
-from jackfield.errors import WorkerLost
 from jackfield.rpc import Connection, Contract, Service, stub
 from jackfield.sdk.cells import join, split, split_request
 
@@ -32,15 +30,15 @@ class _Samples:
         """Yield the samples, in order, some at a time."""
         columns = (await self._backend.get(request)).columns
         cells = {name: split(column) for name, column in columns.items()}
-        samples: list[_Sample] = [
-            {name: (text, bytes(contents[index])) for name, (text, contents) in cells.items()}
+        samples = [
+            {name: (text, cast(bytes, contents[index])) for name, (text, contents) in cells.items()}
             for index in range(len(request.keys))
         ]
         for start, end in _pieces(samples):
             yield samples[start:end]
 
 
-_BACKEND = Contract(TransferQueueBackend, without=("put", "get"))
+_BACKEND = Contract(TransferQueueBackend, without=("put", "get", "close"))
 _SAMPLES = Contract(_Samples)
 
 
@@ -55,7 +53,7 @@ def store_services(backend: TransferQueueBackend) -> dict[str, Service]:
 def remote_backend(connection: Connection, seconds: float) -> TransferQueueBackend:
     """Return the backend of the process at the other end, each of whose calls may take ``seconds``."""
     made: TransferQueueBackend = stub(connection, "backend", _BACKEND, TransferQueueBackend, seconds)  # type: ignore[type-abstract]
-    samples, close = stub(connection, "samples", _SAMPLES, _Samples, seconds), made.close
+    samples = stub(connection, "samples", _SAMPLES, _Samples, seconds)
 
     async def put(request: PutRequest) -> PutResult:
         split_up, size = cast(list[_Sample], split_request(request)), 0  # of any bytes-like objects
@@ -67,20 +65,18 @@ def remote_backend(connection: Connection, seconds: float) -> TransferQueueBacke
         found = [sample async for piece in samples.get(request) for sample in piece]
         return GetResult(columns={name: join(name, [sample[name] for sample in found]) for name in request.columns})
 
-    async def close_if_there() -> None:
-        with suppress(WorkerLost):
-            await close()
+    async def close() -> None:
+        """Its process closes it."""
 
-    vars(made).update(put=put, get=get, close=close_if_there, durable=False, joins=False)
+    vars(made).update(put=put, get=get, close=close, durable=False, joins=False)
     return made
 
 
-def _pieces(samples: Sequence[_Sample]) -> list[tuple[int, int]]:
+def _pieces(samples: Sequence[_Sample]) -> Iterator[tuple[int, int]]:
     """Cut samples into ranges of about equal size."""
-    pieces, start, size = [], 0, 0
-    for index, sample in enumerate(samples):
+    start = size = 0
+    for end, sample in enumerate(samples, 1):
         size += sum(len(content) for _, content in sample.values())
-        if size >= _PIECE_BYTES:
-            pieces.append((start, index + 1))
-            start, size = index + 1, 0
-    return [*pieces, (start, len(samples))] if start < len(samples) else pieces
+        if size >= _PIECE_BYTES or end == len(samples):
+            yield start, end
+            start, size = end, 0
