@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import attrs
@@ -10,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackfield.config import RunConfig, explain, load_config, show
+from jackfield.config import RunConfig, as_plain, explain, load_config, show
 from jackfield.errors import ConfigError
 from jackfield.settings import parse_override
 
@@ -34,6 +35,12 @@ def test_values_defaults_and_overrides(file: Path) -> None:
     assert ("small", "some/folder", 7, 0.001, "a.jsonl") == found
     assert ("fsdp", {"mixed_precision": "bfloat16"}) == (config.engine.name, config.engine.settings)
     assert "single_turn" == config.agent.name
+
+
+def test_plain_values_are_those_that_json_reads_back(file: Path) -> None:
+    """A checkpoint keeps them as JSON, and a resumed run compares them."""
+    plain = as_plain(load_config(file, ["sampling.stop=[a]", "environments={own: {requires: [b]}}"]))
+    assert plain == json.loads(json.dumps(plain))
 
 
 def test_evaluation_stays_greedy_when_another_sampling_key_is_given(file: Path) -> None:

@@ -91,7 +91,8 @@ def show(config: RunConfig) -> str:
 
 def as_plain(config: RunConfig) -> dict[str, Any]:
     """The resolved configuration as plain values, plugin settings beside the plugin's name."""
-    values = attrs.asdict(config)
+    lists = lambda _, __, value: list(value) if isinstance(value, tuple) else value  # noqa: E731 - as JSON has them
+    values = attrs.asdict(config, value_serializer=lists)
     for section in plugin_sections():
         chosen = values[section]
         values[section] = {"name": chosen["name"], **chosen["settings"]}
