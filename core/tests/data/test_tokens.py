@@ -93,7 +93,8 @@ def test_turns_append_exactly_what_the_template_would_render() -> None:
 @pytest.mark.parametrize("thinking", [True, False])
 def test_thoughts_that_a_template_drops_later_do_not_hinder_turns(thinking: bool) -> None:
     """History stays as the model saw it; only what follows the answer is taken from the template."""
-    tokenizer = HuggingFaceChatTokenizer(make_tokenizer(THINKING), template_options={"enable_thinking": thinking})
+    chosen = "{% set enable_thinking = " + str(thinking).lower() + " %}"
+    tokenizer = HuggingFaceChatTokenizer(make_tokenizer(chosen + THINKING))
     assert (not thinking) == ("<think>" in words(tokenizer.encode_chat([user("1")])))
     expected = "<|im_start|> user 2 <|im_end|> <|im_start|> assistant" + (" <think> </think>" if not thinking else "")
     assert expected == words(tokenizer.encode_turn([user("2")]))
@@ -169,7 +170,6 @@ def test_what_a_template_refuses_is_named() -> None:
 
 def test_vocabulary_has_to_fit_the_model() -> None:
     tokenizer = HuggingFaceChatTokenizer(make_tokenizer())
-    assert len(NUMBERS) == tokenizer.vocabulary_size
     check_vocabulary(tokenizer, len(NUMBERS))
     check_vocabulary(tokenizer, len(NUMBERS) + 40)
     with refused("data.vocabulary", len(NUMBERS) - 1) as caught:

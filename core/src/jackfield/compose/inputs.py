@@ -44,7 +44,7 @@ def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, Tas
             raise ConfigError(message, code="config.missing-key", where=where, expected="the path of a JSONL file")
         limit = config.evaluation.tasks if which == "eval" else None
         answers = which == "expert" or (which == "train" and config.mode == "offline")
-        tasks[which] = TaskSet.load(file, config.data.format, limit=limit, answers=answers)
+        tasks[which] = TaskSet(file, config.data.format, limit=limit, answers=answers)
     return tasks
 
 
@@ -146,7 +146,7 @@ def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
     if model.vocabulary_size is not None:
         check_vocabulary(tokenizer, model.vocabulary_size)
     for each in tasks.values():
-        found = (each[number] for number in each.checked())
+        found = (each[number] for number in each.checked)
         for task in heapq.nlargest(_ENCODED_PROMPTS, found, key=_characters):
             encode_prompt(tokenizer, task, model.max_prompt_tokens)
             if each.answers:

@@ -1,6 +1,6 @@
 """Tasks: what a model is asked, what is right, and in which order tasks come.
 
-A :class:`TaskSet` reads JSONL files, in GSM8K's own format by default. It keeps byte offsets, not text, so that a file
+A :class:`TaskSet` reads a JSONL file, in GSM8K's own format by default. It keeps byte offsets, not text, so that a file
 may be larger than memory. A :class:`SeededOrder` is an endless shuffled walk over task numbers whose only state is a
 position.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from jackfield.data.conversations import (
     split,
     unpacked,
 )
-from jackfield.data.sources import JsonLines, Records, Source, malformed, names
+from jackfield.data.sources import JsonLines, malformed, naming
 from jackfield.errors import ConfigError, DataError
 from jackfield.settings import option
 
@@ -115,12 +115,11 @@ class TaskFormat:
                 fix="remove prompt_template, or messages_key",
             )
 
-    def task(self, record: Any, *, where: str, default_id: str, default_source: str) -> Task:
-        """Make a task of one record.
+    def task(self, record: Any, default_id: str, default_source: str) -> Task:
+        """Make a task of a parsed line.
 
         Args:
-            record: a parsed line.
-            where: its place, for errors.
+            record: with the fields that this format names.
             default_id: the id of a record without one.
             default_source: the data source of a record without one.
 
@@ -128,123 +127,106 @@ class TaskFormat:
             DataError: ``data.malformed``, with what is missing.
         """
         if not isinstance(record, dict):
-            raise malformed("a line is not a JSON object", where, "a JSON object", type(record).__name__)
+            raise malformed("a line is not a JSON object", "a JSON object", type(record).__name__)
         for name in _RESERVED & record.keys():
-            raise malformed(f"a field has the reserved name {name!r}", where, "another name", name, "rename the field")
-        answer = None if self.answer_key is None else unpacked(_lookup(record, self.answer_key, where))
-        messages, response, rejected = self._parts(record, answer, where)
+            raise malformed(f"a field has the reserved name {name!r}", "another name", name, "rename the field")
+        answer = None if self.answer_key is None else unpacked(_lookup(record, self.answer_key))
+        messages, response, rejected = self._parts(record, answer)
         if rejected is not None:
-            check_preference(response, rejected, where)
-        source = self.data_source or record.get("data_source") or default_source
+            check_preference(response, rejected)
+        number = record.get(self.id_key)
+        if isinstance(number, bool) or not isinstance(number, str | int | None):
+            raise malformed(f"field {self.id_key!r} is not an id", "a text or an integer", repr(number))
+        head: Conversation = () if self.system is None else ({"role": "system", "content": self.system},)
         return Task(
-            id=_record_id(record, self.id_key, where) or default_id,
-            messages=messages,
+            id=default_id if number is None or number == "" else str(number),
+            messages=(*head, *messages),
             ground_truth="" if self.answer_key is None else plain_text(answer),
-            data_source=str(source),
+            data_source=str(self.data_source or record.get("data_source") or default_source),
             fields=record,
             response=response,
             rejected=rejected,
-            place=where,
         )
 
-    def _parts(
-        self, record: dict[str, Any], answer: Any, where: str
-    ) -> tuple[Conversation, Answer | None, Answer | None]:
+    def _parts(self, record: dict[str, Any], answer: Any) -> tuple[Conversation, Answer | None, Answer | None]:
         """The prompt, what is taught, and what is ranked below it."""
         taught, rejected = (
-            None if key is None else read_answer(unpacked(_lookup(record, key, where)), key, where)
+            None if key is None else read_answer(unpacked(_lookup(record, key)), key)
             for key in (self.response_key, self.rejected_key)
         )
-        head: Conversation = () if self.system is None else ({"role": "system", "content": self.system},)
         if self.prompt_key is None and self.messages_key is None:
-            prompt, taught, rejected = implied_prompt(taught, rejected, where)
-            return (*head, *prompt), taught, rejected
-        prompt, own = self._prompt(record, where)
+            return implied_prompt(taught, rejected)
+        prompt, own = self._prompt(record)
         if own is not None and taught is not None:
             found = f"messages that end with the assistant's, and {self.response_key!r}"
-            raise malformed("a record has two answers to learn from", where, "one answer", found)
+            raise malformed("a record has two answers to learn from", "one answer", found)
         taught = own if taught is None else taught
         if taught is None and (isinstance(answer, str | int | float) or is_conversation(answer)):
             taught = tuple(answer) if isinstance(answer, list) else plain_text(answer)
         for each in (taught, rejected):
-            check_turn(each, where)
-        return (*head, *prompt), taught, rejected
+            check_turn(each)
+        return prompt, taught, rejected
 
-    def _prompt(self, record: dict[str, Any], where: str) -> tuple[Conversation, Conversation | None]:
+    def _prompt(self, record: dict[str, Any]) -> tuple[Conversation, Conversation | None]:
         """The prompt's messages, and those of the answer where the assistant has the last word."""
         key = self.messages_key or self.prompt_key
         assert key is not None
-        value = unpacked(_lookup(record, key, where))
+        value = unpacked(_lookup(record, key))
         if self.messages_key is None and isinstance(value, str):
             return ({"role": "user", "content": self.prompt_template.replace("{prompt}", value)},), None
         if self.messages_key is None and not isinstance(value, list):
-            expected = "a text, or a list of messages"
-            raise malformed(f"field {key!r} is not a text", where, expected, type(value).__name__)
-        messages = read_conversation(value, key, where)
+            raise malformed(f"field {key!r} is not a text", "a text, or a list of messages", type(value).__name__)
+        messages = read_conversation(value, key)
         if self.prompt_template != "{prompt}":
             expected, fix = "a text, as there is a prompt_template", "remove data.format.prompt_template"
-            raise malformed(f"field {key!r} is not a text", where, expected, "a list of messages", fix)
-        return split(messages, key, where)
+            raise malformed(f"field {key!r} is not a text", expected, "a list of messages", fix)
+        return split(messages, key)
 
 
 class TaskSet(Sequence[Task]):
-    """Tasks of one or several files, by number.
+    """The tasks of a file, by number.
 
-    Files stay open and are read where needed; lines may be blank. A number is stable as long as the files are:
-    :attr:`digest` tells.
+    The file stays open and is read where needed. A number is stable as long as the file is: :attr:`digest` tells.
+
+    Args:
+        file: a JSONL file.
+        task_format: how records become tasks; GSM8K's format by default.
+        limit: use the first so many tasks only.
+        answers: refuse a record without an answer to learn from.
+
+    Raises:
+        DataError: ``data.missing``, ``data.empty``, ``data.malformed`` (lines in the first 64 MiB of the file are
+            checked here, ids among them for doubles; later lines when they are used).
     """
 
     def __init__(
-        self, sources: Sequence[Source], task_format: TaskFormat, limit: int | None = None, answers: bool = False
-    ) -> None:
-        self._sources = sources
-        self.answers = answers  #: whether each task has an answer to learn from
-        self._format = task_format
-        self._starts = [0]
-        for source in sources:
-            self._starts.append(self._starts[-1] + len(source))
-        self._length = self._starts[-1] if limit is None else min(limit, self._starts[-1])
-
-    @classmethod
-    def load(
-        cls,
-        files: str | Path | Sequence[str | Path],
+        self,
+        file: str | Path,
         task_format: TaskFormat | None = None,
         *,
         limit: int | None = None,
         answers: bool = False,
-    ) -> TaskSet:
-        """Open JSONL files.
-
-        Args:
-            files: one or several paths; their tasks follow one another.
-            task_format: how records become tasks; GSM8K's format by default.
-            limit: use the first so many tasks only.
-            answers: refuse a record without an answer to learn from.
-
-        Raises:
-            DataError: ``data.missing``, ``data.empty``, ``data.malformed`` (lines in the first 64 MiB of each
-                file are checked here, ids among them for doubles; later lines when they are used).
-        """
-        paths = [Path(files)] if isinstance(files, str | Path) else [Path(file) for file in files]
-        sources = [JsonLines(path, name) for path, name in zip(paths, names(paths), strict=True)]
-        tasks = cls(sources, task_format or TaskFormat(), limit, answers)
-        tasks._check(", ".join(map(str, paths)))
-        return tasks
-
-    @classmethod
-    def from_records(
-        cls, records: Iterable[Any], task_format: TaskFormat | None = None, *, name: str = "records"
-    ) -> TaskSet:
-        """Make a set of records in memory; ids are ``name:1`` and so on."""
-        tasks = cls([Records(list(records), name)], task_format or TaskFormat())
-        tasks._check(name)
-        return tasks
+    ) -> None:
+        self.answers = answers  #: whether each task has an answer to learn from
+        self._source, self._format = JsonLines(Path(file)), task_format or TaskFormat()
+        self._length = len(self._source) if limit is None else min(limit, len(self._source))
+        #: the numbers of the tasks that were checked when the file was opened
+        self.checked = range(min(self._source.checked, self._length))
+        if not self._length:
+            raise DataError(
+                "there are no tasks", code="data.empty", where=str(file), expected="one JSON object per line"
+            )
+        seen: dict[str, str] = {}
+        for task in map(self.__getitem__, self.checked):
+            if task.id in seen:
+                with naming(task.place):
+                    raise malformed("two tasks have one id", "unique ids", f"{task.id!r}, as in {seen[task.id]}")
+            seen[task.id] = task.place
 
     @property
     def digest(self) -> str:
-        """xxh3_128 over all records' bytes: what a resumed run compares."""
-        return xxhash.xxh3_128_hexdigest("".join(source.digest for source in self._sources).encode())
+        """xxh3_128 over the file's digest: what a resumed run compares."""
+        return xxhash.xxh3_128_hexdigest(self._source.digest.encode())
 
     def __len__(self) -> int:
         return self._length
@@ -253,48 +235,21 @@ class TaskSet(Sequence[Task]):
         """One task by number, or a list of them by a slice."""
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(self._length))]
-        position = number + self._length if number < 0 else number
-        if not 0 <= position < self._length:
+        index = number + self._length if number < 0 else number
+        if not 0 <= index < self._length:
             raise IndexError(f"task {number} of {self._length}")
-        source, index = self._find(position)
-        line = source.line(index)
-        where = f"{source.place}:{line}"
-        record = source.record(index)
-        task = self._format.task(record, where=where, default_id=f"{source.name}:{line}", default_source=source.name)
-        if self.answers and task.response is None:
-            raise malformed(
-                "a record has no answer to learn from",
-                where,
-                "a text or messages in data.format.response_key, or a conversation that ends with the assistant",
-                f"a prompt that ends with the role {task.messages[-1]['role']!r}, and no answer to it",
-                "correct the line, or name the right fields in data.format",
-            )
+        line, stem = self._source.line(index), self._source.path.stem
+        place = f"{self._source.path}:{line}"
+        with naming(place):
+            task = attrs.evolve(self._format.task(self._source.record(index), f"{stem}:{line}", stem), place=place)
+            if self.answers and task.response is None:
+                raise malformed(
+                    "a record has no answer to learn from",
+                    "a text or messages in data.format.response_key, or a conversation that ends with the assistant",
+                    f"a prompt that ends with the role {task.messages[-1]['role']!r}, and no answer to it",
+                    "correct the line, or name the right fields in data.format",
+                )
         return task
-
-    def checked(self) -> Iterator[int]:
-        """The numbers of the tasks that were checked when the files were opened."""
-        for source, start in zip(self._sources, self._starts, strict=False):
-            yield from range(start, min(start + source.checked, self._length))
-
-    def place(self, number: int) -> str:
-        """Where a task stands: ``file:line``."""
-        source, index = self._find(number)
-        return f"{source.place}:{source.line(index)}"
-
-    def _find(self, number: int) -> tuple[Source, int]:
-        index = next(index for index, end in enumerate(self._starts[1:]) if number < end)
-        return self._sources[index], number - self._starts[index]
-
-    def _check(self, where: str) -> None:
-        if not self._length:
-            raise DataError("there are no tasks", code="data.empty", where=where, expected="one JSON object per line")
-        seen: dict[str, int] = {}
-        for number in self.checked():
-            name = self[number].id
-            if name in seen:
-                found = f"{name!r}, as in {self.place(seen[name])}"
-                raise malformed("two tasks have one id", self.place(number), "unique ids", found)
-            seen[name] = number
 
 
 @attrs.frozen
@@ -318,16 +273,6 @@ class SeededOrder:
         epoch, place = divmod(position, self.size)
         return self._permute(place, epoch) if self.shuffle else place
 
-    def epoch(self, position: int) -> int:
-        """The epoch that a position belongs to, from 0."""
-        return position // self.size
-
-    def walk(self, position: int = 0) -> Iterator[int]:
-        """Numbers from a position on, without end."""
-        while True:
-            yield self.index(position)
-            position += 1
-
     def _permute(self, place: int, epoch: int) -> int:
         rows = math.isqrt(self.size - 1) + 1
         columns = -(-self.size // rows)
@@ -346,22 +291,13 @@ def _mix(key: int, turn: int, value: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", turn, value), seed=key)
 
 
-def _lookup(record: dict[str, Any], path: str, where: str) -> Any:
+def _lookup(record: dict[str, Any], path: str) -> Any:
     if path in record:
         return record[path]
     value: Any = record
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
             fields = ", ".join(repr(name) for name in record) or "no fields"
-            raise malformed(f"field {path!r} is missing", where, f"a field {path!r}", fields, _MISSING)
+            raise malformed(f"field {path!r} is missing", f"a field {path!r}", fields, _MISSING)
         value = value[key]
     return value
-
-
-def _record_id(record: dict[str, Any], key: str, where: str) -> str | None:
-    value = record.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise malformed(f"field {key!r} is not an id", where, "a text or an integer", repr(value))
-    return str(value)

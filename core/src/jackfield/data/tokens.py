@@ -6,21 +6,21 @@ the template's difference on a made-up conversation, so that each inserted token
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jackfield.abc.agent import ChatTokenizer
-from jackfield.data.conversations import Answer
+from jackfield.data.sources import naming
 from jackfield.data.tasks import Task
 from jackfield.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_Messages: TypeAlias = Sequence[Mapping[str, Any]]
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "q"}
 _ANSWER = "jackfield-answer"
 _CACHED_CHATS = 4096
@@ -32,7 +32,6 @@ class HuggingFaceChatTokenizer:
     Args:
         tokenizer: a loaded tokenizer.
         chat_template: a Jinja template in the place of the tokenizer's own.
-        template_options: further variables of the template (``{"enable_thinking": False}``).
         end_token_ids: end tokens beside the tokenizer's and the template's (a generation config's).
 
     Raises:
@@ -45,44 +44,30 @@ class HuggingFaceChatTokenizer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
         end_token_ids: Sequence[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
         own = tokenizer.chat_template
         self._template = chat_template or (own.get("default") if isinstance(own, dict) else own)
-        self._options = dict(template_options or {})
         self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         if not self._template:
-            raise DataError(
-                "the tokenizer has no chat template",
-                code="data.no-chat-template",
-                where=self._name,
-                expected="a chat template in the tokenizer's folder (chat_template.jinja), or in the configuration",
-                found="neither",
-                fix="set data.chat_template to a Jinja template, or use an instruction-tuned model",
-            )
+            expected = "a chat template in the tokenizer's folder (chat_template.jinja), or in the configuration"
+            fix = "set data.chat_template to a Jinja template, or use an instruction-tuned model"
+            raise self._refusal("no-chat-template", "the tokenizer has no chat template", expected, "neither", fix)
         self._turn_end = self._find_turn_end()
         found = (self._turn_end, tokenizer.eos_token_id, *end_token_ids)
         self._end_token_ids = tuple(dict.fromkeys(token for token in found if token is not None))
         if not self._end_token_ids:
-            raise DataError(
-                "no token ends the model's answer",
-                code="data.no-end-token",
-                where=self._name,
-                expected="an end-of-text token of the tokenizer, or a special token after an answer in the template",
-                fix="set the tokenizer's eos_token",
-            )
-        self._encode_chat = functools.lru_cache(_CACHED_CHATS)(self._encode_chat_text)
+            expected = "an end-of-text token of the tokenizer, or a special token after an answer in the template"
+            fix = "set the tokenizer's eos_token"
+            raise self._refusal("no-end-token", "no token ends the model's answer", expected, "neither", fix)
+        self._encode_chat = functools.lru_cache(_CACHED_CHATS)(
+            lambda messages: self._encode(self._render(json.loads(messages), generation_prompt=True))
+        )
 
     @classmethod
     def load(
-        cls,
-        name: str | Path,
-        *,
-        chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        trust_remote_code: bool = False,
+        cls, name: str | Path, *, chat_template: str | None = None, trust_remote_code: bool = False
     ) -> HuggingFaceChatTokenizer:
         """Load the tokenizer of a model folder (or of a name on the Hub).
 
@@ -107,24 +92,14 @@ class HuggingFaceChatTokenizer:
                 found=str(error).splitlines()[0] if str(error) else type(error).__name__,
                 fix="check the path; save the tokenizer beside the model",
             ) from error
-        return cls(
-            tokenizer,
-            chat_template=chat_template,
-            template_options=template_options,
-            end_token_ids=_generation_end_tokens(Path(name)) if local else (),
-        )
+        return cls(tokenizer, chat_template=chat_template, end_token_ids=_generation_end_tokens(Path(name)))
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a turn of the model; the first is the one that :meth:`encode_response` adds."""
         return self._end_token_ids
 
-    @property
-    def vocabulary_size(self) -> int:
-        """One more than the largest token id, added tokens included."""
-        return int(max(self.tokenizer.get_vocab().values())) + 1
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def encode_chat(self, messages: _Messages) -> tuple[int, ...]:
         """Tokens of a conversation, up to where the model has to answer. Cached: runs of a group share their prompt.
 
         Raises:
@@ -132,7 +107,7 @@ class HuggingFaceChatTokenizer:
         """
         return self._encode_chat(json.dumps(list(messages), default=dict))
 
-    def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def encode_turn(self, messages: _Messages) -> tuple[int, ...]:
         """Tokens that append further messages after the model's own answer, up to where it has to answer again.
 
         The answer is taken to end with one of :attr:`end_token_ids`; that token is not repeated. Thinking that a
@@ -144,13 +119,12 @@ class HuggingFaceChatTokenizer:
         before = self._render([_QUESTION], generation_prompt=False)
         after = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages], generation_prompt=True)
         if not after.startswith(before) or _ANSWER not in after[len(before) :]:
-            raise DataError(
+            raise self._refusal(
+                "not-append-only",
                 "the chat template changes earlier turns when further messages follow",
-                code="data.not-append-only",
-                where=self._name,
-                expected=f"{before!r}, an answer, then the further messages",
-                found=repr(after),
-                fix="give a chat_template that renders every message without looking at later ones",
+                f"{before!r}, an answer, then the further messages",
+                repr(after),
+                "give a chat_template that renders every message without looking at later ones",
             )
         token_ids = self._encode(after[len(before) :].partition(_ANSWER)[2])
         return token_ids[1:] if token_ids[:1] and token_ids[0] in self._end_token_ids else token_ids
@@ -159,9 +133,7 @@ class HuggingFaceChatTokenizer:
         """Tokens of an answer that is taught (supervised training), the end token included."""
         return (*self._encode(text), self._end_token_ids[0])
 
-    def encode_completion(
-        self, messages: Sequence[Mapping[str, Any]], completion: Sequence[Mapping[str, Any]]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def encode_completion(self, messages: _Messages, completion: _Messages) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tokens of messages that are taught, as the template renders them behind the prompt, and their mask.
 
         The mask is 1 on what the assistant says, the token that ends its turn included, and 0 on tools' results, on
@@ -194,48 +166,43 @@ class HuggingFaceChatTokenizer:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def _encode_chat_text(self, messages: str) -> tuple[int, ...]:
-        return self._encode(self._render(json.loads(messages), generation_prompt=True))
+    def _refusal(self, code: str, message: str, expected: str | None, found: str, fix: str) -> DataError:
+        where = f"the tokenizer {self._name}"
+        return DataError(message, code=f"data.{code}", where=where, expected=expected, found=found, fix=fix)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
+    def _render(self, messages: _Messages, generation_prompt: bool) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                **self._options,
             )
         except Exception as error:  # Jinja's own errors, and whatever a template raises
-            raise DataError(
-                "the chat template refuses the messages",
-                code="data.malformed",
-                where=self._name,
-                found=f"{type(error).__name__}: {error}; roles {[message.get('role') for message in messages]}",
-                fix="check the roles and their order, or give another chat_template",
-            ) from error
+            found = f"{type(error).__name__}: {error}; roles {[message.get('role') for message in messages]}"
+            fix = "check the roles and their order, or give another chat_template"
+            raise self._refusal("malformed", "the chat template refuses the messages", None, found, fix) from error
         return text
 
-    def _prefix(self, messages: Sequence[Mapping[str, Any]], whole: tuple[int, ...], *, generation_prompt: bool) -> int:
+    def _prefix(self, messages: _Messages, whole: tuple[int, ...], *, generation_prompt: bool) -> int:
         """How many tokens of ``whole`` render these messages, with which it has to begin."""
         begin = self._encode(self._render(messages, generation_prompt))
         if whole[: len(begin)] != begin:
             same = next((n for n, (one, two) in enumerate(zip(begin, whole, strict=False)) if one != two), len(whole))
-            raise DataError(
+            raise self._refusal(
+                "not-append-only",
                 "the tokens of a prompt are not the first tokens of the prompt with its answer",
-                code="data.not-append-only",
-                where=self._name,
-                expected=f"token {same} to be {self.decode(begin[same : same + 8], False)!r}",
-                found=repr(self.decode(whole[same : same + 8], False)),
-                fix="give a chat_template that renders every message without looking at later ones, and whose "
+                f"token {same} to be {self.decode(begin[same : same + 8], False)!r}",
+                repr(self.decode(whole[same : same + 8], False)),
+                "give a chat_template that renders every message without looking at later ones, and whose "
                 "generation prompt begins an answer as it stands in the conversation",
             )
         return len(begin)
 
-    def _answer_end(self, messages: Sequence[Mapping[str, Any]], whole: tuple[int, ...], start: int) -> int:
+    def _answer_end(self, messages: _Messages, whole: tuple[int, ...], start: int) -> int:
         """Where the answer that begins at token ``start``, the last of ``messages``, ends."""
         if self._turn_end is None:
             return self._prefix(messages, whole, generation_prompt=False)
@@ -246,14 +213,12 @@ class HuggingFaceChatTokenizer:
         """Refuse a template that leaves out what is to be taught (thinking, or a role that it does not know)."""
         content = message.get("content")
         if isinstance(content, str) and "".join(content.split()) not in "".join(text.split()):
-            raise DataError(
-                "the chat template leaves out a part of an answer",
-                code="data.malformed",
-                where=self._name,
-                expected=f"the answer {content[:200]!r}",
-                found=repr(text[-400:]),
-                fix="give another chat_template, or take that part out of the data",
+            expected, fix = (
+                f"the answer {content[:200]!r}",
+                "give another chat_template, or take that part out of the data",
             )
+            problem = "the chat template leaves out a part of an answer"
+            raise self._refusal("malformed", problem, expected, repr(text[-400:]), fix)
 
     def _find_turn_end(self) -> int | None:
         """The special token by which the template closes an answer (``<|im_end|>``), if it has one.
@@ -267,65 +232,41 @@ class HuggingFaceChatTokenizer:
 
 
 def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) -> tuple[int, ...]:
-    """The tokens of a task's prompt.
-
-    Args:
-        tokenizer: of the model.
-        task: whose.
-        max_tokens: as many as a prompt may have; None: any number.
+    """Encode a task's prompt, which has at most ``max_tokens`` tokens (None: any number).
 
     Raises:
         DataError: ``data.prompt-too-long``; ``data.malformed`` when the template refuses the messages.
     """
-    with _naming(task):
+    with naming(task.place or f"task {task.id}"):
         token_ids = tokenizer.encode_chat(task.messages)
-    if max_tokens is not None and len(token_ids) > max_tokens:
-        raise DataError(
-            "a prompt has too many tokens",
-            code="data.prompt-too-long",
-            where=_place(task),
-            expected=f"at most {max_tokens} tokens",
-            found=f"{len(token_ids)} tokens",
-            fix="leave this task out of the data, or raise data.max_prompt_tokens or cluster.max_model_len",
-        )
+        if max_tokens is not None and len(token_ids) > max_tokens:
+            raise DataError(
+                "a prompt has too many tokens",
+                code="data.prompt-too-long",
+                expected=f"at most {max_tokens} tokens",
+                found=f"{len(token_ids)} tokens",
+                fix="leave this task out of the data, or raise data.max_prompt_tokens or cluster.max_model_len",
+            )
     return token_ids
 
 
 def encode_answers(tokenizer: HuggingFaceChatTokenizer, task: Task) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Tokens and mask of a task's answer, and of the one that is ranked below it.
+    """Encode a task's answer, and the one that is ranked below it: tokens and mask of each.
 
     Raises:
         DataError: the task has no answer; those of :meth:`HuggingFaceChatTokenizer.encode_completion`.
     """
-    if task.response is None:
-        raise DataError("a task has no answer to learn from", where=_place(task), fix="set data.format")
-    with _naming(task):
-        return [
-            _encode_answer(tokenizer, task, answer) for answer in (task.response, task.rejected) if answer is not None
-        ]
-
-
-def _encode_answer(
-    tokenizer: HuggingFaceChatTokenizer, task: Task, answer: Answer
-) -> tuple[Sequence[int], Sequence[int]]:
-    if not isinstance(answer, str):
-        return tokenizer.encode_completion(task.messages, answer)
-    token_ids = tokenizer.encode_response(answer)
-    return token_ids, [1] * len(token_ids)
-
-
-@contextlib.contextmanager
-def _naming(task: Task) -> Iterator[None]:
-    """An error of the template names the task's line."""
-    try:
-        yield
-    except DataError as error:
-        error.where = f"{_place(task)} (chat template of {error.where})"
-        raise
-
-
-def _place(task: Task) -> str:
-    return task.place or f"task {task.id}"
+    encoded: list[tuple[Sequence[int], Sequence[int]]] = []
+    with naming(task.place or f"task {task.id}"):
+        if task.response is None:
+            raise DataError("a task has no answer to learn from", fix="set data.format")
+        for answer in (task.response, task.rejected):
+            if isinstance(answer, str):
+                token_ids = tokenizer.encode_response(answer)
+                encoded.append((token_ids, [1] * len(token_ids)))
+            elif answer is not None:
+                encoded.append(tokenizer.encode_completion(task.messages, answer))
+    return encoded
 
 
 def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size: int) -> None:
@@ -336,21 +277,18 @@ def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size:
     Raises:
         DataError: ``data.vocabulary``.
     """
-    if tokenizer.vocabulary_size > model_vocabulary_size:
+    largest = max(tokenizer.tokenizer.get_vocab().values())  # with added tokens
+    if largest >= model_vocabulary_size:
         raise DataError(
             "the tokenizer knows tokens that the model does not have",
             code="data.vocabulary",
             expected=f"token ids below {model_vocabulary_size}, the model's vocabulary size",
-            found=f"token ids up to {tokenizer.vocabulary_size - 1}",
+            found=f"token ids up to {largest}",
             fix="use the tokenizer of this model, or resize the model's embeddings",
         )
 
 
 def _generation_end_tokens(folder: Path) -> tuple[int, ...]:
     file = folder / "generation_config.json"
-    if not file.is_file():
-        return ()
-    value = json.loads(file.read_text()).get("eos_token_id")
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    return tuple(value or ()) if isinstance(value, list | None) else (int(value),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jackfield.algorithms.advantages import baselines, critic, group, steps
+from jackfield.algorithms.advantages import responses, tokens
 from jackfield.algorithms.registry import TOKEN_INPUTS, part
 from jackfield.algorithms.tensors import Estimate, require_finite, require_shapes, row_sums, spread
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["advantages"]
 
-_PARTS = (baselines, critic, group, steps)  # imported for their registrations
+_PARTS = (responses, tokens)  # imported for their registrations
 
 
 def advantages(

@@ -1,4 +1,4 @@
-"""Estimators with a critic, and those that use each token's reward to go."""
+"""Estimators of an advantage for each token: with a critic, or by the token's reward to go."""
 
 from __future__ import annotations
 
@@ -100,3 +100,40 @@ def _remax(token_rewards: Tensor, response_mask: Tensor, baseline_rewards: Tenso
     """A_t = sum_{s >= t} r_s - R(greedy response): ``baseline_rewards`` float ``[B]``. [ReMax, arXiv:2310.10505]"""
     returns = credited_returns(token_rewards, response_mask)
     return returns - spread(baseline_rewards, response_mask, returns), returns
+
+
+@register("advantages", "optimal_token_baseline", "group")
+def _optimal_token_baseline(
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_weights: Tensor | None = None,
+    *,
+    eps: Epsilon = 1e-8,
+) -> Estimate:
+    """A_it = G_it - B_t, B_t = sum_j(G_jt W_jt) / (sum_j(W_jt) + eps), W_it = sum_{s <= t}(1 - 2 pi_is + sum_v
+    pi_is(v)^2). [optimal token baseline, as documented in verl (docs/algo/otb.md); the paper's own text was not at
+    hand]
+
+    G is the reward to go; t counts a row's model tokens; the sums are over the rows of the group that reach t. Where
+    one row alone reaches t, its advantage is 0. ``rollout_weights`` scale each summand of W by their square.
+
+    Differs: verl gives a group of one its raw return; the equation gives 0. One estimator for single and multi-turn
+    responses: t counts model tokens.
+    """
+    tokens = ModelTokens(response_mask)
+    dtype = token_rewards.dtype if token_rewards.dtype.itemsize >= 4 else token_rewards.float().dtype
+    returns = credited_returns(token_rewards.to(dtype), response_mask)
+    energy = 1.0 - 2.0 * old_log_probs.to(dtype).exp() + sum_pi_squared.to(dtype)
+    if rollout_weights is not None:
+        energy = energy * rollout_weights.to(dtype).square()
+    there = tokens.pack(tokens.keep.to(dtype))
+    weights = tokens.pack(energy.clamp(min=0.0)).cumsum(-1).mul_(there)
+    packed = tokens.pack(returns)
+    groups = Groups(group_ids)
+    baseline = groups.totals(packed * weights) / (groups.totals(weights) + eps)
+    several = groups.totals(there) > 1
+    advantages = (packed - baseline[groups.index]).masked_fill(~several[groups.index], 0.0)
+    return tokens.unpack(advantages).to(token_rewards.dtype), returns.to(token_rewards.dtype)
