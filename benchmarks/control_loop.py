@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
@@ -43,7 +44,11 @@ from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import (
     BatchSource,
+    Checkpointer,
+    CheckpointStore,
+    Evaluator,
     Explorer,
+    LogProbCheck,
     RewardPipeline,
     Role,
     RunWorkers,
@@ -197,7 +202,8 @@ def role_of(samples: int, steps: int) -> Role:
         "model": {"path": "none"},
         "data": {"groups_per_batch": samples // RUNS, "rollouts_per_group": RUNS},
         "schedule": {"steps": steps, "reward_retries": 0},
-        "checkpoint": {"every": 0},
+        "checkpoint": {"every": 0, "at_end": False},
+        "log_prob_check": {"every": 0},
         "deadlines": dict.fromkeys(("batch", "rollout", "reward", "engine"), SECONDS),
         "observe": {"samples_per_step": 0},
     }
@@ -218,7 +224,10 @@ async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:
         role=role,
         batches=BatchSource(role=role),
         actor=actor,
-        weights=Weights(),
+        log_prob_check=LogProbCheck(role=role, bound=0.01, train_mode_bound=0.01),
+        sync=Weights().sync,
+        evaluator=Evaluator(role=role, placement=lease),
+        checkpoints=Checkpointer(role=role, store=CheckpointStore(Path("nowhere")), engines={}, description={}),
         placement=lease,
     )
     await trainer.batches.register()
@@ -235,6 +244,7 @@ async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(part()) for part in (explorer.run, rewards.run)]
         noting = tasks.create_task(note())
+        await trainer.begin()
         await trainer.run()
         await noting
         for task in background:

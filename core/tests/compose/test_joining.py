@@ -16,8 +16,7 @@ from jackfield.compose.builder import following
 from jackfield.config import make_config
 from jackfield.plugins import hook_manager
 from jackfield.trainer import Role, WeightSubscriber
-from jackfield.trainer.distributed import PublishedWeights
-from jackfield.weights import Replica
+from jackfield.weights import Replica, SyncReport
 
 
 def replica(clock: VirtualClock, number: int) -> Any:
@@ -32,6 +31,10 @@ def replica(clock: VirtualClock, number: int) -> Any:
     return Replica(cast(BaseRolloutServer, server), ServerInfo(replica=number))
 
 
+def published(version: int) -> SyncReport:
+    return SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0, retained={})
+
+
 @pytest.mark.parametrize("seconds", [1.0, 7.0], ids=["first", "second"])
 def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) -> None:
     """They come while it is brought others, or before: it is never left behind."""
@@ -44,11 +47,11 @@ def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) 
         role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
         subscriber = WeightSubscriber(role=role, replicas=members)
         source = following(subscriber, DeviceLease(clock, 60.0))
-        await subscriber.load_all(PublishedWeights(version=1, connect={}))
+        await subscriber.load_all(published(1))
         later = asyncio.ensure_future(clock.sleep(4.0))
         later.add_done_callback(lambda _: loads.append(asyncio.ensure_future(subscriber.load_all(newer))))
         loads: list[asyncio.Task[None]] = []
-        newer = PublishedWeights(version=2, connect={})
+        newer = published(2)
         await clock.sleep(seconds)
         async with source.hold():
             second = replica(clock, 1)

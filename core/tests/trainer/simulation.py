@@ -46,7 +46,9 @@ from jackfield.trainer import (
     BatchSource,
     Checkpointer,
     CheckpointStore,
+    Evaluator,
     Explorer,
+    LogProbCheck,
     RewardPipeline,
     Role,
     RunWorkers,
@@ -316,7 +318,8 @@ class Simulation:
                 "max_retries": self.max_retries,
                 "reward_retries": 0,
             },
-            "checkpoint": {"every": self.checkpoint_every},
+            "checkpoint": {"every": self.checkpoint_every, "at_end": self.folder is not None},
+            "log_prob_check": {"every": 0},
             "critic": {"clip": 0.1, "warmup_steps": self.critic_warmup or 0},
             "deadlines": {"batch": 500.0, "rollout": 50.0, "reward": self.score_deadline},
         }
@@ -336,7 +339,7 @@ class Simulation:
         self.recorder = Recorder(clock)
         hooks = hook_manager([self.recorder], []).hook
         backend = self.store or DyingBackend(len(self.deaths) + 1)
-        store = ledger = newest = None
+        store, ledger, newest = CheckpointStore(Path("nowhere")), None, None
         if self.folder is not None:
             store = CheckpointStore(self.folder / "checkpoints")
             store.clean()
@@ -367,9 +370,7 @@ class Simulation:
             places=None,  # type: ignore[arg-type]
         )
         self.critic = FakeCritic(queue)
-        checkpointer = None
-        if store is not None:
-            checkpointer = Checkpointer(role=role, store=store, engines={"actor": self.actor}, description={})
+        checkpointer = Checkpointer(role=role, store=store, engines={"actor": self.actor}, description={})
         lease = DeviceLease(clock, 1000)
         apart = DeviceLease(clock, 1000)
         sources = () if self.replay is None else (_replay(self.replay),)
@@ -378,7 +379,9 @@ class Simulation:
             batches=BatchSource(role=role, sources=sources),
             critic=None if self.critic_warmup is None else self.critic,
             actor=self.actor,
-            weights=self.synchronizer,
+            log_prob_check=LogProbCheck(role=role, bound=0.01, train_mode_bound=0.01),
+            sync=self.synchronizer.sync,
+            evaluator=Evaluator(role=role, placement=lease),
             checkpoints=checkpointer,
             placement=lease if self.shared else apart,
         )
@@ -393,7 +396,7 @@ class Simulation:
             answers=Answers(groups=self.experts, task_for=_expert) if self.experts else None,
         )
         try:
-            if newest is None or checkpointer is None:
+            if newest is None:
                 restored = None
                 await queue.clear()
             else:

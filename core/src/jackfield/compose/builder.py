@@ -29,6 +29,7 @@ from jackfield.queue.remote import connect_queue
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.workers import resubmitted
 from jackfield.trainer import (
+    FINISHED,
     Answers,
     BatchSource,
     Checkpoint,
@@ -42,7 +43,6 @@ from jackfield.trainer import (
     RunWorkers,
     Trainer,
     WeightSubscriber,
-    publish_end,
     trainer_begun,
     trainer_finished,
 )
@@ -126,7 +126,6 @@ class RunBuilder:
             for samples in mixed:
                 await samples.put()
         else:
-            assert trainer.checkpoints is not None
             restored = await trainer.checkpoints.load(checkpoint)
         first_step = 0 if checkpoint is None else checkpoint.step
         await trainer.begin(first_step, restored)
@@ -139,7 +138,7 @@ class RunBuilder:
             if steps == config.schedule.steps:
                 await export_model(trainer.actor, folder / "model")
                 if role.name == "train":
-                    await publish_end(role.queue, steps)
+                    await role.queue.post(FINISHED, {"steps": steps})
                 mark_finished(folder, steps)
                 self._finished = True
         return steps
@@ -152,7 +151,8 @@ class RunBuilder:
         pool.source = following(weights, self.placement)
         self.stop.begun()
         self._run(pool.keep, weights.run)
-        await weights.first(self.role.config.deadlines.batch)
+        who, seconds = "the trainer to say which weights it has", self.role.config.deadlines.batch
+        await self.role.version.until(lambda version: version >= 0, seconds, who)
         await self._open_control()
         await self._explorer(self.role.config.name).run()
         self._finished = True
@@ -161,11 +161,11 @@ class RunBuilder:
     async def _reward(self) -> int:
         """Score samples for a trainer in another process until its last step. Returns the number of groups."""
         role, deadlines = self.role, self.role.config.deadlines
-        await trainer_begun(role.queue, deadlines.batch)
+        await trainer_begun(role)
         pipeline = await self._rewards()
         self.stop.begun()
         self._run(pipeline.run)
-        await trainer_finished(role.queue, lambda: pipeline.groups, deadlines.batch + deadlines.engine)
+        await trainer_finished(role, lambda: pipeline.groups, deadlines.batch + deadlines.engine)
         self._finished = True
         await role.steps_done.advance(pipeline.groups)
         return pipeline.groups
@@ -255,16 +255,16 @@ class RunBuilder:
             self.placement = placement
         trained = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
         description = {"config": as_plain(config), "data": digests(self.tasks)}
-        held_out = self.tasks.get("eval")
+        weights = shared or pool or synchronizer
         trainer = Trainer(
             role=role,
             batches=BatchSource(role=role, sources=make_sources(config.mixing), stop=self.stop.requested),
             actor=actor,
             critic=critic,
             reference=reference,
-            log_prob_check=self._log_prob_check(),
-            weights=shared or pool or synchronizer,
-            evaluator=Evaluator(role=role, tasks=held_out, placement=self.placement) if held_out else None,
+            log_prob_check=LogProbCheck(role=role, **log_prob_check_options(config)),
+            sync=None if weights is None else weights.sync,
+            evaluator=Evaluator(role=role, tasks=self.tasks.get("eval", ()), placement=self.placement),
             checkpoints=Checkpointer(
                 role=role, store=checkpoint_store(config), engines=trained, description=description
             ),
@@ -281,14 +281,6 @@ class RunBuilder:
         await group.initialize()
         self._engines.append(group)
         return group
-
-    def _log_prob_check(self) -> LogProbCheck | None:
-        role, config = self.role, self.role.config
-        if not config.log_prob_check.every:
-            return None
-        first_step = config.critic.warmup_steps if role.algorithm.critic else 0
-        options = log_prob_check_options(config)
-        return LogProbCheck(schedule=role.schedule, note=role.stages.note, first_step=first_step, **options)
 
     def _synchronizer(self, pool: ReplicaPool | None, probe: ReplicaProbe | None) -> WeightSynchronizer:
         config, ranks = self.role.config, self.role.workers.ranks["actor"]
@@ -311,7 +303,7 @@ class RunBuilder:
 
         async def load(replica: Replica) -> None:
             version = trainer.updated
-            async with self.role.stages.measure("load_weights", "weights", version):
+            async with self.role.measure("load_weights", "weights", version):
                 if version:  # else they are those of the model's folder, which it has loaded
                     async with trainer.actor.reading:
                         await synchronizer.catch_up(replica, version)
@@ -338,7 +330,7 @@ class RunBuilder:
             bound=rollout_bound(config),
             stops=config.log_prob_check.on_mismatch == "stop",
             seconds=config.deadlines.rollout,
-            report=partial(self.role.stages.note, "log_prob_check/replica/mean"),
+            report=partial(self.role.note, "log_prob_check/replica/mean"),
         )
 
 
@@ -351,8 +343,7 @@ def following(subscriber: WeightSubscriber, placement: DeviceLease) -> WeightSou
             yield
 
     async def load(replica: Replica) -> None:
-        version = 0 if subscriber.newest is None else subscriber.newest.version
-        async with subscriber.role.stages.measure("load_weights", "weights", version):
+        async with subscriber.role.measure("load_weights", "weights", max(subscriber.newest.version, 0)):
             await subscriber.load(replica)
 
     return WeightSource(load=load, hold=hold)

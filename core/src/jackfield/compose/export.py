@@ -42,9 +42,7 @@ def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
         RunError: ``run.no-checkpoint``, ``run.checkpoint-damaged``, ``run.checkpoint-format``.
     """
     if (folder / "manifest.json").is_file():
-        one = open_checkpoint(folder)
-        one.verify(part)
-        return one
+        return open_checkpoint(folder, part)
     return _found(CheckpointStore(folder / "checkpoints").newest(part), folder)
 
 

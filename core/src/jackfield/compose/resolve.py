@@ -312,16 +312,12 @@ def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
     Filters leave tokens whose log-probs are above the policy's by the slack, in nats. A top-p keeps at least that share
     of the probability; of the others only the batch knows.
     """
-    settings, lora, active = config.log_prob_check, config.model.lora, _filters(config)
+    lora, active = config.model.lora, _filters(config)
     engine = _ROUNDED_ENGINE_BOUND if _engine_rounds(config) else _EXACT_ENGINE_BOUND
     slack = -math.log(active["top_p"]) if active.keys() == {"top_p"} else math.inf if active else 0.0
     return {
-        "every": settings.every,
         "bound": rollout_bound(config),
-        "train_mode_bound": settings.bound or engine,
-        "rollout": config.mode == "online",
-        "stops": settings.on_mismatch != "warn",
-        "corrects": settings.on_mismatch == "correct",
+        "train_mode_bound": config.log_prob_check.bound or engine,
         "slack": slack,
         "dropout": config.model.dropout > 0 or (lora is not None and lora.dropout > 0),
     }

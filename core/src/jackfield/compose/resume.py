@@ -107,7 +107,7 @@ def starting_point(config: RunConfig, digests: Mapping[str, str] | None = None) 
     """
     folder, store, served = Path(config.folder), checkpoint_store(config), config.queue.address is not None
     if not config.checkpoint.resume:
-        store.clear()
+        store.clean(everything=True)
         if not served:  # else a controller works there
             _clear_queue(folder / "queue")
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from jackfield.trainer.batches import BatchSource
-from jackfield.trainer.checkpoint import Checkpointer
-from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore, open_checkpoint
-from jackfield.trainer.distributed import (
-    PublishedVersion,
-    WeightSubscriber,
-    publish_end,
-    trainer_begun,
-    trainer_finished,
-)
+from jackfield.trainer.batches import BatchSource, Source
+from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore, open_checkpoint
+from jackfield.trainer.distributed import FINISHED, PublishedVersion, WeightSubscriber, trainer_begun, trainer_finished
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.explorer import Answers, Explorer
 from jackfield.trainer.log_prob_check import LogProbCheck
-from jackfield.trainer.mixing import Source
-from jackfield.trainer.reward_pipeline import RewardPipeline
-from jackfield.trainer.role import Role, RoleName, RunWorkers
-from jackfield.trainer.schedule import Progress, Schedule
-from jackfield.trainer.stages import Stages
-from jackfield.trainer.trainer import Step, Trainer, WeightPublisher
+from jackfield.trainer.rewards import RewardPipeline
+from jackfield.trainer.role import Progress, Role, RoleName, RunWorkers, Schedule
+from jackfield.trainer.trainer import Step, Trainer
 
 __all__ = [
+    "FINISHED",
     "Answers",
     "BatchSource",
     "Checkpoint",
@@ -39,13 +30,10 @@ __all__ = [
     "RunWorkers",
     "Schedule",
     "Source",
-    "Stages",
     "Step",
     "Trainer",
-    "WeightPublisher",
     "WeightSubscriber",
     "open_checkpoint",
-    "publish_end",
     "trainer_begun",
     "trainer_finished",
 ]

@@ -1,25 +1,44 @@
-"""What a checkpoint of a run holds, and how a run is put back to where one was cut."""
+"""Checkpoints of a run: what one holds, how a run is put back to where it was cut, and the folder that keeps them.
+
+Each checkpoint is whole or absent, and the newest few are kept::
+
+    step_00000040/           a checkpoint; it gets this name when everything in it is on the disk
+        manifest.json        size and digest of every other file, and its own digest
+        state.json           what is small: step, configuration, random state, position in the ledger
+        actor/ critic/       the engines' native checkpoints
+        queue/               controller and values of the TransferQueue
+    step_00000050.partial/   one that is being written, or that a kill interrupted; the next start removes it
+    step_00000060.damaged/   one that the next start found damaged, and set aside
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import logging
 import platform
 import random
+import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from jackfield import __version__
 from jackfield.errors import JackfieldError, RunError, WorkerLost
+from jackfield.files import digest_of, seal, sync, sync_tree, unseal
 from jackfield.plugins.hooks import CheckpointSaved
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.samples import TRAIN
-from jackfield.trainer.checkpoint_store import Checkpoint, CheckpointStore
 from jackfield.trainer.role import Role
+
+FORMAT = 2
+_MANIFEST, _STATE = "manifest.json", "state.json"
+_NAME = re.compile(r"step_(\d{8,})")
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -29,7 +48,7 @@ class Checkpointer:
     role: Role
     store: CheckpointStore
     engines: Mapping[str, EngineGroup]  #: by role: those that are trained
-    description: Mapping[str, Any]  #: of the run, for who resumes it: configuration, digests of the data
+    description: Mapping[str, Any]  #: of the run, for the start that resumes it: configuration, digests of the data
     saved: int = attrs.field(default=0, init=False)  #: steps in the newest checkpoint
     _random: Mapping[str, Any] = attrs.field(factory=dict, init=False)  #: at the end of the last step
 
@@ -48,7 +67,7 @@ class Checkpointer:
         Args:
             steps: that it contains.
             trainer: the trainer's own state, plain values.
-            again_from: the first ticket that is saved as if nothing of it had been made; with it, generators are
+            again_from: the first batch that is saved as if nothing of it had been made; with it, generators are
                 saved as they were noted. None: as everything is now.
 
         Raises:
@@ -56,7 +75,7 @@ class Checkpointer:
             WorkerLost: a rank, or the storage, died meanwhile.
             QueueError: ``queue.session``: the queue's controller died meanwhile.
         """
-        async with self.role.stages.measure("checkpoint", "trainer", steps - 1):
+        async with self.role.measure("checkpoint", "trainer", steps - 1):
             try:
                 saved = await self._write(steps, trainer, again_from)
             except (JackfieldError, OSError) as error:
@@ -64,7 +83,18 @@ class Checkpointer:
                 await asyncio.to_thread(self.store.discard, steps)
                 if isinstance(error, WorkerLost) or getattr(error, "code", None) == "queue.session":
                     raise  # whose process has ended is named; the disk is well
-                raise self._failure(steps, error, free) from error
+                earlier, cause = self.store.folders(), f"{type(error).__name__}: {error}"
+                if isinstance(error, JackfieldError):
+                    cause = error.message if error.found is None else f"{error.message}: {error.found}"
+                raise RunError(
+                    "a checkpoint could not be written",
+                    code="run.checkpoint-write",
+                    where=f"{self.store.folder}, step {steps}",
+                    expected="room on the disk, and permission to write",
+                    found=f"{cause} ({free >> 20} MB of the disk were free)",
+                    fix="look at the disk's room and permissions, then give the same command: it "
+                    + (f"goes on after step {max(earlier)}" if earlier else "starts again"),
+                ) from error
             await self.role.queue.commit(steps - 1)
             await asyncio.to_thread(self.store.prune)
         self.saved = steps
@@ -84,20 +114,8 @@ class Checkpointer:
         await self.role.queue.checkpoint(folder / "queue", {} if again_from is None else {TRAIN: again_from})
         return await asyncio.to_thread(self.store.commit, steps, state)
 
-    def _failure(self, steps: int, error: Exception, free: int) -> RunError:
-        earlier = self.store.folders()
-        again = f"it goes on after step {max(earlier)}" if earlier else "it starts again"
-        return RunError(
-            "a checkpoint could not be written",
-            code="run.checkpoint-write",
-            where=f"{self.store.folder}, step {steps}",
-            expected="room on the disk, and permission to write",
-            found=f"{_cause(error)} ({free >> 20} MB of the disk were free)",
-            fix=f"look at the disk's room and permissions, then give the same command: {again}",
-        )
-
     async def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Put engines, queue and random state back to where ``checkpoint`` was cut; the trainer's own state.
+        """Put engines, queue and random state back to where ``checkpoint`` was cut; return the trainer's own state.
 
         The checkpoint is whole (:meth:`CheckpointStore.newest`), consumers of the queue are registered, and no
         worker has begun.
@@ -117,26 +135,17 @@ class Checkpointer:
         return trainer
 
 
-def _cause(error: Exception) -> str:
-    """One line; what an error of ours found says more than what it was about."""
-    if not isinstance(error, JackfieldError):
-        return f"{type(error).__name__}: {error}"
-    return error.message if error.found is None else f"{error.message}: {error.found}"
-
-
 def random_state() -> dict[str, Any]:
-    """This process's generators (Python's, and numpy's and torch's where they are loaded) as plain values.
+    """Return this process's generators (Python's, and numpy's and torch's where they are loaded) as plain values.
 
     Engines and rollout servers have generators of their own.
     """
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {"python": [version, list(words), gauss]}
+    state: dict[str, Any] = {"python": random.getstate()}
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [kind, [int(key) for key in keys], *rest]
+        state["numpy"] = [kind, keys.tolist(), *rest]
     if "torch" in sys.modules:
-        values = sys.modules["torch"].get_rng_state()
-        state["torch"] = base64.b64encode(bytes(values.tolist())).decode("ascii")
+        state["torch"] = base64.b64encode(bytes(sys.modules["torch"].get_rng_state().tolist())).decode("ascii")
     return state
 
 
@@ -145,11 +154,217 @@ def load_random_state(state: Mapping[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     if "numpy" in state and "numpy" in sys.modules:
-        import numpy as np
-
-        kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+        sys.modules["numpy"].random.set_state(state["numpy"])
     if "torch" in state and "torch" in sys.modules:
-        import torch
+        torch = sys.modules["torch"]
+        torch.set_rng_state(torch.tensor(list(base64.b64decode(state["torch"])), dtype=torch.uint8))
 
-        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))
+
+@attrs.frozen(kw_only=True)
+class Checkpoint:
+    """A checkpoint that is complete."""
+
+    folder: Path
+    step: int  #: completed steps
+    files: Mapping[str, tuple[int, str]]  #: size in bytes and xxh3_128 digest, by path in the folder
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files."""
+        return sum(size for size, _ in self.files.values())
+
+    def state(self) -> dict[str, Any]:
+        """Read ``state.json``.
+
+        Raises:
+            RunError: ``run.checkpoint-damaged``.
+        """
+        try:
+            found: dict[str, Any] = json.loads((self.folder / _STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise _damaged(self.folder / _STATE, "JSON", f"{type(error).__name__}: {error}") from error
+        return found
+
+
+def open_checkpoint(folder: Path, part: str = "", *, contents: bool = True) -> Checkpoint:
+    """Open a complete checkpoint by its folder, and compare its files with its manifest.
+
+    Args:
+        folder: of the checkpoint.
+        part: the folder in it whose files are compared; by default all are.
+        contents: compare digests too, not only sizes.
+
+    Raises:
+        RunError: ``run.no-checkpoint`` when there is none; ``run.checkpoint-damaged``, naming the first file that
+            differs; ``run.checkpoint-format``.
+    """
+    if not folder.is_dir():
+        raise RunError("there is no checkpoint", code="run.no-checkpoint", where=str(folder), expected="a folder")
+    path = folder / _MANIFEST
+    try:
+        content = path.read_bytes()
+        manifest = json.loads(content)
+        if b'"digest"' in content or manifest["format"] == FORMAT:  # earlier formats were not sealed
+            manifest = unseal(content)
+        if manifest["format"] != FORMAT:
+            raise RunError(
+                "a checkpoint is of another version of Jackfield",
+                code="run.checkpoint-format",
+                where=str(folder),
+                expected=f"format {FORMAT}",
+                found=f"format {manifest['format']}",
+                fix="go on with the version that wrote it, or export the model with that version and begin a run with "
+                "it in another folder",
+            )
+        files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+        found = Checkpoint(folder=folder, step=int(manifest["step"]), files=files)
+        named = _NAME.fullmatch(folder.name)
+        if named and int(named[1]) != found.step:
+            raise _damaged(path, f"the checkpoint of step {int(named[1])}", f"that of step {found.step}")
+        for name in (name for name in files if name.startswith(part)):
+            path, (size, digest) = folder / name, files[name]
+            there = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
+            if there != f"{size} bytes":
+                raise _damaged(path, f"{size} bytes", there)
+            if contents and digest_of(path) != digest:
+                raise _damaged(path, f"contents of digest {digest}", "other contents")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, "what was written", f"{type(error).__name__}: {error}") from error
+    return found
+
+
+@attrs.define
+class CheckpointStore:
+    """Writes, finds and removes checkpoints. One process at a time uses a store."""
+
+    folder: Path  #: is made with the first checkpoint
+    keep: int = 2  #: how many of the newest stay
+
+    def folders(self) -> dict[int, Path]:
+        """List the folders of checkpoints, whole or damaged, by their steps, the oldest first."""
+        named = [(_NAME.fullmatch(path.name), path) for path in self.folder.glob("step_*")]
+        return dict(sorted((int(match[1]), path) for match, path in named if match))
+
+    def checkpoints(self) -> dict[int, Checkpoint | RunError]:
+        """List checkpoints by their steps, the oldest first, with the error of each that is visibly damaged.
+
+        Raises:
+            RunError: ``run.checkpoint-format``.
+        """
+        return {step: _attempt(path, contents=False) for step, path in self.folders().items()}
+
+    def newest(self, part: str = "", *, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
+        """Find the newest whole checkpoint; a warning names those that are newer and damaged.
+
+        Args:
+            part: the folder in the checkpoint that has to be whole.
+            check: may refuse what was found, while everything is as it was; then damaged ones are renamed, so that
+                later ones of the same steps can take their places. None: nothing is renamed.
+
+        Raises:
+            RunError: ``run.checkpoint-damaged`` where there are checkpoints and none is whole;
+                ``run.checkpoint-format``.
+        """
+        damaged: dict[Path, RunError] = {}
+        for step, path in reversed(self.folders().items()):
+            found = _attempt(path, part)
+            if isinstance(found, RunError):
+                damaged[path] = found
+                continue
+            if check is not None:
+                check(found)
+            for worse, error in damaged.items():
+                aside = worse.with_name(f"{worse.name}.damaged")
+                if check is not None:
+                    _remove(aside)
+                    worse.rename(aside)
+                logging.getLogger("jackfield").warning(
+                    "the checkpoint %s is damaged (%s: expected %s, found %s)%s; the newest whole one is taken, of "
+                    "step %d",
+                    *(worse, error.where, error.expected, error.found),
+                    *("" if check is None else f"; it is now {aside}", step),
+                )
+            return found
+        if damaged:
+            errors = list(damaged.values())
+            raise RunError(
+                "every checkpoint of the run is damaged",
+                code="run.checkpoint-damaged",
+                where=str(self.folder),
+                expected=f"{errors[0].expected} in {errors[0].where}",
+                found="; ".join(f"{error.where}: {error.found}" for error in errors),
+                fix="restore the files of one of them from a copy, or start from the beginning with "
+                "checkpoint.resume=false, which removes what is there",
+            )
+        return None
+
+    def begin(self, step: int) -> Path:
+        """Make an empty folder to write the checkpoint of ``step`` into."""
+        self.discard(step)
+        self._partial(step).mkdir(parents=True)
+        return self._partial(step)
+
+    def commit(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
+        """Add state and manifest, bring everything to the disk, and give the folder its name."""
+        partial, final = self._partial(step), self.folder / f"step_{step:08d}"
+        (partial / _STATE).write_text(json.dumps(state, ensure_ascii=False, indent=1), encoding="utf-8")
+        paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+        files = {str(path.relative_to(partial)): (path.stat().st_size, digest_of(path)) for path in paths}
+        manifest = json.dumps({"format": FORMAT, "step": step, "files": files}, ensure_ascii=False, indent=1)
+        (partial / _MANIFEST).write_text(seal(manifest), encoding="utf-8")
+        sync_tree(partial)
+        _remove(final)
+        partial.rename(final)
+        sync(self.folder)
+        return Checkpoint(folder=final, step=step, files=files)
+
+    def discard(self, step: int) -> None:
+        """Remove what was written of a checkpoint that could not be completed."""
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+
+    def prune(self) -> None:
+        """Remove all but the newest ``keep``."""
+        for folder in list(self.folders().values())[: -self.keep]:
+            _remove(folder)
+
+    def clean(self, *, everything: bool = False) -> None:
+        """Remove what a killed process left half written or half removed; or everything, damaged or not."""
+        for path in sorted(self.folder.glob("step_*"), reverse=True):
+            if everything or path.suffix == ".partial":
+                _remove(path)
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}.partial"
+
+
+def _attempt(folder: Path, part: str = "", *, contents: bool = True) -> Checkpoint | RunError:
+    """Open a checkpoint; return the error where it is damaged."""
+    try:
+        return open_checkpoint(folder, part, contents=contents)
+    except RunError as error:
+        if error.code == "run.checkpoint-format":
+            raise
+        return error
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder, its name first: no half of a checkpoint is ever found."""
+    doomed = path if path.suffix == ".partial" else path.with_name(f"{path.name}.removed.partial")
+    if doomed != path and path.exists():
+        _remove(doomed)
+        path.rename(doomed)
+    if doomed.is_dir() and not doomed.is_symlink():
+        shutil.rmtree(doomed)
+    else:
+        doomed.unlink(missing_ok=True)
+
+
+def _damaged(path: Path, expected: str, found: str) -> RunError:
+    return RunError(
+        "a checkpoint is damaged",
+        code="run.checkpoint-damaged",
+        where=str(path),
+        expected=expected,
+        found=found,
+        fix="restore the file from a copy, or take another checkpoint: a run goes on from the newest whole one",
+    )

@@ -28,7 +28,7 @@ class _Outcome:
 
     task: Task
     scored: Scored
-    tags: Mapping[str, Any] | None = None  #: of its row; None: there is none
+    tags: Mapping[str, Any] | None = None  #: of its sample; None: there is none
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -36,13 +36,13 @@ class Evaluator:
     """Runs every held-out task once and tells the hooks the mean score."""
 
     role: Role
-    tasks: Sequence[Task]
+    tasks: Sequence[Task] = ()  #: without any, nothing is evaluated
     placement: DeviceLease
 
     def is_due(self, steps_done: int) -> bool:
         """Return whether the weights of ``steps_done`` steps are evaluated: at weight syncs, and at both ends."""
-        schedule = self.role.schedule
-        return steps_done in (0, schedule.steps) or schedule.is_due(self.role.config.evaluation.every, steps_done)
+        schedule, every = self.role.schedule, self.role.config.evaluation.every
+        return bool(self.tasks) and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
 
     async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluate the weights ``version`` that the replicas serve now.
@@ -55,7 +55,7 @@ class Evaluator:
             RewardError: ``reward.too-many-failures`` when no task has a score.
             JackfieldError: what would fail every other run, too (``ends_the_run``).
         """
-        async with self.role.stages.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
+        async with self.role.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
             outcomes = await asyncio.gather(*(self._run(task, version) for task in self.tasks))
         scores = [outcome.scored.score for outcome in outcomes if outcome.scored.score is not None]
         if not scores:
@@ -67,13 +67,13 @@ class Evaluator:
                 found=outcomes[0].scored.error,
                 fix="correct what the first task met",
             )
-        lengths = [outcome.tags["response_tokens"] for outcome in outcomes if outcome.tags is not None]
+        tags = [outcome.tags for outcome in outcomes if outcome.tags is not None]
         metrics = {
             "score": sum(scores) / len(scores),
             "failed": 1.0 - len(scores) / len(outcomes),
-            "response_tokens": sum(lengths) / len(outcomes),
+            "response_tokens": sum(each["response_tokens"] for each in tags) / len(outcomes),
             "tasks": float(len(outcomes)),
-            **said_metrics(outcome.tags for outcome in outcomes if outcome.tags is not None),
+            **said_metrics(tags),
         }
         shown = outcomes[: self.role.config.observe.samples_per_evaluation]
         samples = tuple([await self._record(outcome) for outcome in shown])
@@ -85,6 +85,7 @@ class Evaluator:
         return metrics
 
     async def _run(self, task: Task, version: int) -> _Outcome:
+        """Run a task; an error that says nothing of other tasks is its outcome."""
         key, config = f"{EVAL}/{version}/{task.id}", self.role.config
         sampling, seconds = attrs.asdict(config.evaluation.sampling, recurse=False), config.deadlines.rollout
         sampling["seed"] = evaluation_seed(config.seed_of(config.evaluation.sampling), version, task.id)
@@ -106,25 +107,23 @@ class Evaluator:
             if isinstance(error, WorkerLost) or is_lost(error) or ends_the_run(error):
                 raise
             return _failed(job, error)
-        scoring, longest = (
-            rewards.score(EVAL, [key]),
-            2 * self.role.score_seconds * len(self.tasks),
-        )  # one after the other
-        (scored,) = await clock.wait_for(scoring, longest, f"the reward worker of {who}")
+        longest = 2 * self.role.score_seconds * len(self.tasks)  # one after the other
+        (scored,) = await clock.wait_for(rewards.score(EVAL, [key]), longest, f"the reward worker of {who}")
         await rewards.forget([key])
         return _Outcome(job.task, scored, {**report.tags[0], **metric_tags("reward", scored.metrics)})
 
     async def _record(self, outcome: _Outcome) -> SampleRecord:
-        """A row of the table; empty where there is no sample."""
-        key, error = outcome.scored.key, outcome.scored.error
+        """Make a row of the table, empty where there is no sample."""
+        key, error, agents = outcome.scored.key, outcome.scored.error, self.role.workers.agents
         record = SampleRecord(key=key, prompt="", response="", reward=None, response_ids=(), response_mask=())
         if outcome.tags is not None:
-            reading = lambda: self.role.workers.agents.of(key).records(EVAL, [key], [{}], with_reward=False)  # noqa: E731
             with suppress_lost():
-                (record,) = await resubmitted(reading, f"the table's line of sample {key}")
+                (record,) = await resubmitted(
+                    lambda: agents.of(key).records(EVAL, [key], [{}], with_reward=False),
+                    f"the table's line of sample {key}",
+                )
         tags: dict[str, Any] = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
-        tags = {**tags, **said(outcome.tags or {})}
-        tags = tags if error is None else {**tags, "error": error}
+        tags |= said(outcome.tags or {}) | ({} if error is None else {"error": error})
         return attrs.evolve(record, key=f"{EVAL}/{outcome.task.id}", reward=outcome.scored.score, tags=tags)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -18,8 +19,6 @@ from jackfield.runtime.agent_worker import RolloutJob, ends_the_run
 from jackfield.runtime.samples import TRAIN, rollout_seed
 from jackfield.runtime.workers import resubmitted
 from jackfield.trainer.role import Role
-
-_AHEAD = 2  #: batches that are filled with answers of the data before the trainer asks for them
 
 
 @attrs.frozen(kw_only=True)
@@ -40,57 +39,43 @@ class Explorer:
     task_for: Callable[[GroupKey], Task]
     answers: Answers | None = None  #: behind the groups for which agents run
     _groups: int = attrs.field(init=False)  #: of a batch for which agents run
-    _rollouts: int = attrs.field(init=False)  #: of a group, without the greedy one whose reward is the others' baseline
-    _greedy: bool = attrs.field(init=False)
-    _sampling: Mapping[str, Any] = attrs.field(init=False)
-    _seed: int = attrs.field(init=False)
+    _rollouts: int = attrs.field(init=False)  #: of such a group
     _running: int = attrs.field(default=0, init=False)
     _idle: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Read what a batch consists of: an offline run has no rollouts."""
+        """Read what a batch consists of: an offline run has no rollouts, and a greedy one may be the baseline."""
         data, explores = self.role.config.data, self.role.explores
         self._groups, self._rollouts = (data.groups_per_batch, data.rollouts_per_group) if explores else (0, 1)
-        self._greedy = self.role.algorithm.greedy_baseline
-        config = self.role.config
-        self._sampling, self._seed = attrs.asdict(config.sampling, recurse=False), config.seed_of(config.sampling)
+        self._rollouts += self.role.algorithm.greedy_baseline
 
     async def run(self) -> None:
         """Explore until every batch of the schedule is finished; what others have given back comes first."""
+        role, seconds = self.role, self.role.config.deadlines.batch
+        progress = role.version if self._groups else role.steps_done
         async with asyncio.TaskGroup() as batches:
-            while (batch := await self._next()) is not None:
-                await self._wait_for_turn(batch.number)
+            while (batch := await self._claim()) is not None:
+                number = batch.number
+                who = f"the trainer, by {self.name} to start batch {number}"
+                await progress.until(partial(role.schedule.may_start, number), seconds, who)
                 if not self._groups or not batch.vacant:  # restored with all its groups: it may still lose one
                     batches.create_task(self._fill(batch))
                     continue
                 self._idle.clear()
-                async with self.role.stages.measure("rollout", "explorer", batch.number):
+                async with role.measure("rollout", "explorer", number):
                     batches.create_task(self._fill(batch))
                     # the next batch starts when every rollout of this one has ended; its rewards may still be pending
-                    rollouts = f"the rollouts of batch {batch.number}"
-                    await self.role.clock.wait_for(self._idle.wait(), self.role.config.deadlines.batch, rollouts)
+                    await role.clock.wait_for(self._idle.wait(), seconds, f"the rollouts of batch {number}")
 
-    async def _next(self) -> Batch | None:
+    async def _claim(self) -> Batch | None:
         return await self.role.queue.claim_batch(
             TRAIN,
             self.name,
             self._groups + (self.answers.groups if self.answers else 0),
-            rollouts=self._rollouts + self._greedy,
+            rollouts=self._rollouts,
             below=self.role.schedule.steps,
             deadline_seconds=self.role.config.deadlines.batch,
         )
-
-    async def _wait_for_turn(self, number: int) -> None:
-        """Wait for the weights that a batch is generated with; without rollouts, stay a little ahead of the trainer."""
-        role, seconds = self.role, self.role.config.deadlines.batch
-        if self._groups:
-            weights = f"the trainer's weights, by {self.name} to start batch {number}"
-            await role.version.until(lambda version: role.schedule.may_start(number, version), seconds, weights)
-        else:
-            taken = f"the trainer, to take batch {number - _AHEAD}"
-            await self.role.steps_done.until(
-                lambda done: number < done + _AHEAD, self.role.config.deadlines.batch, taken
-            )
 
     async def _fill(self, batch: Batch) -> None:
         """Make the groups of a batch; one that is dropped later, for want of a reward, comes again."""
@@ -101,44 +86,43 @@ class Explorer:
                     groups.create_task(self._make_group(key))
 
     async def _make_group(self, key: GroupKey) -> None:
+        answers = self.answers if key.index >= self._groups else None
+        task = (answers.task_for if answers else self.task_for)(key)
+        rollouts, tags = 1 if answers else self._rollouts, dict[str, Any]()
+        if answers and self._groups:
+            tags = {"expert": True}
+        elif not answers and self.role.algorithm.greedy_baseline:
+            tags = {"greedy_rollout": rollouts - 1}
         try:
-            if self.answers is not None and key.index >= self._groups:
-                await self._copy_answer(self.answers, key)
-                return
-            task, rollouts = self.task_for(key), self._rollouts + self._greedy
-            tags = {"greedy_rollout": self._rollouts} if self._greedy else {}
             await self.role.queue.open_groups([NewGroup(key=key, task_id=task.id, rollouts=rollouts, tags=tags)])
-            await asyncio.gather(*(self._roll_out(key, task, rollout) for rollout in range(rollouts)))
+            await asyncio.gather(*(self._roll_out(key, task, number, answers is None) for number in range(rollouts)))
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
 
-    async def _roll_out(self, key: GroupKey, task: Task, rollout: int) -> None:
-        sampling = {**self._sampling, "seed": rollout_seed(self._seed, key.batch, key.index, key.retry, rollout)}
-        if rollout == self._rollouts:
-            sampling["temperature"] = 0.0  # the baseline
-        await self._end(key, task, rollout, sampling)
-
-    async def _copy_answer(self, answers: Answers, key: GroupKey) -> None:
-        """Make a group of one rollout, which the data has."""
-        task, tags = answers.task_for(key), {"expert": True} if self._groups else {}
-        await self.role.queue.open_groups([NewGroup(key=key, task_id=task.id, rollouts=1, tags=tags)])
-        await self._end(key, task, 0, None)
-
-    async def _end(self, key: GroupKey, task: Task, rollout: int, sampling: Mapping[str, Any] | None) -> None:
+    async def _roll_out(self, key: GroupKey, task: Task, rollout: int, generates: bool) -> None:
         """Have a worker make the samples of a rollout, again where workers die, and report how it ended."""
-        attempts = count()
-
-        def job() -> RolloutJob:
-            name = key.rollout(rollout, next(attempts))
-            return RolloutJob(
-                id=name, partition=key.partition, group=str(key), rollout=rollout, task=task,
-                sampling=sampling, seconds=self.role.config.deadlines.rollout, expert=bool(self._groups),
-            )  # fmt: skip
-
+        config, attempts, sampling = self.role.config, count(), None
+        if generates:
+            seed = rollout_seed(config.seed_of(config.sampling), key.batch, key.index, key.retry, rollout)
+            sampling = {**attrs.asdict(config.sampling, recurse=False), "seed": seed}
+            if self.role.algorithm.greedy_baseline and rollout == self._rollouts - 1:
+                sampling["temperature"] = 0.0
+        job = RolloutJob(
+            id=key.rollout(rollout),
+            partition=key.partition,
+            group=str(key),
+            rollout=rollout,
+            task=task,
+            sampling=sampling,
+            seconds=config.deadlines.rollout,
+            expert=bool(self._groups),
+        )
         try:
-            report = await resubmitted(lambda: self._make(job()), f"sample {key.rollout(rollout)}")
+            report = await resubmitted(
+                lambda: self._make(attrs.evolve(job, id=key.rollout(rollout, next(attempts)))), f"sample {job.id}"
+            )
         except WorkerLost as error:
             report = RolloutReport(group=str(key), rollout=rollout, error=_summary(error))
         await self.role.queue.end_rollouts([report])

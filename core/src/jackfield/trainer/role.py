@@ -1,8 +1,10 @@
-"""A role of a run: its configuration, and what all its parts share."""
+"""A role of a run: its configuration, its schedule, and what all its parts share, count and measure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -12,17 +14,101 @@ from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.pool import Places
 from jackfield.config import RunConfig
+from jackfield.config.sections import ScheduleConfig
+from jackfield.errors import ScheduleError
+from jackfield.plugins.hooks import StageEnded
 from jackfield.queue import TransferQueue
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
-from jackfield.trainer.schedule import Progress, Schedule
-from jackfield.trainer.stages import Stages
 
 #: What of a run this process does.
 RoleName: TypeAlias = Literal["all", "train", "explore", "reward"]
+
+
+@attrs.frozen(kw_only=True)
+class Schedule(ScheduleConfig):
+    """When a batch may be started and when weights are published: every synchronous and off-by-n mode as numbers.
+
+    A *weight version* counts the trainer steps whose result is loaded: 0 is the initial model. Batches are numbered
+    from 0; step ``t`` trains on batch ``t`` and makes version ``t + 1``. There are ``k = sync_interval`` steps between
+    synchronisations, and explorers run ``o = sync_offset`` batches ahead.
+    """
+
+    explores: bool = True  #: False: steps train on the data's own answers, and no replica needs new weights
+
+    @property
+    def max_staleness(self) -> int:
+        """The most steps by which the weights that made a token may lag behind the step that trains on it."""
+        return self.sync_interval - 1 + self.sync_offset
+
+    def may_start(self, batch: int, version: int) -> bool:
+        """Return whether an explorer that has ``version`` loaded may start ``batch``.
+
+        Without rollouts ``version`` is the number of completed steps, and answers are copied for one further batch.
+        """
+        return batch - version <= (self.max_staleness if self.explores else 1)
+
+    def syncs_after(self, step: int) -> bool:
+        """Return whether weights are published after ``step`` (from 0)."""
+        return self.explores and (step + 1) % self.sync_interval == 0
+
+    def is_due(self, every: int, steps_done: int) -> bool:
+        """Return whether what happens every so many steps happens after ``steps_done``.
+
+        With explorers it happens at weight syncs only: at the first one when or after its step has come. 0: never.
+        """
+        interval = self.sync_interval if self.explores else 1
+        if not every or not steps_done or steps_done % interval:
+            return False
+        return steps_done // every > (steps_done - interval) // every
+
+    def check(self, step: int, oldest_version: int) -> int:
+        """Return the staleness of a batch, in steps.
+
+        Raises:
+            ScheduleError: ``schedule.staleness`` when it is beyond the bound.
+        """
+        staleness = step - oldest_version
+        if staleness > self.max_staleness:
+            raise ScheduleError(
+                "a batch is staler than the schedule allows",
+                code="schedule.staleness",
+                where=f"step {step}",
+                expected=f"at most {self.max_staleness} steps (sync_interval - 1 + sync_offset)",
+                found=f"weight version {oldest_version}, {staleness} steps",
+            )
+        return staleness
+
+
+class Progress:
+    """A number that only grows, and tasks that wait for it to be large enough."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.value = clock, -1  #: -1: nothing has begun
+        self._changed = asyncio.Condition()
+
+    async def advance(self, value: int) -> None:
+        """Raise the number and wake its waiters."""
+        async with self._changed:
+            self.value = max(self.value, value)
+            self._changed.notify_all()
+
+    async def until(self, enough: Callable[[int], bool], seconds: float, waiting_for: str) -> int:
+        """Wait until ``enough(value)``.
+
+        Raises:
+            DeadlineExceeded: naming ``waiting_for``.
+        """
+
+        async def wait() -> int:
+            async with self._changed:
+                await self._changed.wait_for(lambda: enough(self.value))
+            return self.value
+
+        return await self.clock.wait_for(wait(), seconds, waiting_for)
 
 
 @attrs.frozen(kw_only=True)
@@ -50,23 +136,36 @@ class Role:
     clock: Clock
     hooks: Any  #: of pluggy: ``HookManager.hook``
     schedule: Schedule = attrs.field(init=False)
-    stages: Stages = attrs.field(init=False)
     version: Progress = attrs.field(init=False)  #: of the weights that explorers may use
     steps_done: Progress = attrs.field(init=False)
     workers: RunWorkers = attrs.field(init=False)  #: once they have been made
     queue: TransferQueue = attrs.field(init=False)  #: once it has been opened
+    _measured: dict[str, float] = attrs.field(factory=dict, init=False)  #: metrics of the step
 
     def __attrs_post_init__(self) -> None:
-        """Make what a role counts and measures."""
-        chosen = self.config.schedule
-        self.schedule = Schedule(
-            steps=chosen.steps,
-            sync_interval=chosen.sync_interval,
-            sync_offset=chosen.sync_offset,
-            explores=self.explores,
-        )
-        self.stages = Stages(self.clock, self.hooks)
+        """Make what a role counts."""
+        self.schedule = Schedule(**attrs.asdict(self.config.schedule), explores=self.explores)
         self.version, self.steps_done = Progress(self.clock), Progress(self.clock)
+
+    @asynccontextmanager
+    async def measure(self, name: str, lane: str, step: int) -> AsyncIterator[None]:
+        """Measure the stage that runs inside, for the timeline and as the step's metric ``seconds/NAME``."""
+        start = self.clock.time()
+        try:
+            yield
+        finally:
+            end = self.clock.time()
+            self.note(f"seconds/{name}", self._measured.get(f"seconds/{name}", 0.0) + end - start)
+            self.hooks.stage_ended(event=StageEnded(name=name, lane=lane, start=start, end=end, step=step))
+
+    def note(self, name: str, value: float) -> None:
+        """Note a metric of the step; of several values under one name, the last."""
+        self._measured[name] = value
+
+    def drain(self) -> dict[str, float]:
+        """Return what was measured and noted since the last call."""
+        drained, self._measured = self._measured, {}
+        return drained
 
     @property
     def explores(self) -> bool:

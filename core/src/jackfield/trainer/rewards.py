@@ -10,10 +10,10 @@ from contextlib import suppress
 import attrs
 
 from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLost
-from jackfield.queue import BatchMeta, GroupKey, TransferQueue
+from jackfield.queue import BatchMeta, GroupKey
 from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker, Scored
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags
-from jackfield.runtime.workers import Workers, lost_keys, resubmitted
+from jackfield.runtime.workers import lost_keys, resubmitted
 from jackfield.trainer.role import Role
 
 CONSUMER = "reward"
@@ -28,78 +28,65 @@ class RewardPipeline:
 
     role: Role
     groups: int = attrs.field(default=0, init=False)  #: that have been rewarded
-    _scoring: dict[tuple[int, int], _Started] = attrs.field(factory=dict, init=False)  #: by batch and index
+    _scoring: dict[tuple[int, int], list[str]] = attrs.field(factory=dict, init=False)  #: keys by batch and index
     _failed_groups: int = attrs.field(default=0, init=False)  #: the last ones in a row without a score
     _errors: Counter[str] = attrs.field(factory=Counter, init=False)  #: of their samples
-
-    @property
-    def queue(self) -> TransferQueue:
-        """Return the queue of the run."""
-        return self.role.queue
-
-    @property
-    def workers(self) -> Workers[RewardWorker]:
-        """Return the workers that score."""
-        assert self.role.workers.rewards is not None
-        return self.role.workers.rewards
 
     async def register(self) -> None:
         """Register the stage with the queue, and take over the groups of a process that did this before."""
         dimensions = ("reward_dimensions",) if self.role.config.algorithm.reward_dimensions else ()
-        await self.queue.register_consumer(CONSUMER, TRAIN, REWARD_INPUTS, writes=("reward", *dimensions))
-        await self.queue.take_over(CONSUMER)
+        await self.role.queue.register_consumer(CONSUMER, TRAIN, REWARD_INPUTS, writes=("reward", *dimensions))
+        await self.role.queue.take_over(CONSUMER)
 
     async def run(self) -> None:
         """Score until cancelled."""
+        queue, seconds = self.role.queue, self.role.config.deadlines.batch
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._score_early(tasks))
             while True:
                 try:
-                    batch = await self.queue.lease_groups(CONSUMER, deadline_seconds=self.role.config.deadlines.batch)
+                    batch = await queue.lease_groups(CONSUMER, deadline_seconds=seconds)
                 except DeadlineExceeded:
                     continue  # an idle queue is no failure; consumers that need a reward have deadlines of their own
                 for indexes in batch.by_group().values():
                     tasks.create_task(self._finish(batch.select(indexes)))
 
-    # -- scores of single samples
+    def _worker(self, group: str) -> RewardWorker:
+        assert self.role.workers.rewards is not None
+        return self.role.workers.rewards.of(group)
 
     async def _score_early(self, tasks: asyncio.TaskGroup) -> None:
         """Have samples scored before their siblings are there."""
-        async for keys in self.queue.new_samples(TRAIN):
+        async for keys in self.role.queue.new_samples(TRAIN):
             groups: dict[str, list[str]] = {}
             for key in keys:
-                groups.setdefault(key.rsplit("/", 2)[0], []).append(key)
+                groups.setdefault(_group_of(key), []).append(key)
             for group, mine in groups.items():
                 tasks.create_task(self._begin(group, mine))
 
     async def _begin(self, group: str, keys: list[str]) -> None:
         """Start scores. Whatever goes wrong shows when the group is rewarded."""
         key = GroupKey.of(group)
-        place = key.batch, key.index
-        before = self._scoring.setdefault(place, _Started(group))
-        if before.group != group:  # it was dropped: its scores will never be asked for
-            self._scoring[place] = _Started(group)
-        self._scoring[place].keys += keys
-        with suppress(
-            WorkerLost, QueueError
-        ):  # the worker died, or the group was dropped while its sample was on the way
-            if before.group != group:
-                await self.workers.of(before.group).forget(before.keys)
-            await self.workers.of(group).score(TRAIN, keys)
-
-    # -- rewards of whole groups
+        before = self._scoring.get((key.batch, key.index), [])
+        dropped = before if before and _group_of(before[0]) != group else []  # these scores will never be asked for
+        self._scoring[key.batch, key.index] = keys if dropped else before + keys
+        with suppress(WorkerLost, QueueError):  # the worker died, or the group was dropped while its sample came
+            if dropped:
+                await self._worker(_group_of(dropped[0])).forget(dropped)
+            await self._worker(group).score(TRAIN, keys)
 
     async def _finish(self, group: BatchMeta) -> None:
-        tags = group.tags[0]
-        async with self.role.stages.measure("reward", "reward", tags["batch"]):
+        """Reward a whole group."""
+        tags, queue = group.tags[0], self.role.queue
+        async with self.role.measure("reward", "reward", tags["batch"]):
             try:
                 await resubmitted(lambda: self._reward(group), f"the reward of samples {', '.join(group.keys)}")
             except WorkerLost as error:
-                await self.queue.fail_samples(dict.fromkeys(group.keys, f"reward failed: {error}"))
+                await queue.fail_samples(dict.fromkeys(group.keys, f"reward failed: {error}"))
             except QueueError as error:
-                if not set(await self.queue.fail_lost(group, lost_keys(error))) & set(group.keys):
+                if not set(await queue.fail_lost(group, lost_keys(error))) & set(group.keys):
                     raise
-                await self.queue.release(group)  # where enough of it is left, it is leased again
+                await queue.release(group)  # where enough of it is left, it is leased again
                 return
         self._scoring.pop((tags["batch"], tags["group"]), None)
         self.groups += 1
@@ -107,24 +94,20 @@ class RewardPipeline:
     async def _reward(self, group: BatchMeta) -> None:
         # each score has its own deadline where it is made; this one adds the rest
         seconds, name = 2 * self.role.score_seconds + self.role.config.deadlines.batch, group.groups[0]
-        uncompared = {
-            key for key, tags in zip(group.keys, group.tags, strict=True) if is_expert(tags) or is_baseline(tags)
-        }
-        scored, written = await self.role.clock.wait_for(
-            self.workers.of(name).reward(TRAIN, group.keys, sorted(uncompared)),
-            seconds,
-            f"the reward worker of group {name}, samples {', '.join(group.keys)}",
-        )
+        tagged = zip(group.keys, group.tags, strict=True)
+        uncompared = sorted(key for key, tags in tagged if is_expert(tags) or is_baseline(tags))
+        who = f"the reward worker of group {name}, samples {', '.join(group.keys)}"
+        rewarding = self._worker(name).reward(TRAIN, group.keys, uncompared)
+        scored, written = await self.role.clock.wait_for(rewarding, seconds, who)
         self._require_some_score(group, scored)
         if self._gives_nothing(group, [each for each in scored if each.key not in uncompared]):
-            await self.queue.drop_groups([name], "all rewards of the group are equal")
+            await self.role.queue.drop_groups([name], "all rewards of the group are equal")
             return
         tags = tuple(metric_tags("reward", each.metrics) for each in scored if each.error is None)
         good = group.select(index for index, each in enumerate(scored) if each.error is None)
-        await self.queue.add_columns(good, attrs.evolve(written, tags=tags))
-        failed = {each.key: each.error for each in scored if each.error is not None}
-        if failed:
-            await self.queue.fail_samples(failed)
+        await self.role.queue.add_columns(good, attrs.evolve(written, tags=tags))
+        if failed := {each.key: each.error for each in scored if each.error is not None}:
+            await self.role.queue.fail_samples(failed)
 
     def _require_some_score(self, group: BatchMeta, scored: Sequence[Scored]) -> None:
         """Groups are made again, but not when it is the reward that is wrong."""
@@ -155,9 +138,5 @@ class RewardPipeline:
         return bool(siblings) and len({each.score for each in siblings}) == 1
 
 
-@attrs.define
-class _Started:
-    """The samples of a group whose scores have been started."""
-
-    group: str
-    keys: list[str] = attrs.field(factory=list)
+def _group_of(key: str) -> str:
+    return key.rsplit("/", 2)[0]
