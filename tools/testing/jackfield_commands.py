@@ -45,7 +45,7 @@ IMPORTS = (
     "jackfield_engine_fsdp.engine",
     "jackfield_reward_rules.judge",
     "jackfield_rollout_transformers.server",
-    "jackfield_user_code.pool",
+    "jackfield_user_code.workers",
     "pyarrow.ipc",
     "pytest",
     "rich.console",

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from jackfield_engine_fsdp.norms import speed_up
+from jackfield_engine_fsdp.modules import speed_up_norms
 
 
 def norm(kind: type[nn.Module], size: int = 24) -> nn.Module:
@@ -22,7 +22,7 @@ def test_values_and_gradients_equal_the_library_in_float64() -> None:
     x = torch.randn(3, 5, 2, 24, generator=generator)
     upstream = torch.randn(3, 5, 2, 24, generator=generator)
     fast, exact = norm(Qwen3RMSNorm), norm(Qwen3RMSNorm).double()
-    assert speed_up(nn.Sequential(fast)) == 1
+    assert speed_up_norms(nn.Sequential(fast)) == 1
     inputs = [x.clone().requires_grad_(), x.double().requires_grad_()]
 
     weight = exact.weight  # the library's forward computes in float32, so the reference is written out
@@ -40,13 +40,13 @@ def test_values_and_gradients_equal_the_library_in_float64() -> None:
 def test_the_trial_leaves_the_weight_as_it_was() -> None:
     made = norm(Qwen3RMSNorm)
     before = made.weight.detach().clone()
-    speed_up(nn.Sequential(made))
+    speed_up_norms(nn.Sequential(made))
     assert torch.equal(before, made.weight)
 
 
 def test_a_frozen_weight_gets_no_gradient() -> None:
     made = norm(Qwen3RMSNorm)
-    speed_up(nn.Sequential(made))
+    speed_up_norms(nn.Sequential(made))
     made.weight.requires_grad_(False)
     x = torch.randn(4, 24, generator=torch.Generator().manual_seed(2), requires_grad=True)
     made(x).sum().backward()
@@ -68,5 +68,5 @@ def test_norms_of_other_kinds_stay() -> None:
             return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
     others = [norm(GemmaRMSNorm), norm(CentredRMSNorm), norm(Qwen3RMSNorm).bfloat16(), nn.LayerNorm(24)]
-    assert speed_up(nn.Sequential(*others)) == 0
+    assert speed_up_norms(nn.Sequential(*others)) == 0
     assert all("forward" not in vars(other) for other in others)

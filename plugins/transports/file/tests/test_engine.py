@@ -22,8 +22,7 @@ from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import WeightSender
 from jackfield_transport_file.config import Config
 from jackfield_transport_file.engine import FileCheckpointEngine
-from jackfield_transport_file.failures import guarded
-from jackfield_transport_file.parties import Parties, abandoned
+from jackfield_transport_file.storage import Parties, abandoned, guarded
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:

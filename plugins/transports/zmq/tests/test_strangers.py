@@ -20,10 +20,9 @@ from jackfield.abc.transfer_queue import GetRequest, PutRequest
 from jackfield.queue import dense_column
 from jackfield_testing import in_loop
 from jackfield_transport_zmq.arenas import place_of_this_process
-from jackfield_transport_zmq.protocol import REPLIES, REQUESTS
 from jackfield_transport_zmq.sockets import dealer
 from jackfield_transport_zmq.unit import Unit
-from jackfield_transport_zmq.wire import Wire
+from jackfield_transport_zmq.wire import REPLIES, REQUESTS, Wire
 
 SECRET = b"of these tests"
 

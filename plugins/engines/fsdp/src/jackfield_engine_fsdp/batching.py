@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from jackfield.errors import EngineError
 from jackfield.sdk.jagged import jagged
 from jackfield.sdk.jagged import lengths as jagged_lengths
-from jackfield_engine_fsdp.rotary import Rotary
+from jackfield_engine_fsdp.modules import Rotary
 
 
 @attrs.frozen(eq=False)

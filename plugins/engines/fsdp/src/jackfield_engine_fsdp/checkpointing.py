@@ -22,8 +22,7 @@ from jackfield.errors import EngineError
 from jackfield.sdk import replace_file
 from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
 from jackfield_engine_fsdp.optimization import Optimization
-from jackfield_engine_fsdp.process_group import Ranks
-from jackfield_engine_fsdp.random_state import RandomStreams
+from jackfield_engine_fsdp.process_group import RandomStreams, Ranks
 from jackfield_engine_fsdp.tensors import read_tensors, write_tensors
 
 FORMAT = 2

@@ -25,16 +25,13 @@ from jackfield.abc.engine import (
     SaveCheckpointResult,
 )
 from jackfield.errors import EngineError
-from jackfield_engine_fsdp import checkpointing, export, loading, norms, passes
+from jackfield_engine_fsdp import checkpointing, export, loading, passes
 from jackfield_engine_fsdp.batching import RowBatch
 from jackfield_engine_fsdp.config import Config
-from jackfield_engine_fsdp.dropout import Dropout
 from jackfield_engine_fsdp.model import TokenModel, has_adapter, shard
-from jackfield_engine_fsdp.optimization import Optimization
-from jackfield_engine_fsdp.placement import Placement
-from jackfield_engine_fsdp.process_group import Ranks
-from jackfield_engine_fsdp.random_state import RandomStreams
-from jackfield_engine_fsdp.rotary import Rotary
+from jackfield_engine_fsdp.modules import Dropout, Rotary, speed_up_norms
+from jackfield_engine_fsdp.optimization import Optimization, Placement
+from jackfield_engine_fsdp.process_group import RandomStreams, Ranks
 from jackfield_huggingface.adapters import merge_folder
 from jackfield_huggingface.names import CheckpointNames
 
@@ -110,7 +107,7 @@ class FSDPEngine(BaseEngine):
         causal_lm = loading.load_causal_lm(spec, self.config.attention, seed)
         self._names = CheckpointNames(causal_lm, Path(spec.path))
         if self.context.device == "cpu" and self.config.mixed_precision == "none":
-            norms.speed_up(causal_lm)
+            speed_up_norms(causal_lm)
         dtype, published = causal_lm.dtype, self._masters(causal_lm)
         dropout = Dropout(causal_lm, spec.dropout)
         language_model = causal_lm if spec.lora is None else loading.add_lora(causal_lm, spec.lora, seed)

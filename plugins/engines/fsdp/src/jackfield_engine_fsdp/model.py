@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from jackfield.errors import EngineError
 from jackfield_engine_fsdp.config import Config
-from jackfield_engine_fsdp.dropout import Dropout
-from jackfield_engine_fsdp.rotary import Rotary
+from jackfield_engine_fsdp.modules import Dropout, Rotary
 
 if TYPE_CHECKING:
     from peft import PeftModel

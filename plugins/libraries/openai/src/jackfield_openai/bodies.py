@@ -17,9 +17,8 @@ from jackfield.abc.rollout import SamplingParams
 from jackfield.errors import RolloutError
 from jackfield.sdk import structure
 from jackfield.sdk.requests import shifted_seed
-from jackfield_openai.errors import ClientError, refused
-from jackfield_openai.messages import check_message
-from jackfield_openai.text import ServedTokenizer
+from jackfield_openai.answers import ServedTokenizer
+from jackfield_openai.messages import ClientError, check_message, refused
 
 _COMPLETION_TOKENS = 16  #: OpenAI's default of completions
 _UNBOUNDED = 2**31 - 1  #: the server ends at the model's length

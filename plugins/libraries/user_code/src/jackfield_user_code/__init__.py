@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jackfield_user_code.pool import UserCodePool
-from jackfield_user_code.workers import UserCodeWorker, WorkerLimits, WorkerResult
+from jackfield_user_code.workers import UserCodePool, UserCodeWorker, WorkerLimits, WorkerResult
 
 __all__ = ["UserCodePool", "UserCodeWorker", "WorkerLimits", "WorkerResult"]

@@ -37,9 +37,8 @@ from jackfield.sdk.requests import check_request
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.decode_loop import MEMORY, DecodeLoop, line
 from jackfield_rollout_transformers.decoder import Decoder
-from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_model
+from jackfield_rollout_transformers.model import LoadedModel, check_decoding, check_requests, load_decode, load_model
 from jackfield_rollout_transformers.sampling import mix
-from jackfield_rollout_transformers.selfcheck import check_decoding, check_requests
 from jackfield_rollout_transformers.sequence import Sequence, StopStrings
 from jackfield_rollout_transformers.weights import ModelWeights
 

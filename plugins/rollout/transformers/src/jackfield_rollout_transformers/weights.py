@@ -13,8 +13,8 @@ from jackfield.errors import PluginError, WeightsError
 from jackfield.sdk.receiver import HeldWeights
 from jackfield_huggingface.adapters import MergedAdapter
 from jackfield_huggingface.names import TensorGroup
-from jackfield_rollout_transformers.float8 import rounded
 from jackfield_rollout_transformers.model import LoadedModel
+from jackfield_rollout_transformers.operators import rounded
 
 #: ``digest(tensor) -> str``; handed in, so that this module can be tested alone
 Digest = Callable[[Tensor], str]

@@ -24,13 +24,14 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.sdk.transfer import reason_of
 from jackfield_transport_file.config import Config
-from jackfield_transport_file.failures import guarded
-from jackfield_transport_file.parties import Other, Parties
 from jackfield_transport_file.storage import (
     INDEX,
     MARKER,
     SENDER,
+    Other,
+    Parties,
     clean,
+    guarded,
     publish,
     read_json,
     read_shard,

@@ -17,8 +17,7 @@ from jackfield.sdk.buckets import Entry, views
 from jackfield.sdk.one_sender import OneSenderEngine
 from jackfield.sdk.transfer import Peer, TransferSession
 from jackfield_transport_nccl.config import Config
-from jackfield_transport_nccl.group import Group, SessionStore
-from jackfield_transport_nccl.sending import SLOTS, Sending, finished, grown
+from jackfield_transport_nccl.sending import SLOTS, Group, Sending, SessionStore, finished, grown
 
 
 @attrs.frozen(eq=False)

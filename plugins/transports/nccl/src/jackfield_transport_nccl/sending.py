@@ -1,16 +1,153 @@
-"""The sender's half: tensors into buckets, buckets into broadcasts."""
+"""The sender's half, and the broadcast group whose members find each other through the session."""
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
+import base64
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
 
 import torch
+from torch import distributed
+from torch._C import _distributed_c10d as c10d
 
 from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import Entry, aligned, entry_of, put, raw
 from jackfield.sdk.transfer import TransferSession
-from jackfield_transport_nccl.group import Group
+
+#: Members pass a broadcast on along a tree: in pieces, they receive one while they pass on the one before.
+_PIECE_BYTES = 4 * 2**20
+_UNDER_WAY = 1  #: pieces beside the newest one
+
+
+class SessionStore(c10d.Store):
+    """The store through which members exchange addresses: what is set here goes to all, through the session.
+
+    In the place of a ``TCPStore``, which lets every process in that finds its port.
+    """
+
+    def __init__(self, seconds: float, publish: Callable[[str, str], None]) -> None:
+        """
+        Args:
+            seconds: how long a member's value is waited for.
+            publish: tells the others a key and a value, as text; called from any thread.
+        """
+        super().__init__()
+        self._seconds = seconds
+        self._publish = publish
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, key: str, value: str) -> None:
+        """Take what another member has published."""
+        with self._changed:
+            self._values[key] = base64.b64decode(value)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all waits: nothing will come any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # -- what process groups call, from threads of their own
+
+    def set(self, key: str, value: Any) -> None:
+        """Publish a value."""
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        text = base64.b64encode(content).decode()
+        self.put(key, text)
+        self._publish(key, text)
+
+    def get(self, key: str) -> bytes:
+        """A value, once it is there."""
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for values."""
+        seconds = self._seconds if timeout is None else min(timeout.total_seconds(), self._seconds)
+        with self._changed:
+            there = self._changed.wait_for(lambda: self._closed or all(key in self._values for key in keys), seconds)
+        missing = [key for key in keys if key not in self._values]
+        if missing:
+            why = "the transfer ended" if there else f"none within {seconds:.6g} s"
+            raise RuntimeError(f"the group's members published no {', '.join(missing)}: {why}")
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether values are there."""
+        return all(key in self._values for key in keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The deadline is the transfer's."""
+
+
+class Group:
+    """One member of the group. What blocks runs in a thread, in the order in which it was asked for."""
+
+    def __init__(self, backend: str, rank: int, size: int, host: str, store: SessionStore, seconds: float) -> None:
+        """
+        Args:
+            backend: ``gloo`` or ``nccl``.
+            rank: 0 is the sender.
+            size: of the group.
+            host: this machine's address, as the others reach it (gloo).
+            store: through which the members meet.
+            seconds: until the transfer's deadline.
+        """
+        self.backend = backend
+        self._ends = time.monotonic() + seconds
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
+        self._group: Any = None
+        self.made = self._thread.submit(self._make, rank, size, host)  #: all members have met
+
+    def _make(self, rank: int, size: int, host: str) -> None:
+        seconds = timedelta(seconds=max(self._ends - time.monotonic(), 0.001))
+        library: Any = distributed  # what a build of torch has of it, its stubs do not know
+        if self.backend == "nccl":
+            options = library.ProcessGroupNCCL.Options()
+            options._timeout = seconds
+            self._group = library.ProcessGroupNCCL(self._store, rank, size, options)
+            return
+        options = library.ProcessGroupGloo._Options()
+        options._devices = [library.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = seconds
+        self._group = library.ProcessGroupGloo(self._store, rank, size, options)
+
+    def broadcast(self, buffer: torch.Tensor) -> Future[None]:
+        """Move the sender's bytes into every member's buffer, uint8 ``[bytes]``, after all that was asked before."""
+        return self._thread.submit(self._broadcast, buffer)
+
+    def _broadcast(self, buffer: torch.Tensor) -> None:
+        seconds = timedelta(seconds=max(self._ends - time.monotonic(), 0.001))
+        under_way: deque[Any] = deque()
+        for piece in buffer.split(_PIECE_BYTES):
+            under_way.append(self._group.broadcast(piece, 0, timeout=seconds))
+            if len(under_way) > _UNDER_WAY:
+                under_way.popleft().wait()
+        for work in under_way:
+            work.wait()
+        if buffer.is_cuda:  # NCCL's wait() is the stream's, not ours
+            torch.cuda.current_stream(buffer.device).synchronize()
+
+    async def close(self) -> None:
+        """Leave the group; a broadcast under way is waited for: it ends when a peer leaves, or at the deadline."""
+        self._store.close()
+        if self.backend == "nccl" and self._group is not None:
+            self._group.abort()  # a broadcast that lacks a member does not end by itself
+        await asyncio.wrap_future(self._thread.submit(self._leave))
+        self._thread.shutdown()
+
+    def _leave(self) -> None:
+        self._group = None
+
 
 #: Tensors of this part of a bucket, or larger, leave from where they lie: a copy would cost more than waiting.
 _DIRECT = 4

@@ -17,9 +17,8 @@ from jackfield.sdk.archive import batches, read_archive, write_archive
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.cells import Buffer, Cell, ColumnType
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller
-from jackfield_transport_nixl.agents import Agent, Place, place_of
+from jackfield_transport_nixl.agents import Agent, Block, Place, Regions, aligned, place_of
 from jackfield_transport_nixl.config import QueueConfig
-from jackfield_transport_nixl.regions import Block, Regions, aligned
 
 _PIECE_BYTES = 16 * 2**20  #: of the values in one message
 

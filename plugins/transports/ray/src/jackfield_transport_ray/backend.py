@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +36,7 @@ from jackfield.errors import QueueError
 from jackfield.sdk.archive import batches, read_archive, write_archive
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.cells import Cell, content_of, join, lacking_column, split_request, unknown_sample
-from jackfield_transport_ray.clusters import joined
+from jackfield.sdk.ray_loopback import HOST, enter
 from jackfield_transport_ray.config import Config
 from jackfield_transport_ray.index import Entry, Found, Index
 
@@ -314,3 +316,33 @@ def _name_what_lacks(request: GetRequest, found: Found) -> None:
         _, name, there = found.lacking[0]
         keys = [key for key, other, _ in found.lacking if other == name]
         raise lacking_column(request.partition, name, keys, there)
+
+
+def joined(address: str | None, object_store_bytes: int | None) -> bool:
+    """Have this process in a cluster; whether it was not in one before.
+
+    Args:
+        address: of the cluster to join; None: the one that the process is in, or a new one on this machine.
+        object_store_bytes: shared memory of a new one; None: Ray's default.
+
+    Raises:
+        QueueError: ``queue.unreachable``.
+    """
+    if ray.is_initialized():
+        return False
+    own: dict[str, Any] = {}
+    if address is None:
+        own = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": object_store_bytes}
+        own["_node_ip_address"] = HOST
+        if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would write one into the home folder
+    try:
+        enter(address, own)
+    except Exception as error:  # whatever Ray raises
+        raise QueueError(
+            f"Ray cannot be reached: {type(error).__name__}: {error}",
+            code="queue.unreachable",
+            where=address,
+            fix="look whether the cluster runs (`ray status`), and set RAY_AUTH_TOKEN to its token",
+        ) from error
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jackfield_transport_ray.clusters import joined
+from jackfield_transport_ray.backend import joined
 
 
 def one_cluster(folder: Path) -> dict[str, Any]:

@@ -32,9 +32,8 @@ from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.cells import Cell, join, lacking_column, split_request, unknown_sample
 from jackfield_transport_sql.config import Config
 from jackfield_transport_sql.database import Database
-from jackfield_transport_sql.rows import Rows
+from jackfield_transport_sql.rows import Reader, Rows
 from jackfield_transport_sql.schema import prepare
-from jackfield_transport_sql.text import Reader
 
 _FILE = "samples.sqlite"
 

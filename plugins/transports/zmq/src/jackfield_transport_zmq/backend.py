@@ -32,11 +32,9 @@ from jackfield.sdk.child import until_stopped
 from jackfield.sdk.rpc import is_loopback
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.config import QueueConfig
-from jackfield_transport_zmq.directory import FILE, Directory, UnitAddress
+from jackfield_transport_zmq.directory import FILE, Directory, UnitAddress, UnitProcess, started
 from jackfield_transport_zmq.line import Lost, Stale
-from jackfield_transport_zmq.moments import restored, written
-from jackfield_transport_zmq.processes import UnitProcess, started
-from jackfield_transport_zmq.reading import Reading, lost_rows
+from jackfield_transport_zmq.reading import Reading, lost_rows, restored, written
 from jackfield_transport_zmq.values import COPIERS, Outgoing, Reader, copied_columns, outgoing
 
 T = TypeVar("T")

@@ -17,9 +17,8 @@ from jackfield_transport_zmq.arenas import Arenas, Block
 from jackfield_transport_zmq.config import QueueConfig
 from jackfield_transport_zmq.directory import Directory, UnitAddress
 from jackfield_transport_zmq.line import Line, Lost, Stale
-from jackfield_transport_zmq.protocol import REPLIES
 from jackfield_transport_zmq.values import Lease
-from jackfield_transport_zmq.wire import Buffer, Message, Wire
+from jackfield_transport_zmq.wire import REPLIES, Buffer, Message, Wire
 
 
 async def _nothing() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import attrs
 
 from jackfield_transport_zmq.arenas import Mapping, has_ended
-from jackfield_transport_zmq.protocol import CellEntry, Packer, bytes_of
-from jackfield_transport_zmq.wire import Buffer
+from jackfield_transport_zmq.wire import Buffer, CellEntry, Packer, bytes_of
 
 _OWN = 1 << 16  #: bytes; smaller values are copied out of their message, which they would keep alive
 

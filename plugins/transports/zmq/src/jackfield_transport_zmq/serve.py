@@ -18,10 +18,9 @@ import zmq
 
 from jackfield.errors import QueueError
 from jackfield_transport_zmq.arenas import place_of_this_process
-from jackfield_transport_zmq.protocol import REQUESTS
 from jackfield_transport_zmq.sockets import Gate, Keys, listening, pieces, readable, whole
 from jackfield_transport_zmq.unit import Unit
-from jackfield_transport_zmq.wire import Buffer, Wire
+from jackfield_transport_zmq.wire import REQUESTS, Buffer, Wire
 
 _LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie
 

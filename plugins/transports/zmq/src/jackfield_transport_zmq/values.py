@@ -18,7 +18,7 @@ from jackfield.abc.transfer_queue import Column, PutRequest
 from jackfield.errors import QueueError
 from jackfield.sdk.cells import Buffer, Cell, content_of, join, split_request
 from jackfield_transport_zmq.arenas import Arenas, Block, Held, Mapping
-from jackfield_transport_zmq.protocol import Packer, bytes_of
+from jackfield_transport_zmq.wire import Packer, bytes_of
 
 COPIERS = min(4, os.cpu_count() or 1)  #: threads; one alone does not use all of the memory's rate
 _IN_THREADS = 1 << 23  #: bytes; copying so much would hold the event loop up for milliseconds

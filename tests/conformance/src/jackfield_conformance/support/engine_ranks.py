@@ -19,7 +19,7 @@ import torch
 
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
-from jackfield_conformance.support.hosts import Host
+from jackfield_conformance.support.processes import Host
 
 RANKS = 2
 _SECONDS = 90.0  #: for both processes, imports included

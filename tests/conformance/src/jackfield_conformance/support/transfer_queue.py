@@ -24,7 +24,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError
 from jackfield.settings import structure
-from jackfield_conformance.support.hosts import Host
+from jackfield_conformance.support.processes import Host
 
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject

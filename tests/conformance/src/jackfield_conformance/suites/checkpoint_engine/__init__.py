@@ -9,9 +9,9 @@ is where a peer is silent, default 0.5).
 from __future__ import annotations
 
 from jackfield_conformance.registry import Capability
-from jackfield_conformance.suites.checkpoint_engine import failures, tensors, topology, transfers
+from jackfield_conformance.suites.checkpoint_engine import topology, transfers
 
-__all__ = ["CAPABILITIES", "failures", "tensors", "topology", "transfers"]
+__all__ = ["CAPABILITIES", "topology", "transfers"]
 
 CAPABILITIES: dict[str, Capability] = {
     "delta": Capability(what="moves changed blocks to workers that hold the version before"),

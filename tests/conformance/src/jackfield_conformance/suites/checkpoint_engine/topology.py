@@ -1,9 +1,11 @@
-"""Checks of checkpoint engines: the topology, a synchronisation, deltas, and workers that come late."""
+"""Checks of checkpoint engines: every tensor arrives, the topology, a synchronisation, deltas, late workers."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from collections.abc import Generator
 
 import torch
 
@@ -16,6 +18,122 @@ from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import checkpoint_engine as support
+
+_TENSORS = "docs/plugins/checkpoint_engine.md#tensors"
+
+Weights = Generator[tuple[str, torch.Tensor], None, None]
+
+
+async def _arrive(subject: Subject, tensors: dict[str, torch.Tensor], workers: int = 1) -> None:
+    async with support.ends(subject, workers) as made:
+        for worker, found in enumerate(await support.sync(made, tensors)):
+            support.assert_received(tensors, found, f"worker {worker}")
+
+
+@check("CKE-010", page=_TENSORS)
+async def every_tensor_arrives_once(subject: Subject) -> None:
+    """Every tensor arrives exactly once and bit-exact."""
+    await _arrive(subject, support.numbers())
+
+
+@check("CKE-011", page=_TENSORS)
+async def every_dtype_arrives(subject: Subject) -> None:
+    """Tensors of every dtype arrive bit-exact, NaN, infinities and negative zeros included."""
+    special = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.5, -3.25])
+    tensors = {str(dtype): special.to(dtype) for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+    whole = torch.tensor([0, 1, 2, 100, 127])
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        tensors[str(dtype)] = whole.to(dtype)
+    tensors["torch.bool"] = torch.tensor([True, False, True])
+    for name in ("float8_e4m3fn", "float8_e5m2"):
+        tensors[name] = torch.arange(8, dtype=torch.uint8).view(getattr(torch, name))
+    await _arrive(subject, tensors)
+
+
+@check("CKE-012", page=_TENSORS)
+async def every_shape_arrives(subject: Subject) -> None:
+    """Scalars, empty tensors and tensors of many dimensions arrive with their shapes."""
+    shapes: tuple[tuple[int, ...], ...] = ((), (0,), (3, 0, 2), (1,), (1, 1, 1), (2, 3, 4, 5), (7,))
+    await _arrive(subject, {f"shape {list(shape)}": torch.full(shape, 1.5) for shape in shapes})
+
+
+@check("CKE-013", page=_TENSORS)
+async def strided_tensors_arrive(subject: Subject) -> None:
+    """Tensors that are not contiguous arrive with the values that they show."""
+    base = torch.arange(60, dtype=torch.float32).view(6, 10)
+    tensors = {
+        "transposed": base.T,
+        "every second column": base[:, ::2],
+        "a part from the middle": base[2:4, 3:7],
+        "permuted": base.view(2, 3, 10).permute(2, 0, 1),
+    }
+    async with support.ends(subject) as made:
+        topology = await made.prepare()
+        sending = support.send(made, topology, [support.source(tensors)])
+        found = await made.together(sending, support.receive(made.workers[0], topology.rollout[0]))
+    support.assert_received(tensors, found)
+
+
+@check("CKE-014", page=_TENSORS)
+async def any_bucket_size_will_do(subject: Subject) -> None:
+    """Every tensor arrives whatever the bucket size, tensors larger than a bucket included."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = {f"{size}": torch.randn(size, generator=generator) for size in (1, 16, 17, 15, 250, 3, 251, 5000, 1, 2)}
+    for settings in support.bucket_settings(subject):
+        async with support.ends(subject, **settings) as made:
+            (found,) = await support.sync(made, tensors)
+        support.assert_received(tensors, found, f"with {settings or 'the plugin as it is'}")
+
+
+@check("CKE-015", page=_TENSORS)
+async def many_tiny_tensors_arrive(subject: Subject) -> None:
+    """Many tiny tensors arrive: an adapter's, or a model of many layers."""
+    await _arrive(subject, {f"layer.{index}.lora_A.weight": torch.full((2,), float(index)) for index in range(700)})
+
+
+@check("CKE-016", page=_TENSORS)
+async def every_worker_gets_everything(subject: Subject) -> None:
+    """Each of several workers gets every tensor."""
+    await _arrive(subject, support.numbers(), workers=3)
+
+
+@check("CKE-017", page=_TENSORS)
+async def a_tensor_is_valid_until_the_next_is_drawn(subject: Subject) -> None:
+    """A received tensor keeps its values until the next one is drawn, however slow its receiver is."""
+    tensors = support.numbers(8)
+
+    async def dawdle(name: str) -> None:
+        for _ in range(30):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+
+    settings = support.bucket_settings(subject)
+    for each in (settings[0], settings[-1]):
+        async with support.ends(subject, workers=2, **each) as made:
+            for found in await support.sync(made, tensors, meanwhile=dawdle):
+                support.assert_received(tensors, found, "at a slow receiver")
+
+
+@check("CKE-018", page=_TENSORS)
+async def the_sender_does_not_count_on_memory_of_the_generator(subject: Subject) -> None:
+    """A tensor whose memory is written over as soon as the next but one is drawn arrives as it was."""
+    wanted = {f"step {index}": torch.full((6, 5), float(index)) for index in range(12)}
+    buffers = torch.empty(2, 6, 5)
+
+    def reused() -> Weights:
+        for (name, tensor), buffer in zip(wanted.items(), itertools.cycle(buffers)):
+            yield name, buffer.copy_(tensor)
+
+    for settings in support.bucket_settings(subject):
+        async with support.ends(subject, workers=2, **settings) as made:
+            topology = await made.prepare()
+            found = await made.together(
+                support.send(made, topology, [reused()]),
+                support.receive_all(made, topology),
+            )
+        for each in found:
+            support.assert_received(wanted, each, "from memory that is used again")
+
 
 _TOPOLOGY = "docs/plugins/checkpoint_engine.md#topology"
 _DELTAS = "docs/plugins/checkpoint_engine.md#deltas"

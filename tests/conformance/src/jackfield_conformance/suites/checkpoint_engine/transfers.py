@@ -1,15 +1,21 @@
-"""Checks of checkpoint engines: one transfer after the other, and side by side."""
+"""Checks of checkpoint engines: transfers one after the other, side by side and broken off, and what they leave."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Generator
+from contextlib import aclosing, suppress
+from pathlib import Path
 
 import torch
 
+from jackfield.errors import DeadlineExceeded
+from jackfield.sdk.receiver import WeightReceiver
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import checkpoint_engine as support
+from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
 
 _ORDER = "docs/plugins/checkpoint_engine.md#order-of-calls"
 
@@ -103,3 +109,166 @@ async def finalize_can_be_repeated(subject: Subject) -> None:
             await made.trainers[0].finalize()
             await made.workers[0].finalize()
     support.assert_received(support.numbers(), found, "after several finalize")
+
+
+_BREAKS = "docs/plugins/checkpoint_engine.md#failures"
+_LEFT = "docs/plugins/checkpoint_engine.md#what-is-left"
+
+
+class _Broken(Exception):
+    """What a training engine raises while it exports."""
+
+
+def _breaking(tensors: dict[str, torch.Tensor]) -> Weights:
+    yield from list(tensors.items())[:3]
+    raise _Broken("the export fails")
+
+
+@check("CKE-030", page=_BREAKS)
+async def a_failing_sender_ends_its_receivers(subject: Subject) -> None:
+    """When the weights' generator raises, the sender raises and every receiver raises within the deadline."""
+    for settings in support.bucket_settings(subject)[:2]:
+        async with support.impatient_ends(subject, 2, **settings) as made:
+            topology = await made.prepare()
+            receiving = made.receiving(topology)
+            sending = support.send(made, topology, [_breaking(support.numbers())])
+            await support.broken(sending, "a sender whose generator raises", Exception)
+            await made.finalize()
+            for worker, task in enumerate(receiving):
+                await support.broken(task, f"worker {worker} of a sender whose generator raises")
+
+
+@check("CKE-031", page=_BREAKS)
+async def a_receiver_that_leaves_breaks_the_transfer(subject: Subject) -> None:
+    """When a receiver fails half-way and finalizes, the sender raises within the deadline."""
+
+    async def fail(engine: object, arguments: object) -> None:
+        receiver = WeightReceiver(engine)  # type: ignore[arg-type]
+        async with aclosing(receiver.tensors(arguments, 1)) as stream:  # type: ignore[arg-type]
+            async for _ in stream:
+                raise OSError("the worker's disk is full")
+
+    async with support.impatient_ends(subject, 2) as made:
+        topology = await made.prepare()
+        failing = made.start(fail(made.workers[1], topology.rollout[1]))
+        other = made.start(support.receive(made.workers[0], topology.rollout[0]))
+        sending = support.send(made, topology, [support.source(support.numbers(60))])
+        await support.broken(sending, "sending to a receiver that fails")
+        await support.broken(failing, "the receiver that fails", OSError)
+        await made.finalize()
+        with suppress(AssertionError):
+            await support.broken(other, "the receiver beside the one that fails", Exception)
+
+
+def _names(error: BaseException, worker: int) -> bool:
+    """Whether a message names a worker by its number (times and the numbers of the transfer aside)."""
+    return re.search(rf"(?<![\w.-]){worker}(?![\w.]|-\w)", re.sub(r"[\d.]+ s\b", "", str(error))) is not None
+
+
+@check("CKE-032", page=_BREAKS)
+async def a_silent_receiver_is_named(subject: Subject) -> None:
+    """A receiver that connects and then takes nothing makes the sender raise within the deadline, with its number."""
+    seconds = support.silence_seconds(subject)
+    async with support.ends(subject, 3, seconds=seconds) as made:
+        topology = await made.prepare()
+        for worker in (0, 1):
+            made.start(support.receive(made.workers[worker], topology.rollout[worker]))
+        silent = WeightReceiver(made.workers[2]).tensors(topology.rollout[2], 1)
+        drawing = made.start(anext(silent))
+        sending = support.send(made, topology, [support.source(support.numbers(60))])
+        error = await support.broken(sending, "sending to a receiver that takes nothing", seconds=seconds)
+        assert _names(error, 2), f"the error does not name worker 2: {error}"
+        await made.finalize()
+        await support.ended([drawing])
+        await silent.aclose()
+
+
+@check("CKE-033", page=_BREAKS)
+async def a_receiver_that_never_comes_is_named(subject: Subject) -> None:
+    """A receiver that never connects makes the sender raise DeadlineExceeded within the deadline, with its number."""
+    seconds = support.silence_seconds(subject)
+    async with support.ends(subject, 3, seconds=seconds) as made:
+        topology = await made.prepare()
+        for worker in (0, 1):
+            made.start(support.receive(made.workers[worker], topology.rollout[worker]))
+        sending = support.send(made, topology, [support.source(support.numbers())])
+        what = "sending to a receiver that never comes"
+        error = await support.broken(sending, what, DeadlineExceeded, seconds=seconds)
+        assert _names(error, 2), f"the error does not name worker 2: {error}"
+        await made.finalize()
+
+
+@check("CKE-034", page=_BREAKS)
+async def a_silent_sender_is_named(subject: Subject) -> None:
+    """A sender that never sends makes its receivers raise DeadlineExceeded within the deadline, naming it."""
+    seconds = support.silence_seconds(subject)
+    async with support.ends(subject, worker_seconds=seconds) as made:
+        topology = await made.prepare()
+        receiving = support.receive(made.workers[0], topology.rollout[0])
+        what = "receiving from a sender that never sends"
+        error = await support.broken(receiving, what, DeadlineExceeded, seconds=seconds)
+    named = re.search(r"sender|trainer|rank", str(error))
+    assert named, f"the error does not name the sender (or trainer, or rank): {error}"
+
+
+@check("CKE-035", page=_BREAKS)
+async def a_sender_that_goes_ends_its_receivers(subject: Subject) -> None:
+    """A sender that finalizes without having sent everything makes its receivers raise within the deadline."""
+    async with support.impatient_ends(subject, 2) as made:
+        topology = await made.prepare()
+        receiving = made.receiving(topology)
+        await _settle()
+        await made.finalize()
+        for worker, task in enumerate(receiving):
+            await support.broken(task, f"worker {worker} of a sender that goes")
+
+
+@check("CKE-036", page=_BREAKS)
+async def transfers_go_on_after_a_failure(subject: Subject) -> None:
+    """After a transfer broke off and both sides finalized, the same objects make the next one."""
+    async with support.ends(subject) as made:
+        topology = await made.prepare()
+        receiving = made.start(support.receive(made.workers[0], topology.rollout[0]))
+        with suppress(Exception):
+            sending = support.send(made, topology, [_breaking(support.numbers())])
+            await support.within(support.BREAK_SECONDS, sending, "a sender that raises")
+        await made.finalize()
+        await support.ended([receiving])
+        (found,) = await support.sync(made, support.numbers(seed=9), 2)
+    support.assert_received(support.numbers(seed=9), found, "after a transfer that broke off")
+
+
+@check("CKE-050", page=_LEFT)
+def transfers_leave_nothing(subject: Subject) -> None:
+    """After ``finalize`` no task, thread, process, open file, socket or shared memory is left."""
+
+    async def life(folder: Path) -> list[str]:
+        async with support.ends(subject, workers=2) as made:
+            await support.sync(made, support.numbers())
+        await _settle()
+        return other_tasks()
+
+    assert_nothing_left(life, subject.folder)
+
+
+@check("CKE-051", page=_LEFT)
+def failures_leave_nothing(subject: Subject) -> None:
+    """After a transfer that broke off and ``finalize`` nothing is left, either."""
+
+    async def life(folder: Path) -> list[str]:
+        async with support.impatient_ends(subject, 2) as made:
+            topology = await made.prepare()
+            made.receiving(topology)
+            with suppress(Exception):
+                sending = support.send(made, topology, [_breaking(support.numbers())])
+                await support.within(support.BREAK_SECONDS + support.GRACE_SECONDS, sending, "a sender that raises")
+        await _settle()
+        return other_tasks()
+
+    assert_nothing_left(life, subject.folder)
+
+
+async def _settle() -> None:
+    """Let callbacks run that are due: closing a connection takes a few turns of the loop."""
+    for _ in range(10):
+        await asyncio.sleep(0)

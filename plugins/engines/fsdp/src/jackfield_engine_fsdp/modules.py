@@ -1,0 +1,200 @@
+"""What is changed of a loaded model's modules: dropout, rotary embeddings, and norms on CPUs.
+
+Hugging Face configs name dropout in many ways (``attention_dropout``, ``resid_pdrop``, ``layerdrop``,
+``router_jitter_noise``, …), and modules hold it as layers or as numbers. Losses compare training passes with inference
+passes of the same weights, so all of it is off; ``ModelSpec.dropout`` sets what is dropout.
+
+The library's norm is a chain of operations, each with a pass over memory, a backward pass of its own and tensors that
+are kept for it. Ours makes three passes forward and keeps its input.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from jackfield.sdk.rotary import length_limits
+
+#: "xdrope" is a rotary embedding; "router_jitter_noise" of PhiMoE's routers is the width of a mask, in inference, too
+_RANDOM = re.compile(r"(?<!x)drop|(?<!router_)jitter")
+#: never a dropout probability: what skips whole layers (ranks would gather different ones), and noise
+_ALWAYS_OFF = re.compile(r"layer_?drop|drop_?path|drop_?connect|jitter")
+
+
+class Dropout:
+    """Every dropout of a model, set to one probability; skipped layers and router noise are switched off.
+
+    Args:
+        model: as it was loaded, before an adapter is added: that has a dropout of its own.
+        probability: from 0 to below 1.
+    """
+
+    def __init__(self, model: nn.Module, probability: float) -> None:
+        self.probability = probability
+        self._loaded = [(values, dict(values)) for values in _config_values(model)]
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = probability
+            _set_numbers(vars(module), probability)
+        for values, _ in self._loaded:
+            _set_numbers(values, probability)
+
+    @contextmanager
+    def config_as_loaded(self) -> Iterator[None]:
+        """Inside, the model's configs name the dropout that they came with: they are saved so."""
+        for values, loaded in self._loaded:
+            values.update({name: value for name, value in loaded.items() if _RANDOM.search(name)})
+        try:
+            yield
+        finally:
+            for values, _ in self._loaded:
+                _set_numbers(values, self.probability)
+
+    def set_training(self, model: nn.Module, training: bool) -> None:
+        """``model.train(training)``, but without dropout only for what needs it: checkpointing, adapters' dropout.
+
+        Some models draw random numbers in training without any probability (routers that sample their experts), or
+        clip their weights; in evaluation mode they do neither.
+        """
+        nn.Module.train(model, training and self.probability > 0.0)
+        for name, module in model.named_modules() if training else ():
+            if getattr(module, "gradient_checkpointing", False) or ".lora_dropout." in name:
+                module.training = True
+
+
+def _config_values(model: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of each config of ``model``'s modules, and of the configs within them."""
+    found: dict[int, PreTrainedConfig] = {}
+    open_configs = [getattr(module, "config", None) for module in model.modules()]
+    while open_configs:
+        config = open_configs.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            open_configs += vars(config).values()
+    return [vars(config) for config in found.values()]
+
+
+def _set_numbers(values: dict[str, Any], probability: float) -> None:
+    for name, value in values.items():
+        is_number = isinstance(value, float | int) and not isinstance(value, bool)
+        if is_number and 0 <= value <= 1 and _RANDOM.search(name):
+            values[name] = 0.0 if _ALWAYS_OFF.search(name) else probability
+
+
+class Rotary:
+    """What a model's rotary embeddings make of the lengths of rows.
+
+    The library takes the frequencies from the number of positions of a pass, and keeps those of the longest one so far.
+
+    Args:
+        model: as it was loaded.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.limits = length_limits(model.config.get_text_config().to_dict())
+        self._stateful = [module for module in model.modules() if "dynamic" in self.limits and _keeps(module)]
+
+    def side(self, length: int) -> tuple[int, ...]:
+        """Rows of ``length`` tokens, prompt and response, share a pass with others of the same side only."""
+        return tuple(
+            0 if length <= limit else length if kind == "dynamic" else 1 for kind, limit in self.limits.items()
+        )
+
+    def reset(self) -> None:
+        """Forget the frequencies of earlier passes."""
+        for module in self._stateful:
+            kinds: Any = module.rope_type
+            for prefix in [f"{layer_type}_" for layer_type in kinds] if isinstance(kinds, dict) else [""]:
+                original = getattr(module, f"{prefix}original_inv_freq", None)
+                if original is not None:
+                    setattr(module, f"{prefix}inv_freq", original.to(getattr(module, f"{prefix}inv_freq").device))
+                    setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
+def _keeps(module: nn.Module) -> bool:
+    return hasattr(module, "rope_type") and hasattr(module, "original_max_seq_len")
+
+
+_NORM_TOLERANCE = 1e-5
+
+
+class _RMSNorm(torch.autograd.Function):
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension, in the dtype of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        result: torch.Tensor = (x * scale).mul_(weight)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        (gradient,) = gradients
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        of_weight = of_x = None
+        if ctx.needs_input_grad[1]:
+            of_weight = (gradient * normed).flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[0]:
+            of_normed = gradient * weight
+            along = torch.linalg.vecdot(of_normed, normed).unsqueeze(-1).div_(x.shape[-1])
+            of_x = of_normed.sub_(normed.mul_(along)).mul_(scale)
+        return of_x, of_weight, None
+
+
+def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _RMSNorm.apply(  # type: ignore[no-untyped-call]
+        hidden_states, self.weight, self.variance_epsilon
+    )
+    return result
+
+
+def speed_up_norms(model: nn.Module) -> int:
+    """Give the model's norms a faster forward, where it computes what theirs does; return how many.
+
+    A norm of another kind (with an offset of its weight, say) shows when both are tried, and stays as it is.
+    """
+    chosen = [module for module in model.modules() if _is_candidate(module)]
+    alike = {kind: _agrees(next(m for m in chosen if type(m) is kind)) for kind in {type(m) for m in chosen}}
+    replaced = [module for module in chosen if alike[type(module)]]
+    for module in replaced:
+        module.forward = MethodType(_forward, module)
+    return len(replaced)
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return (
+        type(module).__name__.endswith("RMSNorm")
+        and isinstance(getattr(module, "variance_epsilon", None), float)
+        and isinstance(weight, torch.Tensor)
+        and weight.ndim == 1
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and len(list(module.parameters())) == 1
+        and not list(module.buffers())
+    )
+
+
+@torch.no_grad()
+def _agrees(module: nn.Module) -> bool:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    before = weight.clone()
+    ramp = torch.linspace(-2.0, 3.0, 4 * len(weight)).view(4, len(weight)) * torch.tensor(
+        [[1e-3], [0.1], [1.0], [30.0]]
+    )
+    try:
+        weight.copy_(torch.linspace(0.5, 1.5, len(weight)))  # weights of one would hide an offset or an order
+        return torch.allclose(module(ramp), _forward(module, ramp), rtol=_NORM_TOLERANCE, atol=_NORM_TOLERANCE)
+    finally:
+        weight.copy_(before)

@@ -1,0 +1,120 @@
+"""Operators in the place of the library's own: norms, attention of one new token per row, and rounding through float8.
+
+The library's ``sdpa`` calls a blocked kernel that is made for many queries: with one query it needs up to 1.5 times the
+time of two batched matrix products (256 rows, 24 to 128 positions, one thread). Everything else goes to ``sdpa``.
+
+Rounding simulates an FP8 server: the parameter stays in bfloat16, with the values that a quantised one stands for. It
+takes no less memory and no less time; it shows what a run makes of the rounding, on any device.
+
+Shapes: ``B`` rows, ``Q`` query heads, ``H`` key/value heads, ``L`` positions, ``D`` head dimension.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+
+def use_operator(model: nn.Module) -> int:
+    """Give the model's norms torch's operator, where it computes what theirs does; return how many.
+
+    A norm of another kind (with an offset of its weight, say) shows when both are tried, and stays as it is.
+    """
+    chosen = [module for module in model.modules() if _is_candidate(module)]
+    alike = {kind: _agrees(next(one for one in chosen if type(one) is kind)) for kind in {type(one) for one in chosen}}
+    replaced = [module for module in chosen if alike[type(module)]]
+    for module in replaced:
+        module.forward = MethodType(_forward, module)
+    return len(replaced)
+
+
+def _forward(self: Any, hidden_states: Tensor) -> Tensor:
+    return torch.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return (
+        type(module).__name__.endswith("RMSNorm")
+        and isinstance(getattr(module, "variance_epsilon", None), float)
+        and isinstance(weight, Tensor)
+        and weight.ndim == 1
+        and weight.dtype == torch.float32  # in others the library rounds in between
+        and len(list(module.parameters())) == 1
+        and not list(module.buffers())
+    )
+
+
+@torch.no_grad()
+def _agrees(module: nn.Module) -> bool:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    before = weight.clone()
+    ramp = torch.linspace(-2.0, 3.0, 4 * len(weight), device=weight.device).view(4, -1)
+    ramp *= torch.tensor([[1e-3], [0.1], [1.0], [30.0]], device=weight.device)
+    try:
+        weight.copy_(torch.linspace(0.5, 1.5, len(weight)))  # weights of one would hide an offset or an order
+        return torch.allclose(module(ramp), _forward(module, ramp), rtol=1e-6, atol=1e-6)
+    finally:
+        weight.copy_(before)
+
+
+DECODE_ATTENTION = "jackfield_decode"
+
+
+def decode_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The library's attention interface: ``query`` ``[B, Q, 1, D]``, ``key`` and ``value`` ``[B, H, L, D]``.
+
+    Returns ``[B, 1, Q, D]``. ``attention_mask`` is additive, ``[B, 1, 1, L]``.
+    """
+    plain = all(kwargs.get(name) is None for name in ("softcap", "position_bias", "s_aux", "cache"))
+    if query.shape[2] != 1 or attention_mask is None or attention_mask.shape[1] != 1 or not plain:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output, None
+    batch, heads, _, dimension = query.shape
+    groups = key.shape[1]
+    scale = dimension**-0.5 if scaling is None else scaling
+    grouped = (query * scale).view(batch, groups, heads // groups, dimension)
+    scores = torch.matmul(grouped, key.transpose(2, 3)).add_(attention_mask)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, value).view(batch, 1, heads, value.shape[3]), None
+
+
+AttentionInterface.register(DECODE_ATTENTION, decode_attention)
+AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
+
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """The nearest values of ``float8_e4m3fn`` times ``scale``, the largest magnitude over 448; float32, same shape."""
+    values = tensor.detach().float()
+    largest = values.abs().max() if values.numel() else values.new_zeros(())
+    scale = torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
+    return (values / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).float() * scale
+
+
+def rounded_names(module: Any) -> frozenset[str]:
+    """The weights that FP8 servers quantise: those of linear layers, but for the output layer."""
+    head = module.get_output_embeddings()
+    return frozenset(
+        f"{name}.weight" for name, each in module.named_modules() if isinstance(each, nn.Linear) and each is not head
+    )
