@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackfield_openai.answers import TextStream
+from jackfield_openai.text import TextStream
 
 
 def decode(token_ids: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
 import torch
@@ -89,10 +89,10 @@ async def test_strangers_without_the_key_or_the_password_do_not_get_in(opened: A
 
 def values(schema: Any) -> st.SearchStrategy[Any]:
     """Anything of a field's type, much of it plausible."""
-    if isinstance(schema, list):
-        return st.lists(values(schema[0]), max_size=3)
-    if isinstance(schema, tuple):
-        return st.tuples(*map(values, schema)).map(list)
+    if get_origin(schema) is list:
+        return st.lists(values(get_args(schema)[0]), max_size=3)
+    if get_origin(schema) is tuple:
+        return st.tuples(*map(values, get_args(schema))).map(list)
     if schema is str:
         return st.sampled_from(["p", "a", "b", "x", "dense", "float32", "m", ""]) | st.text(max_size=3)
     return st.sampled_from([0, 1, -1, -2, 4, 8, os.getpid(), 2**31, -(2**63), 2**63 - 1])

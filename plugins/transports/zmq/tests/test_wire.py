@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
-import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 from jackfield.errors import RpcError
 from jackfield_transport_zmq.wire import VERSION, Buffer, Limits, Message, Wire
 
+pack = msgspec.msgpack.encode
+
 SECRET = b"a secret of this test"
 MESSAGES: dict[str, dict[str, Any]] = {
-    "put": {"id": int, "keys": [str], "cells": [(str, [int], int)], "names": {int}},
+    "put": {"id": int, "keys": list[str], "cells": list[tuple[str, list[int], int]], "names": dict[str, int]},
     "said": {"name": str, "flag": bool, "score": float, "raw": bytes},
     "nothing": {},
 }
 FIELDS: dict[str, dict[str, Any]] = {
-    "put": {"id": 7, "keys": ["a", "ä"], "cells": [["int64", [3, 2], -1], ["bool", [], 0]], "names": {"x": 1}},
+    "put": {"id": 7, "keys": ["a", "ä"], "cells": [("int64", [3, 2], -1), ("bool", [], 0)], "names": {"x": 1}},
     "said": {"name": "n", "flag": True, "score": 0.5, "raw": b"\x00\xff"},
     "nothing": {},
 }
@@ -82,21 +84,25 @@ def test_a_message_comes_back_and_its_buffers_are_not_copied(wire: Wire, kind: s
         pytest.param("rpc.size", lambda frames: [frames[0], *[b""] * 5], id="too_many_buffers"),
         pytest.param("rpc.size", lambda frames: [frames[0], bytes(1 << 21)], id="too_large_buffer"),
         pytest.param("rpc.size", lambda frames: [frames[0] + bytes(5000)], id="too_large_head"),
-        pytest.param("rpc.malformed", lambda _: [signed(msgpack.packb(["unknown", {}, []]))], id="unknown_kind"),
-        pytest.param("rpc.malformed", lambda _: [signed(msgpack.packb([["put"], {}, []]))], id="kind_of_another_type"),
-        pytest.param("rpc.malformed", lambda _: [signed(msgpack.packb(["nothing", [], []]))], id="fields_in_a_list"),
-        pytest.param(
-            "rpc.malformed", lambda _: [signed(msgpack.packb(["nothing", {"more": 1}, []]))], id="one_more_field"
-        ),
-        pytest.param("rpc.malformed", lambda _: [signed(msgpack.packb(["nothing", {}, [], 1]))], id="one_more_item"),
-        pytest.param("rpc.malformed", lambda _: [signed(msgpack.packb({"nothing": 1}))], id="no_list"),
+        pytest.param("rpc.malformed", lambda _: [signed(pack(["unknown", {}, []]))], id="unknown_kind"),
+        pytest.param("rpc.malformed", lambda _: [signed(pack([["put"], {}, []]))], id="kind_of_another_type"),
+        pytest.param("rpc.malformed", lambda _: [signed(pack(["nothing", [], []]))], id="fields_in_a_list"),
         pytest.param(
             "rpc.malformed",
-            lambda _: [signed(msgpack.packb(["nothing", {}, msgpack.ExtType(1, b"x")]))],
+            lambda _: [signed(pack(["nothing", {"more": 1}, []]))],
+            id="one_more_field",
+        ),
+        pytest.param("rpc.malformed", lambda _: [signed(pack(["nothing", {}, [], 1]))], id="one_more_item"),
+        pytest.param("rpc.malformed", lambda _: [signed(pack({"nothing": 1}))], id="no_list"),
+        pytest.param(
+            "rpc.malformed",
+            lambda _: [signed(pack(["nothing", {}, msgspec.msgpack.Ext(1, b"x")]))],
             id="extension_type",
         ),
         pytest.param(
-            "rpc.malformed", lambda _: [signed(msgpack.packb(["nothing", {}, []]) + b"\x00")], id="bytes_after_the_end"
+            "rpc.malformed",
+            lambda _: [signed(pack(["nothing", {}, []]) + b"\x00")],
+            id="bytes_after_the_end",
         ),
         pytest.param(
             "rpc.malformed", lambda _: [signed(b"\x91" * 2000)], id="endless_nesting"
@@ -193,7 +199,11 @@ plain = st.recursive(
 
 
 @settings(max_examples=300, deadline=None, database=None)
-@given(st.binary(max_size=200) | plain.map(msgpack.packb), st.lists(st.binary(max_size=20), max_size=6), st.booleans())
+@given(
+    st.binary(max_size=200) | plain.map(pack),
+    st.lists(st.binary(max_size=20), max_size=6),
+    st.booleans(),
+)
 def test_anything_at_all(body: bytes, buffers: list[bytes], inside: bool) -> None:
     check(Wire(MESSAGES, SECRET), [signed(body) if inside else body, *buffers])
 
@@ -201,4 +211,4 @@ def test_anything_at_all(body: bytes, buffers: list[bytes], inside: bool) -> Non
 @settings(max_examples=200, deadline=None, database=None)
 @given(kind=st.sampled_from(list(MESSAGES)), name=st.sampled_from(["id", "keys", "cells", "names", "raw"]), value=plain)
 def test_any_value_of_a_field(kind: str, name: str, value: Any) -> None:
-    check(Wire(MESSAGES, SECRET), [signed(msgpack.packb([kind, FIELDS[kind] | {name: value}, []]))])
+    check(Wire(MESSAGES, SECRET), [signed(pack([kind, FIELDS[kind] | {name: value}, []]))])

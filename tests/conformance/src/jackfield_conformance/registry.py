@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import inspect
 import re
@@ -128,6 +129,7 @@ def check(
     capability: str | None = None,
     page: str = "",
     deadline_seconds: float = 30.0,
+    using: Callable[[Subject], Any] | None = None,
 ) -> Callable[[Function], Function]:
     """Make a function a check. The first sentence of its docstring is the invariant; the kind follows from the id.
 
@@ -141,6 +143,7 @@ def check(
         capability: see :class:`Check`.
         page: default: the page of the kind, ``docs/plugins/<kind>.md``.
         deadline_seconds: a check that takes longer has failed.
+        using: a context manager, asynchronous as the function is; what it yields is the function's second argument.
     """
     parts = _ID.fullmatch(id)
     assert parts, f"{id!r} is not an id like ENG-014"
@@ -155,7 +158,7 @@ def check(
             capability=capability,
             invariant=first_sentence(function),
             page=page or f"docs/plugins/{kind}.md",
-            function=function,
+            function=function if using is None else _using(using, function),
             deadline_seconds=deadline_seconds,
         )
         known = _CHECKS.get(id)
@@ -164,6 +167,18 @@ def check(
         return function
 
     return register
+
+
+def _using(open_it: Callable[[Subject], Any], function: Callable[..., Any]) -> Callable[[Subject], Any]:
+    async def run_async(subject: Subject) -> None:
+        async with open_it(subject) as opened:
+            await function(subject, opened)
+
+    def run(subject: Subject) -> None:
+        with open_it(subject) as opened:
+            function(subject, opened)
+
+    return functools.wraps(function)(run_async if inspect.iscoroutinefunction(function) else run)
 
 
 def first_sentence(function: Callable[..., Any]) -> str:

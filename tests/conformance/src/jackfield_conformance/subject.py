@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +60,26 @@ class Subject:
         from jackfield.settings import structure
 
         return self.cls(structure(self.config_class, {**self.settings, **settings}), context)
+
+    def plain(self) -> dict[str, Any]:
+        """Return what :meth:`of_plain` makes it of in another process; of the fixture only ``device``."""
+        found = {name: getattr(self, name) for name in ("cls", "config_class")}
+        classes = {name: [cls.__module__, cls.__qualname__] for name, cls in found.items()}
+        fixture = {name: self.fixture[name] for name in ("device",) if name in self.fixture}
+        return {**classes, "kind": self.kind, "name": self.name, "settings": dict(self.settings), "fixture": fixture}
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any], folder: Path) -> Subject:
+        """The plugin of which :meth:`plain` told."""
+        from jackfield.settings import structure
+
+        found = {
+            name: functools.reduce(getattr, plain[name][1].split("."), importlib.import_module(plain[name][0]))
+            for name in ("cls", "config_class")
+        }
+        return cls(
+            **{**plain, **found, "config": structure(found["config_class"], plain["settings"]), "folder": folder}
+        )
 
     def at(self, folder: Path) -> Subject:
         """Return the same plugin with another folder."""

@@ -17,8 +17,7 @@ from jackfield.abc.rollout import SamplingParams
 from jackfield.errors import RolloutError
 from jackfield.sdk import structure
 from jackfield.sdk.requests import shifted_seed
-from jackfield_openai.answers import ServedTokenizer
-from jackfield_openai.messages import ClientError, check_message, refused
+from jackfield_openai.text import ClientError, ServedTokenizer, check_message, refused
 
 _COMPLETION_TOKENS = 16  #: OpenAI's default of completions
 _UNBOUNDED = 2**31 - 1  #: the server ends at the model's length

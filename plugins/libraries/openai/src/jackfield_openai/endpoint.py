@@ -23,11 +23,11 @@ from aiohttp.http import HttpProcessingError
 from jackfield.abc.rollout import BaseRolloutServer, GenerateChunk, GenerateRequest
 from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RolloutError
 from jackfield.sdk.rpc import is_loopback
-from jackfield_openai.answers import Answer, Choice, ServedTokenizer
+from jackfield_openai.answers import Answer, Choice
 from jackfield_openai.bodies import Body, ChatBody, CompletionBody, read_body
-from jackfield_openai.messages import ClientError, refused
 from jackfield_openai.metrics import Metrics
 from jackfield_openai.settings import EndpointConfig
+from jackfield_openai.text import ClientError, ServedTokenizer, refused
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -22,6 +22,8 @@ import attrs
 import torch
 from nixl import nixl_agent, nixl_agent_config
 
+from jackfield.sdk.buckets import aligned
+
 T = TypeVar("T")
 
 _BACKEND = "UCX"
@@ -209,14 +211,6 @@ class Agent:
             self._agent.deregister_memory(registered, backends=[_BACKEND])
         self._registered.clear()
         self._agent = None
-
-
-_ALIGNMENT = 64  #: of each block, in bytes: a multiple of every dtype's size
-
-
-def aligned(size: int) -> int:
-    """So many bytes, and what is needed for the next ones to be aligned."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 @attrs.define(eq=False)

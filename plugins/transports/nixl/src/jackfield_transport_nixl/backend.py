@@ -29,8 +29,9 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
+from jackfield.sdk.buckets import aligned
 from jackfield.sdk.cells import Cell, content_of, join, lacking_column, split_request, unknown_sample
-from jackfield_transport_nixl.agents import Agent, Place, Regions, aligned, devices_of, place_of, shown
+from jackfield_transport_nixl.agents import Agent, Place, Regions, devices_of, place_of, shown
 from jackfield_transport_nixl.client import Client
 from jackfield_transport_nixl.config import QueueConfig
 from jackfield_transport_nixl.store import CellEntry, Found, Store

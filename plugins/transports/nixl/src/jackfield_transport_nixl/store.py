@@ -15,9 +15,10 @@ from jackfield.clock import Clock
 from jackfield.errors import QueueError, RpcError
 from jackfield.sdk.archive import batches, read_archive, write_archive
 from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.buckets import aligned
 from jackfield.sdk.cells import Buffer, Cell, ColumnType
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller
-from jackfield_transport_nixl.agents import Agent, Block, Place, Regions, aligned, place_of
+from jackfield_transport_nixl.agents import Agent, Block, Place, Regions, place_of
 from jackfield_transport_nixl.config import QueueConfig
 
 _PIECE_BYTES = 16 * 2**20  #: of the values in one message

@@ -21,8 +21,8 @@ from typing import Any
 import attrs
 
 from jackfield.errors import QueueError
+from jackfield.sdk.buckets import aligned
 
-_ALIGNMENT = 64  #: of each block, in bytes: a multiple of every dtype's size
 _ARENA_BYTES = 64 * 2**20  #: larger blocks have an arena of their own
 
 
@@ -41,8 +41,8 @@ def has_ended(process: int, milliseconds: int = 0) -> bool:
     return bool(poller.poll(milliseconds))
 
 
-class Mapping:
-    """Another process's arena, to be read: a write there is a segmentation fault, and spoils nothing."""
+class ForeignArena:
+    """Another process's arena, opened to be read: a write there is a segmentation fault, and spoils nothing."""
 
     def __init__(self, block: Sequence[int]) -> None:
         """
@@ -52,23 +52,30 @@ class Mapping:
         Raises:
             OSError: it is not there any more, or belongs to another user.
         """
-        pid, descriptor, size, device, inode, _ = block
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            status = os.fstat(opened)
-            if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < size:
-                raise FileNotFoundError("another file is there")
-            self._memory = mmap.mmap(opened, size, prot=mmap.PROT_READ)
-        finally:
-            os.close(opened)
-        self.view = memoryview(self._memory)
+        pid, descriptor, self.size, self.device, self.inode, _ = block
+        self._descriptor = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        status = os.fstat(self._descriptor)
+        if (status.st_dev, status.st_ino) != (self.device, self.inode) or status.st_size < self.size:
+            self.close()
+            raise FileNotFoundError("another file is there")
+        self.blocks = 0  #: that a unit needs
+
+    @cached_property
+    def view(self) -> memoryview:
+        """Its bytes."""
+        return memoryview(mmap.mmap(self._descriptor, self.size, prot=mmap.PROT_READ))
 
     @cached_property
     def address(self) -> int:
         """Return the address of the first byte."""
         import numpy as np
 
-        return int(np.frombuffer(self._memory, dtype=np.uint8).ctypes.data)
+        return int(np.frombuffer(self.view, dtype=np.uint8).ctypes.data)
+
+    def entry(self, start: int) -> list[int]:
+        """A block of it, for readers who open it here."""
+        return [os.getpid(), self._descriptor, self.size, self.device, self.inode, start]
 
 
 class Held:
@@ -190,7 +197,7 @@ class Arenas:
         while self._returned:
             block = self._returned.popleft()
             block.arena.give(block.start, block.size)
-        size = max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT
+        size = aligned(max(size, 1))
         for arena in self._arenas:
             if (start := arena.take(size)) is not None:
                 return Block(arena, start, size)

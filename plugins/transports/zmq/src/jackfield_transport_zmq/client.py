@@ -18,7 +18,7 @@ from jackfield_transport_zmq.config import QueueConfig
 from jackfield_transport_zmq.directory import Directory, UnitAddress
 from jackfield_transport_zmq.line import Line, Lost, Stale
 from jackfield_transport_zmq.values import Lease
-from jackfield_transport_zmq.wire import REPLIES, Buffer, Message, Wire
+from jackfield_transport_zmq.wire import Buffer, Message
 
 
 async def _nothing() -> None:
@@ -61,28 +61,15 @@ class Client:
         self._clock = Clock()
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context[Any]()
-        self._wire = Wire(REPLIES, directory.secret)
         self._arenas = Arenas(settings.shared_max_bytes)
         self._sent: dict[tuple[int, int], _Sent] = {}
         self._given_back: deque[tuple[int, int]] = deque()  #: leases, from any thread
         self._room: set[asyncio.Future[None]] = set()
         self._lines: dict[int, Line] = {}
-        for unit in directory.units:
-            if unit.number not in directory.lost:
-                self._connect(unit)
+        self.added(())
 
     def _connect(self, unit: UnitAddress) -> None:
-        self._lines[unit.number] = Line(
-            self._context,
-            unit,
-            self._wire,
-            self.directory.keys,
-            self.directory.secret,
-            self._settings.shared_from_bytes is not None,
-            self._settings.seconds,
-            self._heard,
-            self._lost,
-        )
+        self._lines[unit.number] = Line(self._context, unit, self.directory, self._settings, self._heard, self._lost)
 
     @property
     def shares(self) -> bool:

@@ -17,6 +17,7 @@ import attrs
 import xxhash
 
 from jackfield.errors import QueueError
+from jackfield.sdk import replace_file
 from jackfield_transport_zmq.sockets import Keys
 
 FILE = "units.json"
@@ -101,11 +102,7 @@ class Directory:
             "units": self.entries(),
             "lost": sorted(self.lost),
         }
-        partial = folder / f"{FILE}.{os.getpid()}"
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        partial.replace(folder / FILE)
+        replace_file(folder / FILE, json.dumps(content), mode=0o600, durable=False)
 
     @classmethod
     def read(cls, path: Path) -> Directory:

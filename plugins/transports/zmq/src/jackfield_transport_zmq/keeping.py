@@ -5,48 +5,21 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import attrs
 
-from jackfield_transport_zmq.arenas import Mapping, has_ended
+from jackfield_transport_zmq.arenas import ForeignArena, has_ended
 from jackfield_transport_zmq.wire import Buffer, CellEntry, Packer, bytes_of
 
 _OWN = 1 << 16  #: bytes; smaller values are copied out of their message, which they would keep alive
-
-
-class OpenArena:
-    """A producer's arena, kept open while a block of it is needed."""
-
-    def __init__(self, block: Sequence[int]) -> None:
-        """
-        Raises:
-            OSError: it cannot be opened.
-        """
-        pid, descriptor, self.size, self.device, self.inode, _ = block
-        self.descriptor = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-        status = os.fstat(self.descriptor)
-        if (status.st_dev, status.st_ino) != (self.device, self.inode) or status.st_size < self.size:
-            os.close(self.descriptor)
-            raise FileNotFoundError("a producer's shared memory is gone")
-        self.blocks = 0  #: that are needed
-
-    @cached_property
-    def view(self) -> memoryview:
-        """Its bytes, for readers who cannot open it."""
-        return Mapping([os.getpid(), self.descriptor, self.size, self.device, self.inode, 0]).view
-
-    def entry(self, start: int) -> list[int]:
-        """A block of it, for readers who open it here."""
-        return [os.getpid(), self.descriptor, self.size, self.device, self.inode, start]
 
 
 @attrs.define(eq=False)
 class Shared:
     """A block of shared memory."""
 
-    arena: OpenArena
+    arena: ForeignArena
     start: int
     producer: bytes  #: identity
     uses: int = 0  #: by cells, checkpoints and readers
@@ -98,7 +71,7 @@ class Memory:
     """Blocks by name, with who needs them."""
 
     def __init__(self) -> None:
-        self._arenas: dict[tuple[int, int], OpenArena] = {}
+        self._arenas: dict[tuple[int, int], ForeignArena] = {}
         self._blocks: dict[tuple[int, int], Shared] = {}
         self._leases = 0
         self.freed: defaultdict[bytes, list[tuple[int, int]]] = defaultdict(list)  #: by producer, to be told
@@ -117,7 +90,7 @@ class Memory:
                 if block is None:
                     arena = self._arenas.get((entry[3], inode))
                     if arena is None:
-                        arena = self._arenas[entry[3], inode] = OpenArena(entry)
+                        arena = self._arenas[entry[3], inode] = ForeignArena(entry)
                     arena.blocks += 1
                     block = self._blocks[inode, start] = Shared(arena, start, producer)
                 block.uses += 1
@@ -169,7 +142,7 @@ class Memory:
             arena.blocks -= 1
             if not arena.blocks:
                 del self._arenas[arena.device, arena.inode]
-                os.close(arena.descriptor)
+                arena.close()
 
     def packed(self, cells: Iterable[Kept], client: Client | None) -> tuple[dict[str, Any], list[Buffer]]:
         """Fields ``cells``, ``blocks`` and ``lease`` of a reply, and its buffers."""

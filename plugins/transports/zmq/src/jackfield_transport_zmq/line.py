@@ -14,9 +14,10 @@ import zmq
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, RpcError
 from jackfield_transport_zmq.arenas import has_ended, place_of_this_process
-from jackfield_transport_zmq.directory import UnitAddress
-from jackfield_transport_zmq.sockets import Keys, dealer, pieces, readable, whole
-from jackfield_transport_zmq.wire import Buffer, Message, Wire
+from jackfield_transport_zmq.config import QueueConfig
+from jackfield_transport_zmq.directory import Directory, UnitAddress
+from jackfield_transport_zmq.sockets import dealer, pieces, readable, whole
+from jackfield_transport_zmq.wire import REPLIES, Buffer, Message, Wire
 
 _GOODBYE_MS = 200  #: for the last words to leave
 _DEATH_MS = 1000  #: from the end of a process's memory to its own
@@ -42,11 +43,8 @@ class Line:
         self,
         context: zmq.Context[Any],
         unit: UnitAddress,
-        wire: Wire,
-        keys: Keys | None,
-        secret: bytes,
-        shares: bool,
-        seconds: float,
+        directory: Directory,
+        settings: QueueConfig,
         heard: Callable[[UnitAddress, Message], None],
         lost: Callable[[UnitAddress], None],
     ) -> None:
@@ -54,27 +52,24 @@ class Line:
         Args:
             context: of the client.
             unit: the other end.
-            wire: for requests and replies.
-            keys: of the queue, beyond loopback.
-            secret: of the queue.
-            shares: whether this process uses shared memory.
-            seconds: the deadline of each request.
+            directory: with the secrets of the queue.
+            settings: of the client.
             heard: called with every message, before the request is answered.
             lost: called when the unit's process has ended, where that can be seen.
         """
         self.unit = unit
-        place = place_of_this_process()
+        place, shares = place_of_this_process(), settings.shared_from_bytes is not None
         near = bool(place) and place == unit.place
         self.shares = shares and near  #: whether we open each other's memory
-        self._wire = wire
-        self._seconds = seconds
+        self._wire = Wire(REPLIES, directory.secret)
+        self._seconds = settings.seconds
         self._heard = heard
         self._lost = lost
         self._clock = Clock()
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[asyncio.Future[Message], Callable[[], object] | None]] = {}
-        self._socket: zmq.Socket[Any] | None = dealer(context, keys, secret)
+        self._socket: zmq.Socket[Any] | None = dealer(context, directory.keys, directory.secret)
         self._socket.connect(unit.address)
         self._file = int(self._socket.getsockopt(zmq.FD))
         self._process: int | None = None

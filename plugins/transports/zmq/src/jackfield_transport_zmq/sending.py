@@ -27,10 +27,10 @@ _WINDOW = 6  #: chunks that a worker takes ahead of what it has read
 _SLOTS = 6  #: buckets that are filled or on their way
 _WHOLE = 4  #: buckets; a tensor up to this is one message, which nobody copies; pieces are put together
 
-MESSAGES: dict[str, dict[str, Schema]] = {
+MESSAGES: dict[str, Schema] = {
     "want": {"worker": int, "chunk": int},
     # start and size: of the bytes in the message, among those of the tensors; tensors: none but in the first piece
-    "chunk": {"number": int, "start": int, "size": int, "tensors": [(str, str, [int], int)]},
+    "chunk": {"number": int, "start": int, "size": int, "tensors": list[Entry]},
 }
 
 

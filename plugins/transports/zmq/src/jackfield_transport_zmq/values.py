@@ -16,8 +16,9 @@ import torch
 
 from jackfield.abc.transfer_queue import Column, PutRequest
 from jackfield.errors import QueueError
+from jackfield.sdk.buckets import aligned
 from jackfield.sdk.cells import Buffer, Cell, content_of, join, split_request
-from jackfield_transport_zmq.arenas import Arenas, Block, Held, Mapping
+from jackfield_transport_zmq.arenas import Arenas, Block, ForeignArena, Held
 from jackfield_transport_zmq.wire import Packer, bytes_of
 
 COPIERS = min(4, os.cpu_count() or 1)  #: threads; one alone does not use all of the memory's rate
@@ -95,11 +96,6 @@ async def copied_columns(request: PutRequest, made: Outgoing, block: Block, thre
     return Outgoing(made.rows, block, offsets)
 
 
-def aligned(size: int) -> int:
-    """Where the next column may begin."""
-    return -(-size // 64) * 64
-
-
 # -- in ----------------------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +127,7 @@ class Slot:
     """A cell that was read, and where it lies."""
 
     cell: Cell
-    mapping: Mapping | None = None
+    mapping: ForeignArena | None = None
     offset: int = 0
     lease: Lease | None = None
 
@@ -144,7 +140,7 @@ class Reader:
         Args:
             gathered_max_bytes: of memory that is used again for columns whose rows do not lie together.
         """
-        self._mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
+        self._mappings: OrderedDict[tuple[int, int], ForeignArena] = OrderedDict()
         self._own = Arenas(gathered_max_bytes)
 
     def slots(
@@ -161,18 +157,18 @@ class Reader:
         except (ValueError, IndexError, OSError) as error:
             raise QueueError(f"values cannot be read: {error}", code="queue.store") from error
 
-    def _mapping(self, block: Sequence[int]) -> Mapping:
+    def _mapping(self, block: Sequence[int]) -> ForeignArena:
         name = block[3], block[4]
         mapping = self._mappings.get(name)
         if mapping is None:
-            mapping = self._mappings[name] = Mapping(block)
+            mapping = self._mappings[name] = ForeignArena(block)
             if len(self._mappings) > _MAPPINGS:
                 self._mappings.popitem(last=False)
         self._mappings.move_to_end(name)
         return mapping
 
     @staticmethod
-    def _slot(entry: Any, mappings: Sequence[Mapping], buffers: Sequence[Buffer], lease: Lease | None) -> Slot:
+    def _slot(entry: Any, mappings: Sequence[ForeignArena], buffers: Sequence[Buffer], lease: Lease | None) -> Slot:
         text, source, offset, size = entry
         if source >= 0:
             return Slot((text, bytes_of(entry, buffers)))

@@ -5,8 +5,8 @@ A message is a list of frames, as ZeroMQ sends them. The first is the *head*::
     b"JKF" | version, 1 byte | keyed BLAKE2b over the rest, 16 bytes | msgpack [kind, fields, sizes of the buffers]
 
 The other frames are buffers: bytes that the fields speak of. Nothing in a message is executed or looked up by name,
-there is no pickle, and msgpack's extension types are refused. A reader says beforehand
-which kinds of message it takes and of which types their fields are; everything else is refused with a
+there is no pickle, and msgpack's extension types are refused. A reader says beforehand which kinds of message it takes
+and of which types their fields are; msgspec compares types exactly (True is no int). Everything else is refused with a
 :class:`~jackfield.errors.RpcError`, and counted.
 
 The key makes sure that the head was written by a process that knows the secret. It does not hide anything, and covers
@@ -16,14 +16,15 @@ of the buffers only their number and sizes: beyond one host, an encrypted channe
 from __future__ import annotations
 
 import hmac
+import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import attrs
-import msgpack
+import msgspec
 
 from jackfield.errors import RpcError
 
@@ -31,14 +32,12 @@ VERSION = 1
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-#: Of a field: ``str``, ``int``, ``bytes``, ``bool`` or ``float``; ``[schema]`` is a list of any length, ``(a, b, …)``
-#: a list of just these, ``{schema}`` a map from text; ``object`` is any of them, null included: who reads it looks on.
-Schema: TypeAlias = "type | list[Any] | tuple[Any, ...] | set[Any]"
+#: The types of a message's fields, by name, as annotations.
+Schema: TypeAlias = "Mapping[str, Any]"
 
 _MAGIC = b"JKF"
 _MAC_BYTES = 16
 _PREFIX_BYTES = len(_MAGIC) + 1 + _MAC_BYTES
-_SCALARS = (str, int, bytes, bool, float)
 
 
 @attrs.frozen(kw_only=True)
@@ -63,20 +62,25 @@ class Message:
         return self.fields[name]
 
 
+class _Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    kind: str
+    fields: msgspec.Raw
+    sizes: list[int]
+
+
 class Wire:
     """Writes and reads the messages of one protocol."""
 
-    def __init__(
-        self, messages: Mapping[str, Mapping[str, Schema]], secret: bytes, limits: Limits | None = None
-    ) -> None:
+    def __init__(self, messages: Mapping[str, Schema], secret: bytes, limits: Limits | None = None) -> None:
         """
         Args:
             messages: fields of each kind of message that is read, with their types.
             secret: up to 64 bytes, known to both ends.
             limits: of each message.
         """
-        self._checks = {
-            kind: {name: _check(schema) for name, schema in fields.items()} for kind, fields in messages.items()
+        self._decoders = {
+            kind: msgspec.msgpack.Decoder(msgspec.defstruct("Fields", [*fields.items()], forbid_unknown_fields=True))
+            for kind, fields in messages.items()
         }
         self._secret = secret
         self._limits = limits or Limits()
@@ -89,7 +93,7 @@ class Wire:
             RpcError: ``rpc.size`` for a message above the limits.
         """
         sizes = [buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers]
-        body: bytes = msgpack.packb([kind, fields, sizes])
+        body = msgspec.msgpack.encode([kind, fields, sizes])
         self._check_sizes(len(body), sizes)
         return [b"".join((_MAGIC, bytes((VERSION,)), self._mac(body), body)), *buffers]
 
@@ -125,13 +129,27 @@ class Wire:
         self._check_sizes(len(body), sizes)
         if not hmac.compare_digest(bytes(head[len(_MAGIC) + 1 : _PREFIX_BYTES]), self._mac(body)):
             raise RpcError("a message from a process that does not know the secret", code="rpc.authentication")
-        kind, fields, announced = _unpacked(body)
+        kind, fields, announced = self._unpacked(body)
         if announced != sizes:
             raise RpcError(
                 "buffers are missing or of other sizes", expected=reprlib.repr(announced), found=reprlib.repr(sizes)
             )
-        self._check_fields(kind, fields)
         return Message(kind, fields, buffers)
+
+    def _unpacked(self, body: memoryview) -> tuple[str, dict[str, Any], list[int]]:
+        kind = None
+        try:
+            head = msgspec.msgpack.decode(body, type=_Head)
+            kind = reprlib.repr(head.kind)
+            decoder = self._decoders[head.kind]
+            return head.kind, msgspec.structs.asdict(decoder.decode(head.fields)), head.sizes
+        except KeyError:
+            message = f"a message of a kind that is not known: {kind}"
+            raise RpcError(message, expected=", ".join(self._decoders)) from None
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            place = re.search(r"`\$\.(\w+)", str(error))
+            message = f"a message {kind} with other fields" if kind else "a head that cannot be read"
+            raise RpcError(message, where=place and place[1], found=str(error)) from error
 
     def _mac(self, body: Buffer) -> bytes:
         return blake2b(body, digest_size=_MAC_BYTES, key=self._secret).digest()
@@ -149,84 +167,25 @@ class Wire:
                 f"{sum(sizes)} bytes together",
             )
 
-    def _check_fields(self, kind: Any, fields: Any) -> None:
-        checks = self._checks.get(kind) if isinstance(kind, str) else None
-        if checks is None:
-            raise RpcError(
-                f"a message of a kind that is not known: {reprlib.repr(kind)}", expected=", ".join(self._checks)
-            )
-        if not isinstance(fields, dict) or fields.keys() != checks.keys():
-            raise RpcError(f"a message {kind!r} with other fields", expected=sorted(checks), found=reprlib.repr(fields))
-        for name, check in checks.items():
-            if not check(fields[name]):
-                raise RpcError(
-                    f"a message {kind!r} whose field is of another type", where=name, found=reprlib.repr(fields[name])
-                )
 
+#: A value is a *cell* as :mod:`jackfield.sdk.cells` has it: type, source, offset, size. Its bytes are in the message's
+#: buffer ``source``, or, where that is negative, in shared memory: in block ``-1 - source`` of the message.
+CellEntry: TypeAlias = tuple[str, int, int, int]
+Cells: TypeAlias = list[CellEntry]
+#: A block is a piece of an arena, a ``memfd`` that its maker keeps open: pid, descriptor, bytes, device, inode, start.
+#: Offsets are those in the arena. ``inode`` and ``start`` are the block's name.
+Blocks: TypeAlias = list[tuple[int, int, int, int, int, int]]
+Units: TypeAlias = list[tuple[int, int, str, str]]  #: number, pid, address, where it runs
+Samples: TypeAlias = list[tuple[str, str, list[str]]]  #: partition, key, columns
 
-def _unpacked(body: memoryview) -> tuple[Any, Any, Any]:
-    try:
-        # msgpack bounds every length by the bytes that are there
-        found = msgpack.unpackb(body, ext_hook=_refuse_extension, strict_map_key=True)
-        if type(found) is not list:
-            raise TypeError("not a list")
-        kind, fields, sizes = found
-    except Exception as error:  # msgpack raises many sorts, and what it read comes from outside
-        raise RpcError(f"a head that cannot be read: {type(error).__name__}") from error
-    return kind, fields, sizes
+_VALUES = {"cells": Cells, "blocks": Blocks}
+_MARK = {"id": int, "mark": str}
+_ROWS = {"id": int, "units": int, "partition": str, "keys": list[str]}
 
-
-def _refuse_extension(code: int, _: bytes) -> Any:
-    raise ValueError(f"extension type {code}")
-
-
-def _check(schema: Schema) -> Callable[[Any], bool]:
-    """Whether a value is of a type. Types are compared exactly: True is no int."""
-    if isinstance(schema, list):
-        (inner,) = schema
-        if inner in _SCALARS:
-            kinds = {inner}
-            return lambda value: type(value) is list and kinds.issuperset(map(type, value))
-        check = _check(inner)
-        return lambda value: type(value) is list and all(map(check, value))
-    if isinstance(schema, tuple):
-        return _check_tuple(schema)
-    if isinstance(schema, set):
-        (inner,) = schema
-        check = _check(inner)
-        return lambda value: (
-            type(value) is dict and all(type(name) is str and check(item) for name, item in value.items())
-        )
-    if schema is object:
-        return lambda value: True
-    assert schema in _SCALARS, f"{schema!r} is no type of a field"
-    return lambda value: type(value) is schema
-
-
-def _check_tuple(schema: tuple[Any, ...]) -> Callable[[Any], bool]:
-    """Types all at once, then what lies in lists and maps: messages have thousands of such entries."""
-    kinds = [dict if isinstance(item, set) else list if isinstance(item, list | tuple) else item for item in schema]
-    assert object not in kinds, "an entry of a list has a type"
-    inner = [(index, _check(item)) for index, item in enumerate(schema) if item not in _SCALARS]
-    return lambda value: (
-        type(value) is list and kinds == list(map(type, value)) and all(check(value[index]) for index, check in inner)
-    )
-
-
-CellEntry: TypeAlias = "Sequence[Any]"
-
-CELL = (str, int, int, int)
-BLOCK = (int, int, int, int, int, int)
-UNIT = (int, int, str, str)  #: number, pid, address, where it runs
-
-_VALUES: dict[str, Schema] = {"cells": [CELL], "blocks": [BLOCK]}
-_MARK: dict[str, Schema] = {"id": int, "mark": str}
-_ROWS: dict[str, Schema] = {"id": int, "units": int, "partition": str, "keys": [str]}
-
-REQUESTS: dict[str, dict[str, Schema]] = {
+REQUESTS: dict[str, Schema] = {
     "hello": {"pid": int, "place": str},
-    "put": {**_ROWS, "columns": [str], **_VALUES},
-    "get": {**_ROWS, "columns": [str]},
+    "put": {**_ROWS, "columns": list[str], **_VALUES},
+    "get": {**_ROWS, "columns": list[str]},
     "has": _ROWS,
     "keys": {"id": int},
     "delete": _ROWS,
@@ -234,27 +193,27 @@ REQUESTS: dict[str, dict[str, Schema]] = {
     "hold": _MARK,  # puts and deletions wait, until begin, swap or end of the same mark
     "begin": _MARK,  # a checkpoint: what is there now
     "take": _MARK,  # some rows of it
-    "stage": {**_MARK, "partition": str, "keys": [str], "columns": [str], **_VALUES},
+    "stage": {**_MARK, "partition": str, "keys": list[str], "columns": list[str], **_VALUES},
     "swap": _MARK,  # what was staged, in the place of everything
     "end": _MARK,
-    "release": {"leases": [int]},
-    "add": {"id": int, "units": [UNIT]},
-    "lose": {"units": [int]},
+    "release": {"leases": list[int]},
+    "add": {"id": int, "units": Units},
+    "lose": {"units": list[int]},
     "bye": {},
 }
 
-_REPLY: dict[str, Schema] = {"id": int, "lost": [int]}
+_REPLY = {"id": int, "lost": list[int]}
 
-REPLIES: dict[str, dict[str, Schema]] = {
+REPLIES: dict[str, Schema] = {
     "counted": {**_REPLY, "rows": int, "bytes": int},
-    "cells": {**_REPLY, "unknown": [int], "lacking": [(int, str, [str])], **_VALUES, "lease": int},
-    "known": {**_REPLY, "known": [int]},
-    "samples": {**_REPLY, "samples": [(str, str, [str])]},
-    "state": {**_REPLY, "rows": int, "bytes": int, "details": {int}},
-    "batch": {**_REPLY, "rows": [(str, str, [str])], **_VALUES, "lease": int},
-    "stale": {**_REPLY, "units": [UNIT]},
+    "cells": {**_REPLY, "unknown": list[int], "lacking": list[tuple[int, str, list[str]]], **_VALUES, "lease": int},
+    "known": {**_REPLY, "known": list[int]},
+    "samples": {**_REPLY, "samples": Samples},
+    "state": {**_REPLY, "rows": int, "bytes": int, "details": dict[str, int]},
+    "batch": {**_REPLY, "rows": Samples, **_VALUES, "lease": int},
+    "stale": {**_REPLY, "units": Units},
     "refused": {**_REPLY, "code": str, "message": str},
-    "freed": {"blocks": [(int, int)]},  # of the client that is told; no reply
+    "freed": {"blocks": list[tuple[int, int]]},  # of the client that is told; no reply
 }
 
 _SMALL = 1 << 16  #: bytes; smaller cells share a buffer

@@ -29,13 +29,13 @@ from jackfield_conformance.support.agent import (
     assert_well_formed,
     bits,
     cancel_at,
-    finite,
     outline,
     play,
     played,
     tasks,
     tight_budgets,
 )
+from jackfield_conformance.support.expecting import finite
 from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
 from jackfield_conformance.support.processes import adopting, descendants, names, remaining
 

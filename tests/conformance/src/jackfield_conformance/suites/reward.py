@@ -59,105 +59,98 @@ CAPABILITIES = {
 }
 
 
-@check("REW-010", page=_PAGE + "scores")
-async def examples_are_scored(subject: Subject) -> None:
+@check("REW-010", page=_PAGE + "scores", using=opened)
+async def examples_are_scored(subject: Subject, agent: RewardAgent) -> None:
     """A sample that can be scored gets the status ok and its score."""
-    async with opened(subject) as agent:
-        for request, expected in zip(examples(subject), expected_scores(subject), strict=True):
-            result = await score(agent, request)
-            answer = f"{request.solution_str!r} for {request.ground_truth!r}"
-            hint = "give requests that can be scored as 'examples' of the fixture"
-            assert result.status == "ok", f"{answer}: {result.status}, {result.error}; {hint}"
-            if expected is not None:
-                close = math.isclose(expected, result.score or 0.0, rel_tol=1e-6, abs_tol=1e-9)
-                assert close, f"{answer}: expected {expected}, found {result.score}"
+    for request, expected in zip(examples(subject), expected_scores(subject), strict=True):
+        result = await score(agent, request)
+        answer = f"{request.solution_str!r} for {request.ground_truth!r}"
+        hint = "give requests that can be scored as 'examples' of the fixture"
+        assert result.status == "ok", f"{answer}: {result.status}, {result.error}; {hint}"
+        if expected is not None:
+            close = math.isclose(expected, result.score or 0.0, rel_tol=1e-6, abs_tol=1e-9)
+            assert close, f"{answer}: expected {expected}, found {result.score}"
 
 
-@check("REW-011", page=_PAGE + "scores")
-async def results_are_well_formed(subject: Subject) -> None:
+@check("REW-011", page=_PAGE + "scores", using=opened)
+async def results_are_well_formed(subject: Subject, agent: RewardAgent) -> None:
     """Whatever the answer is, the result is a finite score, or a status with a reason and no score."""
-    async with opened(subject) as agent:
-        for request in examples(subject):
-            for answer in (request.solution_str, *_ODD_ANSWERS):
-                ids = tuple(range(len(answer.split()) + 1))
-                asked = attrs.evolve(request, solution_str=answer, response_ids=ids)
-                result = await score(agent, asked)
-                assert_result(result, asked, f"the result for the answer {answer[:40]!r}")
-                if result.token_scores is not None:
-                    declared = subject.has("token_scores")
-                    assert declared, "it yields token scores, and its manifest does not declare token_scores"
+    for request in examples(subject):
+        for answer in (request.solution_str, *_ODD_ANSWERS):
+            ids = tuple(range(len(answer.split()) + 1))
+            asked = attrs.evolve(request, solution_str=answer, response_ids=ids)
+            result = await score(agent, asked)
+            assert_result(result, asked, f"the result for the answer {answer[:40]!r}")
+            if result.token_scores is not None:
+                declared = subject.has("token_scores")
+                assert declared, "it yields token scores, and its manifest does not declare token_scores"
 
 
-@check("REW-012", page=_PAGE + "failures")
-async def a_failure_is_no_score(subject: Subject) -> None:
+@check("REW-012", page=_PAGE + "failures", using=opened)
+async def a_failure_is_no_score(subject: Subject, agent: RewardAgent) -> None:
     """A failure is a status with its reason, or an error that is raised, and never a score."""
-    async with opened(subject) as agent:
-        for request in examples(subject)[:1]:
-            fields = attrs.asdict(request, recurse=False)
-            unreadable = Unreadable(**fields)
-            result = await score(agent, unreadable)
-            swallowed = unreadable.was_read and result.status == "ok"
-            assert not swallowed, f"an error was raised while it scored; the result is ok, score {result.score!r}"
-            assert_result(result, what="the result of a call in which an error was raised")
-        for request in _given(subject, "failing"):
-            result = await score(agent, request)
-            assert_result(result, request)
-            assert result.status != "ok", f"{request.ground_truth!r} cannot be scored; the score is {result.score!r}"
+    for request in examples(subject)[:1]:
+        fields = attrs.asdict(request, recurse=False)
+        unreadable = Unreadable(**fields)
+        result = await score(agent, unreadable)
+        swallowed = unreadable.was_read and result.status == "ok"
+        assert not swallowed, f"an error was raised while it scored; the result is ok, score {result.score!r}"
+        assert_result(result, what="the result of a call in which an error was raised")
+    for request in _given(subject, "failing"):
+        result = await score(agent, request)
+        assert_result(result, request)
+        assert result.status != "ok", f"{request.ground_truth!r} cannot be scored; the score is {result.score!r}"
 
 
-@check("REW-013", page=_PAGE + "retries")
-async def a_retry_gets_the_same_answer(subject: Subject) -> None:
+@check("REW-013", page=_PAGE + "retries", using=opened)
+async def a_retry_gets_the_same_answer(subject: Subject, agent: RewardAgent) -> None:
     """A retry of a sample, with the same idempotency key, gets the first answer."""
-    async with opened(subject) as agent:
-        for request in examples(subject):
-            first = await score(agent, request)
-            again = await score(agent, attrs.evolve(request, retry=1))
-            assert same(first, again), f"at first: {_told(first)}, at the retry: {_told(again)}"
+    for request in examples(subject):
+        first = await score(agent, request)
+        again = await score(agent, attrs.evolve(request, retry=1))
+        assert same(first, again), f"at first: {_told(first)}, at the retry: {_told(again)}"
 
 
-@check("REW-014", page=_PAGE + "retries")
-async def a_retry_after_a_cancelled_attempt(subject: Subject) -> None:
+@check("REW-014", page=_PAGE + "retries", using=opened)
+async def a_retry_after_a_cancelled_attempt(subject: Subject, agent: RewardAgent) -> None:
     """A sample whose first call was cancelled is scored at the retry as if there had been no first call."""
     request = examples(subject)[0]
-    async with opened(subject) as agent:
-        untouched = await score(agent, attrs.evolve(request, idempotency_key="untouched"))
-        for turns in _TURNS:
-            mine = attrs.evolve(request, idempotency_key=f"cancelled/{turns}")
-            await _cancelled(agent, mine, turns)
-            again = await score(agent, attrs.evolve(mine, retry=1))
-            told = f"expected {_told(untouched)}, found after a cancelled attempt {_told(again)}"
-            assert same(untouched, again), told
+    untouched = await score(agent, attrs.evolve(request, idempotency_key="untouched"))
+    for turns in _TURNS:
+        mine = attrs.evolve(request, idempotency_key=f"cancelled/{turns}")
+        await _cancelled(agent, mine, turns)
+        again = await score(agent, attrs.evolve(mine, retry=1))
+        told = f"expected {_told(untouched)}, found after a cancelled attempt {_told(again)}"
+        assert same(untouched, again), told
 
 
-@check("REW-015", page=_PAGE + "concurrency")
-async def many_at_once(subject: Subject) -> None:
+@check("REW-015", page=_PAGE + "concurrency", using=opened)
+async def many_at_once(subject: Subject, agent: RewardAgent) -> None:
     """Samples that are scored at the same time get the scores that they get one by one."""
     asked = examples(subject)
-    async with opened(subject) as agent:
-        alone = [await score(agent, request) for request in asked]
-        for round in range(4):
-            order = [(round + number) % len(asked) for number in range(4 * len(asked))]
-            together = await scores(
-                agent,
-                [attrs.evolve(asked[index], idempotency_key=f"{round}/{n}") for n, index in enumerate(order)],
-            )
-            for index, found in zip(order, together, strict=True):
-                expected = _told(alone[index])
-                assert same(alone[index], found), f"alone: {expected}; among {len(order)}: {_told(found)}"
+    alone = [await score(agent, request) for request in asked]
+    for round in range(4):
+        order = [(round + number) % len(asked) for number in range(4 * len(asked))]
+        together = await scores(
+            agent,
+            [attrs.evolve(asked[index], idempotency_key=f"{round}/{n}") for n, index in enumerate(order)],
+        )
+        for index, found in zip(order, together, strict=True):
+            expected = _told(alone[index])
+            assert same(alone[index], found), f"alone: {expected}; among {len(order)}: {_told(found)}"
 
 
-@check("REW-016", page=_PAGE + "deadlines")
-async def a_cancelled_call_ends(subject: Subject) -> None:
+@check("REW-016", page=_PAGE + "deadlines", using=opened)
+async def a_cancelled_call_ends(subject: Subject, agent: RewardAgent) -> None:
     """A call that is cancelled ends at once, and leaves no task behind."""
-    async with opened(subject) as agent:
-        quick = examples(subject)[0]
-        for request in [quick, *_given(subject, "slow")]:
-            await score(agent, quick)
-            before = set(asyncio.all_tasks())
-            for turns in _TURNS:
-                await _cancelled(agent, request, turns)
-                left = [task.get_name() for task in asyncio.all_tasks() - before if not task.done()]
-                assert not left, f"tasks that are left after a cancelled call: {left}"
+    quick = examples(subject)[0]
+    for request in [quick, *_given(subject, "slow")]:
+        await score(agent, quick)
+        before = set(asyncio.all_tasks())
+        for turns in _TURNS:
+            await _cancelled(agent, request, turns)
+            left = [task.get_name() for task in asyncio.all_tasks() - before if not task.done()]
+            assert not left, f"tasks that are left after a cancelled call: {left}"
 
 
 @check("REW-017", page=_PAGE + "deadlines")
@@ -177,19 +170,18 @@ async def a_deadline_ends_what_was_started(subject: Subject) -> None:
                 assert more <= 0, f"processes that run on after the deadline: {names(left)}"
 
 
-@check("REW-018", page=_PAGE + "concurrency")
-async def the_event_loop_goes_on(subject: Subject) -> None:
+@check("REW-018", page=_PAGE + "concurrency", using=opened)
+async def the_event_loop_goes_on(subject: Subject, agent: RewardAgent) -> None:
     """While one sample takes long, the event loop turns."""
     slow = requests_of(subject, "slow")[0]
-    async with opened(subject) as agent:
-        await score(agent, examples(subject)[0])
-        waiting = asyncio.create_task(score(agent, slow))
-        try:
-            await asyncio.sleep(0)  # the call begins, and comes back here when it waits, or when it is over
-            assert not waiting.done(), "a slow request was over before anything else ran: it blocks the event loop"
-        finally:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
+    await score(agent, examples(subject)[0])
+    waiting = asyncio.create_task(score(agent, slow))
+    try:
+        await asyncio.sleep(0)  # the call begins, and comes back here when it waits, or when it is over
+        assert not waiting.done(), "a slow request was over before anything else ran: it blocks the event loop"
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
 
 
 @check("REW-019", page=_PAGE + "life")
@@ -227,76 +219,71 @@ async def start_and_close_may_be_repeated(subject: Subject) -> None:
         await agent.close()
 
 
-@check("REW-021", page=_PAGE + "life")
-async def agents_share_nothing(subject: Subject) -> None:
+@check("REW-021", page=_PAGE + "life", using=opened)
+async def agents_share_nothing(subject: Subject, agent: RewardAgent) -> None:
     """Two agents in one process share nothing: closing one leaves the other at work."""
     request = examples(subject)[0]
-    async with opened(subject) as agent:
-        first = await score(agent, request)
-        async with opened(subject) as other:
-            beside = await score(other, request)
-            assert same(first, beside), f"one: {_told(first)}; the other: {_told(beside)}"
-        after = await score(agent, attrs.evolve(request, idempotency_key="after"))
-        assert same(first, after), f"before the other was closed: {_told(first)}; after: {_told(after)}"
+    first = await score(agent, request)
+    async with opened(subject) as other:
+        beside = await score(other, request)
+        assert same(first, beside), f"one: {_told(first)}; the other: {_told(beside)}"
+    after = await score(agent, attrs.evolve(request, idempotency_key="after"))
+    assert same(first, after), f"before the other was closed: {_told(first)}; after: {_told(after)}"
 
 
-@check("REW-022", page=_PAGE + "requests")
-async def requests_are_left_alone(subject: Subject) -> None:
+@check("REW-022", page=_PAGE + "requests", using=opened)
+async def requests_are_left_alone(subject: Subject, agent: RewardAgent) -> None:
     """A request is not changed by scoring it."""
-    async with opened(subject) as agent:
-        for request in examples(subject):
-            extra = {**copy.deepcopy(dict(request.extra_info)), "conformance": {"list": [1, 2]}}
-            asked = attrs.evolve(request, extra_info=extra)
-            before = copy.deepcopy(attrs.asdict(asked, recurse=False))
-            await score(agent, asked)
-            after = attrs.asdict(asked, recurse=False)
-            changed = [name for name in before if before[name] != after[name]]
-            assert not changed, f"changed by compute_score: {changed}"
+    for request in examples(subject):
+        extra = {**copy.deepcopy(dict(request.extra_info)), "conformance": {"list": [1, 2]}}
+        asked = attrs.evolve(request, extra_info=extra)
+        before = copy.deepcopy(attrs.asdict(asked, recurse=False))
+        await score(agent, asked)
+        after = attrs.asdict(asked, recurse=False)
+        changed = [name for name in before if before[name] != after[name]]
+        assert not changed, f"changed by compute_score: {changed}"
 
 
-@check("REW-023", page=_PAGE + "requests")
-async def further_fields_are_tolerated(subject: Subject) -> None:
+@check("REW-023", page=_PAGE + "requests", using=opened)
+async def further_fields_are_tolerated(subject: Subject, agent: RewardAgent) -> None:
     """A task's further fields, which the agent does not know, change no score."""
-    async with opened(subject) as agent:
-        for request in examples(subject):
-            plain = await score(agent, request)
-            extra = {**request.extra_info, "conformance_unknown": ["field", 1, None]}
-            more = await score(agent, attrs.evolve(request, extra_info=extra, prompt_str="What is it?"))
-            assert same(plain, more), f"without further fields: {_told(plain)}; with them: {_told(more)}"
+    for request in examples(subject):
+        plain = await score(agent, request)
+        extra = {**request.extra_info, "conformance_unknown": ["field", 1, None]}
+        more = await score(agent, attrs.evolve(request, extra_info=extra, prompt_str="What is it?"))
+        assert same(plain, more), f"without further fields: {_told(plain)}; with them: {_told(more)}"
 
 
-@check("REW-024", page=_PAGE + "concurrency")
-async def answers_belong_to_their_requests(subject: Subject) -> None:
+@check("REW-024", page=_PAGE + "concurrency", using=opened)
+async def answers_belong_to_their_requests(subject: Subject, agent: RewardAgent) -> None:
     """A call that is cancelled, or fails, moves no answer to another sample."""
     asked = examples(subject)
-    async with opened(subject) as agent:
-        alone = [await score(agent, request) for request in asked]
-        for index, request in enumerate(asked):
-            other = asked[(index + 1) % len(asked)]
-            for turns in _TURNS:
-                await _cancelled(agent, attrs.evolve(other, idempotency_key=f"cancelled/{index}/{turns}"), turns)
-            for broken in _given(subject, "failing"):
-                await score(agent, broken)
-            found = await score(agent, attrs.evolve(request, idempotency_key=f"own/{index}"))
-            told = f"expected {_told(alone[index])}, found after calls that ended otherwise {_told(found)}"
-            assert same(alone[index], found), told
+    alone = [await score(agent, request) for request in asked]
+    for index, request in enumerate(asked):
+        other = asked[(index + 1) % len(asked)]
+        for turns in _TURNS:
+            await _cancelled(agent, attrs.evolve(other, idempotency_key=f"cancelled/{index}/{turns}"), turns)
+        for broken in _given(subject, "failing"):
+            await score(agent, broken)
+        found = await score(agent, attrs.evolve(request, idempotency_key=f"own/{index}"))
+        told = f"expected {_told(alone[index])}, found after calls that ended otherwise {_told(found)}"
+        assert same(alone[index], found), told
 
 
-@check("REW-030", capability="post_process", page=_PAGE + "groups")
-async def groups_keep_their_length_and_order(subject: Subject) -> None:
+@check("REW-030", capability="post_process", page=_PAGE + "groups", using=opened)
+async def groups_keep_their_length_and_order(subject: Subject, agent: RewardAgent) -> None:
     """Post-processing gives one result per rollout of the group, each in the place of its rollout."""
-    async with opened(subject) as agent:
-        for group in _groups():
-            before = copy.deepcopy(group)
-            found = list(agent.post_process_scores(tuple(group)))
-            assert len(group) == len(found), f"{len(group)} results went in, {len(found)} came out"
-            assert before == group, "post-processing changed the results that it was given"
-            for result in found:
-                assert_result(result, what="a result of post-processing")
-            backwards = list(agent.post_process_scores(tuple(reversed(group))))
-            expected = [_told(result) for result in reversed(found)]
-            turned = [_told(result) for result in backwards]
-            assert expected == turned, f"a group in reverse: expected {expected}, found {turned}"
+    for group in _groups():
+        before = copy.deepcopy(group)
+        found = list(agent.post_process_scores(tuple(group)))
+        assert len(group) == len(found), f"{len(group)} results went in, {len(found)} came out"
+        assert before == group, "post-processing changed the results that it was given"
+        for result in found:
+            assert_result(result, what="a result of post-processing")
+        backwards = list(agent.post_process_scores(tuple(reversed(group))))
+        expected = [_told(result) for result in reversed(found)]
+        turned = [_told(result) for result in backwards]
+        assert expected == turned, f"a group in reverse: expected {expected}, found {turned}"
 
 
 @check("REW-031", capability="post_process", page=_PAGE + "groups")
@@ -309,40 +296,38 @@ async def groups_do_not_mix(subject: Subject) -> None:
     assert forwards == backwards[::-1], f"groups in order: {forwards}; in reverse order: {backwards[::-1]}"
 
 
-@check("REW-032", capability="token_scores", page=_PAGE + "scores")
-async def token_scores_are_there(subject: Subject) -> None:
+@check("REW-032", capability="token_scores", page=_PAGE + "scores", using=opened)
+async def token_scores_are_there(subject: Subject, agent: RewardAgent) -> None:
     """An agent that declares token scores yields one per response token."""
-    async with opened(subject) as agent:
-        found = 0
-        for number, request in enumerate(examples(subject)):
-            ids = request.response_ids or tuple(range(3 + number))
-            result = await score(agent, attrs.evolve(request, response_ids=ids))
-            if result.token_scores is not None:
-                found += 1
-                assert len(ids) == len(result.token_scores), f"{len(result.token_scores)} scores for {len(ids)} tokens"
-        assert found, "token_scores is declared, and no example yields any"
+    found = 0
+    for number, request in enumerate(examples(subject)):
+        ids = request.response_ids or tuple(range(3 + number))
+        result = await score(agent, attrs.evolve(request, response_ids=ids))
+        if result.token_scores is not None:
+            found += 1
+            assert len(ids) == len(result.token_scores), f"{len(result.token_scores)} scores for {len(ids)} tokens"
+    assert found, "token_scores is declared, and no example yields any"
 
 
-@check("REW-050", tier="stress", page=_PAGE + "concurrency", deadline_seconds=120.0)
-async def hundreds_with_cancellations(subject: Subject) -> None:
+@check("REW-050", tier="stress", page=_PAGE + "concurrency", deadline_seconds=120.0, using=opened)
+async def hundreds_with_cancellations(subject: Subject, agent: RewardAgent) -> None:
     """Of hundreds of samples at once, some of them cancelled, each other one gets its score."""
     asked = examples(subject)
-    async with opened(subject) as agent:
-        alone = [await score(agent, request) for request in asked]
-        tasks = [
-            asyncio.create_task(score(agent, attrs.evolve(asked[n % len(asked)], idempotency_key=f"many/{n}")))
-            for n in range(400)
-        ]
-        await asyncio.sleep(0)
-        for task in tasks[::7]:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        for number, result in enumerate(results):
-            if isinstance(result, BaseException):
-                assert number % 7 == 0, f"sample {number} was not cancelled, and raised {result!r}"
-                continue
-            expected = alone[number % len(asked)]
-            assert same(expected, result), f"sample {number}: alone {_told(expected)}, among 400 {_told(result)}"
+    alone = [await score(agent, request) for request in asked]
+    tasks = [
+        asyncio.create_task(score(agent, attrs.evolve(asked[n % len(asked)], idempotency_key=f"many/{n}")))
+        for n in range(400)
+    ]
+    await asyncio.sleep(0)
+    for task in tasks[::7]:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for number, result in enumerate(results):
+        if isinstance(result, BaseException):
+            assert number % 7 == 0, f"sample {number} was not cancelled, and raised {result!r}"
+            continue
+        expected = alone[number % len(asked)]
+        assert same(expected, result), f"sample {number}: alone {_told(expected)}, among 400 {_told(result)}"
 
 
 async def _cancelled(agent: RewardAgent, request: ScoreRequest, turns: int) -> None:

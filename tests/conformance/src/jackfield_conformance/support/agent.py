@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, Ag
 from jackfield.abc.rollout import GenerateRequest, GenerateResult
 from jackfield.errors import RolloutError
 from jackfield_conformance.subject import Subject
+from jackfield_conformance.support.expecting import finite
 from jackfield_conformance.support.processes import descendants, names, remaining
 
 END = 2  #: the token that ends a turn
@@ -374,7 +374,3 @@ def outline(trial: Trial) -> Mapping[str, Any]:
 def bits(mask: list[int]) -> str:
     text = "".join(map(str, mask))
     return text if len(text) <= 40 else f"{text[:40]}…"
-
-
-def finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

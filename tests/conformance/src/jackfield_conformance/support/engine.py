@@ -9,7 +9,7 @@ import itertools
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -381,19 +381,3 @@ def assert_tokens(wanted: Sequence[torch.Tensor], found: Any, tolerance: float, 
         )
         error = float((one.double() - other.detach().cpu().double()).abs().max())
         assert error <= tolerance, f"{what} of row {index} are off by {error:.3g}, expected at most {tolerance:g}"
-
-
-def raises(action: Callable[[], Any], code: str, what: str) -> None:
-    """``action`` raises an EngineError of this code."""
-    from jackfield.errors import EngineError
-
-    found = "nothing was raised"
-    try:
-        action()
-    except EngineError as error:
-        if error.code == code:
-            return
-        found = f"an EngineError {error.code}: {error.message}"
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    raise AssertionError(f"{what}: {found}; expected an EngineError {code}")

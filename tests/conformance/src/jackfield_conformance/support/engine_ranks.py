@@ -6,7 +6,6 @@ process of its own that has imported the libraries, so that ranks share neither 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import time
@@ -71,10 +70,7 @@ def _run(subject: Subject, folder: Path) -> Played:
     for rank, host in enumerate(hosts):
         host.order(
             {
-                "class": [subject.cls.__module__, subject.cls.__qualname__],
-                "config_class": [subject.config_class.__module__, subject.config_class.__qualname__],
-                "settings": dict(subject.settings),
-                "fixture": {name: subject.fixture[name] for name in ("device",) if name in subject.fixture},
+                "subject": subject.plain(),
                 "model": str(support.model_folder()),
                 "folder": str(folder),
                 "rank": rank,
@@ -110,17 +106,11 @@ def _play(settings: Mapping[str, Any]) -> None:
     from safetensors.torch import save_file
 
     from jackfield.abc.engine import SaveCheckpointRequest
-    from jackfield.settings import structure
 
     torch.set_num_threads(1)
     torch.seed()  # the host's state is in every child
     folder = Path(settings["folder"])
-    cls, config_class = (_load(*settings[name]) for name in ("class", "config_class"))
-    config = structure(config_class, settings["settings"])
-    subject = Subject(
-        kind="engine", name="rank", cls=cls, config=config, config_class=config_class, settings=settings["settings"],
-        fixture=settings["fixture"], folder=folder,
-    )  # fmt: skip
+    subject = Subject.of_plain(settings["subject"], folder)
     rank = settings["rank"]
     place = {"rank": rank, "local_rank": rank, "world_size": RANKS, "init_method": f"file://{folder}/meeting"}
     with support.opened(subject, Path(settings["model"]), micro_batch_tokens=support.SMALL, **place) as engine:
@@ -147,10 +137,3 @@ def _play(settings: Mapping[str, Any]) -> None:
     }
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"rank-{rank}.safetensors")
     (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
-
-
-def _load(module: str, qualname: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found

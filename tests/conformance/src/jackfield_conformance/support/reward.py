@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, Score
 from jackfield.clock import Clock
 from jackfield_conformance.registry import NotApplicable
 from jackfield_conformance.subject import Subject
+from jackfield_conformance.support.expecting import finite
 
 #: Seconds for one score of an example.
 DEADLINE = 20.0
@@ -111,24 +111,20 @@ def assert_result(result: object, request: ScoreRequest | None = None, what: str
     statuses = ("ok", "failed", "timeout")
     assert result.status in statuses, f"{what} has the status {result.status!r}, expected one of {statuses}"
     if result.status == "ok":
-        assert _finite(result.score), f"{what} is ok with the score {result.score!r}, expected a finite number"
+        assert finite(result.score), f"{what} is ok with the score {result.score!r}, expected a finite number"
     else:
         assert result.score is None, f"{what} is {result.status} with the score {result.score!r}, expected None"
         assert result.error, f"{what} is {result.status} and its error says nothing"
     for token_score in result.token_scores or ():
-        assert _finite(token_score), f"{what} has the token score {token_score!r}, expected finite numbers"
+        assert finite(token_score), f"{what} has the token score {token_score!r}, expected finite numbers"
     if request is not None and result.token_scores is not None and request.response_ids:
         expected, found = len(request.response_ids), len(result.token_scores)
         assert expected == found, f"{what} has {found} token scores for {expected} response tokens"
     for name, value in result.metrics.items():
         assert isinstance(name, str), f"{what} has a metric named {name!r}, expected a text"
-        assert _finite(value), f"{what} has the metric {name} = {value!r}, expected a finite number"
+        assert finite(value), f"{what} has the metric {name} = {value!r}, expected a finite number"
 
 
 def same(one: ScoreResult, other: ScoreResult) -> bool:
     """Compare two answers: metrics may hold durations, and errors may hold ids."""
     return (one.status, one.score, one.token_scores) == (other.status, other.score, other.token_scores)
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

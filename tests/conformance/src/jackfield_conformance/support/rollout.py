@@ -23,7 +23,6 @@ from jackfield.abc.rollout import (
     UpdateWeightsRequest,
     WeightReceipt,
 )
-from jackfield.errors import JackfieldError
 from jackfield.plugins import load_plugin
 from jackfield.weights import WeightSender
 from jackfield_conformance.support.rollout_model import PEFT_CONFIG, Weights, model_folder, named_weights
@@ -70,19 +69,6 @@ def request(
 def greedy(name: str, count: int, prompt: Sequence[int] = PROMPT, **sampling: Any) -> GenerateRequest:
     """A greedy request of ``count`` tokens with raw log-probabilities."""
     return request(name, prompt, temperature=0, max_new_tokens=count, log_probs="raw", **sampling)
-
-
-@contextlib.contextmanager
-def refused(kind: type[JackfieldError], *codes: str, naming: str = "") -> Iterator[None]:
-    """The block raises an error of this class, with one of the codes (none: any), whose text holds ``naming``."""
-    error: JackfieldError | None = None
-    try:
-        yield
-    except kind as caught:
-        error = caught
-    assert error is not None, f"nothing was raised where {kind.__name__} {' or '.join(codes)} is due"
-    assert not codes or error.code in codes, f"expected {' or '.join(codes)}, found {error.code}: {error}"
-    assert naming in str(error), f"the error does not name {naming!r}: {error}"
 
 
 def spawn(coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:

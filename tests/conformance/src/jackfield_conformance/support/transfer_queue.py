@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from jackfield.abc.transfer_queue import (
     Column,
+    DeleteRequest,
     GetRequest,
     PutRequest,
     PutResult,
@@ -23,11 +23,9 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.settings import structure
+from jackfield_conformance.subject import Subject
+from jackfield_conformance.support import expecting
 from jackfield_conformance.support.processes import Host
-
-if TYPE_CHECKING:
-    from jackfield_conformance.subject import Subject
 
 PAGE = "docs/plugins/transfer_queue.md#"
 
@@ -127,6 +125,14 @@ async def opened(
         await backend.close()
 
 
+@contextlib.asynccontextmanager
+async def filled(subject: Subject) -> AsyncIterator[TransferQueueBackend]:
+    """The check's own backend, with :func:`sample_columns` of the rows ``a``, ``b`` and ``c``."""
+    async with opened(subject) as backend:
+        await put(backend, ["a", "b", "c"], sample_columns())
+        yield backend
+
+
 async def put(
     backend: TransferQueueBackend, keys: Sequence[str], columns: Mapping[str, Column], partition: str = "train"
 ) -> PutResult:
@@ -142,26 +148,25 @@ async def get(
     return result.columns
 
 
-async def assert_holds(backend: TransferQueueBackend, rows: int, size: int, when: str) -> None:
-    """``stats`` says so many rows and bytes."""
+async def assert_reads(
+    backend: TransferQueueBackend, keys: Sequence[str], columns: Mapping[str, Column], partition: str = "train"
+) -> None:
+    """Reading these columns of these rows gives just that, bit for bit."""
+    found = await get(backend, keys, list(columns), partition)
+    for name, column in columns.items():
+        assert_same(column, found[name], f"{name} of {', '.join(keys[:4])} in {partition!r}")
+
+
+async def assert_holds(backend: TransferQueueBackend, rows: int, when: str, size: int | None = None) -> None:
+    """``stats`` says so many rows, and bytes."""
     stats = await backend.stats()
-    assert (rows, size) == (stats.samples, stats.bytes), (
-        f"expected {rows} rows and {size} bytes, stats says {stats.samples} and {stats.bytes}, after {when}"
-    )
+    assert rows == stats.samples, f"expected {rows} rows, stats says {stats.samples}, after {when}"
+    assert size in (None, stats.bytes), f"expected {size} bytes, stats says {stats.bytes}, after {when}"
 
 
-@contextlib.contextmanager
-def refused(code: str, *names: str) -> Iterator[None]:
+def refused(code: str, *names: str) -> contextlib.AbstractContextManager[None]:
     """The block raises ``QueueError`` of this code, whose text holds the names."""
-    error: QueueError | None = None
-    try:
-        yield
-    except QueueError as caught:
-        error = caught
-    assert error is not None, f"nothing was raised where QueueError {code} is due"
-    assert code == error.code, f"refused with {error.code} in the place of {code}: {error}"
-    for name in names:
-        assert name in str(error), f"the error does not name {name!r}: {error}"
+    return expecting.refused(QueueError, code, naming=names)
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------------------------
@@ -170,17 +175,8 @@ def refused(code: str, *names: str) -> Iterator[None]:
 def put_and_be_killed(subject: Subject, folder: Path, rounds: int) -> None:
     """In another process: open the backend in ``folder``, put ``sample_columns`` of rows ``n-0 .. n-2`` for every round
     ``n``, delete row ``n-1`` of each, and die by SIGKILL as soon as the last call has returned."""
-    order = {
-        "module": subject.cls.__module__,
-        "class": subject.cls.__qualname__,
-        "config_module": subject.config_class.__module__,
-        "config_class": subject.config_class.__qualname__,
-        "settings": dict(subject.settings),
-        "folder": str(folder),
-        "rounds": rounds,
-    }
     host = _host()
-    host.order(order)
+    host.order({"subject": subject.plain(), "folder": str(folder), "rounds": rounds})
     answer = host.answer(_SECONDS_TO_DIE)
     if answer is None:
         host.end()
@@ -203,20 +199,11 @@ def _obey(order: Mapping[str, Any]) -> None:
 
 
 async def _put_and_die(order: Mapping[str, Any]) -> None:
-    cls = _find(order["module"], order["class"])
-    config = structure(_find(order["config_module"], order["config_class"]), order["settings"])
-    backend: TransferQueueBackend = cls(config, TransferQueueContext(folder=order["folder"]))
+    folder = Path(order["folder"])
+    context = TransferQueueContext(folder=str(folder))
+    backend: TransferQueueBackend = Subject.of_plain(order["subject"], folder).make(context)
     await backend.start()
-    from jackfield.abc.transfer_queue import DeleteRequest
-
     for number in range(order["rounds"]):
         await put(backend, [f"{number}-{row}" for row in range(3)], sample_columns(seed=number))
         await backend.delete(DeleteRequest(partition="train", keys=(f"{number}-1",)))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _find(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from jackfield.abc.engine import TokenOutput
+from jackfield.abc.engine import BaseEngine, TokenOutput
 from jackfield.sdk.jagged import jagged, rows
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
@@ -29,12 +29,11 @@ SUM_TOLERANCE = 2e-5
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-@check("ENG-010", page=_PAGE)
-def log_probs_are_those_of_the_model(subject: Subject) -> None:
+@check("ENG-010", page=_PAGE, using=support.opened)
+def log_probs_are_those_of_the_model(subject: Subject, engine: BaseEngine) -> None:
     """Log-probabilities of response tokens equal those of a float64 forward of the same model folder."""
     wanted = support.expected(support.model_folder()).log_probs
-    with support.opened(subject) as engine:
-        support.assert_tokens(wanted, support.log_probs(engine), TOKEN_TOLERANCE, "log-probabilities")
+    support.assert_tokens(wanted, support.log_probs(engine), TOKEN_TOLERANCE, "log-probabilities")
 
 
 @check("ENG-011", page=_PAGE)
@@ -223,26 +222,24 @@ def gradients_do_not_depend_on_the_split(subject: Subject) -> None:
         support.assert_close(found[0], other, SUM_TOLERANCE, what)
 
 
-@check("ENG-022", page=_GRADIENTS)
-def gradients_accumulate_over_calls(subject: Subject) -> None:
+@check("ENG-022", page=_GRADIENTS, using=support.opened)
+def gradients_accumulate_over_calls(subject: Subject, engine: BaseEngine) -> None:
     """Passes add to the gradients that are there, so a batch may come in several calls."""
     chosen, loss = support.make_rows(), support.Loss()
-    with support.opened(subject) as engine:
-        whole = support.gradients(engine, support.batch(), loss)
-        with engine.train_mode():
-            engine.optimizer_zero_grad()
-            for part in (chosen[:3], chosen[3:]):
-                engine.forward_backward_batch(support.batch(part), loss)
-            parts = support.held_gradients(engine)
+    whole = support.gradients(engine, support.batch(), loss)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        for part in (chosen[:3], chosen[3:]):
+            engine.forward_backward_batch(support.batch(part), loss)
+        parts = support.held_gradients(engine)
     support.assert_close(whole, parts, SUM_TOLERANCE, "gradients of a batch in two calls")
 
 
-@check("ENG-023", page=_GRADIENTS)
-def zero_grad_forgets(subject: Subject) -> None:
+@check("ENG-023", page=_GRADIENTS, using=support.opened)
+def zero_grad_forgets(subject: Subject, engine: BaseEngine) -> None:
     """After ``optimizer_zero_grad`` nothing of earlier passes is in the gradients."""
-    with support.opened(subject) as engine:
-        first = support.gradients(engine, support.batch(), support.Loss())
-        second = support.gradients(engine, support.batch(), support.Loss())
+    first = support.gradients(engine, support.batch(), support.Loss())
+    second = support.gradients(engine, support.batch(), support.Loss())
     support.assert_close(first, second, SUM_TOLERANCE, "gradients after optimizer_zero_grad")
 
 
@@ -309,10 +306,9 @@ def forward_only_evaluates_the_loss(subject: Subject) -> None:
     assert "tokens" in output.metrics, f"the metrics are {dict(output.metrics)}"
 
 
-@check("ENG-028", page=_PAGE)
-def rows_may_lack_what_the_loss_does_not_read(subject: Subject) -> None:
+@check("ENG-028", page=_PAGE, using=support.opened)
+def rows_may_lack_what_the_loss_does_not_read(subject: Subject, engine: BaseEngine) -> None:
     """Only ``prompt_ids`` and ``response_ids`` are needed where no loss function reads more."""
     wanted = support.expected(support.model_folder()).log_probs
     data = support.batch().select("prompt_ids", "response_ids")
-    with support.opened(subject) as engine:
-        support.assert_tokens(wanted, support.log_probs(engine, data), TOKEN_TOLERANCE, "log-probabilities")
+    support.assert_tokens(wanted, support.log_probs(engine, data), TOKEN_TOLERANCE, "log-probabilities")

@@ -216,18 +216,17 @@ def model_only_leaves_the_rest(subject: Subject) -> None:
         assert abs(wanted - found) <= 1e-6 * COSINE.lr, f"after model_only the rate is {found:g}, expected {wanted:g}"
 
 
-@check("ENG-053", page=_CHECKPOINTS)
-def saving_tells_what_was_written(subject: Subject) -> None:
+@check("ENG-053", page=_CHECKPOINTS, using=support.opened)
+def saving_tells_what_was_written(subject: Subject, engine: BaseEngine) -> None:
     """The result of ``save_checkpoint`` names the folder and files that are in it, in both formats."""
-    with support.opened(subject) as engine:
-        forms: tuple[Literal["native", "huggingface"], ...] = ("native", "huggingface")
-        for form in forms:
-            folder = subject.folder / form
-            result = engine.save_checkpoint(SaveCheckpointRequest(folder=str(folder), format=form))
-            assert str(folder) == result.folder, f"{form}: the result names {result.folder!r}, expected {str(folder)!r}"
-            assert result.files, f"{form}: the result names no files"
-            absent = [name for name in result.files if not (folder / name).is_file()]
-            assert not absent, f"{form}: files in the result that are not there: {absent[:4]}"
+    forms: tuple[Literal["native", "huggingface"], ...] = ("native", "huggingface")
+    for form in forms:
+        folder = subject.folder / form
+        result = engine.save_checkpoint(SaveCheckpointRequest(folder=str(folder), format=form))
+        assert str(folder) == result.folder, f"{form}: the result names {result.folder!r}, expected {str(folder)!r}"
+        assert result.files, f"{form}: the result names no files"
+        absent = [name for name in result.files if not (folder / name).is_file()]
+        assert not absent, f"{form}: files in the result that are not there: {absent[:4]}"
 
 
 # -- state -----------------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from jackfield.abc.engine import SaveCheckpointRequest
-from jackfield.errors import JackfieldError
+from jackfield.abc.engine import BaseEngine, SaveCheckpointRequest
+from jackfield.errors import EngineError, JackfieldError
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
+from jackfield_conformance.support.expecting import refused
 from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
 
 _EXPORT = "docs/plugins/engine.md#export"
@@ -93,17 +94,16 @@ def exported_values_are_bit_exact(subject: Subject) -> None:
             support.assert_same_tensors(one, {name: found[name]}, f"exported values of a {dtype} model")
 
 
-@check("ENG-032", page=_EXPORT)
-def exports_follow_training(subject: Subject) -> None:
+@check("ENG-032", page=_EXPORT, using=support.opened)
+def exports_follow_training(subject: Subject, engine: BaseEngine) -> None:
     """After an optimizer step every exported tensor that had a gradient has changed, also in a second export."""
-    with support.opened(subject) as engine:
-        before = support.weights(engine)
-        for step in ("the first step", "the second step"):
-            support.train(engine, support.batch(), support.Loss())
-            after = support.weights(engine)
-            same = [name for name, tensor in before.items() if torch.equal(tensor, after[name])]
-            assert not same, f"exported as they were before {step}: {same[:4]}"
-            before = after
+    before = support.weights(engine)
+    for step in ("the first step", "the second step"):
+        support.train(engine, support.batch(), support.Loss())
+        after = support.weights(engine)
+        same = [name for name, tensor in before.items() if torch.equal(tensor, after[name])]
+        assert not same, f"exported as they were before {step}: {same[:4]}"
+        before = after
 
 
 @check("ENG-033", page=_EXPORT)
@@ -153,25 +153,25 @@ def use_before_initialize_is_refused(subject: Subject) -> None:
     }
     try:
         for name, use in uses.items():
-            support.raises(use, "engine.state", f"{name} before initialize")
+            with refused(EngineError, "engine.state", what=f"{name} before initialize"):
+                use()
     finally:
         engine.close()
 
 
-@check("ENG-071", page=_LIFE)
-def passes_outside_of_a_mode_are_refused(subject: Subject) -> None:
+@check("ENG-071", page=_LIFE, using=support.opened)
+def passes_outside_of_a_mode_are_refused(subject: Subject, engine: BaseEngine) -> None:
     """A pass outside of ``train_mode`` and ``eval_mode`` raises EngineError ``engine.state``."""
     data = support.batch()
-    with support.opened(subject) as engine:
-        for when in ("before any mode", "after a mode"):
-            support.raises(
-                lambda: engine.forward_backward_batch(data, None, forward_only=True), "engine.state", f"a pass {when}"
-            )
-            with engine.train_mode():
-                pass
-        with engine.train_mode(), engine.eval_mode():
+    for when in ("before any mode", "after a mode"):
+        with refused(EngineError, "engine.state", what=f"a pass {when}"):
+            engine.forward_backward_batch(data, None, forward_only=True)
+        with engine.train_mode():
             pass
-        support.raises(lambda: engine.forward_backward_batch(data, support.Loss()), "engine.state", "a training pass")
+    with engine.train_mode(), engine.eval_mode():
+        pass
+    with refused(EngineError, "engine.state", what="a training pass"):
+        engine.forward_backward_batch(data, support.Loss())
 
 
 @check("ENG-072", page=_LIFE)
@@ -184,16 +184,16 @@ def a_folder_without_a_model_is_refused(subject: Subject) -> None:
     for folder in (subject.folder / "absent", empty, weightless):
         engine = subject.make(support.context_of(subject, folder))
         try:
-            support.raises(engine.initialize, "engine.model", f"initialize with a model folder that is {folder.name}")
+            with refused(EngineError, "engine.model", what=f"initialize with a model folder that is {folder.name}"):
+                engine.initialize()
         finally:
             engine.close()
 
 
-@check("ENG-073", page=_LIFE)
-def one_rank_is_its_whole_layout(subject: Subject) -> None:
+@check("ENG-073", page=_LIFE, using=support.opened)
+def one_rank_is_its_whole_layout(subject: Subject, engine: BaseEngine) -> None:
     """A single rank is data-parallel rank 0 of 1, and its results count."""
-    with support.opened(subject) as engine:
-        layout = engine.layout
+    layout = engine.layout
     found = (layout.data_parallel_rank, layout.data_parallel_size, layout.is_output_rank)
     assert found == (0, 1, True), f"the layout of a single rank is {found}, expected (0, 1, True)"
 
@@ -216,13 +216,12 @@ def close_leaves_nothing(subject: Subject) -> None:
     assert_nothing_left(life, subject.folder)
 
 
-@check("ENG-075", page=_LIFE)
-def disable_adapter_without_an_adapter_does_nothing(subject: Subject) -> None:
+@check("ENG-075", page=_LIFE, using=support.opened)
+def disable_adapter_without_an_adapter_does_nothing(subject: Subject, engine: BaseEngine) -> None:
     """``disable_adapter`` has no effect on a model without an adapter."""
-    with support.opened(subject) as engine:
-        wanted = support.log_probs(engine)
-        with engine.disable_adapter():
-            found = support.log_probs(engine)
+    wanted = support.log_probs(engine)
+    with engine.disable_adapter():
+        found = support.log_probs(engine)
     support.assert_tokens(wanted, found, 0.0, "log-probabilities inside of disable_adapter, without an adapter")
 
 

@@ -63,50 +63,47 @@ async def _assert_nothing_runs(server: BaseRolloutServer, why: str) -> None:
 # -- streams ---------------------------------------------------------------------------------------------------------
 
 
-@check("ROL-050", page=PAGE + "streams")
-async def streams_equal_results(subject: Subject) -> None:
+@check("ROL-050", page=PAGE + "streams", using=serving)
+async def streams_equal_results(subject: Subject, server: BaseRolloutServer) -> None:
     """The chunks of a stream together are what ``generate`` returns; the last one alone has the finish reason."""
     sents = [
         request("seeded", max_new_tokens=14, seed=3),
         greedy("ending", 12, prompt_that_ends(), ignore_eos=False),
         request("single", max_new_tokens=1, seed=4),
     ]
-    async with serving(subject) as server:
-        for sent in sents:
-            whole = await server.generate(sent)
-            reader = Reader(server, sent)
-            streamed = await reader.result()
-            assert whole.token_ids == streamed.token_ids, f"{sent.request_id!r}: other tokens in a stream"
-            assert whole.finish_reason == streamed.finish_reason, f"{sent.request_id!r}: another end in a stream"
-            assert whole.weight_versions == streamed.weight_versions, f"{sent.request_id!r}: other versions in a stream"
-            _assert_close(subject, whole, streamed)
-            for chunk in reader.chunks:
-                lengths = {len(chunk.token_ids), len(chunk.log_probs), len(chunk.weight_versions)}
-                assert 1 == len(lengths), f"{sent.request_id!r}: a chunk's parts differ in length: {chunk}"
-                assert sent.request_id == chunk.request_id, f"a chunk of {sent.request_id!r} says {chunk.request_id!r}"
-            reasons = [chunk.finish_reason for chunk in reader.chunks]
-            assert [None] * (len(reasons) - 1) == reasons[:-1], f"a chunk before the last has a reason: {reasons}"
-            assert reasons[-1] is not None, "the last chunk has no finish_reason"
+    for sent in sents:
+        whole = await server.generate(sent)
+        reader = Reader(server, sent)
+        streamed = await reader.result()
+        assert whole.token_ids == streamed.token_ids, f"{sent.request_id!r}: other tokens in a stream"
+        assert whole.finish_reason == streamed.finish_reason, f"{sent.request_id!r}: another end in a stream"
+        assert whole.weight_versions == streamed.weight_versions, f"{sent.request_id!r}: other versions in a stream"
+        _assert_close(subject, whole, streamed)
+        for chunk in reader.chunks:
+            lengths = {len(chunk.token_ids), len(chunk.log_probs), len(chunk.weight_versions)}
+            assert 1 == len(lengths), f"{sent.request_id!r}: a chunk's parts differ in length: {chunk}"
+            assert sent.request_id == chunk.request_id, f"a chunk of {sent.request_id!r} says {chunk.request_id!r}"
+        reasons = [chunk.finish_reason for chunk in reader.chunks]
+        assert [None] * (len(reasons) - 1) == reasons[:-1], f"a chunk before the last has a reason: {reasons}"
+        assert reasons[-1] is not None, "the last chunk has no finish_reason"
 
 
-@check("ROL-051", page=PAGE + "streams")
-async def streams_flow(subject: Subject) -> None:
+@check("ROL-051", page=PAGE + "streams", using=serving)
+async def streams_flow(subject: Subject, server: BaseRolloutServer) -> None:
     """A stream yields tokens as they come, and not all of them at the end."""
-    async with serving(subject) as server:
-        reader = Reader(server, greedy("streamed", 12))
-        await reader.result()
-        assert len(reader.chunks) > 1, "12 tokens came in one chunk, at the end"
+    reader = Reader(server, greedy("streamed", 12))
+    await reader.result()
+    assert len(reader.chunks) > 1, "12 tokens came in one chunk, at the end"
 
 
-@check("ROL-052", page=PAGE + "streams")
-async def closing_a_stream_aborts(subject: Subject) -> None:
+@check("ROL-052", page=PAGE + "streams", using=serving)
+async def closing_a_stream_aborts(subject: Subject, server: BaseRolloutServer) -> None:
     """Closing the iterator of a stream aborts its request."""
-    async with serving(subject) as server:
-        stream: Any = server.generate_stream(greedy("closed", LONG))
-        for _ in range(2):
-            await anext(stream)
-        await stream.aclose()
-        await _assert_nothing_runs(server, "a stream was closed")
+    stream: Any = server.generate_stream(greedy("closed", LONG))
+    for _ in range(2):
+        await anext(stream)
+    await stream.aclose()
+    await _assert_nothing_runs(server, "a stream was closed")
 
 
 def _assert_close(subject: Subject, one: GenerateResult, two: GenerateResult) -> None:
@@ -119,207 +116,197 @@ def _assert_close(subject: Subject, one: GenerateResult, two: GenerateResult) ->
 # -- aborts ----------------------------------------------------------------------------------------------------------
 
 
-@check("ROL-053", page=PAGE + "aborts")
-async def aborts_end_requests(subject: Subject) -> None:
+@check("ROL-053", page=PAGE + "aborts", using=serving)
+async def aborts_end_requests(subject: Subject, server: BaseRolloutServer) -> None:
     """Aborted requests return what they have with ``abort``, the result names them, and the others go on."""
-    async with serving(subject) as server:
-        streamed, whole, mate = greedy("streamed", LONG), greedy("whole", LONG, PROMPT[1:]), greedy("mate", 24)
-        caller, other = _task(server, whole), _task(server, mate)
-        reader = Reader(server, streamed)
-        await reader.at_least(3)
-        result = await server.abort(AbortRequest(request_ids=("streamed", "whole", "unknown")))
-        assert ["streamed", "whole"] == sorted(result.request_ids), f"abort says it ended {result.request_ids}"
-        _assert_aborted(streamed, await reader.result(), 3)
-        _assert_aborted(whole, await caller, 1)
-        finished = await other
-        assert_greedy(mate, finished)
-        assert (24, "length") == (len(finished.token_ids), finished.finish_reason), "an abort has cut another request"
+    streamed, whole, mate = greedy("streamed", LONG), greedy("whole", LONG, PROMPT[1:]), greedy("mate", 24)
+    caller, other = _task(server, whole), _task(server, mate)
+    reader = Reader(server, streamed)
+    await reader.at_least(3)
+    result = await server.abort(AbortRequest(request_ids=("streamed", "whole", "unknown")))
+    assert ["streamed", "whole"] == sorted(result.request_ids), f"abort says it ended {result.request_ids}"
+    _assert_aborted(streamed, await reader.result(), 3)
+    _assert_aborted(whole, await caller, 1)
+    finished = await other
+    assert_greedy(mate, finished)
+    assert (24, "length") == (len(finished.token_ids), finished.finish_reason), "an abort has cut another request"
 
 
-@check("ROL-054", page=PAGE + "aborts")
-async def aborting_all(subject: Subject) -> None:
+@check("ROL-054", page=PAGE + "aborts", using=serving)
+async def aborting_all(subject: Subject, server: BaseRolloutServer) -> None:
     """An abort without ids ends every request, also those that wait."""
-    async with serving(subject) as server:
-        running = Reader(server, greedy("running", LONG))
-        await running.at_least(2)
-        await server.pause(PauseRequest())
-        sent = greedy("waiting", 8)
-        waiting = _task(server, sent)
-        await breathe()
-        result = await server.abort(AbortRequest())
-        assert ["running", "waiting"] == sorted(result.request_ids), f"abort says it ended {result.request_ids}"
-        _assert_aborted(running.sent, await running.result(), 2)
-        _assert_aborted(sent, await waiting)
-        await server.resume(ResumeRequest())
-        nothing = await server.abort(AbortRequest())
-        assert () == nothing.request_ids, f"nothing runs, and abort says it ended {nothing.request_ids}"
+    running = Reader(server, greedy("running", LONG))
+    await running.at_least(2)
+    await server.pause(PauseRequest())
+    sent = greedy("waiting", 8)
+    waiting = _task(server, sent)
+    await breathe()
+    result = await server.abort(AbortRequest())
+    assert ["running", "waiting"] == sorted(result.request_ids), f"abort says it ended {result.request_ids}"
+    _assert_aborted(running.sent, await running.result(), 2)
+    _assert_aborted(sent, await waiting)
+    await server.resume(ResumeRequest())
+    nothing = await server.abort(AbortRequest())
+    assert () == nothing.request_ids, f"nothing runs, and abort says it ended {nothing.request_ids}"
 
 
-@check("ROL-055", page=PAGE + "aborts")
-async def aborted_is_over(subject: Subject) -> None:
+@check("ROL-055", page=PAGE + "aborts", using=serving)
+async def aborted_is_over(subject: Subject, server: BaseRolloutServer) -> None:
     """When ``abort`` returns, the requests generate no more, and their ids are free."""
-    async with serving(subject) as server:
-        sent = greedy("aborted", LONG)
-        reader = Reader(server, sent)
-        await reader.at_least(2)
-        await server.abort(AbortRequest(request_ids=("aborted",)))
-        with forward_passes() as passes:
-            health = await server.health()
-            await breathe()
-        assert [] == passes[:1], "the model runs although its only request was aborted"
-        assert (0, 0) == (health.running, health.waiting), f"an aborted request is still counted: {health}"
-        await reader.result()
-        again = await server.generate(greedy("aborted", 5))
-        assert 5 == len(again.token_ids), "a new request of an aborted one's id did not get its tokens"
+    sent = greedy("aborted", LONG)
+    reader = Reader(server, sent)
+    await reader.at_least(2)
+    await server.abort(AbortRequest(request_ids=("aborted",)))
+    with forward_passes() as passes:
+        health = await server.health()
+        await breathe()
+    assert [] == passes[:1], "the model runs although its only request was aborted"
+    assert (0, 0) == (health.running, health.waiting), f"an aborted request is still counted: {health}"
+    await reader.result()
+    again = await server.generate(greedy("aborted", 5))
+    assert 5 == len(again.token_ids), "a new request of an aborted one's id did not get its tokens"
 
 
-@check("ROL-056", page=PAGE + "aborts")
-async def cancelling_aborts(subject: Subject) -> None:
+@check("ROL-056", page=PAGE + "aborts", using=serving)
+async def cancelling_aborts(subject: Subject, server: BaseRolloutServer) -> None:
     """Cancelling a call of ``generate`` aborts its request, and no other."""
-    async with serving(subject) as server:
-        cancelled, mate = _task(server, greedy("cancelled", LONG, PROMPT[1:])), greedy("mate", 24)
-        reader = Reader(server, mate)
-        await reader.at_least(2)
-        cancelled.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await cancelled
-        result = await reader.result()
-        assert_greedy(mate, result)
-        assert 24 == len(result.token_ids), "another request than the cancelled one was cut short"
-        await _assert_nothing_runs(server, "a call was cancelled")
+    cancelled, mate = _task(server, greedy("cancelled", LONG, PROMPT[1:])), greedy("mate", 24)
+    reader = Reader(server, mate)
+    await reader.at_least(2)
+    cancelled.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await cancelled
+    result = await reader.result()
+    assert_greedy(mate, result)
+    assert 24 == len(result.token_ids), "another request than the cancelled one was cut short"
+    await _assert_nothing_runs(server, "a call was cancelled")
 
 
 # -- pauses ----------------------------------------------------------------------------------------------------------
 
 
-@check("ROL-057", page=PAGE + "pauses")
-async def paused_is_paused(subject: Subject) -> None:
+@check("ROL-057", page=PAGE + "pauses", using=serving)
+async def paused_is_paused(subject: Subject, server: BaseRolloutServer) -> None:
     """When ``pause`` returns no forward pass runs, and no token comes until ``resume``."""
-    async with serving(subject) as server:
-        reader, caller = Reader(server, greedy("streamed", LONG)), _task(server, greedy("whole", LONG))
-        await reader.at_least(3)
-        await server.pause(PauseRequest())
-        with forward_passes() as passes:
-            await breathe()
-            count = len(reader.token_ids)
-            await breathe()
-        assert [] == passes[:1], "a forward pass runs although the server is paused"
-        assert count == len(reader.token_ids), "tokens come although the server is paused"
-        await server.resume(ResumeRequest())
-        await reader.at_least(count + 3)
-        assert len(reader.token_ids) >= count + 3, "no tokens come after resume"
-        await server.abort(AbortRequest())
-        await reader.result()
-        await caller
+    reader, caller = Reader(server, greedy("streamed", LONG)), _task(server, greedy("whole", LONG))
+    await reader.at_least(3)
+    await server.pause(PauseRequest())
+    with forward_passes() as passes:
+        await breathe()
+        count = len(reader.token_ids)
+        await breathe()
+    assert [] == passes[:1], "a forward pass runs although the server is paused"
+    assert count == len(reader.token_ids), "tokens come although the server is paused"
+    await server.resume(ResumeRequest())
+    await reader.at_least(count + 3)
+    assert len(reader.token_ids) >= count + 3, "no tokens come after resume"
+    await server.abort(AbortRequest())
+    await reader.result()
+    await caller
 
 
-@check("ROL-058", page=PAGE + "pauses")
-async def kept_requests_go_on(subject: Subject) -> None:
+@check("ROL-058", page=PAGE + "pauses", using=serving)
+async def kept_requests_go_on(subject: Subject, server: BaseRolloutServer) -> None:
     """Requests that a pause keeps end as if there had been none: the same tokens, one budget of tokens."""
     sents = [request("seeded", max_new_tokens=LONG, seed=8), greedy("greedy", LONG - 20)]
-    async with serving(subject) as server:
-        expected = [await reader.result() for reader in [Reader(server, sent) for sent in sents]]
-        readers = [Reader(server, sent) for sent in sents]
-        for count in (4, 9):
-            for reader in readers:
-                await reader.at_least(count)
-            paused = await server.pause(PauseRequest(mode="keep"))
-            assert 2 == paused.running, f"pause keeps 2 requests, it says {paused.running}"
-            await breathe()
-            resumed = await server.resume(ResumeRequest())
-            assert 2 == resumed.running, f"resume goes on with 2 requests, it says {resumed.running}"
-        for sent, whole, reader in zip(sents, expected, readers, strict=True):
-            result = await reader.result()
-            assert len(whole.token_ids) == len(result.token_ids), (
-                f"{sent.request_id!r} has {len(result.token_ids)} tokens over two pauses, "
-                f"its budget is {len(whole.token_ids)}"
-            )
-            assert whole.token_ids == result.token_ids, f"{sent.request_id!r} drew other tokens after a pause"
-            assert whole.finish_reason == result.finish_reason, f"{sent.request_id!r}: {result.finish_reason}"
-            _assert_close(subject, whole, result)
+    expected = [await reader.result() for reader in [Reader(server, sent) for sent in sents]]
+    readers = [Reader(server, sent) for sent in sents]
+    for count in (4, 9):
+        for reader in readers:
+            await reader.at_least(count)
+        paused = await server.pause(PauseRequest(mode="keep"))
+        assert 2 == paused.running, f"pause keeps 2 requests, it says {paused.running}"
+        await breathe()
+        resumed = await server.resume(ResumeRequest())
+        assert 2 == resumed.running, f"resume goes on with 2 requests, it says {resumed.running}"
+    for sent, whole, reader in zip(sents, expected, readers, strict=True):
+        result = await reader.result()
+        assert len(whole.token_ids) == len(result.token_ids), (
+            f"{sent.request_id!r} has {len(result.token_ids)} tokens over two pauses, "
+            f"its budget is {len(whole.token_ids)}"
+        )
+        assert whole.token_ids == result.token_ids, f"{sent.request_id!r} drew other tokens after a pause"
+        assert whole.finish_reason == result.finish_reason, f"{sent.request_id!r}: {result.finish_reason}"
+        _assert_close(subject, whole, result)
 
 
-@check("ROL-059", page=PAGE + "pauses")
-async def waiting_for_the_end(subject: Subject) -> None:
+@check("ROL-059", page=PAGE + "pauses", using=serving)
+async def waiting_for_the_end(subject: Subject, server: BaseRolloutServer) -> None:
     """``pause(wait)`` returns when the running requests have ended by themselves; nothing new runs from then on."""
-    async with serving(subject) as server:
-        sents = [greedy("streamed", 24), greedy("whole", 18, PROMPT[1:])]
-        caller = _task(server, sents[1])
-        reader = Reader(server, sents[0])
-        await reader.at_least(2)
-        pausing = spawn(server.pause(PauseRequest(mode="wait")), "pause")
-        await asyncio.sleep(0)
-        meanwhile = _task(server, greedy("meanwhile", 3))
-        paused = await ended(pausing, "the end of the running requests, by pause(wait),")
-        assert not meanwhile.done(), "a request that came after pause(wait) was served before resume"
-        assert 0 == paused.running, f"pause(wait) says that {paused.running} requests are kept"
-        with forward_passes() as passes:
-            results = [await ended(reader.result(), "a finished request"), await ended(caller, "a finished request")]
-            late = _task(server, greedy("late", 3))
-            await breathe()
-        assert [] == passes[:1], "a forward pass runs although pause(wait) has returned"
-        for sent, result in zip(sents, results, strict=True):
-            assert (sent.sampling.max_new_tokens, "length") == (len(result.token_ids), result.finish_reason), (
-                f"pause(wait) has cut {sent.request_id!r}: {len(result.token_ids)} tokens, {result.finish_reason}"
-            )
-        assert not late.done(), "a new request was served although the server is paused"
-        await server.resume(ResumeRequest())
-        for waited in (meanwhile, late):
-            assert 3 == len((await ended(waited, "a request that waited for resume")).token_ids), "it was cut short"
-
-
-@check("ROL-060", page=PAGE + "pauses")
-async def pausing_by_aborts(subject: Subject) -> None:
-    """``pause(abort)`` ends the running requests with what they have."""
-    async with serving(subject) as server:
-        whole = greedy("whole", LONG, PROMPT[1:])
-        caller = _task(server, whole)
-        reader = Reader(server, greedy("streamed", LONG))
-        await reader.at_least(3)
-        paused = await server.pause(PauseRequest(mode="abort"))
-        assert 0 == paused.running, f"pause(abort) says that {paused.running} requests are kept"
-        _assert_aborted(reader.sent, await reader.result(), 3)
-        _assert_aborted(whole, await caller, 1)
+    sents = [greedy("streamed", 24), greedy("whole", 18, PROMPT[1:])]
+    caller = _task(server, sents[1])
+    reader = Reader(server, sents[0])
+    await reader.at_least(2)
+    pausing = spawn(server.pause(PauseRequest(mode="wait")), "pause")
+    await asyncio.sleep(0)
+    meanwhile = _task(server, greedy("meanwhile", 3))
+    paused = await ended(pausing, "the end of the running requests, by pause(wait),")
+    assert not meanwhile.done(), "a request that came after pause(wait) was served before resume"
+    assert 0 == paused.running, f"pause(wait) says that {paused.running} requests are kept"
+    with forward_passes() as passes:
+        results = [await ended(reader.result(), "a finished request"), await ended(caller, "a finished request")]
         late = _task(server, greedy("late", 3))
         await breathe()
-        assert not late.done(), "a new request was served although the server is paused"
-        await server.resume(ResumeRequest())
-        assert 3 == len((await ended(late, "a request that waited for resume")).token_ids), "it was cut short"
-
-
-@check("ROL-061", page=PAGE + "pauses")
-async def new_requests_wait(subject: Subject) -> None:
-    """Requests that come while the server is paused wait, unharmed, until it resumes."""
-    async with serving(subject) as server:
-        await server.pause(PauseRequest())
-        sents = [greedy("one", 6), greedy("two", 9, PROMPT[1:])]
-        callers = [_task(server, sent) for sent in sents]
-        with forward_passes() as passes:
-            await breathe()
-            health = await server.health()
-        assert [] == passes[:1], "the model runs although the server is paused"
-        assert not any(caller.done() for caller in callers), "a request was answered although the server is paused"
-        assert (0, 2) == (health.running, health.waiting), (
-            f"two requests wait; health says {health.running} running, {health.waiting} waiting"
+    assert [] == passes[:1], "a forward pass runs although pause(wait) has returned"
+    for sent, result in zip(sents, results, strict=True):
+        assert (sent.sampling.max_new_tokens, "length") == (len(result.token_ids), result.finish_reason), (
+            f"pause(wait) has cut {sent.request_id!r}: {len(result.token_ids)} tokens, {result.finish_reason}"
         )
-        await server.resume(ResumeRequest())
-        for sent, caller in zip(sents, callers, strict=True):
-            result = await ended(caller, "a request that waited for resume")
-            assert sent.sampling.max_new_tokens == len(result.token_ids), f"{sent.request_id!r} was cut short"
-            assert_greedy(sent, result)
+    assert not late.done(), "a new request was served although the server is paused"
+    await server.resume(ResumeRequest())
+    for waited in (meanwhile, late):
+        assert 3 == len((await ended(waited, "a request that waited for resume")).token_ids), "it was cut short"
 
 
-@check("ROL-062", page=PAGE + "pauses")
-async def pausing_twice(subject: Subject) -> None:
+@check("ROL-060", page=PAGE + "pauses", using=serving)
+async def pausing_by_aborts(subject: Subject, server: BaseRolloutServer) -> None:
+    """``pause(abort)`` ends the running requests with what they have."""
+    whole = greedy("whole", LONG, PROMPT[1:])
+    caller = _task(server, whole)
+    reader = Reader(server, greedy("streamed", LONG))
+    await reader.at_least(3)
+    paused = await server.pause(PauseRequest(mode="abort"))
+    assert 0 == paused.running, f"pause(abort) says that {paused.running} requests are kept"
+    _assert_aborted(reader.sent, await reader.result(), 3)
+    _assert_aborted(whole, await caller, 1)
+    late = _task(server, greedy("late", 3))
+    await breathe()
+    assert not late.done(), "a new request was served although the server is paused"
+    await server.resume(ResumeRequest())
+    assert 3 == len((await ended(late, "a request that waited for resume")).token_ids), "it was cut short"
+
+
+@check("ROL-061", page=PAGE + "pauses", using=serving)
+async def new_requests_wait(subject: Subject, server: BaseRolloutServer) -> None:
+    """Requests that come while the server is paused wait, unharmed, until it resumes."""
+    await server.pause(PauseRequest())
+    sents = [greedy("one", 6), greedy("two", 9, PROMPT[1:])]
+    callers = [_task(server, sent) for sent in sents]
+    with forward_passes() as passes:
+        await breathe()
+        health = await server.health()
+    assert [] == passes[:1], "the model runs although the server is paused"
+    assert not any(caller.done() for caller in callers), "a request was answered although the server is paused"
+    assert (0, 2) == (health.running, health.waiting), (
+        f"two requests wait; health says {health.running} running, {health.waiting} waiting"
+    )
+    await server.resume(ResumeRequest())
+    for sent, caller in zip(sents, callers, strict=True):
+        result = await ended(caller, "a request that waited for resume")
+        assert sent.sampling.max_new_tokens == len(result.token_ids), f"{sent.request_id!r} was cut short"
+        assert_greedy(sent, result)
+
+
+@check("ROL-062", page=PAGE + "pauses", using=serving)
+async def pausing_twice(subject: Subject, server: BaseRolloutServer) -> None:
     """Pausing a paused server and resuming one that runs change nothing; one ``resume`` ends any number of pauses."""
-    async with serving(subject) as server:
+    await server.resume(ResumeRequest())
+    for mode in ("keep", "wait", "abort"):
+        await server.pause(PauseRequest(mode="keep"))
+        await server.pause(PauseRequest(mode=mode))
+        caller = _task(server, greedy("between", 4))
+        await breathe()
+        assert not caller.done(), "a request was answered although the server is paused"
         await server.resume(ResumeRequest())
-        for mode in ("keep", "wait", "abort"):
-            await server.pause(PauseRequest(mode="keep"))
-            await server.pause(PauseRequest(mode=mode))
-            caller = _task(server, greedy("between", 4))
-            await breathe()
-            assert not caller.done(), "a request was answered although the server is paused"
-            await server.resume(ResumeRequest())
-            assert 4 == len((await ended(caller, "a request that waited for resume")).token_ids), "it was cut short"
-            await server.resume(ResumeRequest())
+        assert 4 == len((await ended(caller, "a request that waited for resume")).token_ids), "it was cut short"
+        await server.resume(ResumeRequest())

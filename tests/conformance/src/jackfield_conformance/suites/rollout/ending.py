@@ -16,7 +16,8 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, RolloutError
 from jackfield_conformance.registry import check
-from jackfield_conformance.support.rollout import LONG, PAGE, PROMPT, Reader, greedy, push, refused, request, serving
+from jackfield_conformance.support.expecting import refused
+from jackfield_conformance.support.rollout import LONG, PAGE, PROMPT, Reader, greedy, push, request, serving
 from jackfield_conformance.support.rollout_model import END, VOCABULARY, assert_greedy, decode, prompt_that_ends
 
 if TYPE_CHECKING:
@@ -37,50 +38,46 @@ def _assert_ends(result: GenerateResult, tokens: Sequence[int], reason: str) -> 
 # -- ends ------------------------------------------------------------------------------------------------------------
 
 
-@check("ROL-030", page=PAGE + "ends")
-async def stop_tokens_end(subject: Subject) -> None:
+@check("ROL-030", page=PAGE + "ends", using=serving)
+async def stop_tokens_end(subject: Subject, server: BaseRolloutServer) -> None:
     """A request ends with the first of its stop tokens, which is included."""
-    async with serving(subject) as server:
-        path = (await server.generate(greedy("path", 14))).token_ids
-        place = next(n for n in range(4, 14) if path[n] not in path[:n])
-        never = next(token for token in range(VOCABULARY) if token not in path)
-        result = await server.generate(greedy("stopped", 14, stop_token_ids=(never, path[place])))
-        _assert_ends(result, path[: place + 1], "stop")
-        first = await server.generate(greedy("at once", 14, stop_token_ids=(path[0],)))
-        _assert_ends(first, path[:1], "stop")
+    path = (await server.generate(greedy("path", 14))).token_ids
+    place = next(n for n in range(4, 14) if path[n] not in path[:n])
+    never = next(token for token in range(VOCABULARY) if token not in path)
+    result = await server.generate(greedy("stopped", 14, stop_token_ids=(never, path[place])))
+    _assert_ends(result, path[: place + 1], "stop")
+    first = await server.generate(greedy("at once", 14, stop_token_ids=(path[0],)))
+    _assert_ends(first, path[:1], "stop")
 
 
-@check("ROL-031", page=PAGE + "ends")
-async def end_tokens_end(subject: Subject) -> None:
+@check("ROL-031", page=PAGE + "ends", using=serving)
+async def end_tokens_end(subject: Subject, server: BaseRolloutServer) -> None:
     """A request ends with the model's own end token, which is included."""
-    async with serving(subject) as server:
-        path = (await server.generate(greedy("path", 12, prompt_that_ends()))).token_ids
-        result = await server.generate(greedy("ended", 12, prompt_that_ends(), ignore_eos=False))
-        _assert_ends(result, path[: path.index(END) + 1], "stop")
+    path = (await server.generate(greedy("path", 12, prompt_that_ends()))).token_ids
+    result = await server.generate(greedy("ended", 12, prompt_that_ends(), ignore_eos=False))
+    _assert_ends(result, path[: path.index(END) + 1], "stop")
 
 
-@check("ROL-032", page=PAGE + "ends")
-async def end_tokens_are_ignored(subject: Subject) -> None:
+@check("ROL-032", page=PAGE + "ends", using=serving)
+async def end_tokens_are_ignored(subject: Subject, server: BaseRolloutServer) -> None:
     """With ``ignore_eos`` a request goes on past the model's end token; its own stop tokens still end it."""
-    async with serving(subject) as server:
-        sent = greedy("ignored", 12, prompt_that_ends())
-        result = await server.generate(sent)
-        _assert_ends(result, result.token_ids, "length")
-        assert 12 == len(result.token_ids), f"the request ended after {len(result.token_ids)} of 12 tokens"
-        assert_greedy(sent, result)
-        end = result.token_ids.index(END)
-        late = next(n for n in range(end + 1, 12) if result.token_ids[n] not in result.token_ids[:n])
-        stopped = await server.generate(greedy("own", 12, prompt_that_ends(), stop_token_ids=(result.token_ids[late],)))
-        _assert_ends(stopped, result.token_ids[: late + 1], "stop")
+    sent = greedy("ignored", 12, prompt_that_ends())
+    result = await server.generate(sent)
+    _assert_ends(result, result.token_ids, "length")
+    assert 12 == len(result.token_ids), f"the request ended after {len(result.token_ids)} of 12 tokens"
+    assert_greedy(sent, result)
+    end = result.token_ids.index(END)
+    late = next(n for n in range(end + 1, 12) if result.token_ids[n] not in result.token_ids[:n])
+    stopped = await server.generate(greedy("own", 12, prompt_that_ends(), stop_token_ids=(result.token_ids[late],)))
+    _assert_ends(stopped, result.token_ids[: late + 1], "stop")
 
 
-@check("ROL-033", page=PAGE + "ends")
-async def limits_are_exact(subject: Subject) -> None:
+@check("ROL-033", page=PAGE + "ends", using=serving)
+async def limits_are_exact(subject: Subject, server: BaseRolloutServer) -> None:
     """A request that nothing else ends has ``max_new_tokens`` tokens and ends with ``length``."""
-    async with serving(subject) as server:
-        path = (await server.generate(greedy("path", 20))).token_ids
-        for count in (1, 2, 7, 13):
-            _assert_ends(await server.generate(greedy(f"limit-{count}", count)), path[:count], "length")
+    path = (await server.generate(greedy("path", 20))).token_ids
+    for count in (1, 2, 7, 13):
+        _assert_ends(await server.generate(greedy(f"limit-{count}", count)), path[:count], "length")
 
 
 @check("ROL-034", page=PAGE + "ends")
@@ -94,20 +91,19 @@ async def the_model_length_ends(subject: Subject) -> None:
         _assert_ends(fits, result.token_ids[:3], "length")
 
 
-@check("ROL-035", capability="stop_strings", page=PAGE + "ends")
-async def stop_strings_end(subject: Subject) -> None:
+@check("ROL-035", capability="stop_strings", page=PAGE + "ends", using=serving)
+async def stop_strings_end(subject: Subject, server: BaseRolloutServer) -> None:
     """A request ends with the token that completes one of its stop strings in its response."""
-    async with serving(subject) as server:
-        path = (await server.generate(greedy("path", 16))).token_ids
-        string, place = _spanning(path)
-        result = await server.generate(greedy("stopped", 16, stop=("#", string)))
-        _assert_ends(result, path[: place + 1], "stop")
-        _assert_ends(await server.generate(greedy("never", 16, stop=("#@",))), path, "length")
-        prompt = (*PROMPT, 12)
-        own = (await server.generate(greedy("own path", 8, prompt))).token_ids
-        text = decode(prompt[-3:-1])
-        assert text not in decode(own), "the suite's prompt is badly chosen"
-        _assert_ends(await server.generate(greedy("in the prompt", 8, prompt, stop=(text,))), own, "length")
+    path = (await server.generate(greedy("path", 16))).token_ids
+    string, place = _spanning(path)
+    result = await server.generate(greedy("stopped", 16, stop=("#", string)))
+    _assert_ends(result, path[: place + 1], "stop")
+    _assert_ends(await server.generate(greedy("never", 16, stop=("#@",))), path, "length")
+    prompt = (*PROMPT, 12)
+    own = (await server.generate(greedy("own path", 8, prompt))).token_ids
+    text = decode(prompt[-3:-1])
+    assert text not in decode(own), "the suite's prompt is badly chosen"
+    _assert_ends(await server.generate(greedy("in the prompt", 8, prompt, stop=(text,))), own, "length")
 
 
 def _spanning(path: Sequence[int]) -> tuple[str, int]:
@@ -145,22 +141,21 @@ async def prompts_have_a_length(subject: Subject) -> None:
         _assert_ends(result, result.token_ids[:1], "length")
 
 
-@check("ROL-037", page=PAGE + "refusals")
-async def prompts_have_a_vocabulary(subject: Subject) -> None:
+@check("ROL-037", page=PAGE + "refusals", using=serving)
+async def prompts_have_a_vocabulary(subject: Subject, server: BaseRolloutServer) -> None:
     """A prompt with an id that is not in the vocabulary is refused with ``rollout.request``; who runs is not harmed."""
-    async with serving(subject) as server:
-        mate = greedy("mate", 20)
-        running = Reader(server, mate)
-        await running.at_least(1)
-        for number, token in enumerate((VOCABULARY, -1, 1 << 40)):
-            await _assert_refused(server, request(f"bad-id-{number}", (5, token, 6)))
-        result = await running.result()
-        assert_greedy(mate, result)
-        assert 20 == len(result.token_ids), "a request that ran beside refused ones was cut short"
+    mate = greedy("mate", 20)
+    running = Reader(server, mate)
+    await running.at_least(1)
+    for number, token in enumerate((VOCABULARY, -1, 1 << 40)):
+        await _assert_refused(server, request(f"bad-id-{number}", (5, token, 6)))
+    result = await running.result()
+    assert_greedy(mate, result)
+    assert 20 == len(result.token_ids), "a request that ran beside refused ones was cut short"
 
 
-@check("ROL-038", page=PAGE + "refusals")
-async def sampling_has_its_ranges(subject: Subject) -> None:
+@check("ROL-038", page=PAGE + "refusals", using=serving)
+async def sampling_has_its_ranges(subject: Subject, server: BaseRolloutServer) -> None:
     """Sampling parameters out of range are refused with ``rollout.request``, not bent into range."""
     wrong: tuple[dict[str, Any], ...] = (
         {"max_new_tokens": 0},
@@ -180,13 +175,12 @@ async def sampling_has_its_ranges(subject: Subject) -> None:
     )
     with attrs.validators.disabled():  # such requests may come from a process that does not check them
         sent = [request(f"wrong-sampling-{number}", **sampling) for number, sampling in enumerate(wrong)]
-    async with serving(subject) as server:
-        for each in sent:
-            await _assert_refused(server, each)
+    for each in sent:
+        await _assert_refused(server, each)
 
 
-@check("ROL-041", page=PAGE + "refusals")
-async def extremes_harm_no_neighbour(subject: Subject) -> None:
+@check("ROL-041", page=PAGE + "refusals", using=serving)
+async def extremes_harm_no_neighbour(subject: Subject, server: BaseRolloutServer) -> None:
     """Sampling at the ends of its ranges is served, and requests beside it get the tokens that they get alone."""
     extremes: tuple[dict[str, Any], ...] = (
         {"temperature": 0.01, "top_p": 1e-300},
@@ -198,54 +192,51 @@ async def extremes_harm_no_neighbour(subject: Subject) -> None:
         {"seed": -(2**63)},
     )
     sent = [request(f"extreme-{number}", max_new_tokens=3, **each) for number, each in enumerate(extremes)]
-    async with serving(subject) as server:
-        mate = greedy("mate", 24)
-        running = Reader(server, mate)
-        await running.at_least(1)
-        for each in sent:
-            result = await server.generate(each)
-            _assert_ends(result, result.token_ids[:3], "length")
-            assert all(value <= 1e-4 for value in result.log_probs), f"{each.sampling}: {result.log_probs}"
-        result = await running.result()
-        assert_greedy(mate, result)
-        assert 24 == len(result.token_ids), "a request that ran beside extreme ones was cut short"
+    mate = greedy("mate", 24)
+    running = Reader(server, mate)
+    await running.at_least(1)
+    for each in sent:
+        result = await server.generate(each)
+        _assert_ends(result, result.token_ids[:3], "length")
+        assert all(value <= 1e-4 for value in result.log_probs), f"{each.sampling}: {result.log_probs}"
+    result = await running.result()
+    assert_greedy(mate, result)
+    assert 24 == len(result.token_ids), "a request that ran beside extreme ones was cut short"
 
 
-@check("ROL-039", page=PAGE + "refusals")
-async def ids_are_taken(subject: Subject) -> None:
+@check("ROL-039", page=PAGE + "refusals", using=serving)
+async def ids_are_taken(subject: Subject, server: BaseRolloutServer) -> None:
     """A request with the id of one that runs is refused, and the one that runs goes on; afterwards the id is free."""
-    async with serving(subject) as server:
-        reader = Reader(server, greedy("the-same-id", LONG))
-        await reader.at_least(2)
-        await _assert_refused(server, greedy("the-same-id", 3, PROMPT[1:]))
-        count = len(reader.token_ids)
-        await reader.at_least(count + 2)
-        assert len(reader.token_ids) >= count + 2, "the request whose id was used again has ended"
-        await server.abort(AbortRequest())
-        assert_greedy(reader.sent, await reader.result())
-        again = await server.generate(greedy("the-same-id", 3))
-        _assert_ends(again, reader.token_ids[:3], "length")
+    reader = Reader(server, greedy("the-same-id", LONG))
+    await reader.at_least(2)
+    await _assert_refused(server, greedy("the-same-id", 3, PROMPT[1:]))
+    count = len(reader.token_ids)
+    await reader.at_least(count + 2)
+    assert len(reader.token_ids) >= count + 2, "the request whose id was used again has ended"
+    await server.abort(AbortRequest())
+    assert_greedy(reader.sent, await reader.result())
+    again = await server.generate(greedy("the-same-id", 3))
+    _assert_ends(again, reader.token_ids[:3], "length")
 
 
-@check("ROL-040", page=PAGE + "capabilities")
-async def the_undeclared_is_refused(subject: Subject) -> None:
+@check("ROL-040", page=PAGE + "capabilities", using=serving)
+async def the_undeclared_is_refused(subject: Subject, server: BaseRolloutServer) -> None:
     """What needs a capability that the manifest does not declare is refused, and never silently ignored."""
     codes = "plugin.capability", "rollout.request"
     plain = greedy("plain", 5)
-    async with serving(subject) as server:
-        before = await server.generate(plain)
-        if not subject.has("multi_modal"):
-            with refused(JackfieldError, *codes):
-                await server.generate(attrs.evolve(greedy("image", 5), multi_modal_data={"images": [b""]}))
-        if not subject.has("stop_strings"):
-            with refused(JackfieldError, *codes):
-                await server.generate(greedy("string", 5, stop=("#",)))
-        for kind in ("adapter", "delta"):
-            if not subject.has(f"weights_{kind}"):
-                with refused(JackfieldError, "plugin.capability"):
-                    await push(subject, server, 1, kind=kind)
-        if not subject.has("sleep"):
+    before = await server.generate(plain)
+    if not subject.has("multi_modal"):
+        with refused(JackfieldError, *codes):
+            await server.generate(attrs.evolve(greedy("image", 5), multi_modal_data={"images": [b""]}))
+    if not subject.has("stop_strings"):
+        with refused(JackfieldError, *codes):
+            await server.generate(greedy("string", 5, stop=("#",)))
+    for kind in ("adapter", "delta"):
+        if not subject.has(f"weights_{kind}"):
             with refused(JackfieldError, "plugin.capability"):
-                await server.sleep(SleepRequest())
-        after = await server.generate(plain)
-        assert before == after, f"a refusal has changed the server: {before} before, {after} after"
+                await push(subject, server, 1, kind=kind)
+    if not subject.has("sleep"):
+        with refused(JackfieldError, "plugin.capability"):
+            await server.sleep(SleepRequest())
+    after = await server.generate(plain)
+    assert before == after, f"a refusal has changed the server: {before} before, {after} after"

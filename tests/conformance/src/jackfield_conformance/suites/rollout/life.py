@@ -20,6 +20,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, RolloutError
 from jackfield_conformance.registry import check
+from jackfield_conformance.support.expecting import refused
 from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
 from jackfield_conformance.support.rollout import (
     LONG,
@@ -31,7 +32,6 @@ from jackfield_conformance.support.rollout import (
     forward_passes,
     greedy,
     push,
-    refused,
     request,
     serving,
     spawn,
@@ -64,26 +64,25 @@ async def starting_says_who(subject: Subject) -> None:
     assert (True, 0, 0, 0) == found, f"a started replica is healthy, idle and of version 0, this says {health}"
 
 
-@check("ROL-091", page=PAGE + "life")
-async def health_counts(subject: Subject) -> None:
+@check("ROL-091", page=PAGE + "life", using=serving)
+async def health_counts(subject: Subject, server: BaseRolloutServer) -> None:
     """``health`` counts the requests that run and those that wait, and knows the weight version."""
-    async with serving(subject) as server:
-        readers = [Reader(server, greedy(f"running-{n}", LONG, PROMPT[n:])) for n in range(3)]
-        for reader in readers:
-            await reader.at_least(2)
-        health = await server.health()
-        assert (3, 0) == (health.running, health.waiting), f"three requests run, health says {health}"
-        await server.abort(AbortRequest(request_ids=("running-1",)))
-        health = await server.health()
-        assert (2, 0) == (health.running, health.waiting), f"one of three was aborted, health says {health}"
-        await server.abort(AbortRequest())
-        for reader in readers:
-            await reader.result()
-        health = await server.health()
-        assert (0, 0) == (health.running, health.waiting), f"nothing runs, health says {health}"
-        await push(subject, server, 7)
-        version = (await server.health()).weight_version
-        assert 7 == version, f"version 7 was loaded, health says {version}"
+    readers = [Reader(server, greedy(f"running-{n}", LONG, PROMPT[n:])) for n in range(3)]
+    for reader in readers:
+        await reader.at_least(2)
+    health = await server.health()
+    assert (3, 0) == (health.running, health.waiting), f"three requests run, health says {health}"
+    await server.abort(AbortRequest(request_ids=("running-1",)))
+    health = await server.health()
+    assert (2, 0) == (health.running, health.waiting), f"one of three was aborted, health says {health}"
+    await server.abort(AbortRequest())
+    for reader in readers:
+        await reader.result()
+    health = await server.health()
+    assert (0, 0) == (health.running, health.waiting), f"nothing runs, health says {health}"
+    await push(subject, server, 7)
+    version = (await server.health()).weight_version
+    assert 7 == version, f"version 7 was loaded, health says {version}"
 
 
 @check("ROL-092", page=PAGE + "life")
@@ -101,85 +100,79 @@ async def missing_models_are_refused(subject: Subject) -> None:
 # -- sleep -----------------------------------------------------------------------------------------------------------
 
 
-@check("ROL-093", capability="sleep", page=PAGE + "sleep")
-async def level_1_keeps_weights(subject: Subject) -> None:
+@check("ROL-093", capability="sleep", page=PAGE + "sleep", using=serving)
+async def level_1_keeps_weights(subject: Subject, server: BaseRolloutServer) -> None:
     """After sleep of level 1 and waking, results are as before, and paused requests go on."""
-    async with serving(subject) as server:
-        sent = greedy("greedy", 12)
-        before = await server.generate(sent)
-        await server.sleep(SleepRequest(level=1))
-        await server.wake_up(WakeUpRequest())
-        assert before == await server.generate(sent), "results have changed over sleep of level 1"
-        reader = Reader(server, greedy("kept", 20))
-        await reader.at_least(3)
-        await server.pause(PauseRequest())
-        await server.sleep(SleepRequest(level=1))
-        await server.wake_up(WakeUpRequest())
-        await server.resume(ResumeRequest())
-        kept = await reader.result()
-        assert 20 == len(kept.token_ids), f"a request paused over a sleep has {len(kept.token_ids)} of 20 tokens"
-        assert_greedy(reader.sent, kept)
-        assert_log_probs(subject, reader.sent, kept)
+    sent = greedy("greedy", 12)
+    before = await server.generate(sent)
+    await server.sleep(SleepRequest(level=1))
+    await server.wake_up(WakeUpRequest())
+    assert before == await server.generate(sent), "results have changed over sleep of level 1"
+    reader = Reader(server, greedy("kept", 20))
+    await reader.at_least(3)
+    await server.pause(PauseRequest())
+    await server.sleep(SleepRequest(level=1))
+    await server.wake_up(WakeUpRequest())
+    await server.resume(ResumeRequest())
+    kept = await reader.result()
+    assert 20 == len(kept.token_ids), f"a request paused over a sleep has {len(kept.token_ids)} of 20 tokens"
+    assert_greedy(reader.sent, kept)
+    assert_log_probs(subject, reader.sent, kept)
 
 
-@check("ROL-094", capability="sleep", page=PAGE + "sleep")
-async def level_2_needs_weights(subject: Subject) -> None:
+@check("ROL-094", capability="sleep", page=PAGE + "sleep", using=serving)
+async def level_2_needs_weights(subject: Subject, server: BaseRolloutServer) -> None:
     """After sleep of level 2 generating is ``rollout.stale`` until an update, and then right."""
-    async with serving(subject) as server:
-        await server.sleep(SleepRequest(level=2))
-        await server.wake_up(WakeUpRequest(tags=("weights",)))
-        with refused(RolloutError, "rollout.stale"):
-            await ended(server.generate(greedy("too early", 3)), "the refusal of a server without weights")
-        await push(subject, server, 1)
-        await server.wake_up(WakeUpRequest(tags=("kv_cache",)))
-        sent = greedy("awake", 10)
-        result = await server.generate(sent)
-        assert_greedy(sent, result, "other")
-        assert_log_probs(subject, sent, result, "other")
-        await server.sleep(SleepRequest(level=2))
-        await server.wake_up(WakeUpRequest())
-        with refused(RolloutError, "rollout.stale"):
-            await ended(server.generate(greedy("again too early", 3)), "the refusal of a server without weights")
-        await push(subject, server, 2, named_weights("base"))
-        sent = greedy("awake again", 10)
-        assert_log_probs(subject, sent, await server.generate(sent), "base")
+    await server.sleep(SleepRequest(level=2))
+    await server.wake_up(WakeUpRequest(tags=("weights",)))
+    with refused(RolloutError, "rollout.stale"):
+        await ended(server.generate(greedy("too early", 3)), "the refusal of a server without weights")
+    await push(subject, server, 1)
+    await server.wake_up(WakeUpRequest(tags=("kv_cache",)))
+    sent = greedy("awake", 10)
+    result = await server.generate(sent)
+    assert_greedy(sent, result, "other")
+    assert_log_probs(subject, sent, result, "other")
+    await server.sleep(SleepRequest(level=2))
+    await server.wake_up(WakeUpRequest())
+    with refused(RolloutError, "rollout.stale"):
+        await ended(server.generate(greedy("again too early", 3)), "the refusal of a server without weights")
+    await push(subject, server, 2, named_weights("base"))
+    sent = greedy("awake again", 10)
+    assert_log_probs(subject, sent, await server.generate(sent), "base")
 
 
-@check("ROL-095", capability="sleep", page=PAGE + "sleep")
-async def asleep_nothing_runs(subject: Subject) -> None:
+@check("ROL-095", capability="sleep", page=PAGE + "sleep", using=serving)
+async def asleep_nothing_runs(subject: Subject, server: BaseRolloutServer) -> None:
     """A request that comes while the server sleeps waits until it is awake, and no forward pass runs meanwhile."""
-    async with serving(subject) as server:
-        slept = await server.sleep(SleepRequest(level=1))
-        assert slept.freed_bytes >= 0, f"{slept.freed_bytes} bytes cannot have been freed"
-        sent = greedy("early", 5)
-        caller = _task(server, sent)
-        with forward_passes() as passes:
-            await breathe()
-            partly = await server.wake_up(WakeUpRequest(tags=("weights",)))
-            await breathe()
-        assert [] == passes[:1], "the model runs although the server sleeps"
-        assert not caller.done(), "a request was answered although the server sleeps"
-        assert ("weights",) == partly.awake, f"the weights alone were woken, wake_up says {partly.awake}"
-        woken = await server.wake_up(WakeUpRequest())
-        assert ["kv_cache", "weights"] == sorted(woken.awake), f"everything was woken, wake_up says {woken.awake}"
-        result = await ended(caller, "a request that waited for the server to wake")
-        assert 5 == len(result.token_ids), "a request that waited for the server to wake did not get its tokens"
-        assert_greedy(sent, result)
+    slept = await server.sleep(SleepRequest(level=1))
+    assert slept.freed_bytes >= 0, f"{slept.freed_bytes} bytes cannot have been freed"
+    sent = greedy("early", 5)
+    caller = _task(server, sent)
+    with forward_passes() as passes:
+        await breathe()
+        partly = await server.wake_up(WakeUpRequest(tags=("weights",)))
+        await breathe()
+    assert [] == passes[:1], "the model runs although the server sleeps"
+    assert not caller.done(), "a request was answered although the server sleeps"
+    assert ("weights",) == partly.awake, f"the weights alone were woken, wake_up says {partly.awake}"
+    woken = await server.wake_up(WakeUpRequest())
+    assert ["kv_cache", "weights"] == sorted(woken.awake), f"everything was woken, wake_up says {woken.awake}"
+    result = await ended(caller, "a request that waited for the server to wake")
+    assert 5 == len(result.token_ids), "a request that waited for the server to wake did not get its tokens"
+    assert_greedy(sent, result)
 
 
-@check("ROL-096", capability="sleep", page=PAGE + "sleep")
-async def decoding_does_not_sleep(subject: Subject) -> None:
+@check("ROL-096", capability="sleep", page=PAGE + "sleep", using=serving)
+async def decoding_does_not_sleep(subject: Subject, server: BaseRolloutServer) -> None:
     """``sleep`` is refused while requests run and the server is not paused, and does them no harm."""
-    async with serving(subject) as server:
-        reader = Reader(server, greedy("running", LONG))
-        await reader.at_least(2)
-        with refused(RolloutError):
-            await server.sleep(SleepRequest(level=2))
-        result = await reader.result()
-        assert LONG == len(result.token_ids), (
-            f"a refused sleep has cut a request: {len(result.token_ids)} of {LONG} tokens"
-        )
-        assert_greedy(reader.sent, result)
+    reader = Reader(server, greedy("running", LONG))
+    await reader.at_least(2)
+    with refused(RolloutError):
+        await server.sleep(SleepRequest(level=2))
+    result = await reader.result()
+    assert LONG == len(result.token_ids), f"a refused sleep has cut a request: {len(result.token_ids)} of {LONG} tokens"
+    assert_greedy(reader.sent, result)
 
 
 # -- stop ------------------------------------------------------------------------------------------------------------
@@ -206,27 +199,25 @@ async def stopping_fails_requests(subject: Subject) -> None:
             await ended(waiting, "the error of a stopped server")
 
 
-@check("ROL-098", page=PAGE + "life")
-async def stopped_is_stopped(subject: Subject) -> None:
+@check("ROL-098", page=PAGE + "life", using=serving)
+async def stopped_is_stopped(subject: Subject, server: BaseRolloutServer) -> None:
     """A stopped server refuses requests with ``rollout.stopped``, and says that it is not healthy."""
-    async with serving(subject) as server:
-        await server.generate(request("before", max_new_tokens=2))
-        await server.stop()
-        with refused(RolloutError, "rollout.stopped"):
-            await ended(server.generate(greedy("after", 2)), "the error of a stopped server")
-        with refused(RolloutError, "rollout.stopped"):
-            async for _ in server.generate_stream(greedy("after, streamed", 2)):
-                pass
-        health = await server.health()
-        assert not health.healthy, "a stopped server says that it is healthy"
+    await server.generate(request("before", max_new_tokens=2))
+    await server.stop()
+    with refused(RolloutError, "rollout.stopped"):
+        await ended(server.generate(greedy("after", 2)), "the error of a stopped server")
+    with refused(RolloutError, "rollout.stopped"):
+        async for _ in server.generate_stream(greedy("after, streamed", 2)):
+            pass
+    health = await server.health()
+    assert not health.healthy, "a stopped server says that it is healthy"
 
 
-@check("ROL-099", page=PAGE + "life")
-async def stopping_twice(subject: Subject) -> None:
+@check("ROL-099", page=PAGE + "life", using=serving)
+async def stopping_twice(subject: Subject, server: BaseRolloutServer) -> None:
     """Stopping is idempotent, also before ``start``."""
-    async with serving(subject) as server:
-        await server.stop()
-        await server.stop()
+    await server.stop()
+    await server.stop()
     never: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=model_folder())))
     await never.stop()
 

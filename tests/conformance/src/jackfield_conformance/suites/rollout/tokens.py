@@ -28,12 +28,11 @@ _SHORT, _MEDIUM, _LONG = (5,), (12, 44, 3, 50, 28), (*range(30, 60), 8, 19, 4)
 _MERGEABLE = ((2, 3, 40, 4, 5), (24, 6, 7, 8), (33, 2, 3), (16, 17, 18, 19, 20))
 
 
-@check("ROL-010", page=PAGE + "results")
-async def results_have_their_shape(subject: Subject) -> None:
+@check("ROL-010", page=PAGE + "results", using=serving)
+async def results_have_their_shape(subject: Subject, server: BaseRolloutServer) -> None:
     """A result echoes the request's id and has one log-probability and one weight version for each token."""
     sent = request("the request's own id", max_new_tokens=9, seed=1)
-    async with serving(subject) as server:
-        result = await server.generate(sent)
+    result = await server.generate(sent)
     assert sent.request_id == result.request_id, f"the result is of {result.request_id!r}, not of {sent.request_id!r}"
     lengths = len(result.token_ids), len(result.log_probs), len(result.weight_versions)
     assert (9, 9, 9) == lengths, f"expected 9 tokens, log-probabilities and versions, found {lengths}"
@@ -46,37 +45,34 @@ async def results_have_their_shape(subject: Subject) -> None:
     assert {0} == set(result.weight_versions), f"a new server has version 0, found {result.weight_versions}"
 
 
-@check("ROL-011", page=PAGE + "sampling")
-async def greedy_is_the_most_probable(subject: Subject) -> None:
+@check("ROL-011", page=PAGE + "sampling", using=serving)
+async def greedy_is_the_most_probable(subject: Subject, server: BaseRolloutServer) -> None:
     """Temperature 0 draws the most probable token each time."""
-    async with serving(subject) as server:
-        for number, prompt in enumerate((PROMPT, _SHORT, _MEDIUM, _LONG)):
-            sent = greedy(f"greedy-{number}", 20, prompt)
-            result = await server.generate(sent)
-            assert 20 == len(result.token_ids), f"asked for 20 tokens, got {len(result.token_ids)}"
-            assert_greedy(sent, result)
+    for number, prompt in enumerate((PROMPT, _SHORT, _MEDIUM, _LONG)):
+        sent = greedy(f"greedy-{number}", 20, prompt)
+        result = await server.generate(sent)
+        assert 20 == len(result.token_ids), f"asked for 20 tokens, got {len(result.token_ids)}"
+        assert_greedy(sent, result)
 
 
-@check("ROL-012", page=PAGE + "tokens")
-async def prompts_are_ids(subject: Subject) -> None:
+@check("ROL-012", page=PAGE + "tokens", using=serving)
+async def prompts_are_ids(subject: Subject, server: BaseRolloutServer) -> None:
     """A prompt is its ids: it is never turned into text and back, which may yield other tokens."""
-    async with serving(subject) as server:
-        for number, prompt in enumerate(_MERGEABLE):
-            sent = greedy(f"ids-{number}", 6, prompt)
-            result = await server.generate(sent)
-            assert_greedy(sent, result)
-            assert_log_probs(subject, sent, result)
+    for number, prompt in enumerate(_MERGEABLE):
+        sent = greedy(f"ids-{number}", 6, prompt)
+        result = await server.generate(sent)
+        assert_greedy(sent, result)
+        assert_log_probs(subject, sent, result)
 
 
-@check("ROL-013", page=PAGE + "log-probabilities")
-async def log_probs_are_the_models(subject: Subject) -> None:
+@check("ROL-013", page=PAGE + "log-probabilities", using=serving)
+async def log_probs_are_the_models(subject: Subject, server: BaseRolloutServer) -> None:
     """The log-probability of each token equals an independent forward pass's, within the declared tolerance."""
-    async with serving(subject) as server:
-        for number, prompt in enumerate((PROMPT, _SHORT, _LONG)):
-            sent = request(f"plain-{number}", prompt, max_new_tokens=16, seed=number)
-            assert_log_probs(subject, sent, await server.generate(sent))
-        sent = greedy("greedy", 16)
+    for number, prompt in enumerate((PROMPT, _SHORT, _LONG)):
+        sent = request(f"plain-{number}", prompt, max_new_tokens=16, seed=number)
         assert_log_probs(subject, sent, await server.generate(sent))
+    sent = greedy("greedy", 16)
+    assert_log_probs(subject, sent, await server.generate(sent))
 
 
 @check("ROL-014", page=PAGE + "log-probabilities")
@@ -134,13 +130,12 @@ async def _assert_processed(subject: Subject, *settings: dict[str, Any]) -> None
             assert_log_probs(subject, sent, await server.generate(sent))
 
 
-@check("ROL-020", page=PAGE + "sampling")
-async def draws_are_distributed(subject: Subject) -> None:
+@check("ROL-020", page=PAGE + "sampling", using=serving)
+async def draws_are_distributed(subject: Subject, server: BaseRolloutServer) -> None:
     """Tokens are drawn with the probabilities that are reported, each token of a request independently of the last."""
     sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 24, "max_new_tokens": 2}
-    async with serving(subject) as server:
-        sent = [request(f"draw-{seed}", seed=seed, **sampling) for seed in range(_DRAWS)]
-        results = await asyncio.gather(*(server.generate(each) for each in sent))
+    sent = [request(f"draw-{seed}", seed=seed, **sampling) for seed in range(_DRAWS)]
+    results = await asyncio.gather(*(server.generate(each) for each in sent))
     params = SamplingParams(temperature=0.8, top_k=24)
     pairs = [result.token_ids for result in results]
     first = log_probs_of(model_logits("base", PROMPT)[-1], params).exp().expand(_DRAWS, -1)
@@ -194,29 +189,25 @@ async def a_seed_repeats(subject: Subject) -> None:
     assert one.token_ids == three.token_ids, f"seed 7 drew {one.token_ids}, and {three.token_ids} on another server"
 
 
-@check("ROL-022", page=PAGE + "seeds")
-async def a_seed_has_no_neighbours(subject: Subject) -> None:
+@check("ROL-022", page=PAGE + "seeds", using=serving)
+async def a_seed_has_no_neighbours(subject: Subject, server: BaseRolloutServer) -> None:
     """A request with a seed yields the same tokens whatever runs beside it."""
     sent = request("seeded", max_new_tokens=16, seed=7, temperature=1.3)
-    async with serving(subject) as server:
-        alone = await server.generate(sent)
-        others = [request(f"mate-{n}", PROMPT[n:], max_new_tokens=4 + 5 * n, seed=n) for n in range(4)]
-        before, among, *_ = await asyncio.gather(
-            server.generate(others[0]), server.generate(sent), *(server.generate(other) for other in others[1:])
-        )
+    alone = await server.generate(sent)
+    others = [request(f"mate-{n}", PROMPT[n:], max_new_tokens=4 + 5 * n, seed=n) for n in range(4)]
+    before, among, *_ = await asyncio.gather(
+        server.generate(others[0]), server.generate(sent), *(server.generate(other) for other in others[1:])
+    )
     assert 4 == len(before.token_ids), "a neighbour did not get its tokens"
     assert alone.token_ids == among.token_ids, f"seed 7 drew {alone.token_ids} alone, {among.token_ids} among others"
 
 
-@check("ROL-023", page=PAGE + "seeds")
-async def seeds_differ(subject: Subject) -> None:
+@check("ROL-023", page=PAGE + "seeds", using=serving)
+async def seeds_differ(subject: Subject, server: BaseRolloutServer) -> None:
     """Other seeds draw other tokens, and so do requests without a seed among themselves."""
-    async with serving(subject) as server:
-        sampling: dict[str, Any] = {"max_new_tokens": 16, "temperature": 1.3}
-        seeded = await _in_order(
-            server, [request(f"seed-{seed}", seed=seed, **sampling) for seed in (0, 1, 2, 1 << 40)]
-        )
-        unseeded = await _in_order(server, [request(f"none-{number}", **sampling) for number in range(4)])
+    sampling: dict[str, Any] = {"max_new_tokens": 16, "temperature": 1.3}
+    seeded = await _in_order(server, [request(f"seed-{seed}", seed=seed, **sampling) for seed in (0, 1, 2, 1 << 40)])
+    unseeded = await _in_order(server, [request(f"none-{number}", **sampling) for number in range(4)])
     assert 4 == len(set(seeded)), f"requests with different seeds drew the same tokens: {seeded}"
     assert 4 == len(set(unseeded)), f"requests without a seed drew the same tokens: {unseeded}"
 
@@ -236,14 +227,13 @@ async def _in_order(server: BaseRolloutServer, requests: list[GenerateRequest]) 
     return [(await server.generate(each)).token_ids for each in requests]
 
 
-@check("ROL-025", page=PAGE + "requests")
-async def requests_do_not_mix(subject: Subject) -> None:
+@check("ROL-025", page=PAGE + "requests", using=serving)
+async def requests_do_not_mix(subject: Subject, server: BaseRolloutServer) -> None:
     """Requests of different lengths that run together each get their own tokens, as many as they asked for."""
     prompts = (PROMPT, _SHORT, _MEDIUM, _LONG[:20], PROMPT, PROMPT[2:])
     counts = (3, 17, 9, 2, 12, 24)
     sent = [greedy(f"together-{n}", counts[n], prompt) for n, prompt in enumerate(prompts)]
-    async with serving(subject) as server:
-        results: list[GenerateResult] = await asyncio.gather(*(server.generate(each) for each in sent))
+    results: list[GenerateResult] = await asyncio.gather(*(server.generate(each) for each in sent))
     for each, result in zip(sent, results, strict=True):
         assert each.request_id == result.request_id, f"{each.request_id!r} got the result of {result.request_id!r}"
         assert each.sampling.max_new_tokens == len(result.token_ids), (

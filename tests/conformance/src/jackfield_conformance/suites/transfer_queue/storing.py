@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from jackfield.abc.transfer_queue import DeleteRequest
+from jackfield.abc.transfer_queue import DeleteRequest, TransferQueueBackend
 from jackfield_conformance.registry import check
 from jackfield_conformance.support.transfer_queue import (
     PAGE,
+    assert_holds,
+    assert_reads,
     assert_same,
     dense,
     dtypes,
+    filled,
     get,
     jagged,
     json_texts,
@@ -31,19 +34,17 @@ if TYPE_CHECKING:
 _LARGE = 1 << 19  #: elements
 
 
-@check("TRQ-010", page=PAGE + "values")
-async def every_dtype(subject: Subject) -> None:
+@check("TRQ-010", page=PAGE + "values", using=opened)
+async def every_dtype(subject: Subject, backend: TransferQueueBackend) -> None:
     """Values of every dtype come back bit for bit.
 
     NaNs keep their payloads, zeros their signs, integers of 64 bits their last digits.
     """
-    async with opened(subject) as backend:
-        for seed, dtype in enumerate(dtypes()):
-            name = str(dtype).removeprefix("torch.")
-            column = dense(_specials(pattern(dtype, 4, 24, seed=seed)))
-            await put(backend, [f"{name}-{row}" for row in range(4)], {name: column})
-            found = await get(backend, [f"{name}-{row}" for row in range(4)], [name])
-            assert_same(column, found[name], name)
+    for seed, dtype in enumerate(dtypes()):
+        name = str(dtype).removeprefix("torch.")
+        column = dense(_specials(pattern(dtype, 4, 24, seed=seed)))
+        await put(backend, [f"{name}-{row}" for row in range(4)], {name: column})
+        await assert_reads(backend, [f"{name}-{row}" for row in range(4)], {name: column})
 
 
 def _specials(values: torch.Tensor) -> torch.Tensor:
@@ -55,8 +56,8 @@ def _specials(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-@check("TRQ-011", page=PAGE + "values")
-async def jagged_rows(subject: Subject) -> None:
+@check("TRQ-011", page=PAGE + "values", using=opened)
+async def jagged_rows(subject: Subject, backend: TransferQueueBackend) -> None:
     """Jagged rows come back with their lengths, also rows of length 0 and rows with trailing dimensions."""
     columns = {
         "mixed": jagged([numbers(0, 3), numbers(3, 0), numbers(3, 5), numbers(8, 1)]),
@@ -65,15 +66,14 @@ async def jagged_rows(subject: Subject) -> None:
         "wide": jagged([pattern(torch.bfloat16, length, 7, seed=length) for length in (2, 9, 0, 1)]),
     }
     keys = ["a", "b", "c", "d"]
-    async with opened(subject) as backend:
-        await put(backend, keys, columns)
-        found = await get(backend, keys, list(columns))
-        for name, column in columns.items():
-            assert_same(column, found[name], name)
+    await put(backend, keys, columns)
+    found = await get(backend, keys, list(columns))
+    for name, column in columns.items():
+        assert_same(column, found[name], name)
 
 
-@check("TRQ-012", page=PAGE + "values")
-async def dense_rows(subject: Subject) -> None:
+@check("TRQ-012", page=PAGE + "values", using=opened)
+async def dense_rows(subject: Subject, backend: TransferQueueBackend) -> None:
     """Dense rows come back dense: scalars, vectors and matrices, one row or many."""
     columns = {
         "scalar": dense(numbers(0, 4)),
@@ -81,157 +81,141 @@ async def dense_rows(subject: Subject) -> None:
         "matrix": dense(pattern(torch.float16, 4, 2, 5)),
         "one_element": dense(numbers(7, 4, 1)),
     }
-    async with opened(subject) as backend:
-        await put(backend, ["a", "b", "c", "d"], columns)
-        found = await get(backend, ["a", "b", "c", "d"], list(columns))
-        for name, column in columns.items():
-            assert_same(column, found[name], name)
-            single = await get(backend, ["c"], [name])
-            assert_same(dense(column.values[2:3]), single[name], f"the third row of {name}")
+    await put(backend, ["a", "b", "c", "d"], columns)
+    found = await get(backend, ["a", "b", "c", "d"], list(columns))
+    for name, column in columns.items():
+        assert_same(column, found[name], name)
+        single = await get(backend, ["c"], [name])
+        assert_same(dense(column.values[2:3]), single[name], f"the third row of {name}")
 
 
-@check("TRQ-013", page=PAGE + "values")
-async def nothing_but_empty_rows(subject: Subject) -> None:
+@check("TRQ-013", page=PAGE + "values", using=opened)
+async def nothing_but_empty_rows(subject: Subject, backend: TransferQueueBackend) -> None:
     """A column all of whose rows are empty comes back with its dtype and trailing shape."""
     columns = {
         "tokens": jagged([numbers(0, 0)] * 3),
         "images": jagged([pattern(torch.uint8, 0, 3, 2)] * 3),
         "no_width": dense(pattern(torch.float32, 3, 0)),
     }
-    async with opened(subject) as backend:
-        await put(backend, ["a", "b", "c"], columns)
-        found = await get(backend, ["a", "b", "c"], list(columns))
-        for name, column in columns.items():
-            assert_same(column, found[name], name)
+    await put(backend, ["a", "b", "c"], columns)
+    found = await get(backend, ["a", "b", "c"], list(columns))
+    for name, column in columns.items():
+        assert_same(column, found[name], name)
 
 
-@check("TRQ-014", page=PAGE + "values")
-async def json_columns(subject: Subject) -> None:
+@check("TRQ-014", page=PAGE + "values", using=opened)
+async def json_columns(subject: Subject, backend: TransferQueueBackend) -> None:
     """JSON texts come back byte for byte and marked as JSON; plain bytes beside them are not."""
     texts = ['{"b": 1,  "a": [1.0, 2e-300]}', '"\u00e4\u6f22\\u0000\U0001f3b2"', "null", '{"key": 1, "key": 2}']
     column, plain = json_texts(texts), jagged([pattern(torch.uint8, 4, seed=row) for row in range(4)])
-    async with opened(subject) as backend:
-        await put(backend, ["a", "b", "c", "d"], {"fields": column, "bytes": plain})
-        found = await get(backend, ["a", "b", "c", "d"], ["fields", "bytes"])
-        assert_same(column, found["fields"], "fields")
-        assert_same(plain, found["bytes"], "bytes")
+    await put(backend, ["a", "b", "c", "d"], {"fields": column, "bytes": plain})
+    found = await get(backend, ["a", "b", "c", "d"], ["fields", "bytes"])
+    assert_same(column, found["fields"], "fields")
+    assert_same(plain, found["bytes"], "bytes")
 
 
-@check("TRQ-015", page=PAGE + "values")
-async def large_values(subject: Subject) -> None:
+@check("TRQ-015", page=PAGE + "values", using=opened)
+async def large_values(subject: Subject, backend: TransferQueueBackend) -> None:
     """A row of megabytes comes back whole, and so does a small one beside it."""
     column = jagged([pattern(torch.float32, _LARGE), pattern(torch.float32, 3, seed=1)])
-    async with opened(subject) as backend:
-        await put(backend, ["large", "small"], {"values": column})
-        assert_same(column, (await get(backend, ["large", "small"], ["values"]))["values"], "values")
+    await put(backend, ["large", "small"], {"values": column})
+    await assert_reads(backend, ["large", "small"], {"values": column})
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-@check("TRQ-016", page=PAGE + "put")
-async def other_columns_stay(subject: Subject) -> None:
+@check("TRQ-016", page=PAGE + "put", using=filled)
+async def other_columns_stay(subject: Subject, backend: TransferQueueBackend) -> None:
     """Putting a column keeps the other columns of the same rows, and the same column of other rows."""
     columns = sample_columns()
-    async with opened(subject) as backend:
-        await put(backend, ["a", "b", "c"], columns)
-        await put(backend, ["b", "d"], {"advantages": dense(numbers(0, 2))})
-        found = await get(backend, ["a", "b", "c"], list(columns))
-        for name, column in columns.items():
-            assert_same(column, found[name], name)
-        assert_same(dense(numbers(0, 2)), (await get(backend, ["b", "d"], ["advantages"]))["advantages"], "advantages")
+    await put(backend, ["b", "d"], {"advantages": dense(numbers(0, 2))})
+    await assert_reads(backend, ["a", "b", "c"], columns)
+    await assert_reads(backend, ["b", "d"], {"advantages": dense(numbers(0, 2))})
 
 
-@check("TRQ-017", page=PAGE + "put")
-async def a_second_put_replaces(subject: Subject) -> None:
+@check("TRQ-017", page=PAGE + "put", using=opened)
+async def a_second_put_replaces(subject: Subject, backend: TransferQueueBackend) -> None:
     """Putting a column again replaces it for the rows that are named, whatever its length, dtype or sort."""
-    async with opened(subject) as backend:
-        await put(backend, ["a", "b", "c"], {"column": jagged([numbers(0, 3), numbers(3, 3), numbers(6, 3)])})
-        await put(backend, ["c", "a"], {"column": jagged([numbers(90, 1), numbers(50, 5)])})
-        expected = jagged([numbers(50, 5), numbers(3, 3), numbers(90, 1)])
-        assert_same(expected, (await get(backend, ["a", "b", "c"], ["column"]))["column"], "column")
-        other = dense(pattern(torch.float16, 3, 2))
-        await put(backend, ["a", "b", "c"], {"column": other})
-        assert_same(other, (await get(backend, ["a", "b", "c"], ["column"]))["column"], "column")
+    await put(backend, ["a", "b", "c"], {"column": jagged([numbers(0, 3), numbers(3, 3), numbers(6, 3)])})
+    await put(backend, ["c", "a"], {"column": jagged([numbers(90, 1), numbers(50, 5)])})
+    expected = jagged([numbers(50, 5), numbers(3, 3), numbers(90, 1)])
+    await assert_reads(backend, ["a", "b", "c"], {"column": expected})
+    other = dense(pattern(torch.float16, 3, 2))
+    await put(backend, ["a", "b", "c"], {"column": other})
+    await assert_reads(backend, ["a", "b", "c"], {"column": other})
 
 
-@check("TRQ-018", page=PAGE + "put")
-async def what_is_put_is_copied(subject: Subject) -> None:
+@check("TRQ-018", page=PAGE + "put", using=opened)
+async def what_is_put_is_copied(subject: Subject, backend: TransferQueueBackend) -> None:
     """The backend copies what it keeps: the caller may change its tensors once put has returned."""
     values, row = numbers(0, 4, 3), numbers(0, 6)
     offsets = torch.tensor([0, 1, 3, 3, 6])
     expected = dense(values.clone()), jagged([numbers(0, 1), numbers(1, 2), numbers(3, 0), numbers(3, 3)])
     column = jagged([row])
     column = type(column)(values=row, offsets=offsets)
-    async with opened(subject) as backend:
-        await put(backend, ["a", "b", "c", "d"], {"dense": dense(values), "jagged": column})
-        await put(backend, ["one"], {"jagged": jagged([row])})
-        single = type(column)(values=row, offsets=torch.tensor([0, 6]))
-        await put(backend, ["other"], {"jagged": single})
-        values.fill_(-1)
-        row.fill_(-1)
-        offsets.fill_(0)
-        found = await get(backend, ["a", "b", "c", "d"], ["dense", "jagged"])
-        assert_same(expected[0], found["dense"], "dense")
-        assert_same(expected[1], found["jagged"], "jagged")
-        alone = await get(backend, ["one", "other"], ["jagged"])
-        assert_same(jagged([numbers(0, 6), numbers(0, 6)]), alone["jagged"], "a single row")
+    await put(backend, ["a", "b", "c", "d"], {"dense": dense(values), "jagged": column})
+    await put(backend, ["one"], {"jagged": jagged([row])})
+    single = type(column)(values=row, offsets=torch.tensor([0, 6]))
+    await put(backend, ["other"], {"jagged": single})
+    values.fill_(-1)
+    row.fill_(-1)
+    offsets.fill_(0)
+    found = await get(backend, ["a", "b", "c", "d"], ["dense", "jagged"])
+    assert_same(expected[0], found["dense"], "dense")
+    assert_same(expected[1], found["jagged"], "jagged")
+    alone = await get(backend, ["one", "other"], ["jagged"])
+    assert_same(jagged([numbers(0, 6), numbers(0, 6)]), alone["jagged"], "a single row")
 
 
-@check("TRQ-019", page=PAGE + "put")
-async def partitions_are_separate(subject: Subject) -> None:
+@check("TRQ-019", page=PAGE + "put", using=opened)
+async def partitions_are_separate(subject: Subject, backend: TransferQueueBackend) -> None:
     """Rows of the same key in two partitions have nothing to do with each other."""
     first, second = sample_columns(seed=1), sample_columns(seed=2)
     keys = ["a", "b", "c"]
-    async with opened(subject) as backend:
-        await put(backend, keys, first, "train")
-        await put(backend, keys, second, "evaluation")
-        await backend.delete(DeleteRequest(partition="evaluation", keys=("c",)))
-        found = await get(backend, keys, list(first), "train")
-        for name, column in first.items():
-            assert_same(column, found[name], name)
-        with refused("queue.unknown-sample", "c"):
-            await get(backend, ["c"], ["reward"], "evaluation")
-        other = await get(backend, ["a", "b"], ["reward"], "evaluation")
-        assert_same(dense(second["reward"].values[:2]), other["reward"], "reward")
+    await put(backend, keys, first, "train")
+    await put(backend, keys, second, "evaluation")
+    await backend.delete(DeleteRequest(partition="evaluation", keys=("c",)))
+    await assert_reads(backend, keys, first, "train")
+    with refused("queue.unknown-sample", "c"):
+        await get(backend, ["c"], ["reward"], "evaluation")
+    other = await get(backend, ["a", "b"], ["reward"], "evaluation")
+    assert_same(dense(second["reward"].values[:2]), other["reward"], "reward")
 
 
-@check("TRQ-020", page=PAGE + "put")
-async def names_of_any_text(subject: Subject) -> None:
+@check("TRQ-020", page=PAGE + "put", using=opened)
+async def names_of_any_text(subject: Subject, backend: TransferQueueBackend) -> None:
     """Partitions, keys and columns may have any text for a name, and different names are different."""
     names = ["a", "A", "a/b", "a:b", "../a", "a b", "a%2Fb", "\u00e4", "\u6f22", "%", "'", "a.b", "x" * 120]
     names += ["a\\b", "a|b", '"', "a\nb", "*", "."]
-    async with opened(subject) as backend:
-        names.sort()
-        await put(backend, names, {name: dense(numbers(n * 100, len(names))) for n, name in enumerate(names)})
-        found = await get(backend, names, names)
-        for n, name in enumerate(names):
-            assert_same(dense(numbers(n * 100, len(names))), found[name], f"column {name!r}")
-        pairs = [("p", "q/r"), ("p/q", "r"), ("p:q", "r"), ("p", "q:r"), ("p", "q|r"), ("p|q", "r"), ("P", "q/r")]
-        for n, (partition, key) in enumerate(pairs):
-            await put(backend, [key], {"column": dense(numbers(n, 1))}, partition)
-        for n, (partition, key) in enumerate(pairs):
-            column = (await get(backend, [key], ["column"], partition))["column"]
-            assert_same(dense(numbers(n, 1)), column, f"row {key!r} of partition {partition!r}")
+    names.sort()
+    await put(backend, names, {name: dense(numbers(n * 100, len(names))) for n, name in enumerate(names)})
+    found = await get(backend, names, names)
+    for n, name in enumerate(names):
+        assert_same(dense(numbers(n * 100, len(names))), found[name], f"column {name!r}")
+    pairs = [("p", "q/r"), ("p/q", "r"), ("p:q", "r"), ("p", "q:r"), ("p", "q|r"), ("p|q", "r"), ("P", "q/r")]
+    for n, (partition, key) in enumerate(pairs):
+        await put(backend, [key], {"column": dense(numbers(n, 1))}, partition)
+    for n, (partition, key) in enumerate(pairs):
+        column = (await get(backend, [key], ["column"], partition))["column"]
+        assert_same(dense(numbers(n, 1)), column, f"row {key!r} of partition {partition!r}")
 
 
-@check("TRQ-021", page=PAGE + "put")
-async def many_producers(subject: Subject) -> None:
+@check("TRQ-021", page=PAGE + "put", using=opened)
+async def many_producers(subject: Subject, backend: TransferQueueBackend) -> None:
     """Many tasks may put and read at once, even columns of the same rows, and nothing is lost."""
     keys = [f"row-{n:02}" for n in range(24)]
-    async with opened(subject) as backend:
 
-        async def produce(number: int) -> None:
-            for first in range(0, len(keys), 4):
-                part = keys[first : first + 4]
-                column = jagged([numbers(1000 * number + 10 * first + n, n % 3) for n in range(len(part))])
-                await put(backend, part, {f"column-{number}": column})
-                assert_same(column, (await get(backend, part, [f"column-{number}"]))[f"column-{number}"], "column")
+    async def produce(number: int) -> None:
+        for first in range(0, len(keys), 4):
+            part = keys[first : first + 4]
+            column = jagged([numbers(1000 * number + 10 * first + n, n % 3) for n in range(len(part))])
+            await put(backend, part, {f"column-{number}": column})
+            assert_same(column, (await get(backend, part, [f"column-{number}"]))[f"column-{number}"], "column")
 
-        await asyncio.gather(*(produce(number) for number in range(6)))
-        found = await get(backend, keys, [f"column-{number}" for number in range(6)])
-        for number in range(6):
-            rows = [numbers(1000 * number + 10 * first + n, n % 3) for first in range(0, 24, 4) for n in range(4)]
-            assert_same(jagged(rows), found[f"column-{number}"], f"column-{number}")
-        counted = (await backend.stats()).samples
-        assert len(keys) == counted, f"{len(keys)} rows were put, stats says {counted}"
+    await asyncio.gather(*(produce(number) for number in range(6)))
+    found = await get(backend, keys, [f"column-{number}" for number in range(6)])
+    for number in range(6):
+        rows = [numbers(1000 * number + 10 * first + n, n % 3) for first in range(0, 24, 4) for n in range(4)]
+        assert_same(jagged(rows), found[f"column-{number}"], f"column-{number}")
+    await assert_holds(backend, len(keys), "many producers have put them")
