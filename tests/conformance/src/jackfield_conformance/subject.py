@@ -73,13 +73,11 @@ class Subject:
         """The plugin of which :meth:`plain` told."""
         from jackfield.settings import structure
 
-        found = {
-            name: functools.reduce(getattr, plain[name][1].split("."), importlib.import_module(plain[name][0]))
-            for name in ("cls", "config_class")
-        }
-        return cls(
-            **{**plain, **found, "config": structure(found["config_class"], plain["settings"]), "folder": folder}
-        )
+        found: dict[str, Any] = {"folder": folder}
+        for name in ("cls", "config_class"):
+            module, path = plain[name]
+            found[name] = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        return cls(**{**plain, **found, "config": structure(found["config_class"], plain["settings"])})
 
     def at(self, folder: Path) -> Subject:
         """Return the same plugin with another folder."""
