@@ -17,9 +17,7 @@ from jackfield_conformance.registry import Capability, check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.agent import (
     END,
-    GRACE_SECONDS,
     SAMPLING,
-    Letters,
     Model,
     Switch,
     Trial,
@@ -37,7 +35,7 @@ from jackfield_conformance.support.agent import (
 )
 from jackfield_conformance.support.expecting import finite
 from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
-from jackfield_conformance.support.processes import adopting, descendants, names, remaining
+from jackfield_conformance.support.processes import adopting
 
 _PAGE = "docs/plugins/agent.md#"
 
@@ -133,12 +131,11 @@ async def long_prompts_are_refused(subject: Subject) -> None:
         whole = (await play(subject, task)).model.requests[0].prompt_ids
         fitting = (await play(subject, task, max_prompt_tokens=len(whole))).model.requests[0].prompt_ids
         assert whole == fitting, f"a prompt of {len(whole)} tokens was changed under a limit of {len(whole)}"
-        tokenizer = Letters()
-        model = Model(tokenizer, task.answers)
+        model = Model(task.answers)
         output = None
         limit = len(whole) - 1
         with contextlib.suppress(Exception):
-            output = await play(subject, task, model=model, tokenizer=tokenizer, max_prompt_tokens=limit)
+            output = await play(subject, task, model=model, max_prompt_tokens=limit)
         assert not model.requests, f"the model was asked, with a prompt of {len(whole)} tokens and a limit of {limit}"
         assert output is None or not output.output.sequences, "a task that was refused yields a sequence"
 
@@ -169,8 +166,8 @@ async def further_fields_are_tolerated(subject: Subject) -> None:
 async def arguments_are_left_alone(subject: Subject) -> None:
     """The task's fields and the sampling parameters are not changed: other rollouts of the group use them, too."""
     for task in tasks(subject):
-        tokenizer = Letters()
-        agent = subject.make(AgentContext(generate=Model(tokenizer, task.answers), tokenizer=tokenizer))
+        model = Model(task.answers)
+        agent = subject.make(AgentContext(generate=model, tokenizer=model.tokenizer))
         sampling, fields = dict(SAMPLING), copy.deepcopy(dict(task.fields))
         await agent.run(sampling, **fields)
         changed = [name for name, value in task.fields.items() if fields[name] != value]
@@ -192,9 +189,8 @@ async def a_cancelled_run_leaves_nothing_running(subject: Subject) -> None:
 async def failures_are_raised(subject: Subject) -> None:
     """When the model cannot answer, the run raises; a failure is never a sequence, nor silence."""
     for task in tasks(subject):
-        tokenizer = Letters()
         try:
-            trial = await play(subject, task, model=Model(tokenizer, task.answers, fails=True), tokenizer=tokenizer)
+            trial = await play(subject, task, model=Model(task.answers, fails=True))
         except Exception:
             continue
         count = len(trial.output.sequences)
@@ -208,9 +204,8 @@ async def aborted_generation_ends_the_run(subject: Subject) -> None:
         calls = len((await play(subject, task)).model.requests)
         for call in range(calls):
             for tokens in (0, 1):
-                tokenizer = Letters()
-                model = Model(tokenizer, task.answers, abort_at=call, abort_tokens=tokens)
-                trial = await play(subject, task, model=model, tokenizer=tokenizer)
+                model = Model(task.answers, abort_at=call, abort_tokens=tokens)
+                trial = await play(subject, task, model=model)
                 more = len(model.requests) - call - 1
                 assert not more, f"call {call} was aborted, and the model was asked {more} times more"
                 assert_aborted(trial, tokens)
@@ -235,14 +230,13 @@ async def runs_leave_nothing_to_the_next(subject: Subject) -> None:
     for first in scripted:
         for second in scripted:
             expected = outline(await play(subject, second))
-            tokenizer = Letters()
-            model = Model(tokenizer, first.answers)
-            switch = Switch(model)
+            switch = Switch(Model(first.answers))
+            tokenizer = switch.model.tokenizer
             agent = subject.make(AgentContext(generate=switch, tokenizer=tokenizer))
-            await play(subject, first, agent=agent, model=model, tokenizer=tokenizer)
+            await play(subject, first, agent=agent, model=switch.model)
             tokenizer.turns.clear()
-            switch.model = Model(tokenizer, second.answers)
-            again = await play(subject, second, agent=agent, model=switch.model, tokenizer=tokenizer)
+            switch.model = Model(second.answers, tokenizer=tokenizer)
+            again = await play(subject, second, agent=agent, model=switch.model)
             assert expected == outline(again), "the second run of an object went another way than a first one"
 
 
@@ -260,17 +254,12 @@ async def what_runs_show_is_declared(subject: Subject) -> None:
 def runs_leave_nothing_behind(subject: Subject) -> None:
     """Runs leave no task, thread, process, socket, shared memory or file behind."""
 
-    async def life(_: object) -> list[str]:
-        before = descendants()
+    async def life(_: object) -> None:
         for task in tasks(subject):
             await play(subject, task)
             await cancel_at(subject, task, 0)
-        left = await asyncio.to_thread(remaining, descendants() - before, GRACE_SECONDS)
-        assert not left, f"processes that run on: {names(left)}"
-        return other_tasks()
 
-    with adopting():
-        assert_nothing_left(life, subject.folder / "lives")
+    assert_nothing_left(life, subject.folder / "lives")
 
 
 @check("AGT-026", page=_PAGE + "sampling")
@@ -304,7 +293,7 @@ async def turns_are_rendered_once(subject: Subject) -> None:
     for trial, sequence, blocks in await played(subject):
         for one, other in itertools.pairwise(blocks):
             between = tuple(sequence.response_ids[one.end : other.start])
-            known = between in trial.tokenizer.turns
+            known = between in trial.model.tokenizer.turns
             assert known, f"between two answers are {len(between)} tokens that encode_turn did not make: {between[:8]}…"
 
 

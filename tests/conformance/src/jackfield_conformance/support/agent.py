@@ -114,8 +114,8 @@ class Model:
     """Answers by script, and remembers what it was asked.
 
     Args:
-        tokenizer: that knows its tokens.
         answers: text by text; the last is repeated.
+        tokenizer: that knows its tokens; None: a new one.
         hang_at: the call (counted from 0) that never ends.
         abort_at: the call that is aborted after ``abort_tokens`` tokens.
         fails: each call raises.
@@ -123,9 +123,9 @@ class Model:
 
     def __init__(
         self,
-        tokenizer: Letters,
         answers: Sequence[str],
         *,
+        tokenizer: Letters | None = None,
         hang_at: int | None = None,
         abort_at: int | None = None,
         abort_tokens: int = 0,
@@ -135,7 +135,7 @@ class Model:
         self.calls: list[tuple[GenerateRequest, GenerateResult]] = []  #: those that were answered
         self.running = 0
         self.hangs = asyncio.Event()  #: set once the call that never ends has begun
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer or Letters()
         self._answers = tuple(answers)
         self._hang_at, self._abort_at, self._abort_tokens, self._fails = hang_at, abort_at, abort_tokens, fails
 
@@ -157,7 +157,7 @@ class Model:
             self.running -= 1
 
     def _answer(self, call: int, request: GenerateRequest) -> GenerateResult:
-        token_ids = self._tokenizer.answer(self._answers[min(call, len(self._answers) - 1)])
+        token_ids = self.tokenizer.answer(self._answers[min(call, len(self._answers) - 1)])
         finish_reason = "stop"
         if len(token_ids) > request.sampling.max_new_tokens:
             token_ids, finish_reason = token_ids[: request.sampling.max_new_tokens], "length"
@@ -194,7 +194,6 @@ class Trial:
     """A run that has ended: what the model was asked, and what the agent made of it."""
 
     model: Model
-    tokenizer: Letters
     output: AgentLoopOutput
 
     def blocks(self, sequence: AgentSequence) -> list[Block]:
@@ -224,7 +223,6 @@ async def play(
     *,
     agent: AgentLoopBase | None = None,
     model: Model | None = None,
-    tokenizer: Letters | None = None,
     sampling: Mapping[str, Any] = SAMPLING,
     fields: Mapping[str, Any] | None = None,
     **context: Any,
@@ -234,21 +232,19 @@ async def play(
     Args:
         subject: whose agent is made, unless one is given.
         task: with its script.
-        agent: to use; it was made on ``model`` and ``tokenizer``, which are then due.
+        agent: to use; it was made on ``model``, which is then due.
         model: that answers; default: by the task's script.
-        tokenizer: default: a new one.
         sampling: the run's sampling parameters.
         fields: further fields of the task.
         **context: fields of the ``AgentContext``.
     """
-    tokenizer = tokenizer or Letters()
-    model = model or Model(tokenizer, task.answers)
+    model = model or Model(task.answers)
     if agent is None:
-        agent = subject.make(AgentContext(generate=model, tokenizer=tokenizer, **context))
+        agent = subject.make(AgentContext(generate=model, tokenizer=model.tokenizer, **context))
     given = copy.deepcopy({**task.fields, **(fields or {})})
     output = await agent.run(dict(sampling), **given)
     assert isinstance(output, AgentLoopOutput), f"run returned {type(output).__name__}, expected an AgentLoopOutput"
-    return Trial(model=model, tokenizer=tokenizer, output=output)
+    return Trial(model=model, output=output)
 
 
 def _short(ids: Sequence[int]) -> str:
@@ -298,10 +294,9 @@ def assert_budget(model: Model, budget: int) -> None:
 
 async def cancel_at(subject: Subject, task: ScriptedTask, call: int) -> None:
     """Run until the model's ``call``-th answer is waited for, cancel, and look at what goes on."""
-    tokenizer = Letters()
-    model = Model(tokenizer, task.answers, hang_at=call)
+    model = Model(task.answers, hang_at=call)
     tasks_before, processes_before = set(asyncio.all_tasks()), descendants()
-    run = asyncio.create_task(play(subject, task, model=model, tokenizer=tokenizer))
+    run = asyncio.create_task(play(subject, task, model=model))
     hangs = asyncio.create_task(model.hangs.wait())
     await asyncio.wait({run, hangs}, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     hangs.cancel()
@@ -354,7 +349,7 @@ def outline(trial: Trial) -> Mapping[str, Any]:
     """A run without the ids of its model's tokens, which are others each time."""
 
     def plain(ids: tuple[int, ...]) -> str:
-        return trial.tokenizer.decode(ids)
+        return trial.model.tokenizer.decode(ids)
 
     return {
         "asked": [plain(tuple(request.prompt_ids)) for request in trial.model.requests],

@@ -14,11 +14,14 @@ from pathlib import Path
 import attrs
 import psutil
 
+from jackfield_conformance.support.processes import adopting, descendants, remaining
+
 _SHARED_MEMORY = Path("/dev/shm")
 _SELF = Path("/proc/self")
 
 #: A leak repeats each time; what happens once is an import, a cache or another process of the machine.
 _ATTEMPTS = 3
+_GRACE_SECONDS = 5.0  #: for processes to end
 
 
 @attrs.frozen
@@ -114,18 +117,18 @@ def _scratch(folder: Path) -> Iterator[None]:
         os.environ.update(variables)
 
 
-def assert_nothing_left(life: Callable[[Path], Awaitable[list[str]]], folder: Path) -> None:
+def assert_nothing_left(life: Callable[[Path], Awaitable[None]], folder: Path) -> None:
     """Live a plugin's life and look at what is left of it.
 
     Args:
-        life: makes, uses and stops the plugin in the folder that it is given; returns :func:`other_tasks` at its end.
+        life: makes, uses and stops the plugin in the folder that it is given.
         folder: for the lives and, beside them, for temporary files.
     """
     left: list[str] = []
     for attempt in range(_ATTEMPTS):
         scratch = folder / f"scratch-{attempt}"
         before = _Held.now()
-        with _scratch(scratch):
+        with _scratch(scratch), adopting():
             tasks = asyncio.run(_live(life, folder / f"life-{attempt}"))
         left = [
             *(f"task {name}" for name in tasks),
@@ -137,6 +140,11 @@ def assert_nothing_left(life: Callable[[Path], Awaitable[list[str]]], folder: Pa
     raise AssertionError(f"left behind: {'; '.join(left)}")
 
 
-async def _live(life: Callable[[Path], Awaitable[list[str]]], folder: Path) -> list[str]:
+async def _live(life: Callable[[Path], Awaitable[None]], folder: Path) -> list[str]:
+    """Live it, give its processes time to end, and return the names of the tasks that are left."""
     folder.mkdir(parents=True)
-    return await life(folder)
+    before = descendants()
+    await life(folder)
+    tasks = other_tasks()
+    await asyncio.to_thread(remaining, descendants() - before, _GRACE_SECONDS)
+    return tasks

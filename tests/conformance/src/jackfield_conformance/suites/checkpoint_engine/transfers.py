@@ -15,7 +15,7 @@ from jackfield.sdk.receiver import WeightReceiver
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import checkpoint_engine as support
-from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
+from jackfield_conformance.support.leaks import assert_nothing_left
 
 _ORDER = "docs/plugins/checkpoint_engine.md#order-of-calls"
 
@@ -242,11 +242,10 @@ async def transfers_go_on_after_a_failure(subject: Subject) -> None:
 def transfers_leave_nothing(subject: Subject) -> None:
     """After ``finalize`` no task, thread, process, open file, socket or shared memory is left."""
 
-    async def life(folder: Path) -> list[str]:
+    async def life(folder: Path) -> None:
         async with support.ends(subject, workers=2) as made:
             await support.sync(made, support.numbers())
         await _settle()
-        return other_tasks()
 
     assert_nothing_left(life, subject.folder)
 
@@ -255,7 +254,7 @@ def transfers_leave_nothing(subject: Subject) -> None:
 def failures_leave_nothing(subject: Subject) -> None:
     """After a transfer that broke off and ``finalize`` nothing is left, either."""
 
-    async def life(folder: Path) -> list[str]:
+    async def life(folder: Path) -> None:
         async with support.impatient_ends(subject, 2) as made:
             topology = await made.prepare()
             made.receiving(topology)
@@ -263,7 +262,6 @@ def failures_leave_nothing(subject: Subject) -> None:
                 sending = support.send(made, topology, [_breaking(support.numbers())])
                 await support.within(support.BREAK_SECONDS + support.GRACE_SECONDS, sending, "a sender that raises")
         await _settle()
-        return other_tasks()
 
     assert_nothing_left(life, subject.folder)
 

@@ -16,7 +16,7 @@ from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
 from jackfield_conformance.support.expecting import refused
-from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
+from jackfield_conformance.support.leaks import assert_nothing_left
 
 _EXPORT = "docs/plugins/engine.md#export"
 _LIFE = "docs/plugins/engine.md#life"
@@ -202,7 +202,7 @@ def one_rank_is_its_whole_layout(subject: Subject, engine: BaseEngine) -> None:
 def close_leaves_nothing(subject: Subject) -> None:
     """``close`` can be repeated and leaves no thread, process, open file, socket or shared memory behind."""
 
-    async def life(folder: Path) -> list[str]:
+    async def life(folder: Path) -> None:
         engine = subject.make(support.context_of(subject))
         engine.initialize()
         support.train(engine, support.batch(), support.Loss())
@@ -210,7 +210,6 @@ def close_leaves_nothing(subject: Subject) -> None:
         support.weights(engine)
         engine.close()
         engine.close()
-        return other_tasks()
 
     support.model_folder()  # made once, and not by the engine
     assert_nothing_left(life, subject.folder)

@@ -21,7 +21,7 @@ from jackfield.abc.rollout import (
 from jackfield.errors import JackfieldError, RolloutError
 from jackfield_conformance.registry import check
 from jackfield_conformance.support.expecting import refused
-from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
+from jackfield_conformance.support.leaks import assert_nothing_left
 from jackfield_conformance.support.rollout import (
     LONG,
     PAGE,
@@ -226,7 +226,7 @@ async def stopping_twice(subject: Subject, server: BaseRolloutServer) -> None:
 def nothing_is_left(subject: Subject) -> None:
     """A stopped server leaves nothing: no task, thread, process, open file, socket, shared memory or file elsewhere."""
 
-    async def life(folder: Path) -> list[str]:
+    async def life(folder: Path) -> None:
         async with serving(subject.at(folder)) as server:
             await asyncio.gather(*(server.generate(greedy(f"whole-{n}", 4)) for n in range(3)))
             readers = [Reader(server, greedy(f"streamed-{n}", LONG)) for n in range(2)]
@@ -238,6 +238,5 @@ def nothing_is_left(subject: Subject) -> None:
             await server.stop()
             with refused(RolloutError, "rollout.stopped"):
                 await readers[1].result()
-        return other_tasks()
 
     assert_nothing_left(life, subject.folder)
