@@ -69,8 +69,7 @@ def test_abort_returns_what_there_is(serve: Any, make_request: Any) -> None:
             assert len(result.token_ids) == len(result.log_probs) == len(result.weight_versions)
             whole = await server.generate(endless(make_request, "running", seed=2))
             assert whole.token_ids[: len(result.token_ids)] == result.token_ids
-            chunks = [chunk async for chunk in stream]
-            assert 5 + len(chunks) == 100
+            assert 5 + len([token async for chunk in stream for token in chunk.token_ids]) == 100
 
     asyncio.run(main())
 
@@ -181,7 +180,7 @@ def test_pause_waits_for_what_runs(serve: Any, make_request: Any) -> None:
             waiting = asyncio.create_task(server.generate(make_request("b", max_new_tokens=2, ignore_eos=True)))
             await asyncio.sleep(0)
             assert (await server.pause(PauseRequest(mode="wait"))).running == 0
-            assert len([chunk async for chunk in stream]) == 29
+            assert len([token async for chunk in stream for token in chunk.token_ids]) == 29
             health = await server.health()
             assert (health.running, health.waiting) == (0, 1)
             await server.resume(ResumeRequest())

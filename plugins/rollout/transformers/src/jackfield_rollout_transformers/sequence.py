@@ -8,37 +8,38 @@ from typing import Literal
 
 import attrs
 
-from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult
+from jackfield.abc.rollout import GenerateRequest
 from jackfield.errors import RolloutError
+from jackfield.sdk.requests import Running
 from jackfield_rollout_transformers.sampling import Modes
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 @attrs.define(eq=False)
 class Sequence:
-    """A request, its tokens so far and the caller who waits for it."""
+    """A request in the batch, or before it, and all tokens that it has so far; its caller gets them by :meth:`feed`."""
 
-    request: GenerateRequest
+    running: Running
     seed: int
     limit: int  #: of generated tokens
     stop_ids: frozenset[int]
-    ended: asyncio.Future[None]
     stop_strings: StopStrings | None = None
-    stream: asyncio.Queue[GenerateChunk | None] | None = None
     modes: Modes = attrs.field(init=False)
+    done: asyncio.Future[None] = attrs.field(init=False, factory=lambda: asyncio.get_running_loop().create_future())
     row: int = -1  #: in the batch; -1: not in it
     length: int = 0  #: tokens of it in the KV cache
     token_ids: list[int] = attrs.Factory(list)
     log_probs: list[float] = attrs.Factory(list)
-    weight_versions: list[int] = attrs.Factory(list)
-    finish_reason: FinishReason | None = None
-    streamed: int = 0  #: tokens already handed to the stream
+    finish_reason: Literal["stop", "length"] | None = None
     error: RolloutError | None = None  #: why it cannot be generated
 
     @modes.default
     def _modes(self) -> Modes:
         return Modes.of(self.request.sampling)
+
+    @property
+    def request(self) -> GenerateRequest:
+        """What its caller asks for."""
+        return self.running.request
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -65,31 +66,11 @@ class Sequence:
         name = self.request.request_id
         self.error = RolloutError(f"request {name!r} failed: {message}", code="rollout.failed", where=name, fix=fix)
 
-    def stamp(self, version: int) -> None:
-        """Note that the tokens since the last stamp were made by weights of ``version``."""
-        self.weight_versions.extend([version] * (len(self.token_ids) - len(self.weight_versions)))
-
-    def result(self) -> GenerateResult:
-        """Return what the caller of ``generate`` gets."""
-        assert self.finish_reason is not None
-        return GenerateResult(
-            request_id=self.request.request_id,
-            token_ids=tuple(self.token_ids),
-            log_probs=tuple(self.log_probs),
-            weight_versions=tuple(self.weight_versions),
-            finish_reason=self.finish_reason,
-        )
-
-    def next_chunk(self) -> GenerateChunk:
-        """The tokens since the last chunk."""
-        first, self.streamed = self.streamed, len(self.token_ids)
-        return GenerateChunk(
-            request_id=self.request.request_id,
-            token_ids=tuple(self.token_ids[first:]),
-            log_probs=tuple(self.log_probs[first:]),
-            weight_versions=tuple(self.weight_versions[first:]),
-            finish_reason=self.finish_reason,
-        )
+    def feed(self, version: int) -> None:
+        """Give the caller the tokens since the last time, which weights of ``version`` have made."""
+        known = len(self.running.token_ids)
+        if known < len(self.token_ids):
+            self.running.append(self.token_ids[known:], self.log_probs[known:], version)
 
 
 class StopStrings:

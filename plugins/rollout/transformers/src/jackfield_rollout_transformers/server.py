@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
 
 from jackfield.abc.rollout import (
     AbortRequest,
     AbortResult,
-    BaseRolloutServer,
-    GenerateChunk,
-    GenerateRequest,
-    GenerateResult,
     HealthReport,
     PauseRequest,
     PauseResult,
@@ -30,14 +27,15 @@ from jackfield.abc.rollout import (
     WeightReceipt,
     WorkerReceipt,
 )
-from jackfield.errors import JackfieldError, WeightsError
+from jackfield.errors import JackfieldError, RolloutError, WeightsError
 from jackfield.sdk.buckets import digest
-from jackfield.sdk.receiver import WeightReceiver, check_base, open_receiver
-from jackfield.sdk.requests import check_request
+from jackfield.sdk.receiver import open_receiver
+from jackfield.sdk.relay import MEMORY, RelayServer
+from jackfield.sdk.requests import Running
 from jackfield_rollout_transformers.config import Config
-from jackfield_rollout_transformers.decode_loop import MEMORY, DecodeLoop, line
-from jackfield_rollout_transformers.decoder import Decoder
-from jackfield_rollout_transformers.model import LoadedModel, check_decoding, check_requests, load_decode, load_model
+from jackfield_rollout_transformers.decode_loop import DecodeLoop
+from jackfield_rollout_transformers.decoder import Decoder, check_decoding, check_requests
+from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_model
 from jackfield_rollout_transformers.sampling import mix
 from jackfield_rollout_transformers.sequence import Sequence, StopStrings
 from jackfield_rollout_transformers.weights import ModelWeights
@@ -45,22 +43,26 @@ from jackfield_rollout_transformers.weights import ModelWeights
 if TYPE_CHECKING:
     from jackfield_openai.endpoint import OpenAIEndpoint
 
-T = TypeVar("T")
-
 _UNSEEDED = 0x5851F42D4C957F2D  #: sets the seeds of requests without one apart from those that callers choose
 _LARGE_BYTES = 1 << 23  # a tensor from this size on is copied on the worker thread
 
 
-class TransformersServer(BaseRolloutServer):
+class TransformersServer(RelayServer):
     """One replica in this process: requests, weights and memory around the decode loop."""
+
+    config: Config
+    engine_name = "the decode loop"
+    update_kinds = ("full", "adapter", "delta")
 
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
-        self._clock = context.clock
-        self._loop = DecodeLoop(context.replica, config.steps_per_hop)
-        self._update_lock = asyncio.Lock()
+        threads = f"jackfield-rollout-{context.replica}"
+        self._loop = DecodeLoop(config.steps_per_hop, self._may_decode, self._made, threads)
+        self._task: asyncio.Task[None] | None = None  #: of the decode loop
+        self._failure: Exception | None = None  #: of the decode loop
+        self._sequences: dict[str, Sequence] = {}
         self._unseeded = 0  #: requests without a seed so far
-        self._update_task: asyncio.Task[WeightReceipt] | None = None
+        self._updating: asyncio.Task[Any] | None = None
         self._endpoint: OpenAIEndpoint | None = None
         self._decode_text: Callable[[list[int]], str] | None = None
         self._pieces: dict[int, str] = {}
@@ -75,23 +77,19 @@ class TransformersServer(BaseRolloutServer):
         Raises:
             RolloutError: ``engine.model`` when the folder cannot be served, ``rollout.stopped`` after :meth:`stop`.
         """
-        if self._loop.stopped or self._loop.executor is not None:
-            raise self._loop.error("the server cannot be started twice", "rollout.stopped", fix="make a new server")
-        self._loop.executor = ThreadPoolExecutor(1, thread_name_prefix=f"jackfield-rollout-{self.context.replica}")
+        self._begin()
         try:
             self._model = await self._loop.in_thread(load_model, self.config, self.context)
+            self._vocabulary, self._max_model_len = self._model.vocabulary, self._model.max_model_len
             self._loop.decoder = Decoder(self._model, self.config)
             self._weights = ModelWeights(self._model)
             checks = check_requests(self._model, self.config.rows)
-            rows = [self._make_sequence(request, None) for request in checks]
+            rows = [self._make_sequence(Running(each, asyncio.get_running_loop().create_future())) for each in checks]
             await self._loop.in_thread(check_decoding, self._model, self._loop.decoder, rows)
-            if self._loop.stopped:
-                raise self._loop.error("the server was stopped while it started", "rollout.stopped")
-        except BaseException:
-            await self.stop()
-            raise
-        self._loop.task = asyncio.create_task(self._loop.serve(), name=f"rollout-{self.context.replica}")
-        try:
+            if self._stopped:
+                raise self._error("the server was stopped while it started", "rollout.stopped")
+            serving = self._loop.serve(lambda: self._stopped, self._fail)
+            self._task = asyncio.create_task(serving, name=f"rollout-{self.context.replica}")
             url = await self._listen()
         except BaseException:
             await self.stop()
@@ -100,94 +98,67 @@ class TransformersServer(BaseRolloutServer):
 
     async def _listen(self) -> str | None:
         """Open the OpenAI-compatible address, if there is to be one."""
-        config: Config = self.config
-        if config.openai is None:
+        if self.config.openai is None:
             return None
         from jackfield_openai.endpoint import OpenAIEndpoint  # a web server, which few replicas need
 
-        self._endpoint = OpenAIEndpoint(self, config.openai)
+        self._endpoint = OpenAIEndpoint(self, self.config.openai)
         return await self._endpoint.start()
 
     async def stop(self) -> None:
         """End the decode loop and the worker thread; every unfinished request fails with ``rollout.stopped``."""
-        self._loop.stopped = True
-        self._loop.requests.reject_all(self._loop.refusal)
-        self._loop.requests.work.set()
+        self._stopped = True
+        await self._fail_all()
+        self._loop.work.set()
         if self._endpoint is not None:
             await self._endpoint.close()
-        if self._update_task is not None:
-            self._update_task.cancel()
-        if self._loop.task is not None:
-            await self._loop.task  # at most the pass that is running
-            self._loop.task = None
+        if self._updating is not None:
+            self._updating.cancel()
+        task, self._task = self._task, None
+        if task is not None:
+            await task  # at most the pass that is running
             del self._model, self._loop.decoder, self._weights
-        if self._loop.executor is not None:
-            # idle by now, but for a model that is still being loaded
-            await asyncio.to_thread(self._loop.executor.shutdown)
+        # idle by now, but for a model that is still being loaded
+        await asyncio.to_thread(self._loop.executor.shutdown)
+
+    def _down(self) -> str | None:
+        return "the server is not running" if self._stopped or self._task is None else None
+
+    def _refusal(self) -> RolloutError | None:
+        if self._failure is None or self._down() is not None:
+            return super()._refusal()
+        fix = "see the cause; a successful update starts it again"
+        refusal = self._error(f"the decode loop failed: {_line(self._failure)}", "rollout.failed", fix=fix)
+        refusal.__cause__ = self._failure
+        return refusal
+
+    async def _fail(self, error: Exception) -> None:
+        self._failure = error
+        await self._fail_all()
+
+    def _may_decode(self) -> bool:
+        return not self._paused and len(self._awake) == len(MEMORY) and self._refusal() is None
 
     async def health(self) -> HealthReport:
         """Report whether the replica can serve, and its load."""
-        refusal = self._loop.refusal()
-        detail = refusal.message if refusal else "paused" if self._loop.paused else ""
-        if not detail and len(self._loop.awake) < len(MEMORY):
-            detail = "asleep"
-        return HealthReport(
-            healthy=refusal is None,
-            running=self._loop.requests.running,
-            waiting=len(self._loop.requests.waiting),
-            weight_version=self._loop.version,
-            detail=detail,
-        )
+        running = self._loop.running if self._down() is None else 0
+        return attrs.evolve(await super().health(), running=running, waiting=len(self._running) - running)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate one sample. Cancelling the call aborts the request."""
-        await self._prepare_stop_strings(request)
-        sequence = self._submit(request)
+    async def _read(self, running: Running) -> None:
+        request, spec = running.request, self.context.model
+        if request.sampling.stop and self._decode_text is None:
+            self._decode_text = await asyncio.to_thread(load_decode, spec.path, spec.trust_remote_code)
+        sequence = self._sequences[request.request_id] = self._make_sequence(running)
         try:
-            await sequence.ended
+            await self._loop.generate(sequence)
         finally:
-            self._loop.requests.discard(sequence)
-        return sequence.result()
+            if self._sequences.get(request.request_id) is sequence:
+                del self._sequences[request.request_id]
 
-    def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Generate one sample and yield its tokens as they come. Closing the iterator aborts the request."""
-        return self._stream(request)
-
-    async def _stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        await self._prepare_stop_strings(request)
-        chunks: asyncio.Queue[GenerateChunk | None] = asyncio.Queue()
-        sequence = self._submit(request, chunks)
-        try:
-            while chunk := await chunks.get():
-                yield chunk
-            await sequence.ended  # raises what ended it, if anything did
-        finally:
-            self._loop.requests.discard(sequence)
-            sequence.ended.cancel()
-
-    def _submit(self, request: GenerateRequest, stream: asyncio.Queue[GenerateChunk | None] | None = None) -> Sequence:
-        refusal = self._loop.refusal()
-        if refusal is not None:
-            raise refusal
-        check_request(request, self._model.vocabulary, self._model.max_model_len)
-        if request.request_id in self._loop.requests.active:
-            raise self._loop.error(f"request {request.request_id!r} is running already", "rollout.request")
-        wanted = request.minimum_weight_version
-        if wanted is not None and wanted > self._loop.version:
-            raise self._loop.error(
-                f"request {request.request_id!r} needs newer weights",
-                "rollout.stale",
-                expected=wanted,
-                found=self._loop.version,
-            )
-        sequence = self._make_sequence(request, stream)
-        self._loop.requests.add(sequence)
-        return sequence
-
-    def _make_sequence(self, request: GenerateRequest, stream: asyncio.Queue[GenerateChunk | None] | None) -> Sequence:
-        sampling = request.sampling
+    def _make_sequence(self, running: Running) -> Sequence:
+        request, sampling = running.request, running.request.sampling
         seed = sampling.seed
         if seed is None:
             seed = mix(mix(mix(self.context.seed + _UNSEEDED) + self.context.replica) + self._unseeded)
@@ -197,34 +168,53 @@ class TransformersServer(BaseRolloutServer):
         if sampling.stop:
             assert self._decode_text is not None
             stop_strings = StopStrings(sampling.stop, self._decode_text, self._pieces)
-        return Sequence(
-            request=request,
-            seed=seed,
-            limit=min(sampling.max_new_tokens, self._model.max_model_len - len(request.prompt_ids)),
-            stop_ids=own.union(sampling.stop_token_ids),
-            ended=asyncio.get_running_loop().create_future(),
-            stop_strings=stop_strings,
-            stream=stream,
-        )
+        limit = min(sampling.max_new_tokens, self._model.max_model_len - len(request.prompt_ids))
+        return Sequence(running, seed, limit, own.union(sampling.stop_token_ids), stop_strings)
 
-    async def _prepare_stop_strings(self, request: GenerateRequest) -> None:
-        if request.sampling.stop and self._decode_text is None and self._loop.refusal() is None:
-            spec = self.context.model
-            self._decode_text = await asyncio.to_thread(load_decode, spec.path, spec.trust_remote_code)
+    def _made(self, sequence: Sequence) -> None:
+        """Take what a hop has made of a sequence."""
+        if sequence.done.done():  # its caller has left
+            return
+        sequence.feed(self._version)
+        if sequence.error is not None:
+            sequence.done.set_exception(sequence.error)
+        elif sequence.finish_reason is not None:
+            self._end(sequence.running, sequence.finish_reason)
+            sequence.done.set_result(None)
+
+    def _end(self, running: Running, reason: Literal["stop", "length", "abort"]) -> None:
+        sequence = self._sequences.get(running.request.request_id)
+        if sequence is not None and sequence.running is running:
+            sequence.feed(self._version)
+        super()._end(running, reason)
 
     async def abort(self, request: AbortRequest) -> AbortResult:
         """End requests; when it returns they generate no more."""
-        return await self._loop.abort(request)
+        async with self._loop.between_hops():
+            result = await super().abort(request)
+            self._loop.remove_discarded()
+        return result
 
     # -- pausing and memory ----------------------------------------------------------------------------------------
 
     async def pause(self, request: PauseRequest) -> PauseResult:
         """Stop decoding; when it returns no forward pass runs."""
-        return await self._loop.pause(request)
+        self._require_running()
+        if request.mode == "wait" and not self._paused and not await self._loop.drain():
+            return PauseResult(running=self._loop.running)
+        async with self._loop.between_hops():
+            self._paused = True
+            if request.mode == "abort":
+                await self._abort([each.running for each in self._loop.decoder.sequences])
+                self._loop.remove_discarded()
+        return PauseResult(running=self._loop.running)
 
     async def resume(self, request: ResumeRequest) -> ResumeResult:
         """Go on decoding."""
-        return await self._loop.resume(request)
+        self._require_running()
+        self._paused = False
+        self._loop.go_on()
+        return ResumeResult(running=self._loop.running)
 
     async def sleep(self, request: SleepRequest) -> SleepResult:
         """Give memory back; only while paused or idle. Requests that a pause keeps are computed again afterwards.
@@ -233,31 +223,30 @@ class TransformersServer(BaseRolloutServer):
             RolloutError: ``rollout.request`` while decoding; ``rollout.stopped``.
         """
         async with self._loop.between_hops():
-            self._loop.require_running()
-            if not self._loop.paused and self._loop.requests.active:
-                raise self._loop.error("the server is decoding", "rollout.request", fix="pause it before it sleeps")
-            kept = [one for one in self._loop.decoder.sequences if one.request.request_id in self._loop.requests.active]
-            freed = self._loop.decoder.release()
-            self._loop.requests.waiting.extendleft(reversed(kept))
+            self._require_running()
+            if not self._paused and self._running:
+                raise self._error("the server is decoding", "rollout.request", fix="pause it before it sleeps")
+            freed = self._loop.release()
             if request.level == 2:
                 freed += self._weights.drop()
-                self._loop.stale = "the weights were given back by sleep(level=2) and no full update has come"
+                self._held = None
+                self._stale = "the weights were given back by sleep(level=2) and no full update has come"
             else:
                 freed += self._weights.to("cpu")
-            self._loop.awake.clear()
+            self._awake.clear()
         return SleepResult(freed_bytes=freed)
 
     async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
         """Take memory again. After level 2 the weights have no contents until a full update."""
         async with self._loop.between_hops():
-            self._loop.require_running()
+            self._require_running()
             tags = set(request.tags or MEMORY)
             if "weights" in tags:
                 self._weights.to(self._model.device)
                 self._weights.allocate()
-            self._loop.awake |= tags
-            self._loop.requests.work.set()
-        return WakeUpResult(awake=tuple(tag for tag in MEMORY if tag in self._loop.awake))
+            self._awake |= tags
+            self._loop.work.set()
+        return WakeUpResult(awake=tuple(tag for tag in MEMORY if tag in self._awake))
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -271,98 +260,73 @@ class TransformersServer(BaseRolloutServer):
             WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``; ``weights.base`` for a delta
                 to a version that is not held: nothing has changed then.
         """
-        self._loop.require_running()
-        async with self._update_lock:
-            self._loop.require_running()
-            if request.kind == "delta":
-                check_base(self._weights.held.version, request.base_version)
-            receive = self._receive_delta if request.kind == "delta" else self._receive
-            task = self._update_task = asyncio.create_task(receive(request))
-            what = f"weights of version {request.version} for replica {self.context.replica}"
-            try:
-                return await self._clock.wait_for(task, request.deadline_seconds, what)
-            except BaseException as error:
-                if self._loop.stopped and task.cancelled():
-                    refusal = self._loop.refusal()
-                    assert refusal is not None
-                    raise refusal from None
-                self._weights.held.forget()  # what has come of it is not what is loaded
-                self._loop.become_stale(f"the update to version {request.version} failed: {line(error)}")
-                if isinstance(error, WeightsError) or not isinstance(error, Exception):
-                    raise
-                fix = error.fix if isinstance(error, JackfieldError) else None
-                raise WeightsError(
-                    f"the update to version {request.version} broke off: {line(error)}",
-                    where=f"replica {self.context.replica}",
-                    fix=fix,
-                ) from error
-            finally:
-                self._update_task = None
-
-    async def _receive(self, request: UpdateWeightsRequest) -> WeightReceipt:
-        began = self._clock.time()
-        self._check_update(request)
-        receiver = self._receiver(request)
-        update = self._weights.begin(request, digest)
-        async with contextlib.AsyncExitStack() as stack:
-            paused: float | None = None
-            tensors = receiver.tensors(request.connect[0], request.version)
-            await stack.enter_async_context(contextlib.aclosing(tensors))
-            async for name, tensor in tensors:
-                if paused is None:  # meeting the sender took its time; decoding went on until here
-                    await stack.enter_async_context(self._loop.between_hops())
-                    paused = self._clock.time()
-                if tensor.nbytes < _LARGE_BYTES:
-                    update.load(name, tensor)
-                else:
-                    await self._loop.in_thread(update.load, name, tensor)
-            if paused is None:
-                await stack.enter_async_context(self._loop.between_hops())
-                paused = self._clock.time()
-            digests = await self._loop.in_thread(update.finish, receiver.digests)
-            self._loop.enter_version(request.version)
-        return self._receipt(request.version, digests, began, paused)
-
-    async def _receive_delta(self, request: UpdateWeightsRequest) -> WeightReceipt:
-        """Decoding goes on until all that has changed is there, and the digests of what has not are taken."""
-        began = self._clock.time()
-        self._check_update(request)
-        weights, receiver = self._weights, self._receiver(request)
-        changes = await receiver.changes(request.connect[0], request.version, request.base_version)
-        digests = await asyncio.to_thread(weights.held.unchanged, changes)
-        async with self._loop.between_hops():
-            paused = self._clock.time()
-            digests |= await self._loop.in_thread(weights.apply, changes, request.version)
-            self._loop.enter_version(request.version)
-        return self._receipt(request.version, digests, began, paused)
-
-    def _receipt(self, version: int, digests: dict[str, str], began: float, paused: float) -> WeightReceipt:
-        ended = self._clock.time()
-        return WeightReceipt(
-            version=version,
-            replica=self.context.replica,
-            workers=(WorkerReceipt(worker=0, digests=digests),),
-            seconds=ended - began,
-            paused_seconds=ended - paused,
-        )
-
-    def _check_update(self, request: UpdateWeightsRequest) -> None:
-        if request.version < self._loop.version:
+        try:
+            return await super().update_weights(request)
+        except BaseException as error:
+            if self._updating is not None:
+                self._updating.cancel()  # nothing of it is wanted any more
+            refusal = self._refusal()
+            if self._stopped and refusal is not None:
+                raise refusal from None
+            if isinstance(error, WeightsError) or not isinstance(error, Exception):
+                raise
             raise WeightsError(
-                "weights went backwards",
-                code="weights.version",
-                expected=f"at least {self._loop.version}",
-                found=request.version,
-            )
+                f"the update to version {request.version} broke off: {_line(error)}",
+                where=f"replica {self.context.replica}",
+                fix=error.fix if isinstance(error, JackfieldError) else None,
+            ) from error
+
+    async def _update(self, request: UpdateWeightsRequest) -> WeightReceipt:
+        self._updating = asyncio.current_task()
+        try:
+            return await super()._update(request)
+        except BaseException:
+            self._weights.held.forget()  # what has come of it is not what is loaded
+            raise
+        finally:
+            self._updating = None
+
+    async def _hold(self) -> None:
+        """Nothing: :meth:`_load` holds the loop itself."""
+
+    async def _release(self) -> None:
+        self._loop.work.set()
+
+    async def _receive(self, request: UpdateWeightsRequest) -> tuple[Any, ...]:
+        """Meet the sender; of a delta, receive all that has changed, and take the digests of what has not."""
         if len(request.connect) != 1:
-            raise WeightsError(
-                "connect arguments do not fit the replica's workers",
-                expected="1 (one worker)",
-                found=len(request.connect),
-            )
-        if "weights" not in self._loop.awake:
-            raise WeightsError("the weights are asleep", fix="wake_up(tags=('weights',)) before the update")
-
-    def _receiver(self, request: UpdateWeightsRequest) -> WeightReceiver:
+            message = "connect arguments do not fit the replica's workers"
+            raise WeightsError(message, expected="1 (one worker)", found=len(request.connect))
         held = self._weights.held
-        return open_receiver(request, device=self.context.device, host=self.context.host, held=held)
+        receiver = open_receiver(request, device=self.context.device, host=self.context.host, held=held)
+        if request.kind == "delta":
+            changes = await receiver.changes(request.connect[0], request.version, request.base_version)
+            return changes, await asyncio.to_thread(held.unchanged, changes)
+        update = self._weights.begin(request, digest)
+        tensors = receiver.tensors(request.connect[0], request.version)
+        return receiver, update, tensors, await anext(tensors, None)
+
+    async def _load(self, request: UpdateWeightsRequest, received: tuple[Any, ...]) -> list[WorkerReceipt]:
+        async with self._loop.between_hops():
+            if request.kind == "delta":
+                changes, digests = received
+                digests |= await self._loop.in_thread(self._weights.apply, changes, request.version)
+            else:
+                receiver, update, tensors, pair = received
+                async with aclosing(tensors):
+                    while pair is not None:
+                        if pair[1].nbytes < _LARGE_BYTES:
+                            update.load(*pair)
+                        else:
+                            await self._loop.in_thread(update.load, *pair)
+                        pair = await anext(tensors, None)
+                digests = await self._loop.in_thread(update.finish, receiver.digests)
+            for sequence in self._sequences.values():
+                sequence.feed(self._version)
+            self._failure = None
+        return [WorkerReceipt(worker=0, digests=digests)]
+
+
+def _line(error: BaseException) -> str:
+    """Return what an error says, in one line."""
+    return error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}"

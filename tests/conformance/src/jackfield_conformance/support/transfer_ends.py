@@ -1,7 +1,7 @@
-"""Ends of a weight transfer in processes of their own, for the tests of checkpoint engines; as a script, one of them.
+"""Ends of a weight transfer in processes of their own, for the tests of checkpoint engines.
 
-The test orders, the process does and answers, one JSON object a line: so a test decides
-where each process is when one is killed, without sleeping.
+The test orders, the process does and answers: so a test decides where each process is when one is killed, without
+sleeping.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
+import multiprocessing
 import os
 import resource
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import aclosing
+from multiprocessing.connection import Connection
 from typing import Any
 
 import attrs
@@ -30,6 +29,8 @@ from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import WeightSender
 
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
 _START_SECONDS = 60.0  #: for a process to import torch
 _ANSWER_SECONDS = 30.0
 
@@ -71,16 +72,34 @@ def digests(kind: str, seed: int) -> dict[str, str]:
 
 @attrs.define(eq=False)
 class End:
-    """One process of a transfer."""
+    """One process of a transfer, forked from one that has imported everything."""
 
-    connection: socket.socket
-    pid: int = 0
-    dead: bool = False
-    _read: bytes = b""
+    connection: Connection[Any, Any]
+    process: Any
+
+    @classmethod
+    def spawn(cls) -> End:
+        """Start a process."""
+        ours, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_be_an_end, args=(theirs,))
+        process.start()
+        theirs.close()
+        return cls(ours, process)
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        number: int = self.process.pid
+        return number
+
+    @property
+    def dead(self) -> bool:
+        """Return whether it was killed."""
+        return self.connection.closed
 
     def order(self, what: str, **details: Any) -> None:
         """Tell it to do something."""
-        self.connection.sendall(json.dumps({"what": what, **details}).encode() + b"\n")
+        self.connection.send({"what": what, **details})
 
     def answer(self, seconds: float = _ANSWER_SECONDS) -> dict[str, Any]:
         """Return what it answers.
@@ -88,16 +107,11 @@ class End:
         Raises:
             AssertionError: nothing within ``seconds``, or it has died.
         """
-        self.connection.settimeout(seconds)
-        while b"\n" not in self._read:
-            try:
-                read = self.connection.recv(1 << 20)
-            except TimeoutError:
-                raise AssertionError(f"no answer within {seconds:g} s") from None
-            assert read, "the process has ended"
-            self._read += read
-        line, _, self._read = self._read.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
+        assert self.connection.poll(seconds), f"no answer within {seconds:g} s"
+        try:
+            found: dict[str, Any] = self.connection.recv()
+        except (EOFError, ConnectionError):
+            raise AssertionError("the process has ended") from None
         return found
 
     def ask(self, what: str, **details: Any) -> dict[str, Any]:
@@ -107,44 +121,10 @@ class End:
 
     def kill(self) -> None:
         """``kill -9``, and wait until it is gone."""
-        if self.dead:
-            return
-        self.dead = True
-        os.kill(self.pid, signal.SIGKILL)
-        self.connection.settimeout(_ANSWER_SECONDS)
-        with contextlib.suppress(ConnectionError):
-            while self.connection.recv(1 << 20):
-                pass
-        self.connection.close()
-
-
-@attrs.define(eq=False)
-class _Nursery:
-    """A process that has imported everything, and forks an end for each connection that it is sent."""
-
-    process: subprocess.Popen[bytes]
-    connection: socket.socket
-
-    @classmethod
-    def start(cls) -> _Nursery:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "jackfield_conformance.support.transfer_ends", str(theirs.fileno())]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-        theirs.close()
-        return cls(process, ours)
-
-    def spawn(self) -> End:
-        ours, theirs = socket.socketpair()
-        socket.send_fds(self.connection, [b"."], [theirs.fileno()])
-        theirs.close()
-        end = End(ours)
-        end.pid = end.answer(_START_SECONDS)["pid"]
-        return end
-
-    def close(self) -> None:
-        self.connection.close()
-        self.process.wait(_ANSWER_SECONDS)
+        if not self.dead:
+            self.process.kill()
+            self.process.join(_ANSWER_SECONDS)
+            self.connection.close()
 
 
 @attrs.define(eq=False)
@@ -153,7 +133,6 @@ class Team:
 
     plugin: str
     settings: Mapping[str, Any]
-    _nursery: _Nursery
     cuda: bool = False
     ranks: list[End] = attrs.field(factory=list)
     workers: list[End] = attrs.field(factory=list)
@@ -163,9 +142,9 @@ class Team:
         for ends, count in ((self.ranks, ranks), (self.workers, workers)):
             for index in range(count):
                 if index == len(ends):
-                    ends.append(self._nursery.spawn())
+                    ends.append(End.spawn())
                 elif ends[index].dead:
-                    ends[index] = self._nursery.spawn()
+                    ends[index] = End.spawn()
             while len(ends) > count:
                 ends.pop().kill()
         for side, ends in (("sender", self.ranks), ("receiver", self.workers)):
@@ -175,7 +154,7 @@ class Team:
                     place["device"] = "cuda:0" if side == "sender" else f"cuda:{rank + 1}"
                 end.order("make", plugin=self.plugin, settings=dict(self.settings), context=place)
         for end in (*self.ranks, *self.workers):
-            assert end.answer() == {"made": True}
+            assert end.answer(_START_SECONDS) == {"made": True}
 
     def begin(self, version: int, kind: str = "full", **holds: int) -> None:
         """Let everybody start a transfer of the tensors of seed ``version``.
@@ -218,20 +197,18 @@ class Team:
 @contextlib.contextmanager
 def team(plugin: str, cuda: bool = False, **settings: Any) -> Iterator[Team]:
     """A team without processes yet; at the end they are gone."""
-    nursery = _Nursery.start()
-    made = Team(plugin, settings, nursery, cuda)
+    made = Team(plugin, settings, cuda)
     try:
         yield made
     finally:
         made.close()
-        nursery.close()
 
 
 # -- the process's side ------------------------------------------------------------------------------------------------
 
 
 class _Process:
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection[Any, Any]) -> None:
         self.connection = connection
         self.engine: Any = None
         self.sender: WeightSender | None = None
@@ -292,22 +269,18 @@ class _Process:
 
     def say(self, answer: Mapping[str, Any]) -> None:
         """Answer the test."""
-        self.connection.sendall(json.dumps(answer).encode() + b"\n")
+        self.connection.send(dict(answer))
 
     async def serve(self) -> None:
         """Do what is ordered until the test closes the connection."""
-        self.say({"pid": os.getpid()})
-        reader = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        copy = self.connection.dup()
-        await loop.create_connection(lambda: asyncio.StreamReaderProtocol(reader), sock=copy)
-        while line := await reader.readline():
-            try:
-                answer = await self.do(json.loads(line))
-            except JackfieldError as error:
-                answer = {"error": type(error).__name__, "code": error.code, "text": str(error)}
-            self.connection.setblocking(True)
-            self.say(answer)
+        with contextlib.suppress(EOFError):
+            while True:
+                order = await asyncio.to_thread(self.connection.recv)
+                try:
+                    answer = await self.do(order)
+                except JackfieldError as error:
+                    answer = {"error": type(error).__name__, "code": error.code, "text": str(error)}
+                self.say(answer)
 
 
 def _kind(descriptor: str) -> str:
@@ -318,20 +291,6 @@ def _kind(descriptor: str) -> str:
         return "the listing itself"
 
 
-def _nurse(connection: socket.socket) -> None:
-    """Fork an end for each connection that comes, until the test closes its own."""
+def _be_an_end(connection: Connection[Any, Any]) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries them
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-        if not message:
-            return
-        if os.fork() == 0:
-            connection.close()
-            asyncio.run(_Process(socket.socket(fileno=descriptors[0])).serve())
-            os._exit(0)
-        os.close(descriptors[0])
-
-
-if __name__ == "__main__":
-    _nurse(socket.socket(fileno=int(sys.argv[1])))
+    asyncio.run(_Process(connection).serve())
