@@ -11,8 +11,7 @@ import pytest
 
 from jackfield import __version__
 from jackfield.errors import PluginError
-from jackfield.plugins.interpreters import resolve_interpreter, run_child
-from jackfield.plugins.introduction import look
+from jackfield.plugins.interpreters import look, resolve_interpreter, run_child
 
 
 def script(folder: Path, text: str, name: str = "python") -> str:

@@ -35,7 +35,7 @@ review = 2027-01-31
 
 
 def parse(text: str) -> Manifest:
-    return parse_manifest(text, source="plugin.toml", kind="engine", name="fsdp")
+    return parse_manifest(text.encode(), source="plugin.toml", kind="engine", name="fsdp")
 
 
 def test_a_complete_manifest_is_read_with_every_section():
@@ -82,7 +82,7 @@ def test_a_wrong_manifest_is_refused_naming_file_and_cause(old: str, new: str, m
 @pytest.mark.parametrize(("kind", "name"), [("rollout", "fsdp"), ("engine", "other")])
 def test_entry_point_and_manifest_have_to_agree(kind: str, name: str):
     with pytest.raises(PluginError) as caught:
-        parse_manifest(COMPLETE, source="plugin.toml", kind=kind, name=name)
+        parse_manifest(COMPLETE.encode(), source="plugin.toml", kind=kind, name=name)
     assert "plugin.manifest-invalid" == caught.value.code
     assert repr(kind) in str(caught.value.expected)
     assert "'fsdp'" in str(caught.value.found)

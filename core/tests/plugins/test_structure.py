@@ -16,7 +16,7 @@ from jackfield.abc.engine import BaseEngine
 from jackfield.abc.reward import RewardAgent
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.errors import PluginError
-from jackfield.plugins.structure import check_structure, flavour, signature_of, structure_problems
+from jackfield.plugins.structure import flavour, signature_of, structure_problems
 
 
 def fitting(kind: str, **members: Any) -> type:
@@ -65,10 +65,9 @@ def test_what_is_not_a_subclass_is_refused(thing: object):
     assert ["plugin.not-a-subclass"] == [problem.code for problem in problems("reward", thing)]
 
 
-def test_check_structure_raises_the_first_problem():
-    with pytest.raises(PluginError) as caught:
-        check_structure("reward", type("Fake", (RewardAgent,), {}), "the plugin")
-    assert ("plugin.abstract-method", "abstract: compute_score") == (caught.value.code, caught.value.found)
+def test_what_is_missing_is_named():
+    (found,) = problems("reward", type("Fake", (RewardAgent,), {}))
+    assert ("plugin.abstract-method", "abstract: compute_score") == (found.code, found.found)
 
 
 async def _coroutine(self: Any, request: Any) -> None: ...

@@ -396,7 +396,7 @@ def test_an_interpreter_that_says_nothing_has_a_deadline(elsewhere: Elsewhere, t
 
 def test_the_handshake_alone_takes_no_torch(elsewhere: Elsewhere) -> None:
     """What `doctor` and the start of a run ask an interpreter is answered without importing the plugin."""
-    program = "from jackfield.plugins.introduction import main; main('rollout', 'elsewhere')"
+    program = "from jackfield.plugins.interpreters import main; main('rollout', 'elsewhere')"
     command = [elsewhere.python, "-X", "importtime", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
     assert "fake-elsewhere" == json.loads(done.stdout.splitlines()[0])["introduction"]["plugin"]["distribution"]

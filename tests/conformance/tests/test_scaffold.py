@@ -36,8 +36,8 @@ def test_the_project_is_whole(kind: str, tmp_path: Path) -> None:
     metadata = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f"jackfield-{kind}-first-try".replace("_", "-") == metadata["name"]
     assert {GROUPS[kind]: {"first-try": f"{package.name}:plugin.toml"}} == metadata["entry-points"]
-    text = (package / "plugin.toml").read_text(encoding="utf-8")
-    manifest = parse_manifest(text, source="plugin.toml", kind=kind, name="first-try")
+    content = (package / "plugin.toml").read_bytes()
+    manifest = parse_manifest(content, source="plugin.toml", kind=kind, name="first-try")
     assert ABI_VERSIONS[kind] == manifest.abi
     for name in ("README.md", "CHANGELOG.md", ".github/workflows/ci.yml", "tests"):
         assert (folder / name).exists(), name

@@ -17,8 +17,7 @@ from jackfield.algorithms import register_part
 from jackfield.config import RunConfig, plugin_sections, validate_plugins
 from jackfield.errors import ConfigError, PluginError, PluginNotFound
 from jackfield.plugins import HookManager, Registry, hook_manager, require_capability
-from jackfield.plugins.interpreters import environment_python, resolve_interpreter
-from jackfield.plugins.introduction import look
+from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
 from jackfield.queue import register_sampler
 from jackfield.trainer import RoleName
 

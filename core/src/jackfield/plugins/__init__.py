@@ -6,11 +6,9 @@ plugin that is asked for. Lifecycle events and small parts go through :func:`hoo
 
 from __future__ import annotations
 
-from jackfield.plugins.discovery import GROUPS, PluginRecord
-from jackfield.plugins.hook_manager import HookManager, hook_manager
-from jackfield.plugins.hooks import hookimpl
+from jackfield.plugins.hooks import HookManager, hook_manager, hookimpl
 from jackfield.plugins.manifest import Manifest, require_capability
-from jackfield.plugins.registry import LoadedPlugin, Registry, discover, installed, load_plugin
+from jackfield.plugins.registry import GROUPS, LoadedPlugin, PluginRecord, Registry, discover, installed, load_plugin
 
 __all__ = [
     "GROUPS",

@@ -1,4 +1,4 @@
-"""Find a plugin's certificate of conformance, and see whether it is of the installed files.
+"""Find a plugin's certificate of conformance, and see whether it is of the installed files; imports no plugin.
 
 ``jackfield plugins check`` (distribution jackfield-conformance) makes them. They are found in two places:
 
@@ -6,8 +6,7 @@
 * *shipped*: in the plugin's own package, ``certificate.json`` (or ``<kind>.certificate.json`` where a package holds
   several kinds) beside the manifest, made by its publisher.
 
-A certificate counts only for the very files that were checked: it carries a digest of the plugin's package. Reading
-imports no plugin.
+A certificate counts only for the very files that were checked: it carries a digest of the plugin's package.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
-from jackfield.plugins.discovery import PluginRecord, find_package
 from jackfield.plugins.manifest import Manifest
+from jackfield.plugins.registry import PluginRecord, find_package
 
 #: Version of the JSON file's layout.
 FORMAT = 1
@@ -69,20 +68,23 @@ def find_certification(record: PluginRecord) -> Certification | None:
     """
     if record.manifest is None or record.error is not None:
         return None
+    folder = package_folder(record.manifest)
+    places: list[tuple[Literal["local", "shipped"], Path]] = [
+        ("local", certificate_folder() / f"{record.kind}-{record.name}.json")
+    ]
+    shipped = (f"{record.kind}.certificate.json", "certificate.json")
+    places += [("shipped", folder / name) for name in shipped] if folder else []
     certification = None
-    for source, file in _places(record.manifest):
+    for source, file in places:
         found = read_certificate(file)
         if found is None or (found["kind"], found["plugin"]) != (record.kind, record.name):
             continue
         stale = _change(found, record, record.manifest)
         certified = found["level"] in ("partial", "base", "full")
         if certified and (not stale or certification is None):
+            date, version = str(found["date"])[:10], str(found["versions"].get("jackfield-conformance") or "unknown")
             certification = Certification(
-                date=str(found["date"])[:10],
-                level=found["level"],
-                source=source,
-                conformance=str(found["versions"].get("jackfield-conformance") or "unknown"),
-                stale=stale,
+                date=date, level=found["level"], source=source, conformance=version, stale=stale
             )
         if not stale:
             return certification if certified else None
@@ -116,23 +118,13 @@ def read_certificate(file: Path) -> dict[str, Any] | None:
     return found if whole and found.get("format") == FORMAT else None
 
 
-def _places(manifest: Manifest) -> Iterator[tuple[Literal["local", "shipped"], Path]]:
-    yield "local", certificate_folder() / f"{manifest.kind}-{manifest.name}.json"
-    folder = package_folder(manifest)
-    if folder is not None:
-        yield "shipped", folder / f"{manifest.kind}.certificate.json"
-        yield "shipped", folder / "certificate.json"
-
-
 def _change(found: Mapping[str, Any], record: PluginRecord, manifest: Manifest) -> str:
     """Say what has changed since the checks ran; empty: nothing that the certificate speaks of."""
-    for what, then, now in (
-        ("distribution", found["distribution"], record.distribution),
-        ("version", found["versions"].get("plugin"), record.version),
-        ("ABI", found["abi"], record.abi),
-    ):
-        if then != now:
-            return f"the checks ran on {what} {then}, {now} is installed"
+    then = {"distribution": found["distribution"], "version": found["versions"].get("plugin"), "ABI": found["abi"]}
+    now = {"distribution": record.distribution, "version": record.version, "ABI": record.abi}
+    for what in then:
+        if then[what] != now[what]:
+            return f"the checks ran on {what} {then[what]}, {now[what]} is installed"
     unchanged = found["digest"] is not None and found["digest"] == plugin_digest(manifest)
     return "" if unchanged else "the plugin's files have changed since the checks ran"
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import attrs
@@ -76,26 +77,23 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
             expected="no folder, an empty one, or an environment",
             fix="name another folder in the configuration",
         )
-    ends = time.monotonic() + seconds
     pip = [environment_python(folder), "-m", "pip", "--disable-pip-version-check"]
     keep = [] if settings.constraints is None else ["--constraint", settings.constraints]
+    steps = [[*pip, "install", "--force-reinstall", "--no-deps", *ours]]
     stamp.unlink(missing_ok=True)
-    if made.get("digest") == digests["digest"]:
-        _run([*pip, "install", "--force-reinstall", "--no-deps", *ours], ends, folder)
-    else:
+    if made.get("digest") != digests["digest"]:
         shutil.rmtree(folder, ignore_errors=True)
-        _run([base, "-m", "venv", str(folder)], ends, folder)
-        _run([*pip, "install", *keep, *settings.requires, *ours], ends, folder)
-        if settings.uninstall:
-            _run([*pip, "uninstall", "--yes", *settings.uninstall], ends, folder)
+        steps = [[base, "-m", "venv", str(folder)], [*pip, "install", *keep, *settings.requires, *ours]]
+        steps += [[*pip, "uninstall", "--yes", *settings.uninstall]] if settings.uninstall else []
+    ends = time.monotonic() + seconds
+    for step in steps:
+        _run(step, ends, folder)
     stamp.write_text(json.dumps({**digests, "requires": [*settings.requires, *ours]}, indent=1), encoding="utf-8")
     return True
 
 
 def requirement_as_installed(name: str) -> list[str]:
-    """Return pip's arguments for a distribution as this interpreter has it.
-
-    They name the same version, file or editable folder.
+    """Return pip's arguments for a distribution as this interpreter has it: the version, file or editable folder.
 
     Raises:
         PluginError: ``plugin.requirement``: it is not installed here.
@@ -119,37 +117,28 @@ def _with_local(names: Sequence[str]) -> list[str]:
         for line in importlib.metadata.requires(name) or ():
             required = Requirement(line)
             known = canonicalize_name(required.name) in map(canonicalize_name, found)
-            if required.marker is None and not known and _is_local(required.name):
-                found.append(required.name)
+            with suppress(PluginError):
+                if not known and required.marker is None and "==" not in requirement_as_installed(required.name)[-1]:
+                    found.append(required.name)
     return found
 
 
-def _is_local(name: str) -> bool:
-    with suppress(PluginError):
-        return not requirement_as_installed(name)[-1].startswith(f"{name}==")
-    return False
-
-
 def _run(command: Sequence[str], ends: float, folder: Path) -> None:
-    """Run one step; pip's own words are on stderr, just above the error."""
+    """Run one step; what pip prints is on stderr, just above the error."""
+    left = max(ends - time.monotonic(), 0.1)
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": sys.stderr, "env": environment_of(command[0])}
     try:
-        code: int | None = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            env=environment_of(command[0]),
-            timeout=max(ends - time.monotonic(), 0.1),
-            check=False,
-        ).returncode
+        code = subprocess.run(command, timeout=left, check=False, **streams).returncode
+        found = f"exit code {code}; what it printed is above"
     except subprocess.TimeoutExpired:
-        code = None
+        code, found = None, "no end within the deadline"
     if code != 0:
         raise PluginError(
             "an environment cannot be made",
             code="plugin.environment",
             where=str(folder),
             expected=f"`{' '.join([os.path.basename(command[0]), *command[1:]])}` to end well",
-            found="no end within the deadline" if code is None else f"exit code {code}; what it printed is above",
+            found=found,
             fix="correct the environment in the configuration, or raise --deadline, and give the same command again",
         )
 
@@ -161,8 +150,5 @@ def _digests(settings: EnvironmentSettings, base: str, installed: Sequence[str],
     if settings.constraints is not None:
         parts.append(Path(settings.constraints).read_text(encoding="utf-8"))
     wheels = [hashlib.sha256(Path(part).read_bytes()).hexdigest() for part in ours if Path(part).is_file()]
-    return {"digest": _digest(parts), "installed": _digest([*ours, *wheels])}
-
-
-def _digest(parts: Sequence[str]) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    digests = {"digest": parts, "installed": [*ours, *wheels]}
+    return {name: hashlib.sha256("\0".join(each).encode()).hexdigest() for name, each in digests.items()}

@@ -1,30 +1,66 @@
-"""The lifecycle events of a run, and the registration of small parts.
+"""The lifecycle events of a run, the registration of small parts, and the manager that calls what listens.
 
-Hooks are pluggy hooks of the project ``jackfield``. An implementation is a function marked with
-:data:`hookimpl`, in an object that the run registers or in the ``hooks`` module that a manifest names. Each hook
-takes one frozen event, so that it can grow. No hook is called per token or per sample.
+Hooks are pluggy hooks of the project ``jackfield``. An implementation is a function marked with :data:`hookimpl`, in
+an object that the run registers or in the ``hooks`` module that a manifest names. Each event class is the one
+parameter, ``event``, of the hook that is named after it: :class:`StepEnded` that of ``step_ended``. The hook
+``register_parts`` gets a :data:`Registrar` as ``register``. No hook is called per token or per sample.
+
+A hook that raises stops no other implementation of the same hook; then the caller gets a ``PluginError`` with the code
+``plugin.hook-failed`` that names each implementation that raised, chained to the first error. A single
+``JackfieldError`` is raised as it is, because it says itself what to do. Exceptions that are not an ``Exception``
+(``KeyboardInterrupt``, cancellation) pass through at once, and an implementation with ``wrapper=True`` may itself turn
+errors into results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextvars
+import difflib
+import functools
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import pluggy
 
+from jackfield.errors import JackfieldError, PluginError
+from jackfield.plugins.manifest import Manifest
+from jackfield.plugins.registry import import_module
+
 if TYPE_CHECKING:
     from jackfield.abc.rollout import WeightReceipt
 
-hookspec = pluggy.HookspecMarker("jackfield")
 hookimpl = pluggy.HookimplMarker("jackfield")
 
 #: ``register(kind, name, part)``: offer a small part, an advantage estimator, a loss, a sampler and so on.
 Registrar = Callable[[str, str, Any], None]
 
 
+@pluggy.HookspecMarker("jackfield")
+def _takes_register(register: Registrar) -> None: ...
+
+
+@pluggy.HookspecMarker("jackfield")
+def _takes_event(event: Any) -> None: ...
+
+
+#: The specification of each hook by its name.
+HOOKS: dict[str, Callable[..., None]] = {"register_parts": _takes_register}
+
+
+class Event:
+    """The base of events. Each has a hook, which is named after it."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        HOOKS[re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()] = _takes_event
+
+
 @attrs.frozen(kw_only=True)
-class RunStarted:
+class RunStarted(Event):
     """A run begins."""
 
     name: str
@@ -35,7 +71,7 @@ class RunStarted:
 
 
 @attrs.frozen(kw_only=True)
-class RunEnded:
+class RunEnded(Event):
     """A run ends, well or not."""
 
     folder: str
@@ -45,7 +81,7 @@ class RunEnded:
 
 
 @attrs.frozen(kw_only=True)
-class StageEnded:
+class StageEnded(Event):
     """A stage of the run (generate, reward, advantages, update, sync, evaluate, …) has ended.
 
     Times are in seconds on the run's clock. ``step`` counts from 0: the ticket, or the step that the trainer is at.
@@ -59,7 +95,7 @@ class StageEnded:
 
 
 @attrs.frozen(kw_only=True)
-class StepEnded:
+class StepEnded(Event):
     """The trainer has finished a step; ``step`` counts completed steps, from 1."""
 
     step: int
@@ -67,7 +103,7 @@ class StepEnded:
 
 
 @attrs.frozen(kw_only=True)
-class EvaluationEnded:
+class EvaluationEnded(Event):
     """An evaluation has ended; ``step`` is the weight version that was evaluated."""
 
     step: int
@@ -88,7 +124,7 @@ class SampleRecord:
 
 
 @attrs.frozen(kw_only=True)
-class SamplesRecorded:
+class SamplesRecorded(Event):
     """Some samples of a step or of an evaluation, for people to read."""
 
     step: int
@@ -97,7 +133,7 @@ class SamplesRecorded:
 
 
 @attrs.frozen(kw_only=True)
-class SamplesFailed:
+class SamplesFailed(Event):
     """Rows that ended without becoming training data since the last such event: key to reason."""
 
     step: int
@@ -105,7 +141,7 @@ class SamplesFailed:
 
 
 @attrs.frozen(kw_only=True)
-class WeightsSynced:
+class WeightsSynced(Event):
     """Every replica has acknowledged a weight version."""
 
     version: int
@@ -115,7 +151,7 @@ class WeightsSynced:
 
 
 @attrs.frozen(kw_only=True)
-class CheckpointSaved:
+class CheckpointSaved(Event):
     """A checkpoint is on the disk, whole."""
 
     step: int  #: completed steps that it contains
@@ -123,45 +159,127 @@ class CheckpointSaved:
     bytes: int
 
 
-class HookSpecs:
-    """The hooks of a run and their parameters."""
+HookSpecs = type("HookSpecs", (), dict(HOOKS))
+#: of the hook call that is under way; a hook that calls a hook has its own
+_FAILURES: contextvars.ContextVar[list[tuple[str, Exception]]] = contextvars.ContextVar("failures")
 
-    @hookspec
-    def register_parts(self, register: Registrar) -> None:
-        """Offer small parts under names: advantage estimators, losses, samplers, operators, trackers."""
 
-    @hookspec
-    def run_started(self, event: RunStarted) -> None:
-        """Called once, before the first step."""
+def hook_manager(hook_objects: Iterable[object] = (), manifests: Iterable[Manifest] = ()) -> HookManager:
+    """Register the hooks of one run.
 
-    @hookspec
-    def run_ended(self, event: RunEnded) -> None:
-        """Called once, also after a failure."""
+    Args:
+        hook_objects: Objects (or modules) with functions marked by ``hookimpl``; called in this order.
+        manifests: The selected plugins; a ``hooks`` module that several of them name is registered once.
 
-    @hookspec
-    def stage_ended(self, event: StageEnded) -> None:
-        """Called for each stage of each step."""
+    Raises:
+        PluginError: ``plugin.hooks`` when an object implements no hook, an unknown one, or one with wrong parameters.
+        PluginImportError: A hooks module raised.
+    """
+    modules: dict[str, ModuleType] = {}
+    for manifest in manifests:
+        if manifest.hooks is not None and manifest.hooks not in modules:
+            modules[manifest.hooks] = import_module(manifest.hooks, manifest, f"hooks of the {manifest.label}")
+    manager = HookManager()
+    for plugin in reversed([*hook_objects, *modules.values()]):  # pluggy calls the latest first
+        manager.register(plugin)
+    return manager
 
-    @hookspec
-    def step_ended(self, event: StepEnded) -> None:
-        """Called after each step of the trainer."""
 
-    @hookspec
-    def evaluation_ended(self, event: EvaluationEnded) -> None:
-        """Called after each evaluation."""
+class HookManager(pluggy.PluginManager):
+    """The pluggy manager of the project ``jackfield``, strict about registration and errors.
 
-    @hookspec
-    def samples_recorded(self, event: SamplesRecorded) -> None:
-        """Called once a step with the samples that tables show."""
+    Call hooks as ``manager.hook.step_ended(event=...)``. It never looks for pluggy's own entry points.
+    """
 
-    @hookspec
-    def samples_failed(self, event: SamplesFailed) -> None:
-        """Called at most once a step."""
+    def __init__(self) -> None:
+        super().__init__("jackfield")
+        self.add_hookspecs(HookSpecs)
+        super().register(_REPORTERS, "jackfield.reporters")
 
-    @hookspec
-    def weights_synced(self, event: WeightsSynced) -> None:
-        """Called after each synchronisation."""
+    def register(self, plugin: object, name: str | None = None) -> str | None:
+        """Register an object whose methods, or a module whose functions, are marked by ``hookimpl``.
 
-    @hookspec
-    def checkpoint_saved(self, event: CheckpointSaved) -> None:
-        """Called after each checkpoint; the run removes the oldest ones as the configuration says."""
+        Raises:
+            PluginError: ``plugin.hooks``, see :func:`hook_manager`.
+        """
+        label = getattr(plugin, "__name__", None) or f"{type(plugin).__module__}.{type(plugin).__qualname__}"
+        refused: Exception | None = None
+        try:
+            registered = super().register(plugin, name)
+        except (pluggy.PluginValidationError, ValueError) as error:
+            refused = error
+        callers = self.get_hookcallers(plugin) or []
+        unknown = sorted(caller.name for caller in callers if caller.name not in HOOKS)
+        if refused or unknown or not callers:
+            if self.is_registered(plugin):
+                self.unregister(plugin)
+            raise _not_registered(label, unknown, refused) from refused
+        for caller in callers:
+            for implementation in caller.get_hookimpls():
+                if implementation.plugin is plugin and not (implementation.wrapper or implementation.hookwrapper):
+                    guarded = _guard(implementation.function, f"{label}.{caller.name}")
+                    setattr(implementation, "function", guarded)  # noqa: B010  (declared Final)
+        return registered
+
+
+def _not_registered(label: str, unknown: list[str], refused: Exception | None) -> PluginError:
+    message, found = f"{label} implements no hook", ", ".join(unknown) or "none"
+    if refused is not None:
+        message, found = f"the hooks of {label} cannot be registered", " ".join(str(refused).split())
+    elif unknown:
+        close = difflib.get_close_matches(unknown[0], HOOKS, n=1)
+        message = f"{label} implements the unknown hook '{unknown[0]}'"
+        message += f" (did you mean '{close[0]}'?)" if close else ""
+    return PluginError(
+        message,
+        code="plugin.hooks",
+        where=label,
+        expected=f"each object once, with functions marked by hookimpl: one or more of {', '.join(sorted(HOOKS))}",
+        found=found,
+        fix="give them the names and parameters that jackfield.plugins.hooks describes",
+    )
+
+
+def _guard(function: Callable[..., Any], label: str) -> Callable[..., Any]:
+    """Note an implementation that raises, so that the others are called."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            _FAILURES.get().append((label, error))
+            return None
+
+    return call
+
+
+def _reporter(hook: str) -> Callable[[], Generator[None, Any, Any]]:
+    """Make the outermost wrapper of a hook, which raises what the implementations have raised."""
+
+    def report() -> Generator[None, Any, Any]:
+        failures: list[tuple[str, Exception]] = []
+        token = _FAILURES.set(failures)
+        try:
+            result = yield
+        finally:
+            _FAILURES.reset(token)
+        if not failures:
+            return result
+        first = failures[0][1]
+        if len(failures) == 1 and isinstance(first, JackfieldError):
+            raise first
+        names = ", ".join(label for label, _ in failures)
+        texts = (f"{type(e).__name__}: {e.message if isinstance(e, JackfieldError) else e}" for _, e in failures)
+        raise PluginError(
+            f"the hook {hook} failed in {names}",
+            code="plugin.hook-failed",
+            where=names,
+            found="; ".join(texts),
+            fix="correct or remove what implements the hook; all other implementations were called",
+        ) from first
+
+    return report
+
+
+_REPORTERS = SimpleNamespace(**{name: hookimpl(wrapper=True, tryfirst=True)(_reporter(name)) for name in HOOKS})

@@ -1,27 +1,60 @@
-"""Interpreters in which plugins run: finding one, and running it as a child with a deadline.
+"""Interpreters in which plugins run: find one, ask what it has and would run, and run it as a child with a deadline.
 
-A child is started in a process group of its own, which is ended with it: a plugin that hangs, or leaves processes
+:func:`look` asks an interpreter for its versions, the plugin that it would run, and what it lacks, in one child
+process. A process that will hold a plugin says the same as its first words, see :func:`introduce`, before the plugin is
+imported there. A child has a process group of its own, which is ended with it: a plugin that hangs, or leaves processes
 behind, costs its deadline and nothing more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import attrs
 
-from jackfield.errors import PluginError
+import jackfield
+from jackfield.abc import ABI_VERSIONS
+from jackfield.errors import CODES, JackfieldError, PluginError, PluginImportError
+from jackfield.plugins.hooks import hook_manager
+from jackfield.plugins.registry import PluginRecord, discover, import_object
+from jackfield.plugins.structure import structure_problems
 
+#: Runs on any Python 3, with nothing installed.
+_PROGRAM = """
+import json, sys
+try:
+    from importlib.metadata import version
+    from importlib.util import find_spec
+except ImportError:
+    version = find_spec = None
+def look_up(name):
+    try:
+        return version(name) if find_spec(name) else None
+    except Exception:
+        return None
+names = ("jackfield", "torch", "ray")
+print(json.dumps({"python": sys.version.split()[0], "versions": {name: look_up(name) for name in names}}))
+sys.stdout.flush()
+if sys.argv[1:]:
+    from jackfield.plugins.interpreters import main
+    main(*sys.argv[1:])
+"""
+_OLDEST_PYTHON = (3, 11)
+_UNKNOWN: Mapping[str, str | None] = {"jackfield": None, "torch": None, "ray": None}
+#: Packages that a settings module must not load: a process that reads a configuration may have none of them.
+_HEAVY = ("torch", "ray")
 _KEPT_BYTES = 1_000_000  #: of a child's output
 
 
@@ -46,6 +79,30 @@ class ChildResult:
         return ", ".join([*words, *lines[-1:]])
 
 
+@attrs.frozen(kw_only=True)
+class Introduction:
+    """An interpreter and a plugin in it, as one child process found them."""
+
+    path: str
+    python: str | None = None  #: the interpreter's version; None: it did not say
+    versions: Mapping[str, str | None] = _UNKNOWN  #: of jackfield, torch and ray; None: not installed
+    seconds: float = 0.0
+    problem: PluginError | None = None  #: of the interpreter; the plugin was not looked at then
+    problems: tuple[PluginError, ...] = ()  #: of the plugin there
+    missing: tuple[PluginError, ...] = ()  #: requirements of the plugin that are not installed there
+
+    def check(self) -> None:
+        """Raise the first thing that keeps the plugin from running there.
+
+        Raises:
+            PluginError: ``plugin.interpreter``, ``plugin.handshake``, ``plugin.requirement``, or what the plugin's
+                manifest or import raises there.
+        """
+        for problem in (self.problem, *self.problems, *self.missing):
+            if problem is not None:
+                raise problem
+
+
 def resolve_interpreter(python: str | None, where: str | None = None) -> str:
     """Return the absolute path of an interpreter.
 
@@ -62,14 +119,9 @@ def resolve_interpreter(python: str | None, where: str | None = None) -> str:
     found = shutil.which(path)
     if found is not None:
         return os.path.abspath(found)
-    raise PluginError(
-        f"the interpreter {python} cannot be started",
-        code="plugin.interpreter",
-        where=where or python,
-        expected="the path of a Python interpreter",
-        found="a file that cannot be executed" if Path(path).exists() else "no such file",
-        fix="correct the path, or make the environment: python3 -m venv FOLDER, and install jackfield there",
-    )
+    found = "a file that cannot be executed" if Path(path).exists() else "no such file"
+    fix = "correct the path, or make the environment: python3 -m venv FOLDER, and install jackfield there"
+    raise _unusable(python, "cannot be started", found, where=where or python, fix=fix)
 
 
 def environment_python(folder: Path) -> str:
@@ -77,28 +129,29 @@ def environment_python(folder: Path) -> str:
     return str(Path(folder).absolute() / "bin" / "python")
 
 
-def run_child(python: str, arguments: Sequence[str], deadline: float) -> ChildResult:
-    """Run an interpreter to its end, or to the deadline; nothing that it started is left behind.
+def environment_of(python: str) -> dict[str, str]:
+    """Return this process's environment; another interpreter does not get what steers imports of this one."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # the working directory is not on sys.path
+    if os.path.abspath(python) != os.path.abspath(sys.executable):
+        for name in ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__"):
+            environment.pop(name, None)
+    return environment
 
-    Args:
-        python: The path of the interpreter.
-        arguments: The arguments of its command line.
-        deadline: Seconds.
+
+def run_child(python: str, arguments: Sequence[str], deadline: float) -> ChildResult:
+    """Run an interpreter to its end, or to the deadline in seconds; nothing that it started is left behind.
 
     Raises:
-        OSError: It cannot be started.
+        PluginError: ``plugin.interpreter``: it cannot be started.
     """
     started = time.monotonic()
     # files, not pipes: a grandchild that keeps a pipe open would delay the end
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        child = subprocess.Popen(
-            [python, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=environment_of(python),
-            start_new_session=True,
-        )
+        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
+        try:
+            child = subprocess.Popen([python, *arguments], env=environment_of(python), start_new_session=True, **files)
+        except OSError as error:
+            raise _unusable(python, "cannot be started", f"{type(error).__name__}: {error}") from error
         returncode: int | None = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -111,17 +164,205 @@ def run_child(python: str, arguments: Sequence[str], deadline: float) -> ChildRe
         return ChildResult(returncode=returncode, stdout=_read(stdout), stderr=_read(stderr), seconds=seconds)
 
 
-def environment_of(python: str) -> dict[str, str]:
-    """Return this process's environment; another interpreter does not get what steers imports of this one."""
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # the working directory is not on sys.path
-    if os.path.abspath(python) != os.path.abspath(sys.executable):
-        for name in ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__"):
-            environment.pop(name, None)
-    return environment
-
-
 def _read(file: IO[bytes]) -> str:
     """Read the end of a child's output."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _KEPT_BYTES))
     return file.read().decode(errors="replace")
+
+
+def look(
+    python: str | None, record: PluginRecord | None = None, seconds: float = 30.0, *, importing: bool = False
+) -> Introduction:
+    """Ask an interpreter for its introduction, in one child process with a deadline.
+
+    Args:
+        python: As :func:`resolve_interpreter`.
+        record: The plugin that is to run there, as it is installed here; None: only the interpreter counts.
+        seconds: The deadline.
+        importing: Import the plugin there, too, and check its structure and its hooks.
+    """
+    plugin = [] if record is None else [record.kind, record.name, *(["importing"] if importing else [])]
+    path = python or ""
+    try:
+        path = resolve_interpreter(python)
+        result = run_child(path, ["-c", _PROGRAM, *plugin], seconds)
+    except PluginError as error:
+        return Introduction(path=path, problem=error)
+    said: dict[str, Any] = {"python": None, "versions": _UNKNOWN}
+    for line in result.stdout.splitlines():
+        with contextlib.suppress(ValueError):  # start-up files may print other lines
+            fields = json.loads(line)
+            said |= fields if isinstance(fields, dict) else {}
+    problem = _unfit(path, said, result)
+    found = Introduction(
+        path=path, python=said["python"], versions=said["versions"], seconds=result.seconds, problem=problem
+    )
+    if problem is not None or record is None:
+        return found
+    missing = tuple(_rebuilt(fields, path) for fields in said.get("introduction", {}).get("missing", ()))
+    return attrs.evolve(found, problems=tuple(_problems(record, path, said, result)), missing=missing)
+
+
+def _unfit(path: str, said: Mapping[str, Any], result: ChildResult) -> PluginError | None:
+    """Find what keeps Jackfield from running in an interpreter."""
+    if said["python"] is None:
+        what = "did not answer in time" if result.returncode is None else "does not work"
+        return _unusable(path, what, result.ending)
+    found = f"Python {said['python']}, jackfield {said['versions']['jackfield'] or '-'}"
+    if tuple(int(part) for part in said["python"].split(".")[:2]) < _OLDEST_PYTHON:
+        expected, fix = "Python {}.{} or later".format(*_OLDEST_PYTHON), "make the environment with a newer Python"
+        return _unusable(path, "is too old", found, expected=expected, fix=fix)
+    if said["versions"]["jackfield"] is None:
+        fix = f"{path} -m pip install jackfield"
+        return _unusable(path, "has no jackfield", found, expected="jackfield", fix=fix, code="plugin.requirement")
+    return None
+
+
+def _problems(record: PluginRecord, path: str, said: Mapping[str, Any], result: ChildResult) -> Iterator[PluginError]:
+    """Find what a child said that is wrong with the plugin, or at what it ended."""
+    if "introduction" not in said:
+        release = f"jackfield=={jackfield.__version__}"
+        found = f"jackfield {said['versions'].get('jackfield')}; {result.ending}"
+        fix = f"{path} -m pip install {release}"
+        yield _unusable(path, "does not say what it would run", found, expected=release, fix=fix)
+        return
+    try:
+        check_introduction(record, {**said["introduction"], "missing": ()}, path)
+    except PluginError as error:
+        yield error
+        return
+    if "problems" in said:
+        yield from (_rebuilt(fields, path) for fields in said["problems"])
+        return
+    late = result.returncode is None
+    yield PluginImportError(
+        f"{said['stage']} did not end in time" if late else f"{said['stage']} ended the interpreter",
+        where=record.label,
+        expected="an import that ends, and leaves the interpreter alive",
+        found=result.ending,
+        fix="correct the plugin's module" + ("; raise --deadline if it is only slow" if late else ""),
+    )
+
+
+def check_introduction(record: PluginRecord, said: Mapping[str, Any], python: str) -> None:
+    """Refuse a process that would not do what this one expects of the plugin.
+
+    Jackfield and the plugin are the same versions on both sides: settings are checked here and used there, and what
+    the manifest declares here has to hold there.
+
+    Args:
+        record: The plugin, as it is installed here.
+        said: The introduction of the other process, see :func:`introduce`.
+        python: Its interpreter.
+
+    Raises:
+        PluginError: ``plugin.handshake``, ``plugin.requirement``, or what the manifest's check raised there.
+    """
+    if "problem" in said:
+        raise _rebuilt(said["problem"], python)
+    wanted = {"jackfield": jackfield.__version__, "abi": ABI_VERSIONS[record.kind], "plugin": _identity(record)}
+    different = [name for name in wanted if said.get(name) != wanted[name]]
+    if different:
+        releases = f"jackfield=={jackfield.__version__} {record.distribution}=={record.version}"
+        raise PluginError(
+            f"the interpreter {python} has another {' and '.join(different)} than this one",
+            code="plugin.handshake",
+            where=record.label,
+            expected={name: wanted[name] for name in different},
+            found={name: said.get(name) for name in different},
+            fix=f"{python} -m pip install {releases}, or the same versions here",
+        )
+    for fields in said.get("missing", ()):
+        raise _rebuilt(fields, python)
+
+
+def _rebuilt(fields: Mapping[str, Any], python: str) -> PluginError:
+    """Make the error of another interpreter, whose Jackfield may have codes that this one does not know."""
+    code = fields["code"] if fields["code"] in CODES else "plugin.handshake"
+    message, fix = fields["message"], fields.get("fix") or "install the plugin there"
+    if os.path.abspath(python) != os.path.abspath(sys.executable):
+        message, fix = f"the interpreter {python} refuses the plugin: {message}", f"in {python}: {fix}"
+    details = {name: fields.get(name) for name in ("where", "expected", "found")}
+    return PluginError(message, code=code, fix=fix, **details)
+
+
+def _unusable(path: str, what: str, found: str, **details: Any) -> PluginError:
+    expected, fix = "an interpreter that starts and prints its version", "run it by hand, or make its environment again"
+    given = {"code": "plugin.interpreter", "where": path, "expected": expected, "fix": fix, **details}
+    return PluginError(f"the interpreter {path} {what}", found=found, **given)
+
+
+def introduce(kind: str, name: str) -> dict[str, Any]:
+    """Say what this process is, and which plugin it would load; JSON-ready. Imports no plugin.
+
+    A plugin that the check of its manifest refuses is there as ``problem``.
+    """
+    found = {
+        "pid": os.getpid(),
+        "python": platform.python_version(),
+        "jackfield": jackfield.__version__,
+        "abi": ABI_VERSIONS.get(kind),
+    }
+    try:
+        record = discover().resolve(name, kind)
+        missing = [error.as_dict() for error in record.usable().missing(record.label)]
+    except JackfieldError as error:
+        return {**found, "problem": error.as_dict()}
+    return {**found, "plugin": _identity(record), "missing": missing}
+
+
+def _identity(record: PluginRecord) -> dict[str, Any]:
+    found = {name: getattr(record, name) for name in ("distribution", "version", "abi")}
+    return {**found, "capabilities": dict(record.usable().capabilities)}
+
+
+def main(kind: str, name: str, *importing: str) -> None:
+    """Answer :func:`look` in JSON lines, and end this process; threads of the plugin cannot delay the end.
+
+    Each stage that may hang or crash is named before it begins. What the plugin itself prints goes to stderr.
+    """
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    problems: list[JackfieldError] = []
+
+    def say(**fields: Any) -> None:
+        print(json.dumps(fields), file=lines, flush=True)
+
+    said = introduce(kind, name)
+    say(introduction=said)
+    try:
+        for found in _try(kind, name) if importing and said.get("missing") == [] else ():
+            if isinstance(found, str):
+                say(stage=found)
+            else:
+                problems.append(found)
+    except JackfieldError as error:
+        problems.append(error)
+    say(problems=[problem.as_dict() for problem in problems])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _try(kind: str, name: str) -> Iterator[str | PluginError]:
+    """Import a plugin: name each stage before it is entered, and what is wrong."""
+    registry = discover()
+    record, manifest = registry.resolve(name, kind), registry.find(kind, name)
+    yield f"importing {manifest.config.partition(':')[0]}"
+    registry.settings_class(kind, name)
+    loaded = " and ".join(name for name in _HEAVY if name in sys.modules)
+    if loaded:
+        yield PluginError(
+            f"importing the config {manifest.config} loads {loaded}",
+            code="plugin.config-class",
+            where=record.label,
+            expected="a config module that can be imported without them",
+            found=f"{loaded} in sys.modules",
+            fix="move the config class to a module, in a package, that imports nothing heavy",
+        )
+    yield f"importing {manifest.object.partition(':')[0]}"
+    yield from structure_problems(kind, import_object(manifest.object, manifest, record.label), record.label)
+    if manifest.hooks is not None:
+        yield f"importing {manifest.hooks}"
+        hook_manager((), [manifest])

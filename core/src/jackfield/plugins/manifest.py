@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
+import importlib.util
 import json
 import re
+import sys
 import tomllib
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
@@ -15,51 +18,47 @@ from jackfield.abc import ABI_VERSIONS, KINDS
 from jackfield.errors import PluginError
 from jackfield.settings import structure
 
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
 PluginKind = Literal["engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine"]
 CapabilityLevel = Literal["full", "partial", "unsupported", "unverified"]
 
 
 def invalid_manifest(message: str, where: str, **details: Any) -> PluginError:
     """Make the error of a manifest, or of an entry point, that is not as it has to be."""
-    fix = details.pop("fix", None) or "correct the plugin's manifest and its entry point, then reinstall the plugin"
+    fix = "correct the plugin's manifest and its entry point, then reinstall the plugin"
     return PluginError(message, code="plugin.manifest-invalid", where=where, fix=fix, **details)
 
 
-def _text(pattern: str, expected: str) -> Any:
-    """Make a validator of texts; None passes."""
-    form = re.compile(pattern)
+def _requirement(text: str) -> Requirement:
+    from packaging.requirements import Requirement  # late: most manifests need no parser
 
-    def check(_: Any, attribute: attrs.Attribute[Any], value: str | None) -> None:
-        if value is not None and not form.fullmatch(value):
-            place = attribute.name
-            raise invalid_manifest(f"wrong value at {place}", place, expected=expected, found=repr(value))
+    return Requirement(text)
+
+
+def _form(expected: str, parse: Callable[[str], object]) -> Any:
+    """Make a validator of a text, or of each in a tuple, by what parses it; None passes."""
+
+    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        for text in value if isinstance(value, tuple) else (value,):
+            try:
+                right = text is None or parse(text)
+            except ValueError:
+                right = False
+            if not right:
+                raise ValueError(f"{text!r} is not {expected}")
 
     return check
 
 
-def _is_iso_date(_: Any, attribute: attrs.Attribute[Any], value: str) -> None:
-    try:
-        datetime.date.fromisoformat(value)
-    except ValueError:
-        message, found = f"wrong value at {attribute.name}", repr(value)
-        raise invalid_manifest(message, attribute.name, expected="YYYY-MM-DD", found=found) from None
-
-
-def _are_requirements(_: Any, attribute: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
-    if not value:
-        return
-    from packaging.requirements import InvalidRequirement, Requirement  # late: most manifests need no parser
-
-    for text in value:
-        try:
-            Requirement(text)
-        except InvalidRequirement as error:
-            message, expected = f"wrong requirement in {attribute.name}", 'PEP 508, like "torch>=2.8"'
-            raise invalid_manifest(message, attribute.name, expected=expected, found=text) from error
-
-
 _MODULE = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
-_is_object = _text(rf"{_MODULE}:[^\W\d]\w*", "package.module:Attribute")
+_is_module = _form("package.module", re.compile(_MODULE).fullmatch)
+_is_object = _form("package.module:Attribute", re.compile(rf"{_MODULE}:[^\W\d]\w*").fullmatch)
+_is_name = _form("lower-case letters, digits, '_' and '-'", re.compile("[a-z0-9_-]+").fullmatch)
+_is_version = _form("major.minor", re.compile(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)").fullmatch)
+_is_requirement = _form('PEP 508, like "torch>=2.8"', _requirement)
+_is_date = _form("YYYY-MM-DD", datetime.date.fromisoformat)
 
 
 @attrs.frozen(kw_only=True)
@@ -67,7 +66,7 @@ class EnvironmentRequirements:
     """The section ``[env]``: where a plugin can run."""
 
     #: PEP 508 requirements, checked in the interpreter where the plugin runs
-    requires: tuple[str, ...] = attrs.field(default=(), validator=_are_requirements)
+    requires: tuple[str, ...] = attrs.field(default=(), validator=_is_requirement)
     #: top-level modules that have to be there, where distributions of several names bring them
     modules: tuple[str, ...] = ()
     python: str | None = None  #: the path of an interpreter of its own; None: the host's
@@ -78,7 +77,7 @@ class ConformanceException:
     """A conformance check that is known to fail, why, and when to look again."""
 
     reason: str
-    review: str = attrs.field(validator=_is_iso_date)  #: ``YYYY-MM-DD``
+    review: str = attrs.field(validator=_is_date)  #: ``YYYY-MM-DD``
 
 
 @attrs.frozen(kw_only=True)
@@ -91,19 +90,15 @@ class ConformanceDeclaration:
 
 @attrs.frozen(kw_only=True)
 class Manifest:
-    """The content of a ``plugin.toml``.
+    """The content of a ``plugin.toml``."""
 
-    Raises:
-        PluginError: ``plugin.manifest-invalid`` when a value is not of the form given here.
-    """
-
-    name: str = attrs.field(validator=_text("[a-z0-9_-]+", "lower-case letters, digits, '_' and '-'"))
+    name: str = attrs.field(validator=_is_name)
     kind: PluginKind
     #: version of the kind's contract that it was built for
-    abi: str = attrs.field(validator=_text(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)", "major.minor"))
+    abi: str = attrs.field(validator=_is_version)
     object: str = attrs.field(validator=_is_object)  #: the class, as ``package.module:Class``
     config: str = attrs.field(validator=_is_object)  #: the settings' frozen attrs class, importable without torch
-    hooks: str | None = attrs.field(default=None, validator=_text(_MODULE, "package.module"))
+    hooks: str | None = attrs.field(default=None, validator=_is_module)
     description: str = ""
     capabilities: Mapping[str, CapabilityLevel] = attrs.field(factory=dict)
     env: EnvironmentRequirements = attrs.field(factory=EnvironmentRequirements)
@@ -114,12 +109,51 @@ class Manifest:
         """The kind and name, for messages."""
         return f"{self.kind} '{self.name}'"
 
+    def requirement(self, module: str) -> str:
+        """Return the requirement in ``[env]`` that names a missing module, or the module's name."""
+        top = module.partition(".")[0]
+        named = (text for text in self.env.requires if _requirement(text).name.replace("-", "_").lower() == top.lower())
+        return next(named, top)
 
-def parse_manifest(text: str, *, source: str, kind: str, name: str) -> Manifest:
+    def missing(self, where: str) -> Iterator[PluginError]:
+        """Find the requirements of ``[env]`` that this interpreter does not meet; nothing is imported.
+
+        Versions are read from metadata, and extras are followed one level down.
+        """
+        requirements = (_requirement(text) for text in self.env.requires)
+        unmet = [lack for each in requirements if not each.marker or each.marker.evaluate() for lack in _unmet(each)]
+        for module in self.env.modules:
+            if importlib.util.find_spec(module) is None:
+                fix = f"install it, or give the plugin an environment that has it: cluster.interpreters.{self.kind}"
+                unmet.append((f"the module {module}", "not there", fix))
+        for needed, found, fix in unmet:
+            found = f"{found} in {sys.executable}"
+            yield PluginError(f"the plugin needs {needed}", where=where, expected=needed, found=found, fix=fix)
+
+
+def _unmet(requirement: Requirement) -> Iterator[tuple[str, str, str]]:
+    """List what a requirement, with its extras, lacks: what is needed, what was found, what to do."""
+    fix = f"{sys.executable} -m pip install '{str(requirement).partition(';')[0].strip()}'"
+    try:
+        distribution = importlib.metadata.distribution(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        yield str(requirement), "not installed", fix
+        return
+    if not requirement.specifier.contains(distribution.version, prereleases=True):
+        yield str(requirement), f"{requirement.name} {distribution.version}", fix
+    for text in distribution.requires or ():
+        marker = _requirement(text).marker
+        if marker is None or marker.evaluate({"extra": ""}):
+            continue  # required without an extra
+        if any(marker.evaluate({"extra": extra}) for extra in requirement.extras):
+            yield from _unmet(_requirement(text.partition(";")[0]))
+
+
+def parse_manifest(content: bytes, *, source: str, kind: str, name: str) -> Manifest:
     """Read a manifest and check that it is the one its entry point promises.
 
     Args:
-        text: The file's content.
+        content: The file's content.
         source: The file, for errors.
         kind: The kind that the entry point's group stands for.
         name: The entry point's name.
@@ -128,10 +162,11 @@ def parse_manifest(text: str, *, source: str, kind: str, name: str) -> Manifest:
         PluginError: ``plugin.manifest-invalid``, naming the file and the key.
     """
     try:
-        values = json.loads(json.dumps(tomllib.loads(text), default=str))  # TOML's dates become ISO texts
+        values = json.loads(json.dumps(tomllib.loads(content.decode()), default=str))  # TOML's dates become ISO texts
         manifest = structure(Manifest, values, error=PluginError)
-    except tomllib.TOMLDecodeError as error:
-        raise invalid_manifest("the manifest is not TOML", source, found=str(error)) from error
+    except ValueError as error:
+        form = "UTF-8" if isinstance(error, UnicodeDecodeError) else "TOML"
+        raise invalid_manifest(f"the manifest is not {form}", source, found=str(error)) from error
     except PluginError as error:
         raise invalid_manifest(error.message, source, expected=error.expected, found=error.found) from error
     if manifest.kind != kind or manifest.name != name:

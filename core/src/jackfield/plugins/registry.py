@@ -1,26 +1,88 @@
-"""The installed plugins by kind and name, and how one becomes an object."""
+"""The installed plugins by kind and name: found without importing any of them, and loaded one by one.
+
+Each installed distribution may name manifests under the entry-point groups in :data:`GROUPS`. The value of such
+an entry point, ``package:file.toml``, is a file beside ``__init__.py`` of a top-level package. It is found through
+the import system's finders (so editable installs work) and read; the package itself is not imported.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
-import importlib
-from collections.abc import Iterable, Mapping, Sequence
+import importlib.metadata
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from jackfield.abc import KINDS
-from jackfield.errors import PluginError, PluginImportError, PluginNotFound
+from jackfield.errors import JackfieldError, PluginError, PluginImportError, PluginNotFound
 from jackfield.imports import collection_paused
-from jackfield.plugins.discovery import PluginRecord, find_plugins
-from jackfield.plugins.manifest import Manifest
-from jackfield.plugins.structure import check_settings_class, check_structure
+from jackfield.plugins.manifest import Manifest, check_abi, invalid_manifest, parse_manifest
+from jackfield.plugins.structure import check_settings_class, structure_problems
 from jackfield.settings import structure
 
+#: The entry-point group of each kind.
+GROUPS: dict[str, str] = {kind: f"jackfield.{kind}s" for kind in KINDS}
+
+_VALUE = re.compile(r"(?P<package>[^\W\d]\w*):(?P<file>[A-Za-z0-9_.]+\.toml)")
 #: The word in the names of distributions that provide a kind.
 _DISTRIBUTION_WORD = {"transfer_queue": "transport", "checkpoint_engine": "transport"}
+
+
+@attrs.frozen(kw_only=True)
+class PluginRecord:
+    """One installed plugin, usable or not."""
+
+    name: str
+    kind: str
+    distribution: str
+    version: str
+    error: JackfieldError | None = None  #: why it cannot be used
+    manifest: Manifest | None = None
+
+    @property
+    def abi(self) -> str | None:
+        """The version of the contract that it was built for; None: the manifest could not be read."""
+        return None if self.manifest is None else self.manifest.abi
+
+    @property
+    def status(self) -> Literal["ok", "broken"]:
+        """The word for a plugin that can be used, as far as its manifest shows, or not."""
+        return "ok" if self.error is None else "broken"
+
+    @property
+    def label(self) -> str:
+        """The kind, name and distribution, for messages."""
+        return f"{self.kind} '{self.name}' ({self.distribution} {self.version})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready fields, as ``jackfield plugins list --json`` prints them."""
+        names = ("name", "kind", "abi", "distribution", "version", "status")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "error": None if self.error is None else self.error.as_dict(),
+            "capabilities": dict(self.manifest.capabilities) if self.manifest else {},
+            "description": self.manifest.description if self.manifest else "",
+        }
+
+    def usable(self) -> Manifest:
+        """Return the manifest of a plugin that can be used.
+
+        Raises:
+            JackfieldError: The reason why it cannot be used.
+        """
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        assert self.manifest is not None, "a record that is not broken has a manifest"
+        return self.manifest
 
 
 @attrs.frozen
@@ -63,7 +125,7 @@ class Registry:
             PluginNotFound: No distribution provides it; the message lists the plugins that are installed.
             PluginError: The plugin is broken; the error says why.
         """
-        return self._record(kind, name).usable()
+        return self.resolve(name, kind).usable()
 
     def resolve(self, name: str, kind: str | None = None) -> PluginRecord:
         """Return the record, broken or not, of a plugin that a person has named, perhaps without its kind.
@@ -75,7 +137,7 @@ class Registry:
         matches = [record for record in self.records(kind) if record.name == name]
         if not matches:
             raise self._not_found(kind, name)
-        kinds = sorted({record.kind for record in matches}, key=KINDS.index)
+        kinds = list(dict.fromkeys(record.kind for record in matches))
         if len(kinds) > 1:
             raise PluginError(
                 f"plugins of several kinds have the name '{name}'",
@@ -84,7 +146,7 @@ class Registry:
                 found=", ".join(kinds),
                 fix=f"say which: --kind {kinds[0]}",
             )
-        return matches[0]
+        return matches[0]  # where there are several, each is broken
 
     def load(self, kind: str, name: str) -> LoadedPlugin:
         """Import a plugin and check its structure.
@@ -94,9 +156,10 @@ class Registry:
             PluginError: It cannot be used, or its class or its settings do not fit the contract.
         """
         if (kind, name) not in self._loaded:
-            record, manifest = self._record(kind, name), self.find(kind, name)
+            record, manifest = self.resolve(name, kind), self.find(kind, name)
             cls = import_object(manifest.object, manifest, record.label)
-            check_structure(kind, cls, record.label)
+            for problem in structure_problems(kind, cls, record.label):
+                raise problem
             self._loaded[kind, name] = LoadedPlugin(manifest, cls, self.settings_class(kind, name))
         return self._loaded[kind, name]
 
@@ -106,14 +169,8 @@ class Registry:
         Raises:
             PluginError: As :meth:`load`.
         """
-        record, manifest = self._record(kind, name), self.find(kind, name)
+        record, manifest = self.resolve(name, kind), self.find(kind, name)
         return check_settings_class(import_object(manifest.config, manifest, record.label), record.label)
-
-    def _record(self, kind: str, name: str) -> PluginRecord:
-        matches = [record for record in self.records(kind) if record.name == name]
-        if not matches:
-            raise self._not_found(kind, name)
-        return min(matches, key=lambda record: record.error is None)  # where there are several, each is broken
 
     def _not_found(self, kind: str | None, name: str) -> PluginNotFound:
         if kind is not None and kind not in KINDS:
@@ -137,12 +194,18 @@ class Registry:
 
 
 def discover(path: Sequence[str] | None = None) -> Registry:
-    """Look for installed plugins; imports none.
+    """Look for installed plugins, in the order of kinds and names; imports none. Broken ones carry their error.
 
     Args:
         path: Folders to look into, like ``sys.path``; None: this interpreter's.
     """
-    return Registry(find_plugins(path))
+    importlib.invalidate_caches()  # something may have been installed since the last look
+    found = sorted(_installed(path), key=lambda record: (KINDS.index(record.kind), record.name, record.distribution))
+    counts = Counter((record.kind, record.name) for record in found)
+    return Registry(
+        _duplicate(record, found) if record.error is None and counts[record.kind, record.name] > 1 else record
+        for record in found
+    )
 
 
 @functools.cache
@@ -154,6 +217,92 @@ def installed() -> Registry:
 def load_plugin(kind: str, name: str) -> LoadedPlugin:
     """Call :meth:`Registry.load` on this process's registry."""
     return installed().load(kind, name)
+
+
+def _installed(path: Sequence[str] | None) -> Iterator[PluginRecord]:
+    seen: set[str] = set()
+    search: dict[str, Any] = {} if path is None else {"path": list(path)}
+    for distribution in importlib.metadata.distributions(**search):
+        text = distribution.read_text("entry_points.txt") or ""
+        if "jackfield." not in text:  # nearly all of them; parsing metadata is what takes time
+            continue
+        name = version = "unknown"
+        with contextlib.suppress(Exception):  # damaged metadata: still shown
+            name, version = str(distribution.metadata["Name"]), str(distribution.metadata["Version"])
+        records = list(_parse(text, name, version, path))
+        key = re.sub(r"[-_.]+", "-", name).lower()
+        if records and key not in seen:  # the first on the path hides the others, as in an import
+            seen.add(key)
+            yield from records
+
+
+def _parse(text: str, distribution: str, version: str, path: Sequence[str] | None) -> Iterator[PluginRecord]:
+    """Read our groups of an ``entry_points.txt`` line by line, so that a bad line hides no good one."""
+    group = ""
+    kinds = {group: kind for kind, group in GROUPS.items()}
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("[") and line.endswith("]"):
+            group = line[1:-1].strip()
+        elif line and not line.startswith(("#", ";")) and group.startswith("jackfield."):
+            name, _, value = (part.strip() for part in line.partition("="))
+            for likely in difflib.get_close_matches(group, kinds, n=1, cutoff=0.85):  # also of a misspelt group
+                record = PluginRecord(name=name, kind=kinds[likely], distribution=distribution, version=version)
+                try:
+                    record = attrs.evolve(record, manifest=_manifest(record, group, value, path))
+                    check_abi(record.kind, str(record.abi), record.label)
+                except JackfieldError as error:  # no problem of one plugin reaches another
+                    record = attrs.evolve(record, error=error)
+                yield record
+
+
+def _manifest(record: PluginRecord, group: str, value: str, path: Sequence[str] | None) -> Manifest:
+    where = f"{record.distribution} {record.version}, entry point {record.name} = {value}"
+    parts, right = _VALUE.fullmatch(value), GROUPS[record.kind]
+    if group != right:
+        message = f"no kind of plugin has the entry-point group '{group}' (did you mean '{right}'?)"
+        raise invalid_manifest(message, where, expected="one of " + ", ".join(GROUPS.values()), found=group)
+    if parts is None:
+        expected = "name = toplevel_package:file.toml"
+        raise invalid_manifest("an entry point does not name a manifest", where, expected=expected, found=value)
+    spec = find_package(parts["package"], path)
+    places = [str(Path(each, parts["file"])) for each in (spec and spec.submodule_search_locations) or ()]
+    read = getattr(spec and spec.loader, "get_data", None)  # which knows how to read a zip archive, too
+    for place in places:
+        with contextlib.suppress(OSError):
+            content = read(place) if read else Path(place).read_bytes()
+            return parse_manifest(content, source=place, kind=record.kind, name=record.name)
+    raise PluginError(
+        "a manifest is not there",
+        code="plugin.manifest-missing",
+        where=where,
+        expected=" or ".join(places) or f"a package '{parts['package']}' that holds {parts['file']}",
+        found="no such file" if places else "no such package",
+        fix=f"reinstall {record.distribution}; its author has to ship {parts['file']} in the wheel",
+    )
+
+
+def _duplicate(record: PluginRecord, found: Iterable[PluginRecord]) -> PluginRecord:
+    """Refuse a plugin whose kind and name several distributions provide, naming all of them."""
+    same = [f"{one.distribution} {one.version}" for one in found if (one.kind, one.name) == (record.kind, record.name)]
+    error = PluginError(
+        f"{len(same)} distributions provide the {record.kind} '{record.name}'",
+        code="plugin.duplicate",
+        where=f"{record.kind} '{record.name}'",
+        expected="one",
+        found=", ".join(sorted(same)),
+        fix="uninstall all but one of them",
+    )
+    return attrs.evolve(record, error=error)
+
+
+def find_package(package: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
+    """Find a top-level package, importing nothing."""
+    if path is not None:
+        return PathFinder.find_spec(package, path)
+    try:
+        return importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # a module without a spec, or a finder that failed
+        return None
 
 
 def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
@@ -176,7 +325,7 @@ def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
             where=where,
             expected=f"{module} to be imported",
             found=f"{type(error).__name__}: {error}",
-            fix=f"install what it needs: pip install '{_requirement(missing, manifest)}'" if missing else fix,
+            fix=f"install what it needs: pip install '{manifest.requirement(missing)}'" if missing else fix,
         ) from error
 
 
@@ -192,25 +341,16 @@ def import_object(reference: str, manifest: Manifest, where: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError as error:
-        raise _missing(f"object {reference}", where, sorted(n for n in vars(module) if n[0] != "_")) from error
+        names = ", ".join(sorted(name for name in vars(module) if name[0] != "_"))
+        raise _missing(f"object {reference}", where, f"the module has {names}") from error
 
 
-def _missing(what: str, where: str, names: Sequence[str] = ()) -> PluginError:
+def _missing(what: str, where: str, found: str = "nothing there") -> PluginError:
     return PluginError(
         f"the manifest names the {what}, which does not exist",
         code="plugin.object-missing",
         where=where,
         expected=what,
-        found=f"the module has {', '.join(names)}" if names else "nothing there",
+        found=found,
         fix="correct the manifest, or reinstall the plugin",
     )
-
-
-def _requirement(module: str, manifest: Manifest) -> str:
-    """Return the manifest's requirement that names a missing module, or the module's name."""
-    from packaging.requirements import Requirement
-
-    top = module.partition(".")[0]
-    name = top.lower().replace("_", "-")
-    declared = (text for text in manifest.env.requires if Requirement(text).name.lower().replace("_", "-") == name)
-    return next(declared, top)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any, Generic, Protocol
 
@@ -15,35 +15,29 @@ import attrs
 from jackfield.abc import CONTRACTS
 from jackfield.errors import PluginError
 
-#: The flavour of a plain function, by the name of its return annotation.
-_RETURNS: dict[str, str] = {
-    "Awaitable": "async",
-    "Coroutine": "async",
-    **dict.fromkeys(("AsyncGenerator", "AsyncIterator", "AsyncIterable"), "async generator"),
-    **dict.fromkeys(("Generator", "Iterator", "Iterable"), "generator"),
-    **dict.fromkeys(("AbstractContextManager", "ContextManager"), "context manager"),
-    **dict.fromkeys(("AbstractAsyncContextManager", "AsyncContextManager"), "async context manager"),
+#: How a method of each flavour is written, and the return annotations by which a plain function is of it.
+_FLAVOURS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sync": ("def", ()),
+    "async": ("async def", ("Awaitable", "Coroutine")),
+    "async generator": ("async def with yield", ("AsyncGenerator", "AsyncIterator", "AsyncIterable")),
+    "generator": ("def with yield", ("Generator", "Iterator", "Iterable")),
+    "context manager": ("@contextlib.contextmanager", ("AbstractContextManager", "ContextManager")),
+    "async context manager": (
+        "@contextlib.asynccontextmanager",
+        ("AbstractAsyncContextManager", "AsyncContextManager"),
+    ),
+    "property": ("@property", ()),
 }
-#: How a method of a flavour is written.
-_WRITTEN: dict[str, str] = {
-    "sync": "def",
-    "async": "async def",
-    "generator": "def with yield",
-    "async generator": "async def with yield",
-    "context manager": "@contextlib.contextmanager",
-    "async context manager": "@contextlib.asynccontextmanager",
-    "property": "@property",
+#: What the code of a function says of it. The decorators of contextlib return functions that share one code.
+_TESTS = {
+    "async": inspect.iscoroutinefunction,
+    "async generator": inspect.isasyncgenfunction,
+    "generator": inspect.isgeneratorfunction,
 }
-
-
-def check_structure(kind: str, cls: object, where: str) -> None:
-    """Refuse a class that does not fit.
-
-    Raises:
-        PluginError: The first of :func:`structure_problems`.
-    """
-    for problem in structure_problems(kind, cls, where):
-        raise problem
+_CODES = {
+    contextlib.contextmanager(lambda: iter(())).__code__: "context manager",
+    contextlib.asynccontextmanager(lambda: None).__code__: "async context manager",  # type: ignore[arg-type, return-value]
+}
 
 
 def check_settings_class(cls: Any, where: str) -> type:
@@ -97,73 +91,66 @@ def structure_problems(kind: str, cls: Any, where: str) -> Iterator[PluginError]
             fix="define " + "; ".join(f"{name}{_bare(contract, name)}" for name in missing),
         )
     for name in public_members(contract):
-        if name not in missing and (problem := _problem(contract, cls, name)):
-            code, expected, found, fix = problem
-            yield PluginError(
-                f"{cls.__name__}.{name} does not fit the contract",
-                code=code,
-                where=f"{where}, {cls.__name__}.{name}",
-                expected=expected,
-                found=found,
-                fix=fix,
-            )
+        for problem in () if name in missing else _problems(contract, cls, name):
+            place = f"{cls.__name__}.{name}"
+            yield PluginError(f"{place} does not fit the contract", where=f"{where}, {place}", **problem)
 
 
-def _problem(contract: type, cls: type, name: str) -> tuple[str, str, str, str] | None:
-    """Compare one member: code, expected, found and fix; None where it fits."""
+def _problems(contract: type, cls: type, name: str) -> Iterator[dict[str, str]]:
+    """Compare one member of a class with the contract's."""
     wanted = flavour(contract, name)
     try:
         found = flavour(cls, name)
     except (ValueError, TypeError):  # a builtin without a signature: nothing can be said
-        return None
-    if wanted != found and "property" in (wanted, found):
-        return "plugin.signature", wanted, found, "define it as the contract does"
+        return
     returnable = found == "sync" and wanted not in ("sync", "async")  # a plain function may return such an object
-    if wanted != found and not returnable:
-        fix = f"write {name}{_bare(contract, name)} with {_WRITTEN[wanted]}"
-        return "plugin.sync-async", f"{wanted} ({_WRITTEN[wanted]})", f"{found} ({_WRITTEN[found]})", fix
-    if wanted == "property" or (refusal := _refusal(contract, cls, name)) is None:
-        return None
-    expected = "(config, context)" if name == "__init__" else _bare(contract, name)
-    return "plugin.signature", f"{name}{expected}", refusal, "take the contract's parameters; others need a default"
+    if wanted != found and "property" in (wanted, found):
+        fix = "define it as the contract does"
+        yield {"code": "plugin.signature", "expected": wanted, "found": found, "fix": fix}
+    elif wanted != found and not returnable:
+        expected, seen = (f"{each} ({_FLAVOURS[each][0]})" for each in (wanted, found))
+        fix = f"write {name}{_bare(contract, name)} with {_FLAVOURS[wanted][0]}"
+        yield {"code": "plugin.sync-async", "expected": expected, "found": seen, "fix": fix}
+    elif wanted != "property" and (refusal := next(_refusals(contract, cls, name), None)):
+        expected = "(config, context)" if name == "__init__" else str(_bare(contract, name))
+        fix = "take the contract's parameters; others need a default"
+        yield {"code": "plugin.signature", "expected": f"{name}{expected}", "found": refusal, "fix": fix}
 
 
-def _refusal(contract: type, cls: type, name: str) -> str | None:
-    """Say why a class does not accept a call that the contract allows; None: it accepts them all."""
-    if name == "__init__":
-        return _unbound(inspect.signature(cls), name, ("config", "context"), {})
+def _refusals(contract: type, cls: type, name: str) -> Iterator[str]:
+    """Say why a class does not accept calls that the contract allows."""
     on_class = isinstance(inspect.getattr_static(contract, name), classmethod)
     if on_class and not isinstance(inspect.getattr_static(cls, name), classmethod | staticmethod):
-        return f"{name} needs an instance, and is called on the class"
-    accepted, wanted = _bare(cls, name), _bare(contract, name).parameters.values()
-    refusals = (_unbound(accepted, name, *call) for call in _calls(list(wanted)))
-    return next(filter(None, refusals), None)
+        yield f"{name} needs an instance, and is called on the class"
+        return
+    accepted = _bare(cls, name)
+    for positional, named in _calls(name, [*_bare(contract, name).parameters.values()]):
+        try:
+            bound = accepted.bind(*positional, **named).arguments
+        except TypeError as error:
+            yield f"{name}{accepted}: {error}"
+            continue
+        for own, value in bound.items():
+            if isinstance(value, str) and own != value and name != "__init__":  # whose parameters may have other names
+                yield f"{name}{accepted}: '{own}' is in the place of '{value}'"
 
 
-def _unbound(accepted: Signature, name: str, positional: Sequence[str], named: Mapping[str, str]) -> str | None:
-    try:
-        bound = accepted.bind(*positional, **named)
-    except TypeError as error:
-        return f"{name}{accepted.replace(return_annotation=Signature.empty)}: {error}"
-    if name == "__init__":
-        return None  # whose parameters may have other names
-    moved = ((own, value) for own, value in bound.arguments.items() if isinstance(value, str) and own != value)
-    return next((f"{name}{accepted}: '{own}' is in the place of '{value}'" for own, value in moved), None)
-
-
-def _calls(wanted: Sequence[Parameter]) -> Iterator[tuple[Sequence[str], Mapping[str, str]]]:
+def _calls(name: str, wanted: Sequence[Parameter]) -> Iterator[tuple[Sequence[str], Mapping[str, str]]]:
     """List the calls that a signature allows: all by position, all by name, the required.
 
     Each argument is its parameter's name, so that it shows where it arrives.
     """
+    if name == "__init__":
+        yield ("config", "context"), {}
+        return
     by_name = {each.name: each.name for each in wanted if each.kind is Parameter.KEYWORD_ONLY}
     if any(each.kind is Parameter.VAR_KEYWORD for each in wanted):
         by_name["another"] = "another"
     plain = {each.name: each.name for each in wanted if each.kind is Parameter.POSITIONAL_OR_KEYWORD}
+    required = [each.name for each in wanted if each.default is Parameter.empty and each.name in plain | by_name]
     yield [*plain], by_name
     yield [], plain | by_name
-    required = [each.name for each in wanted if each.default is Parameter.empty and each.name in plain | by_name]
-    yield [], dict(zip(required, required, strict=True))
+    yield [], {name: name for name in required}
 
 
 def public_members(cls: type) -> Iterator[str]:
@@ -182,17 +169,21 @@ def public_members(cls: type) -> Iterator[str]:
 def flavour(cls: type, name: str) -> str:
     """Say how a member is called and what a call yields, without running any of the class's code.
 
-    The code tells it or, for a plain function, the return annotation.
+    The code tells it, behind decorators, too; or, for a plain function, the return annotation.
     """
     raw = inspect.getattr_static(cls, name)
-    function = _function(raw)
+    function = inner = _function(raw)
     if isinstance(raw, property | functools.cached_property) or not callable(function):
         return "property"
-    seen = _flavour(function)
-    if seen != "sync":
-        return seen
-    returns = annotation_text(inspect.signature(function).return_annotation)
-    return _RETURNS.get(returns.partition("[")[0].rpartition(".")[2], "sync")
+    while inner is not None:
+        if getattr(inner, "__code__", None) in _CODES:
+            return _CODES[inner.__code__]
+        for found, test in _TESTS.items():
+            if test(inner):
+                return found
+        inner = getattr(inner, "__wrapped__", None)
+    returns = annotation_text(inspect.signature(function).return_annotation).partition("[")[0].rpartition(".")[2]
+    return next((found for found, (_, names) in _FLAVOURS.items() if returns in names), "sync")
 
 
 def signature_of(cls: type, name: str) -> Signature:
@@ -211,6 +202,11 @@ def signature_of(cls: type, name: str) -> Signature:
     return signature.replace(parameters=parameters)
 
 
+def _bare(cls: type, name: str) -> Signature:
+    """Return the signature without annotations, for messages and calls."""
+    return Signature([each.replace(annotation=Parameter.empty) for each in signature_of(cls, name).parameters.values()])
+
+
 def _function(raw: Any) -> Any:
     if isinstance(raw, property | functools.cached_property):
         return raw.fget if isinstance(raw, property) else raw.func
@@ -221,10 +217,8 @@ def is_frozen(cls: type) -> bool:
     """Say whether instances of an attrs class refuse assignment, by trying it."""
     try:
         setattr(object.__new__(cls), "x", None)  # noqa: B010
-    except attrs.exceptions.FrozenInstanceError:
-        return True
-    except Exception:
-        return False
+    except Exception as error:
+        return isinstance(error, attrs.exceptions.FrozenInstanceError)
     return False
 
 
@@ -233,43 +227,3 @@ def annotation_text(annotation: Any) -> str:
     if annotation is Parameter.empty or annotation is None:
         return "" if annotation is Parameter.empty else "None"
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-
-
-def _bare(cls: type, name: str) -> Signature:
-    """The signature without annotations, for messages and calls."""
-    signature = signature_of(cls, name)
-    bare = [parameter.replace(annotation=Parameter.empty) for parameter in signature.parameters.values()]
-    return Signature(bare)
-
-
-@contextlib.contextmanager
-def _sample() -> Iterator[None]:
-    yield
-
-
-@contextlib.asynccontextmanager
-async def _async_sample() -> Any:
-    yield
-
-
-_CONTEXT_MANAGER_CODES = {_sample.__code__, _async_sample.__code__}
-
-
-def _flavour(function: Callable[..., Any]) -> str:
-    """Say what calling a function yields, as far as the code tells; decorators are looked through."""
-    if _is_context_manager(function):
-        return "async context manager" if inspect.isasyncgenfunction(inspect.unwrap(function)) else "context manager"
-    for candidate in (function, inspect.unwrap(function, stop=_is_context_manager)):
-        if inspect.iscoroutinefunction(candidate):
-            return "async"
-        if inspect.isasyncgenfunction(candidate):
-            return "async generator"
-        if inspect.isgeneratorfunction(candidate):
-            return "generator"
-        if _is_context_manager(candidate):
-            return _flavour(candidate)
-    return "sync"
-
-
-def _is_context_manager(function: Callable[..., Any]) -> bool:
-    return getattr(function, "__code__", None) in _CONTEXT_MANAGER_CODES

@@ -21,7 +21,7 @@ from jackfield.abc.rollout import BaseRolloutServer, RolloutContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
 from jackfield.imports import own_process
-from jackfield.plugins.introduction import introduce
+from jackfield.plugins.interpreters import introduce
 from jackfield.plugins.registry import load_plugin
 from jackfield.rpc import Connection, Contract, Service
 

@@ -17,9 +17,8 @@ from jackfield.abc.rollout import (
     ServerInfo,
 )
 from jackfield.errors import JackfieldError, PluginError, RolloutError, RpcError
-from jackfield.plugins.discovery import PluginRecord
-from jackfield.plugins.interpreters import environment_of, resolve_interpreter
-from jackfield.plugins.introduction import check_introduction
+from jackfield.plugins.interpreters import check_introduction, environment_of, resolve_interpreter
+from jackfield.plugins.registry import PluginRecord
 from jackfield.rpc import Connection, stub
 from jackfield.runtime.process.host import HOST, ROLLOUT, Host
 from jackfield.sdk.child import ChildProcess

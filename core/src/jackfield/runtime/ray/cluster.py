@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from jackfield.clock import Clock
 from jackfield.config import RayConfig
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError, WorkerLost
-from jackfield.plugins.introduction import look
+from jackfield.plugins.interpreters import look
 from jackfield.rpc import Contract
 from jackfield.runtime.ray.actors import Actor, WorkerSpec
 from jackfield.runtime.ray.host import Host

@@ -17,7 +17,7 @@ from jackfield.cli.plugins import kind_option, stale_note
 from jackfield.errors import JackfieldError
 from jackfield.plugins import PluginRecord, discover
 from jackfield.plugins.certificates import find_certification
-from jackfield.plugins.introduction import Introduction, look
+from jackfield.plugins.interpreters import Introduction, look
 
 _MARKS = {"ok": "ok     ", "stale": "STALE  ", "problem": "PROBLEM"}
 

@@ -18,7 +18,7 @@ import click
 from jackfield import __version__
 from jackfield.abc import ABI_VERSIONS, KINDS
 from jackfield.errors import PluginError
-from jackfield.plugins.discovery import GROUPS
+from jackfield.plugins.registry import GROUPS
 
 _SUFFIX = ".template"
 _PACKAGE_FOLDER = "__package__"
