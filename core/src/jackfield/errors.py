@@ -7,11 +7,12 @@ fix it.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "WeightsError",
     "WorkerLost",
     "described",
+    "did_you_mean",
     "error_fields",
     "rebuilt_error",
 ]
@@ -144,6 +146,9 @@ CODES: dict[str, str] = {
 }
 
 
+_DETAILS = ("where", "expected", "found", "fix")
+
+
 class JackfieldError(Exception):
     """Base of all errors.
 
@@ -173,41 +178,41 @@ class JackfieldError(Exception):
     ) -> None:
         self.code = code or self.default_code
         assert self.code in CODES, f"error code {self.code!r} is not listed in jackfield.errors.CODES"
-        self.message = message
-        self.where = where
-        self.expected = expected
-        self.found = found
-        self.fix = fix
+        self.message, self.where, self.expected, self.found, self.fix = message, where, expected, found, fix
         super().__init__(message)
 
     def __str__(self) -> str:
-        head = f"{self.message}" if self.where is None else f"{self.message} at {self.where}"
-        if isinstance(self.where, str) and self.where in self.message:
-            head = self.message
-        lines = [f"[{self.code}] {head}"]
-        for label in ("expected", "found", "fix"):
-            value = getattr(self, label)
-            if value is not None:
-                lines.append(f"  {label}: {value}")
-        return "\n".join(lines)
+        shown = self.where is None or (isinstance(self.where, str) and self.where in self.message)
+        head = self.message if shown else f"{self.message} at {self.where}"
+        details = ((name, getattr(self, name)) for name in _DETAILS[1:])
+        return "\n".join(
+            [f"[{self.code}] {head}", *(f"  {name}: {value}" for name, value in details if value is not None)]
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        details: dict[str, Any] = {name: getattr(self, name) for name in ("code", "where", "expected", "found", "fix")}
+        details: dict[str, Any] = {name: getattr(self, name) for name in ("code", *_DETAILS)}
         return functools.partial(type(self), **details), (self.message,)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the error as JSON-ready fields (what ``--json`` prints)."""
-        fields = ("where", "expected", "found", "fix")
-        details = {name: None if getattr(self, name) is None else str(getattr(self, name)) for name in fields}
+        values = {name: getattr(self, name) for name in _DETAILS}
+        details = {name: None if value is None else str(value) for name, value in values.items()}
         return {"code": self.code, "message": self.message, **details}
 
 
-_OWN = os.path.dirname(__file__) + os.sep
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return the hint of a message at the known name that is close to a wrong one; empty: none is."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def described(error: BaseException) -> str:
     """Describe an exception in one line, with the file and line that raised it, of the user's code where it can."""
-    libraries = (_OWN, "<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    libraries = (
+        os.path.dirname(__file__) + os.sep,
+        "<frozen ",
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    )
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -231,7 +236,7 @@ def rebuilt_error(fields: Mapping[str, Any], where: str) -> JackfieldError:
     kind = globals().get(str(fields.get("class")))
     if not (isinstance(kind, type) and issubclass(kind, JackfieldError)):
         return RunError(f"{where} raised {fields.get('message')}", where=where)
-    details = {name: fields.get(name) for name in ("where", "expected", "found", "fix")}
+    details = {name: fields.get(name) for name in _DETAILS}
     code = fields["code"] if fields.get("code") in CODES else None
     return kind(str(fields.get("message")), code=code, **details)
 

@@ -6,7 +6,6 @@ Configurations, manifests, plugin settings and messages are read by it.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import math
 import re
@@ -19,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union
 import attrs
 import yaml
 
-from jackfield.errors import ConfigError, JackfieldError
+from jackfield.errors import ConfigError, JackfieldError, did_you_mean
 
 T = TypeVar("T")
 
@@ -256,10 +255,10 @@ class _Reader:
         return self.error(f"wrong value at {path}: {problem}", code=code, where=path, expected=expected, found=found)
 
     def unknown(self, key: Any, known: Sequence[str], path: str) -> JackfieldError:
-        close = difflib.get_close_matches(str(key), known, n=1)
-        hint = f" (did you mean '{close[0]}'?)" if close else ""
         details = {"where": path, "expected": "one of " + ", ".join(known) if known else "no keys", "found": key}
-        return self.error(f"unknown key '{key}' at {path}{hint}", code="config.unknown-key", **details)
+        return self.error(
+            f"unknown key '{key}' at {path}{did_you_mean(key, known)}", code="config.unknown-key", **details
+        )
 
 
 def _type_name(cls: Any) -> str:

@@ -10,18 +10,17 @@ passed by name.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 from attrs.validators import and_, gt, optional
 
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, did_you_mean
 from jackfield.settings import range_of, structure
 
 #: How much of a batch a part has to see at once.
@@ -212,14 +211,13 @@ def part(kind: str, name: str) -> Part:
     """
     if (kind, name) in _PARTS:
         return _PARTS[kind, name]
-    close = difflib.get_close_matches(name, names(kind), n=1)
-    raise ConfigError(
-        f"no part of kind {kind} is named {name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""),
-        code="algorithm.unknown",
-        where=f"algorithm: {kind}",
-        expected="one of " + ", ".join(names(kind)),
-        found=name,
-    )
+    raise unknown_part(f"part of kind {kind}", name, names(kind))
+
+
+def unknown_part(noun: str, name: str, known: Sequence[str]) -> ConfigError:
+    """Make the error of a name that no part has."""
+    message, expected = f"no {noun} is named {name!r}{did_you_mean(name, known)}", "one of " + ", ".join(known)
+    return ConfigError(message, code="algorithm.unknown", where="algorithm", expected=expected, found=name)
 
 
 def names(kind: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import click
@@ -19,7 +19,16 @@ from jackfield import __version__
 from jackfield.errors import JackfieldError, PluginError, RunError
 from jackfield.imports import own_process
 
-__all__ = ["COMMANDS", "LazyGroup", "json_option", "main", "report", "show"]
+__all__ = [
+    "COMMANDS",
+    "LazyGroup",
+    "config_arguments",
+    "deadline_option",
+    "json_option",
+    "main",
+    "report",
+    "show",
+]
 
 #: Command to the object that implements it and its line of ``jackfield --help``.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -55,7 +64,7 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if error.name != "jackfield_conformance":
                 raise
-            report(ctx, _without_conformance(ctx, cmd_name), exit_code=2)
+            report(ctx, _without_conformance(f"jackfield {ctx.info_name} {cmd_name}"), exit_code=2)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -82,14 +91,10 @@ class _Main(LazyGroup):
             ctx.exit(130)
 
 
-def _without_conformance(ctx: click.Context, command: str) -> JackfieldError:
-    return PluginError(
-        f"jackfield {ctx.info_name} {command} needs jackfield-conformance",
-        where=sys.executable,
-        expected="jackfield-conformance",
-        found="not installed",
-        fix=f"{sys.executable} -m pip install jackfield-conformance",
-    )
+def _without_conformance(command: str) -> PluginError:
+    fix = f"{sys.executable} -m pip install jackfield-conformance"
+    message, found = f"{command} needs jackfield-conformance", "not installed"
+    return PluginError(message, where=sys.executable, expected="jackfield-conformance", found=found, fix=fix)
 
 
 def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoReturn:
@@ -111,6 +116,18 @@ def show(found: Any, lines: Iterable[str]) -> None:
     else:
         for line in lines:
             click.echo(line)
+
+
+def config_arguments(command: click.decorators.FC) -> click.decorators.FC:
+    """Add the arguments FILE and OVERRIDES, of which :func:`jackfield.config.load_config` makes a configuration."""
+    command = click.argument("overrides", nargs=-1)(command)
+    return click.argument("file", type=click.Path(dir_okay=False))(command)
+
+
+def deadline_option(default: float, help: str) -> Callable[[click.decorators.FC], click.decorators.FC]:
+    """Make the option ``--deadline``, in seconds."""
+    above_zero = click.FloatRange(min=0, min_open=True)
+    return click.option("--deadline", type=above_zero, default=default, show_default=True, help=help)
 
 
 def json_option(command: click.decorators.FC) -> click.decorators.FC:

@@ -25,7 +25,7 @@ def algorithms() -> None:
 @json_option
 def list_algorithms(kind: str | None, as_json: bool) -> None:
     """List bundles, estimators, losses and the other parts."""
-    found = list(_described(kind))
+    found = _described(kind)
     show(found, _table(found))
 
 
@@ -35,34 +35,20 @@ def list_algorithms(kind: str | None, as_json: bool) -> None:
 @json_option
 def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
     """Show what NAME is: equation, paper, options, what it needs. One name may stand for parts of several kinds."""
-    found = [one for one in _described(kind) if one["name"] == name]
+    from jackfield.algorithms.registry import unknown_part
+
+    known = _described(kind)
+    found = [one for one in known if one["name"] == name]
     if not found:
-        _unknown(name, kind)
-    show(found, ("\n" * bool(number) + "\n".join(_lines(one)) for number, one in enumerate(found)))
+        raise unknown_part(kind or "part", name, sorted({one["name"] for one in known}))
+    show(found, "\n\n".join("\n".join(_lines(one)) for one in found).splitlines())
 
 
-def _described(kind: str | None) -> Iterator[dict[str, Any]]:
+def _described(kind: str | None) -> list[dict[str, Any]]:
     from jackfield.algorithms import names, part
     from jackfield.algorithms.named import describe
 
-    for one in _KINDS if kind is None else (kind,):
-        for name in names(one):
-            yield describe(part(one, name))
-
-
-def _unknown(name: str, kind: str | None) -> None:
-    import difflib
-
-    from jackfield.errors import ConfigError
-
-    known = sorted({one["name"] for one in _described(kind)})
-    close = difflib.get_close_matches(name, known, n=1)
-    raise ConfigError(
-        f"nothing is named {name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""),
-        code="algorithm.unknown",
-        expected="one of " + ", ".join(known),
-        found=name,
-    )
+    return [describe(part(one, name)) for one in _KINDS if kind in (None, one) for name in names(one)]
 
 
 def _table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -79,9 +65,7 @@ def _lines(one: Mapping[str, Any]) -> Iterator[str]:
     for key, value in one.items():
         if key in ("kind", "name", "equation") or not value:
             continue
-        if isinstance(value, Mapping):
-            value = ", ".join(f"{option}={default}" for option, default in value.items())
-        elif isinstance(value, list):
-            value = ", ".join(value)
+        pairs = [f"{name}={default}" for name, default in value.items()] if isinstance(value, Mapping) else value
+        text = ", ".join(pairs) if isinstance(pairs, list) else str(value)
         label = f"  {key.replace('_', ' ')}: "
-        yield from textwrap.wrap(str(value), 110, initial_indent=label, subsequent_indent=" " * 4)
+        yield from textwrap.wrap(text, 110, initial_indent=label, subsequent_indent=" " * 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,17 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
     from jackfield.compose.export import run_checkpoints
     from jackfield.trainer import Checkpoint
 
-    found = run_checkpoints(folder)
-    rows: list[dict[str, Any]] = [
-        {"step": step, "folder": str(each.folder), "bytes": each.bytes}
-        if isinstance(each, Checkpoint)
-        else {"step": step, "damaged": {"where": str(each.where), "expected": each.expected, "found": each.found}}
-        for step, each in found.items()
-    ]
-    show(rows, map(_line, rows))
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    damage = row.get("damaged")
-    if damage is None:
-        return f"step {row['step']}: {row['folder']}, {row['bytes']} bytes"
-    return f"step {row['step']}: damaged: {damage['where']}: {damage['found']}, expected {damage['expected']}"
+    rows: list[dict[str, Any]] = []
+    lines = []
+    for step, each in run_checkpoints(folder).items():
+        if isinstance(each, Checkpoint):
+            rows.append({"step": step, "folder": str(each.folder), "bytes": each.bytes})
+            lines.append(f"step {step}: {each.folder}, {each.bytes} bytes")
+        else:
+            damaged = {"where": str(each.where), "expected": each.expected, "found": each.found}
+            rows.append({"step": step, "damaged": damaged})
+            lines.append(f"step {step}: damaged: {each.where}: {each.found}, expected {each.expected}")
+    show(rows, lines)
 
 
 @checkpoint.command()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
-from jackfield.cli import json_option
+from jackfield.cli import config_arguments, json_option, show
 
 
 @click.group()
@@ -14,36 +12,29 @@ def config() -> None:
     """Show, explain and validate a config file."""
 
 
-def _arguments(command: click.decorators.FC) -> click.decorators.FC:
-    command = click.argument("overrides", nargs=-1)(command)
-    return click.argument("file", type=click.Path(dir_okay=False))(command)
-
-
-@config.command()
-@_arguments
-def show(file: str, overrides: tuple[str, ...]) -> None:
+@config.command("show")
+@config_arguments
+def show_config(file: str, overrides: tuple[str, ...]) -> None:
     """Print the whole resolved configuration, defaults included, as YAML."""
-    from jackfield.config import load_config
-    from jackfield.config import show as show_config
+    from jackfield import config
 
-    click.echo(show_config(load_config(file, overrides)), nl=False)
+    click.echo(config.show(config.load_config(file, overrides)), nl=False)
 
 
-@config.command()
-@_arguments
-def explain(file: str, overrides: tuple[str, ...]) -> None:
+@config.command("explain")
+@config_arguments
+def explain_config(file: str, overrides: tuple[str, ...]) -> None:
     """Print every setting with its value, what it does, and its default where the value differs."""
-    from jackfield.config import explain as explain_config
-    from jackfield.config import load_config
+    from jackfield import config
     from jackfield.plugins import discover
 
-    for path, value, default, text in explain_config(load_config(file, overrides), discover()):
+    for path, value, default, text in config.explain(config.load_config(file, overrides), discover()):
         changed = "" if value == default else f"  (default: {default!r})"
         click.echo(f"{path} = {value!r}{changed}" + (f"\n    {text}" if text else ""))
 
 
 @config.command()
-@_arguments
+@config_arguments
 @json_option
 def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check all settings, those of plugins and of algorithm parts included. Paths in it need not exist.
@@ -61,8 +52,5 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     hooks_of(loaded, registry)
     make_sources(loaded.mixing)
     algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name))
-    if as_json:
-        described = {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}
-        click.echo(json.dumps({"file": file, "algorithm": described}, indent=2))
-    else:
-        click.echo(f"{file}: valid")
+    described = {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}
+    show({"file": file, "algorithm": described}, [f"{file}: valid"])

@@ -6,6 +6,7 @@ import time
 
 import click
 
+from jackfield.cli import config_arguments, deadline_option
 from jackfield.errors import ConfigError
 
 _LOOK_SECONDS = 120.0  #: for a worker's plugin to be imported in its new environment
@@ -18,15 +19,8 @@ def env() -> None:
 
 @env.command()
 @click.argument("name")
-@click.argument("file", type=click.Path(dir_okay=False))
-@click.argument("overrides", nargs=-1)
-@click.option(
-    "--deadline",
-    type=click.FloatRange(min=0, min_open=True),
-    default=3600.0,
-    show_default=True,
-    help="Seconds for all of it.",
-)
+@config_arguments
+@deadline_option(3600.0, "Seconds for all of it.")
 def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) -> None:
     """Make the environment NAME of the configuration FILE with venv and pip, and try its workers' plugins there.
 
@@ -50,18 +44,17 @@ def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) ->
             fix=f"describe it under environments.{name}",
         )
     settings = config.environments[name]
-    kinds = [kind for kind, chosen in config.cluster.interpreters.items() if chosen == name]
-    workers = [registry.resolve(getattr(config, kind).name, kind) for kind in kinds]
+    workers = [kind for kind, chosen in config.cluster.interpreters.items() if chosen == name]
     shared = ["checkpoint_engine"] if workers else []
     if workers and config.cluster.name == "ray":  # its workers read and write rows, and have one version of Ray
         shared.append("transfer_queue")
         settings = attrs.evolve(settings, requires=(*settings.requires, *requirement_as_installed("ray")))
-    records = [*workers, *(registry.resolve(getattr(config, kind).name, kind) for kind in shared)]
+    records = [registry.resolve(getattr(config, kind).name, kind) for kind in (*workers, *shared)]
     comes_along = tuple(dict.fromkeys(["jackfield", *(record.distribution for record in records)]))
     folder = settings.path(name)
     made = create_environment(settings, folder, comes_along, deadline)
     click.echo(f"{folder}: made in {time.monotonic() - started:.0f} s" if made else f"{folder}: there already")
-    for record in workers:
+    for record in records[: len(workers)]:
         found = look(environment_python(folder), record, _LOOK_SECONDS, importing=True)
         attrs.evolve(found, missing=()).check()
         for error in found.missing:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jackfield.cli import json_option, show
+from jackfield.cli import deadline_option, json_option, show
 
 if TYPE_CHECKING:
     from jackfield.cluster.replica import ReplicaState
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("count", type=int, required=False)
-@click.option(
-    "--deadline", type=float, default=3600.0, show_default=True, help="Seconds to wait until the run has COUNT."
-)
+@deadline_option(3600.0, "Seconds to wait until the run has COUNT.")
 @json_option
 def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) -> None:
     """List the replicas of the run that goes on in FOLDER; with COUNT, add or remove some until it has so many.

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import sys
 from asyncio import CancelledError
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 
-if TYPE_CHECKING:
-    from jackfield.compose.stopping import Stop
-    from jackfield.config import RunConfig
+from jackfield.cli import config_arguments
 
 
 @click.command()
-@click.argument("file", type=click.Path(dir_okay=False))
-@click.argument("overrides", nargs=-1)
-@click.option("--address", metavar="HOST:PORT", help="Do it in this Ray cluster.")
+@config_arguments
+@click.option("--address", metavar="HOST:PORT", help="Run in this Ray cluster.")
 @click.option(
     "--role",
     type=click.Choice(["explore", "reward", "train"]),
-    help="Do this part of it; the others are launched separately, and `jackfield queue serve` first.",
+    help="Run this role alone; the others are launched separately, and `jackfield queue serve` first.",
 )
 def run(
     file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
 ) -> None:
-    """Do the run that FILE describes, after OVERRIDES such as schedule.steps=10."""
+    """Run training from the config FILE, after OVERRIDES such as schedule.steps=10."""
     from jackfield.config import load_config
 
     if address is not None:
@@ -36,18 +33,14 @@ def run(
     stop = Stop(config.checkpoint.grace_seconds)
     try:
         with stop.listening():
-            _do(config, role, stop)
+            from jackfield import compose
+
+            result = compose.run(config, role=role or "all", stop=stop)
     except CancelledError:
         if stop.code is None:
             raise
         click.echo(f"ended; the same command goes on from the newest checkpoint in {config.folder}, if there is one")
         sys.exit(stop.code)
-
-
-def _do(config: RunConfig, role: Literal["explore", "reward", "train"] | None, stop: Stop) -> None:
-    from jackfield import compose
-
-    result = compose.run(config, role=role or "all", stop=stop)
     if role == "explore":
         click.echo(f"explored up to weights {result.steps}; see {result.folder}")
     elif role == "reward":

@@ -13,8 +13,9 @@ from typing import Any
 
 import attrs
 
+from jackfield.abc import KINDS
 from jackfield.algorithms import register_part
-from jackfield.config import RunConfig, plugin_sections, validate_plugins
+from jackfield.config import RunConfig, validate_plugins
 from jackfield.errors import ConfigError, PluginError, PluginNotFound
 from jackfield.plugins import HookManager, Registry, hook_manager, require_capability
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
@@ -79,7 +80,7 @@ def role_config(config: RunConfig, role: RoleName) -> RunConfig:
 
 def chosen(config: RunConfig) -> list[tuple[str, str]]:
     """List the plugins of a run by kind and name."""
-    return [(kind, getattr(config, section).name) for section, kind in plugin_sections().items()]
+    return [(kind, getattr(config, kind).name) for kind in KINDS]
 
 
 def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all") -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import attrs
 
+from jackfield.abc import KINDS
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.algorithms import register_part
 from jackfield.algorithms.resolved import ResolvedAlgorithm
@@ -16,7 +17,7 @@ from jackfield.clock import Clock
 from jackfield.compose.inputs import check_tokens, read_tasks
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.workers import RankPlace, WorkerFactory
-from jackfield.config import RunConfig, plugin_sections
+from jackfield.config import RunConfig
 from jackfield.plugins import hook_manager, installed
 from jackfield.queue import Values
 from jackfield.rpc import Address, Connection, Contract, Service, stub
@@ -97,7 +98,7 @@ class WorkerMaker:
 
             torch.set_num_threads(self.config.cluster.threads)
         registry = installed()  # an interpreter of a worker's own need not have the plugins of the others
-        chosen = {kind: getattr(self.config, section).name for section, kind in plugin_sections().items()}
+        chosen = {kind: getattr(self.config, kind).name for kind in KINDS}
         here = [record.manifest for record in registry.records() if record.name == chosen[record.kind]]
         hooks = hook_manager([], [manifest for manifest in here if manifest is not None]).hook
         hooks.register_parts(register=register_part)

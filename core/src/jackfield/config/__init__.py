@@ -7,21 +7,25 @@ from jackfield.config.loading import (
     explain,
     load_config,
     make_config,
-    plugin_sections,
     resolve_defaults,
     show,
     validate_plugins,
 )
-from jackfield.config.queue_sections import MixConfig, MixingConfig, QueueConfig, ReplayConfig, SamplerConfig
-from jackfield.config.runtime_sections import ClusterConfig, RayConfig
 from jackfield.config.sections import (
+    ClusterConfig,
     DataConfig,
     DeadlineConfig,
     EvaluationConfig,
     EvaluationSampling,
     LogProbCheckConfig,
+    MixConfig,
+    MixingConfig,
     PluginSection,
+    QueueConfig,
+    RayConfig,
+    ReplayConfig,
     RunConfig,
+    SamplerConfig,
     ScheduleConfig,
     WeightsConfig,
 )
@@ -47,7 +51,6 @@ __all__ = [
     "explain",
     "load_config",
     "make_config",
-    "plugin_sections",
     "resolve_defaults",
     "show",
     "validate_plugins",

@@ -30,13 +30,25 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
     """Structure plain values after overrides."""
-    if not isinstance(values, Mapping):
-        return structure(RunConfig, values)
-    merged = _named(values)
-    for override in overrides:
-        merged = _named(apply_override(merged, override))
-    nested = {name: _nest(merged[name], name) for name in plugin_sections() if name in merged}
-    return resolve_defaults(structure(RunConfig, merged | nested))
+    if isinstance(values, Mapping):
+        for override in overrides:
+            values = apply_override(_named(values), override)
+        values = {key: _nested(key, value) if key in KINDS else value for key, value in _named(values).items()}
+    return resolve_defaults(structure(RunConfig, values))
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a plugin section that is only a name as a mapping, so that an override can add settings."""
+    return {key: {"name": value} if key in KINDS and isinstance(value, str) else value for key, value in values.items()}
+
+
+def _nested(kind: str, section: Any) -> Any:
+    """Put the settings of a plugin, which stand beside its name, into the field for them."""
+    if not isinstance(section, Mapping):
+        return section
+    default = default_of(getattr(attrs.fields(RunConfig), kind)).name
+    settings = {key: value for key, value in section.items() if key != "name"}
+    return {"name": section.get("name", default), "settings": settings}
 
 
 #: What ``checkpoint_engine: auto`` stands for, by who has to be reached: ``in_process`` reaches no other process.
@@ -66,9 +78,9 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
     return attrs.evolve(config, checkpoint_engine=chosen)
 
 
-def plugin_sections() -> dict[str, str]:
-    """The sections that name a plugin: section to kind (which have one name)."""
-    return {name: name for name in KINDS if name in attrs.fields_dict(RunConfig)}
+def _plugin_settings(config: RunConfig, kind: str, registry: Registry) -> Any:
+    chosen: PluginSection = getattr(config, kind)
+    return structure(registry.settings_class(kind, chosen.name), chosen.settings, kind)
 
 
 def validate_plugins(config: RunConfig, registry: Registry) -> None:
@@ -78,24 +90,22 @@ def validate_plugins(config: RunConfig, registry: Registry) -> None:
         PluginError: the plugin is not there, broken or of another ABI.
         ConfigError: its settings are wrong.
     """
-    for section, kind in plugin_sections().items():
-        chosen: PluginSection = getattr(config, section)
-        structure(registry.settings_class(kind, chosen.name), chosen.settings, section)
+    for kind in KINDS:
+        _plugin_settings(config, kind, registry)
 
 
 def show(config: RunConfig) -> str:
-    """The resolved configuration as YAML that :func:`load_config` reads back."""
+    """Return the resolved configuration as YAML that :func:`load_config` reads back."""
     text: str = yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True)
     return text
 
 
 def as_plain(config: RunConfig) -> dict[str, Any]:
-    """The resolved configuration as plain values, plugin settings beside the plugin's name."""
+    """Return the resolved configuration as plain values, plugin settings beside the plugin's name."""
     lists = lambda _, __, value: list(value) if isinstance(value, tuple) else value  # noqa: E731 - as JSON has them
     values = attrs.asdict(config, value_serializer=lists)
-    for section in plugin_sections():
-        chosen = values[section]
-        values[section] = {"name": chosen["name"], **chosen["settings"]}
+    for kind in KINDS:
+        values[kind] = {"name": values[kind]["name"], **values[kind]["settings"]}
     return values
 
 
@@ -105,30 +115,8 @@ def explain(config: RunConfig, registry: Registry | None = None) -> Iterator[tup
         value = getattr(config, field.name)
         if isinstance(value, PluginSection):
             yield field.name + ".name", value.name, default_of(field).name, field.metadata["help"]
-            if registry is not None:
-                cls = registry.settings_class(field.name, value.name)
-                yield from settings.explain(structure(cls, value.settings, field.name), field.name)
-        elif attrs.has(type(value)):
-            yield from settings.explain(value, field.name)
-        else:
+            value = _plugin_settings(config, field.name, registry) if registry is not None else None
+        elif not attrs.has(type(value)):
             yield field.name, value, default_of(field), field.metadata.get("help", "")
-
-
-def _named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a plugin section that is only a name as a mapping, so that an override can add settings."""
-    named = {name: {"name": values[name]} for name in plugin_sections() if isinstance(values.get(name), str)}
-    return {**values, **named}
-
-
-def _nest(section: Any, name: str) -> Any:
-    if not isinstance(section, Mapping):
-        raise ConfigError(
-            f"wrong value at {name}: a plugin section names a plugin",
-            code="config.wrong-type",
-            where=name,
-            expected=f"{name}: {{name: NAME, its settings}}",
-            found=repr(section),
-        )
-    values = {key: value for key, value in section.items() if key != "name"}
-    default = default_of(getattr(attrs.fields(RunConfig), name)).name
-    return {"name": section.get("name", default), "settings": values}
+        if attrs.has(type(value)):
+            yield from settings.explain(value, field.name)

@@ -7,17 +7,24 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, optional
+from attrs.validators import and_, ge, gt, le, optional
 
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
-from jackfield.config.queue_sections import MixingConfig, QueueConfig
-from jackfield.config.runtime_sections import ClusterConfig
 from jackfield.data.tasks import TaskFormat
 from jackfield.observe import ObserveSettings
 from jackfield.plugins.environments import EnvironmentSettings
+from jackfield.queue import Reuse
 from jackfield.settings import option
+
+_WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugin that can have an interpreter of their own
+
+
+def _are_kinds(_: Any, attribute: attrs.Attribute[Any], value: Mapping[str, str]) -> None:
+    for kind in value:
+        if kind not in _WORKERS:
+            raise ValueError(f"{kind!r} is not one of {', '.join(_WORKERS)}")
 
 
 @attrs.frozen(kw_only=True)
@@ -194,6 +201,143 @@ class DeadlineConfig:
         help="for the requests of a replica that is removed to end; then they are generated again on the others",
         validator=ge(0.0),
     )
+
+
+@attrs.frozen(kw_only=True)
+class SamplerConfig:
+    """Which of the groups that may be used are taken."""
+
+    name: str = option("sequential", help="sequential, random, priority, or one that a plugin offers")
+    options: Mapping[str, Any] = option(factory=dict, help="the sampler's own settings")
+
+
+@attrs.frozen(kw_only=True)
+class ReplayConfig(Reuse):
+    """Groups that were trained on before, once more beside the new ones of each batch."""
+
+    ratio: float = option(help="such groups for each new one, as far as there are any", validator=gt(0.0))
+    capacity: int | None = option(
+        256, help="used groups that are kept, the sampler's first choices; null: all", validator=optional(gt(0))
+    )
+    sampler: SamplerConfig = option(
+        factory=partial(SamplerConfig, name="priority"), help="which of them are trained on again"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class MixConfig(Reuse):
+    """Groups of another partition beside the new ones of each batch."""
+
+    ratio: float = option(help="such groups for each new one", validator=gt(0.0))
+    samples: str = option(
+        help="what is put into the partition before the first step: a .jsonl or .parquet file of samples, or the "
+        "folder of a queue (`jackfield queue import`) or run"
+    )
+    sampler: SamplerConfig = option(factory=SamplerConfig, help="which of them are trained on")
+
+
+@attrs.frozen(kw_only=True)
+class QueueConfig:
+    """Where the queue's controller is, how much the queue holds, and what survives a crash."""
+
+    durable: bool = option(
+        False,
+        help="a run that was killed keeps the rows that it had made since its newest checkpoint; needs a durable "
+        "transfer_queue (sql, redis)",
+    )
+    address: str | None = option(
+        None,
+        help="the address.json of the controller that the run connects to; null: the controller is part of the run's "
+        "process, and with --role the one that is served for the same folder",
+    )
+    host: str = option("127.0.0.1", help="address at which `jackfield queue serve` listens; beyond loopback with CURVE")
+    port: int = option(0, help="port at which it listens; 0: any free port", validator=and_(ge(0), le(65535)))
+    rewards: Literal["train", "distributed"] = option(
+        "train", help="which process scores samples: the role train, or one of its own (--role reward)"
+    )
+    max_samples: int | None = option(
+        None,
+        help="samples in the queue, above which explorers wait; those of the batch that the trainer waits for are let "
+        "in, and samples count until the checkpoint after their step; null: no limit",
+        validator=optional(gt(0)),
+    )
+    max_bytes: int | None = option(None, help="the same in bytes of values; null: no limit", validator=optional(gt(0)))
+
+
+@attrs.frozen(kw_only=True)
+class MixingConfig:
+    """What a batch has beside the groups of its step."""
+
+    replay: ReplayConfig | None = option(None, help="train again on groups that were trained on before; null: never")
+    expert: MixConfig | None = option(
+        None, help="samples that an expert wrote, for a loss with an expert (mix, mix_chord); null: none"
+    )
+    human: MixConfig | None = option(
+        None, help="samples with rewards from elsewhere, treated like the policy's own; null: none"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class RayConfig:
+    """The cluster and the workers in it."""
+
+    address: str | None = option(None, help="of a cluster to join (HOST:PORT); null: start one on this machine")
+    num_cpus: int | None = option(
+        None,
+        help="CPUs of a cluster that is started; null: the machine's, or what the run needs",
+        validator=optional(gt(0)),
+    )
+    object_store_bytes: int | None = option(
+        None, help="shared memory of a cluster that is started; null: as Ray decides", validator=optional(gt(0))
+    )
+    engine_ranks: int = option(1, help="ranks of the engine", validator=gt(0))
+    agent_workers: int = option(1, help="processes that run agent loops", validator=gt(0))
+    reward_workers: int = option(1, help="processes that run reward agents", validator=gt(0))
+    placement: Literal["colocated", "disaggregated"] = option(
+        "colocated",
+        help="colocated: engine and replicas take turns on the same places; disaggregated: each has its own",
+    )
+    cpus_per_place: float = option(1.0, help="CPUs of the place of a rank or replica", validator=ge(0.0))
+    gpus_per_place: float = option(0.0, help="GPUs of the place of a rank or replica", validator=ge(0.0))
+
+
+@attrs.frozen(kw_only=True)
+class ClusterConfig:
+    """Where workers live."""
+
+    name: Literal["inline", "ray"] = option(
+        "inline", help="inline: everything in this process; ray: each worker in a process of a Ray cluster"
+    )
+    device: str = option("cpu", help="torch device of engine and rollout server")
+    threads: int | None = option(
+        None, help="torch threads; null: as torch decides", validator=optional([gt(0), le(4096)])
+    )
+    replicas: int = option(1, help="rollout servers", validator=gt(0))
+    replica_restarts: int = option(
+        3,
+        help="how often a rollout server with a process of its own is started again when it dies",
+        validator=ge(0),
+    )
+    metrics_port: int | None = option(
+        None,
+        help="where the controller shows how each replica is, for Prometheus, on loopback; 0: a free port; null: "
+        "nowhere",
+        validator=optional([ge(0), le(65535)]),
+    )
+    max_model_len: int | None = option(
+        None,
+        help="prompt and response tokens together that a rollout server makes room for; null: the model's own limit",
+        validator=optional(gt(1)),
+    )
+    micro_batch_tokens: int = option(16384, help="padded tokens of one training pass, at most", validator=gt(0))
+    offload: bool = option(False, help="at every hand-over the idle side gives its device memory back")
+    interpreters: Mapping[str, str] = option(
+        factory=dict,
+        help="interpreters of their own for workers by kind (rollout; with name: ray also engine, agent, reward): a "
+        "name under environments, or a path; else as manifests say",
+        validator=_are_kinds,
+    )
+    ray: RayConfig = option(factory=RayConfig, help="the cluster; read with name: ray only")
 
 
 @attrs.frozen(kw_only=True)

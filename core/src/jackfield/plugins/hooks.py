@@ -15,7 +15,6 @@ errors into results.
 from __future__ import annotations
 
 import contextvars
-import difflib
 import functools
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import pluggy
 
-from jackfield.errors import JackfieldError, PluginError
+from jackfield.errors import JackfieldError, PluginError, did_you_mean
 from jackfield.plugins.manifest import Manifest
 from jackfield.plugins.registry import import_module
 
@@ -227,9 +226,7 @@ def _not_registered(label: str, unknown: list[str], refused: Exception | None) -
     if refused is not None:
         message, found = f"the hooks of {label} cannot be registered", " ".join(str(refused).split())
     elif unknown:
-        close = difflib.get_close_matches(unknown[0], HOOKS, n=1)
-        message = f"{label} implements the unknown hook '{unknown[0]}'"
-        message += f" (did you mean '{close[0]}'?)" if close else ""
+        message = f"{label} implements the unknown hook '{unknown[0]}'{did_you_mean(unknown[0], HOOKS)}"
     return PluginError(
         message,
         code="plugin.hooks",

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import attrs
 
 from jackfield.abc import KINDS
-from jackfield.errors import JackfieldError, PluginError, PluginImportError, PluginNotFound
+from jackfield.errors import JackfieldError, PluginError, PluginImportError, PluginNotFound, did_you_mean
 from jackfield.imports import collection_paused
 from jackfield.plugins.manifest import Manifest, check_abi, invalid_manifest, parse_manifest
 from jackfield.plugins.structure import check_settings_class, structure_problems
@@ -179,9 +179,8 @@ class Registry:
         candidates = self.records(kind)
         usable = [record.name for record in candidates if record.error is None]
         broken = [f"{each.name} ([{each.error.code}] {each.error.message})" for each in candidates if each.error]
-        close = difflib.get_close_matches(name, [record.name for record in candidates], n=1)
         others = sorted({record.kind for record in self._records if record.name == name})
-        hint = f" (did you mean '{close[0]}'?)" if close else ""
+        hint = did_you_mean(name, [record.name for record in candidates])
         hint += f" (there is a {', '.join(others)} of this name)" if others else ""
         noun = kind or "plugin"
         return PluginNotFound(

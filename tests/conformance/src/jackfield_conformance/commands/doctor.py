@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from jackfield.cli import json_option, report, show
+from jackfield.cli import deadline_option, json_option, report, show
 from jackfield.cli.plugins import kind_option, stale_note
 from jackfield.errors import JackfieldError
 from jackfield.plugins import PluginRecord, discover
@@ -39,13 +39,7 @@ _MARKS = {"ok": "ok     ", "stale": "STALE  ", "problem": "PROBLEM"}
     metavar="FILE",
     help="Try the plugins of this configuration, each in the interpreter that it has there.",
 )
-@click.option(
-    "--deadline",
-    type=click.FloatRange(min=0, min_open=True),
-    default=30.0,
-    show_default=True,
-    help="Seconds for each plugin and interpreter.",
-)
+@deadline_option(30.0, "Seconds for each plugin and interpreter.")
 @json_option
 @click.pass_context
 def doctor(
