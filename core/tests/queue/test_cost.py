@@ -63,10 +63,10 @@ def test_no_tensor_reaches_the_controller(run: Run) -> None:
 
     async def test(bench: Any) -> None:
         await bench.trainer()
-        await bench.publish(await bench.claim(groups=2), rollouts=2)
+        await bench.publish(await bench.claim(groups=4), rollouts=2)
         batch = await bench.lease(0)
         seen: set[int] = set()
-        left: list[Any] = [bench.queue._state, batch]
+        left: list[Any] = [bench.queue, batch]
         while left:
             found = left.pop()
             if id(found) in seen or isinstance(found, type) or callable(found):

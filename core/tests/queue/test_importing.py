@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import pytest
 
-from jackfield.queue import appending, importing
+from jackfield.queue import importing
 from jackfield.queue.browse import saved_samples
 from jackfield.queue.importing import ImportedSamples
 from jackfield.queue.sample_files import cell_of, read_samples, write_samples
@@ -106,7 +106,7 @@ def test_an_import_holds_no_more_rows_than_are_read_together(
                 assert living_tensors() - tensors < 10
             yield row
 
-    monkeypatch.setattr(appending, "ArchiveWriter", Writer)
+    monkeypatch.setattr(importing, "ArchiveWriter", Writer)
     monkeypatch.setattr(importing, "read_samples", read)
     tensors = living_tensors()
     for times in (1, 2):

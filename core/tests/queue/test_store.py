@@ -93,7 +93,7 @@ def test_a_damaged_state_falls_back_to_the_checkpoint(tmp_path: Path) -> None:
     backend, checkpoint = Memory(), tmp_path / "checkpoint"
     life(tmp_path, backend, first_life(checkpoint))
     with sqlite3.connect(tmp_path / "queue" / STORE_FILE) as db:
-        db.execute("update state set value = replace(value, 'ids', 'idx') where kind = 'place'")
+        db.execute("update state set value = replace(value, 'ids', 'idx') where key != 'head'")
     assert (False, 0) == life(tmp_path, backend, second_life(checkpoint))
 
 
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
         file.unlink()
     elif damage == "row":
         with sqlite3.connect(file) as db:
-            db.execute("delete from state where kind = 'place'")
+            db.execute("delete from state where key != 'head'")
     else:
         at = content.index(b"task-0")
         file.write_bytes(
@@ -204,7 +204,6 @@ def test_a_checkpoint_of_a_step_leaves_out_what_is_to_be_made_again(tmp_path: Pa
 
 def test_the_log_of_transactions_ends_anywhere(tmp_path: Path) -> None:
     """Each prefix of the log gives a state after a whole call: digests hold, and no row is missing."""
-    from jackfield.queue.saving import load
 
     async def use(bench: Any) -> None:
         await first_life(tmp_path / "checkpoint")(bench)
@@ -216,7 +215,9 @@ def test_the_log_of_transactions_ends_anywhere(tmp_path: Path) -> None:
             part.write_bytes(path.read_bytes())
             part.with_name(f"{STORE_FILE}-wal").write_bytes(log[:end])
             store = Store(part, durable=True)
-            load(store.rows(), bench.clock)
+            saved = store.saved()
+            assert saved is not None
+            saved.state()
             list(store.entries())
             store.close()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from jackfield.cli import json_option
@@ -39,26 +40,17 @@ def queue() -> None:
 @json_option
 def ls(folder: Path, partition: str | None, as_json: bool) -> None:
     """List the samples: key, task, bytes, columns, and the consumers that are done with them."""
-    samples: list[dict[str, Any]] = [
-        {
-            "partition": sample.partition,
-            "key": sample.key,
-            "batch": sample.batch,
-            "task": sample.task,
-            "bytes": sample.bytes,
-            "columns": sorted(sample.cells),
-            "acked_by": list(sample.acked_by),
-        }
+    samples = [
+        {**_plain(sample, "partition", "key", "batch", "task", "bytes", "acked_by"), "columns": sorted(sample.cells)}
         for sample in _samples(folder, partition)
     ]
     if as_json:
-        click.echo(json.dumps(samples, indent=2, ensure_ascii=False))
+        _print_json(samples)
         return
     for sample in samples:
         done = f"  acked by {', '.join(sample['acked_by'])}" if sample["acked_by"] else ""
-        click.echo(
-            f"{sample['key']}  task {sample['task']}  {sample['bytes']} bytes  {', '.join(sample['columns'])}{done}"
-        )
+        shown = f"task {sample['task']}  {sample['bytes']} bytes  {', '.join(sample['columns'])}"
+        click.echo(f"{sample['key']}  {shown}{done}")
 
 
 @queue.command()
@@ -67,26 +59,23 @@ def ls(folder: Path, partition: str | None, as_json: bool) -> None:
 @json_option
 def show(folder: Path, key: str, as_json: bool) -> None:
     """Show the sample KEY with its tags and values; long tensors are cut, with --json they are whole."""
-    from jackfield.queue.browse import plain_values
-    from jackfield.queue.sample_files import shape_of
+    from jackfield.queue.sample_files import plain_values, shape_of
     from jackfield.sdk.cells import ColumnType
 
-    for sample in _samples(folder, None):
-        if sample.key == key:
-            break
-    else:
+    sample = next((sample for sample in _samples(folder, None) if sample.key == key), None)
+    if sample is None:
         raise QueueError(f"no sample {key!r} is in the checkpoint", code="queue.unknown-sample", where=str(folder))
+    columns = {name: plain_values(cell) for name, cell in sample.cells.items()}
     if as_json:
-        click.echo(json.dumps(_plain(sample), indent=2, ensure_ascii=False))
+        names = ("partition", "key", "group", "task", "batch", "tags", "acked_by")
+        _print_json({**_plain(sample, *names), "columns": columns})
         return
-    click.echo(
-        f"{sample.key}\n  partition {sample.partition}, batch {sample.batch}, group {sample.group}, task {sample.task}"
-    )
+    click.echo(sample.key)
+    click.echo(f"  partition {sample.partition}, batch {sample.batch}, group {sample.group}, task {sample.task}")
     for name, value in sample.tags.items():
         click.echo(f"  tag {name}: {value}")
     for name, cell in sorted(sample.cells.items()):
-        values = plain_values(cell)
-        kind = ColumnType.parse(cell[0])
+        values, kind = columns[name], ColumnType.parse(cell[0])
         cut = isinstance(values, list) and len(values) > _SHOWN and kind.kind != "json"
         shown = f"{json.dumps(values[:_SHOWN])[:-1]}, …]" if cut else json.dumps(values, ensure_ascii=False)
         click.echo(f"  {name} ({kind.kind}, {kind.dtype}, {shape_of(cell)}): {shown}")
@@ -99,19 +88,14 @@ def stats(folder: Path, as_json: bool) -> None:
     """Count samples and bytes of each partition, and of each column in it."""
     counts: dict[str, dict[str, Any]] = {}
     for sample in _samples(folder, None):
-        partition = counts.setdefault(
-            str(sample.partition), {"samples": 0, "bytes": 0, "columns": {}, "acked": defaultdict(int)}
-        )
+        partition = counts.setdefault(sample.partition, {"samples": 0, "bytes": 0, "columns": {}, "acked": Counter()})
         partition["samples"] += 1
         partition["bytes"] += sample.bytes
-        for name in sample.acked_by:
-            partition["acked"][name] += 1
+        partition["acked"].update(sample.acked_by)
         for name, (_, content) in sample.cells.items():
-            column = partition["columns"].setdefault(name, {"samples": 0, "bytes": 0})
-            column["samples"] += 1
-            column["bytes"] += len(content)
+            partition["columns"].setdefault(name, Counter()).update(samples=1, bytes=len(content))
     if as_json:
-        click.echo(json.dumps(counts, indent=2, ensure_ascii=False))
+        _print_json(counts)
         return
     for name, partition in counts.items():
         click.echo(f"{name}: {partition['samples']} samples, {partition['bytes']} bytes")
@@ -155,7 +139,7 @@ def trace(folder: Path, key: str, as_json: bool) -> None:
             raise
     root = browse.trace(key, checkpoint, store)
     if as_json:
-        click.echo(json.dumps(_tree(root), indent=2, ensure_ascii=False))
+        _print_json(attrs.asdict(root))
         return
     for line in _branches(root):
         click.echo(line)
@@ -221,15 +205,6 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
     sys.exit(stop.code)
 
 
-def _tree(sample: Ancestor) -> dict[str, Any]:
-    return {
-        "key": sample.key,
-        "operation": sample.operation,
-        "in_queue": sample.in_queue,
-        "parents": [_tree(parent) for parent in sample.parents],
-    }
-
-
 def _branches(sample: Ancestor, first: str = "", others: str = "") -> Iterator[str]:
     made = f"  {sample.operation}" if sample.operation else ""
     yield f"{first}{sample.key}{made}{'' if sample.in_queue else '  (not in the queue)'}"
@@ -238,16 +213,12 @@ def _branches(sample: Ancestor, first: str = "", others: str = "") -> Iterator[s
         yield from _branches(parent, others + ("└─ " if last else "├─ "), others + ("   " if last else "│  "))
 
 
-def _plain(sample: SavedSample) -> dict[str, Any]:
-    from jackfield.queue.browse import plain_values
+def _plain(sample: SavedSample, *names: str) -> dict[str, Any]:
+    return {name: getattr(sample, name) for name in names}
 
-    return {
-        **{name: getattr(sample, name) for name in ("partition", "key", "group", "task")},
-        "batch": sample.batch,
-        "tags": dict(sample.tags),
-        "acked_by": list(sample.acked_by),
-        "columns": {name: plain_values(cell) for name, cell in sample.cells.items()},
-    }
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def _samples(folder: Path, partition: str | None) -> Iterator[SavedSample]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from jackfield.config import RunConfig, as_plain
 from jackfield.errors import RunError
 from jackfield.files import replace_file, seal, unseal
-from jackfield.queue.restoring import Checkpoint as QueueCheckpoint
 from jackfield.queue.store import STORE_FILE, check_ledger
 from jackfield.sdk.archive import NAME_FILE
 from jackfield.settings import flatten
@@ -113,9 +112,8 @@ def starting_point(config: RunConfig, digests: Mapping[str, str] | None = None) 
 
     def check(found: Checkpoint) -> None:
         _check_same(found, config, digests or {})
-        known = None if served else QueueCheckpoint.read(found.folder / "queue" / STORE_FILE).ledger
-        if known is not None:
-            check_ledger(folder / "queue" / STORE_FILE, known)
+        if not served:
+            check_ledger(folder / "queue" / STORE_FILE, found.folder / "queue" / STORE_FILE)
 
     checkpoint = store.newest(check=check)
     store.clean()

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import attrs
 
-from jackfield.clock import Clock
 from jackfield.errors import QueueError
-from jackfield.queue.checkpoints import VALUES_FOLDER
-from jackfield.queue.meta import Lineage
-from jackfield.queue.restoring import Checkpoint
-from jackfield.queue.store import STORE_FILE, read_lineage
+from jackfield.queue.meta import Lineage, group_of
+from jackfield.queue.store import STORE_FILE, read_checkpoint, read_lineage
+from jackfield.queue.transfer_queue import VALUES_FOLDER
 from jackfield.sdk.archive import read_archive
 from jackfield.sdk.arrow import SavedSample
-from jackfield.sdk.cells import Cell, join
-from jackfield.sdk.columns import rows_of
 
 
 def saved_samples(folder: Path) -> Iterator[SavedSample]:
@@ -26,31 +21,20 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
     Raises:
         QueueError: ``queue.invalid`` where there is no whole checkpoint, or one of another format.
     """
-    state = Checkpoint.read(folder / STORE_FILE).state(Clock())
+    state = read_checkpoint(folder / STORE_FILE).state()
     for sample in read_archive(folder / VALUES_FOLDER):
-        found = state.sample(sample.key) if state.knows(sample.key) else None
-        if found is None:
+        group = state.groups.get(group_of(sample.key))
+        if group is None or sample.key not in group.samples:
             yield attrs.evolve(sample, tags={})  # it waited to be deleted
             continue
-        group, known = found
         yield attrs.evolve(
             sample,
             batch=group.key.batch,
-            group=str(group.key),
+            group=group.name,
             task=group.task_id,
-            tags={**group.tags, **known.tags},
-            acked_by=tuple(sorted(name for name, use in group.uses.items() if use.is_made())),
+            tags={**group.tags, **group.samples[sample.key].tags},
+            acked_by=tuple(sorted(group.uses)),
         )
-
-
-def plain_values(cell: Cell) -> Any:
-    """Return a cell as JSON values: what a JSON column holds, or lists of numbers; complex numbers as texts."""
-    values = rows_of(join("", [cell]))[0]
-    if not hasattr(values, "is_complex"):
-        return values
-    if values.is_complex():
-        return [str(number) for number in values.reshape(-1).tolist()]
-    return (values.double() if values.is_floating_point() else values).tolist()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -77,9 +61,9 @@ def trace(key: str, checkpoint: Path | None, store: Path | None) -> Ancestor:
     derived: dict[str, Lineage] = {} if store is None else read_lineage(store)
     living: set[str] = set()
     if checkpoint is not None:
-        saved = Checkpoint.read(checkpoint / STORE_FILE)
+        saved = read_checkpoint(checkpoint / STORE_FILE)
         derived |= saved.lineage
-        living = saved.keys(Clock())
+        living = saved.state().keys()
     if key not in derived and key not in living and not any(key in made.parents for made in derived.values()):
         where = ", ".join(str(each) for each in (checkpoint, store) if each is not None)
         raise QueueError(f"the sample {key!r} is unknown", code="queue.unknown-sample", where=where)

@@ -6,280 +6,284 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-import attrs
-
+from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError
+from jackfield.queue.controller import mutates
 from jackfield.queue.leases import Leases
-from jackfield.queue.meta import NewGroup, RolloutReport, Written
+from jackfield.queue.meta import BatchMeta, NewGroup, RolloutReport, Written
 from jackfield.queue.missing import some
-from jackfield.queue.records import Group, Partition, Place, Sample
-from jackfield.queue.state import State
+from jackfield.queue.records import Group, Place, Sample, State
 
 _GONE = "its values are gone from the store, or damaged in it"
 
 
-@attrs.define(eq=False)
-class Groups:
+class Groups(Leases):
     """Opens groups, and publishes, retries or drops them."""
 
-    state: State
-    leases: Leases
-    max_retries: int = 8
+    @mutates
+    async def open_groups(self, groups: Sequence[NewGroup]) -> None:
+        """Announce groups, which begin now.
 
-    # -- beginning and end
+        Raises:
+            QueueError: when one is not this explorer's to make any more; those before it in the list are open.
+        """
+        for new in groups:
+            key = new.key
+            if new.rollouts < 1 or (new.minimum_samples is not None and new.minimum_samples < 1):
+                found = f"rollouts={new.rollouts}, minimum_samples={new.minimum_samples}"
+                raise QueueError("a group has one rollout and one sample at least", found=found)
+            batch = self._state.partition(key.partition).batches.get(key.batch)
+            if batch is None or not 0 <= key.index < len(batch.places):
+                raise QueueError("the batch has been consumed, or does not have this group", where=str(key))
+            batch.require_well()
+            place = batch.places[key.index]
+            if place.key != key or place.explorer is None or place.group is not None or place.is_consumed:
+                raise QueueError(
+                    "the group is not this explorer's to make any more",
+                    where=str(key),
+                    expected=f"{place.key}, handed out and not opened",
+                    found="a group that is open already" if place.key == key and place.group else str(key),
+                )
+            place.group = Group(place, new.task_id, new.rollouts, new.minimum_samples, dict(new.tags))
+            self._state.groups[place.group.name] = place.group
 
-    def open(self, new: NewGroup) -> None:
-        """Open a group at the place that its key names."""
-        key = new.key
-        if new.rollouts < 1 or (new.minimum_samples is not None and new.minimum_samples < 1):
-            found = f"rollouts={new.rollouts}, minimum_samples={new.minimum_samples}"
-            raise QueueError("a group has one rollout and one sample at least", found=found)
-        batch = self.state.partition(key.partition).batches.get(key.batch)
-        if batch is None or not 0 <= key.index < len(batch.places):
-            raise QueueError("the batch has been consumed, or does not have this group", where=str(key))
-        if batch.failure is not None:
-            raise batch.error()
-        place = batch.places[key.index]
-        if place.key != key or place.explorer is None or place.group is not None or place.is_consumed:
-            raise QueueError(
-                "the group is not this explorer's to make any more",
-                where=str(key),
-                expected=f"{place.key}, handed out and not opened",
-                found="a group that is open already" if place.key == key and place.group else str(key),
-            )
-        place.group = Group(key, place, new.task_id, new.rollouts, new.minimum_samples, dict(new.tags))
-        self.state.groups[str(key)] = place.group
+    @mutates
+    async def end_rollouts(self, reports: Sequence[RolloutReport]) -> tuple[str, ...]:
+        """Record that rollouts have ended; the values of their samples are in the backend.
 
-    def end(self, report: RolloutReport) -> tuple[str, ...]:
+        Return the keys that were not taken: the group was dropped, or the rollout reported before. Their values are
+        deleted.
+        """
+        stray = tuple(key for report in reports for key in self._end(report))
+        self._discard(stray)
+        return stray
+
+    def _end(self, report: RolloutReport) -> tuple[str, ...]:
         """Record how a rollout ended, and settle the group with its last one; return the keys that were not taken."""
-        group = self.state.group(report.group)
+        group = self._state.group(report.group)
         if group is not None and not 0 <= report.rollout < group.rollouts:
             raise QueueError("the group has no such rollout", where=report.group, found=report.rollout)
-        if group is None or group.state != "open" or report.rollout in group.ended:
+        if group is None or group.is_published or report.rollout in group.ended:
             known = {} if group is None else group.samples
             return tuple(key for key in report.keys if key not in known)  # it was dropped, or reported before
-        bits = group.partition.mask(report.columns)
-        tags = report.tags or ({},) * len(report.keys)
-        for key, size, own in zip(report.keys, report.sizes, tags, strict=True):
-            group.samples[key] = Sample(key, report.rollout, _with_lineage(own, report, key), bits, size)
-            self.state.count(1, size)
+        columns, tags = frozenset(report.columns), report.tags or ({},) * len(report.keys)
+        samples = {
+            key: Sample(report.rollout, _with_lineage(own, report, key), columns, size)
+            for key, size, own in zip(report.keys, report.sizes, tags, strict=True)
+        }
+        self._state.add_samples(group, samples)
         group.ended[report.rollout] = report.error
         if report.error is not None:
-            self.state.failed(f"{group.key}/{report.rollout}", report.error)
-        self.state.derive(report.lineage)
-        self._announce(group, report.keys)
+            self._fail(f"{group.name}/{report.rollout}", report.error)
+        self._derive(report.lineage)
+        for partition, feed in self._feeds:
+            if partition == group.partition.name:
+                feed += report.keys
         if not group.running():
+            group.publish()
             self._settle(group)
         return ()
 
-    async def new_samples(self, name: str) -> AsyncIterator[tuple[str, ...]]:
-        """See :meth:`TransferQueue.new_samples`."""
-        found = self.state.partition(name)
-        feed = [key for group in found.groups() for key in group.samples]
-        found.feeds.append(feed)
+    def _settle(self, group: Group, reason: str = "") -> None:
+        """Let consumers have a group whose rollouts have ended, or drop it and let its index be made again."""
+        if not group.is_published:
+            return
+        if group.is_satisfied():
+            self._changed(group)
+        else:
+            self._retry(group, reason or _shortage(group))
+
+    async def new_samples(self, partition: str) -> AsyncIterator[tuple[str, ...]]:
+        """Iterate over the keys of samples as their rollouts end, first those that are there; nothing is leased.
+
+        Samples that have the columns of all stages are left out. The iteration ends when the queue closes.
+        """
+        feed = [key for group in self._state.partition(partition).groups() for key in group.samples]
+        self._feeds.append(entry := (partition, feed))
         try:
-            while not self.state.is_closed:
-                coming, feed[:] = tuple(key for key in feed if self._is_unfinished(found, key)), []
+            while not self._is_closed:
+                coming, feed[:] = tuple(key for key in feed if self._is_unfinished(key)), []
                 if coming:
                     yield coming
                 else:
-                    await found.announced.next()
+                    await self._next_change()
         finally:
-            found.feeds.remove(feed)
+            self._feeds = [each for each in self._feeds if each is not entry]
 
-    def _is_unfinished(self, partition: Partition, key: str) -> bool:
-        place = self.state.sample(key) if self.state.knows(key) else None
-        if place is None:
+    def _is_unfinished(self, key: str) -> bool:
+        group = self._state.group_with(key) if self._state.knows(key) else None
+        if group is None:
             return False
-        wanted = partition.mask(name for consumer in partition.consumers for name in consumer.writes)
-        return not wanted or place[1].columns & wanted != wanted
-
-    @staticmethod
-    def _announce(group: Group, keys: Sequence[str]) -> None:
-        for feed in group.partition.feeds:
-            feed += keys
-        group.partition.announced.notify()
-
-    def _settle(self, group: Group) -> None:
-        """Publish a group whose rollouts have ended, or drop it and let its index be made again."""
-        if not group.is_satisfied():
-            self._retry(group, _shortage(group))
-            return
-        group.publish()
-        group.batch.published += 1
-        self.state.touch(group.place, whole=True)
-        self.leases.changed(group)
-        group.batch.notify()
-        self.state.room.notify()  # it may have fewer samples than were expected
-        self.leases.finish([group])
+        wanted = frozenset[str]().union(*(consumer.writes for consumer in group.partition.consumers))
+        return not wanted or not wanted <= group.samples[key].columns
 
     # -- drops and failures
 
-    def drop(self, names: Sequence[str], reason: str) -> None:
-        """Drop groups that their producers or stages do not want; that is no failure."""
-        groups = [group for name in names if (group := self.state.group(name)) is not None]
-        for group in groups:
-            _require_free(group)
-        for group in groups:
+    @mutates
+    async def drop_groups(self, groups: Sequence[str], reason: str) -> None:
+        """Drop groups that no consumer which acks has leased, and have them made again; skip those that are gone.
+
+        Raises:
+            QueueError: when one is leased, or never was there; then none is dropped.
+        """
+        found = [group for name in groups if (group := self._state.group(name)) is not None]
+        _require_free(found)
+        for group in found:
             self._retry(group, reason, failed=False)
 
-    def fail(self, reasons: Mapping[str, str]) -> None:
-        """Fail samples; the policy of their groups decides again. Samples that are gone are skipped."""
-        found = [(key, place[0]) for key in reasons if (place := self.state.sample(key)) is not None]
-        for _, group in found:
-            _require_free(group)
-        for key, group in found:
-            self.state.failed(key, reasons[key])
-            self._remove(group, [key])
-        for group in {group: None for _, group in found}:
-            self._look_again(group, reasons)
+    @mutates
+    async def fail_samples(self, reasons: Mapping[str, str]) -> None:
+        """Fail samples, by key; the policy of their groups decides again. Samples that are gone are skipped.
 
-    def _look_again(self, group: Group, reasons: Mapping[str, str]) -> None:
-        """Settle a published group again, which has lost samples."""
-        if group.state == "published" and not group.is_satisfied():
-            ours = [reason for key, reason in reasons.items() if key.startswith(f"{group.key}/")]
-            self._retry(group, ours[-1])
-        elif group.state == "published":
-            self.state.touch(group.place, whole=True)
-            self.leases.changed(group)
-            self.leases.finish([group])
-
-    def lose(self, keys: Iterable[str], mine: Iterable[Group]) -> tuple[str, ...]:
-        """Note that values of samples are gone; the policy of their groups decides again.
-
-        A group that an end consumer has leased is left alone, but for those in ``mine``: it may have read everything.
-        What one has acked is not made again. Return the keys of lost samples that are not in the queue any more.
+        Raises:
+            QueueError: when a consumer which acks has leased such a group; then no sample is failed.
         """
-        lost = list(dict.fromkeys(keys))
-        there = [key for key in lost if self.state.knows(key)]
-        self._lose(there, set(mine))
-        failed = [key for key in there if not self.state.knows(key)]
+        found = self._by_group(reasons)
+        _require_free(found)
+        for group, keys in found.items():
+            self._fail_keys(group, {key: reasons[key] for key in keys})
+            self._settle(group, reasons[keys[-1]])
+
+    def _by_group(self, keys: Iterable[str]) -> dict[Group, list[str]]:
+        """Return the samples that are there."""
+        found: dict[Group, list[str]] = {}
+        for key in keys:
+            if (group := self._state.group_with(key)) is not None:
+                found.setdefault(group, []).append(key)
+        return found
+
+    def _fail_keys(self, group: Group, reasons: Mapping[str, str]) -> None:
+        for key, reason in reasons.items():
+            self._fail(key, reason)
+        self._remove(group, list(reasons))
+
+    @mutates
+    async def fail_lost(self, meta: BatchMeta | None = None, keys: Sequence[str] = ()) -> tuple[str, ...]:
+        """Fail the samples whose values the backend has lost; groups with too few samples left are made again.
+
+        A group that an end consumer has leased is left alone: the consumer may have read everything. Where it has not,
+        it names its batch (``meta``), gives it back and leases its groups again. What it has acked is not made again.
+        ``keys`` are samples that the backend has named already (``found`` of ``queue.lost``).
+
+        Return the keys of lost samples that are not in the queue any more.
+        """
+        lost = list(dict.fromkeys([*keys, *sorted(await self._lost(self._state))]))
+        mine = [] if meta is None else [group for groups in self._held(meta).values() for group in groups]
+        there = [key for key in lost if self._state.knows(key)]
+        for group, gone in self._by_group(there).items():
+            if group in mine or group.is_acked() or not group.holders():
+                self._lose(group, gone)
+        failed = [key for key in there if not self._state.knows(key)]
         if failed:
             logging.getLogger("jackfield").warning(
                 "values of %d samples are gone from the queue's store, or damaged in it; what is needed of them is "
                 "made again: %s",
                 *(len(failed), some(failed)),
             )
-        return tuple(key for key in lost if not self.state.knows(key))
+        return tuple(key for key in lost if not self._state.knows(key))
 
-    def _lose(self, keys: Sequence[str], held: set[Group]) -> None:
-        lost: dict[Group, list[str]] = {}
-        for key in keys:
-            found = self.state.sample(key)
-            if found is not None and (found[0] in held or found[0].is_acked() or not found[0].is_fixed()):
-                lost.setdefault(found[0], []).append(key)
-        for group, gone in lost.items():
-            self.state.record("lose", group=str(group.key), keys=gone, reason=_GONE)
-            if group.is_acked():
-                self.consume([group])
-                continue
-            for key in gone:
-                self.state.failed(key, _GONE)
-            self._remove(group, gone)
-            self._look_again(group, {key: f"{_shortage(group)}; {_GONE}" for key in gone})
+    async def _lost(self, state: State) -> set[str]:
+        """Find the samples that a state knows and whose values the backend does not have any more."""
+        there = (await self.backend.keys(KeysRequest())).samples
+        return {
+            key
+            for group in state.groups.values()
+            for key, sample in group.samples.items()
+            if not sample.columns <= set(there.get((group.partition.name, key), ()))
+        }
+
+    def _lose(self, group: Group, keys: Sequence[str]) -> None:
+        self._record("lose", group=group.name, keys=keys, reason=_GONE)
+        if group.is_acked():
+            self._consume([group])
+        else:
+            self._fail_keys(group, dict.fromkeys(keys, _GONE))
+            self._settle(group, f"{_shortage(group)}; {_GONE}")
 
     def _retry(self, group: Group, reason: str, *, failed: bool = True) -> None:
         """Drop a group and let its index be made once more, or fail its batch."""
         place, batch = group.place, group.batch
-        self.end_group(place, reason, failed=failed)
+        self._end_group(group, reason, failed=failed)
         place.reasons.append(reason)
         place.retry, place.reissue = place.retry + 1, 0
-        self.state.record("drop", group=str(group.key), task_id=group.task_id, reason=reason)
-        if place.retry <= self.max_retries:
-            batch.vacate(place)
-            return
-        retried = f"index {place.index} was made again {self.max_retries} times"
-        batch.failure = f"{_counted(place.reasons)}; {retried}"
-        self.state.batches[batch] = None
-        batch.notify()
-        for consumer in batch.partition.consumers:
-            consumer.changed.notify()
-        self.state.room.notify()
+        self._record("drop", group=group.name, task_id=group.task_id, reason=reason)
+        if place.retry <= self._max_retries:
+            self._vacate(place)
+        else:
+            batch.failure = f"{_counted(place.reasons)}; index {place.index} was made again {self._max_retries} times"
 
-    def end_group(self, place: Place, reason: str, *, failed: bool = True) -> None:
-        """Take the group of a place out of the queue; its samples are deleted."""
-        group = place.group
-        assert group is not None
-        if group.state == "published":
-            place.batch.published -= 1
+    def _end_group(self, group: Group, reason: str, *, failed: bool = True) -> None:
+        """Take a group out of the queue; its samples are deleted."""
         if failed:
-            self.state.failed(str(group.key), reason)
+            self._fail(group.name, reason)
         self._forget(group)
-        self.state.touch(place, whole=True)
-        self.state.room.notify()
 
-    def _forget(self, group: Group) -> None:
-        self.leases.forget(group)
-        self._remove(group, list(group.samples))
-        group.place.group = None
-        del self.state.groups[str(group.key)]
-
-    def _remove(self, group: Group, keys: Sequence[str]) -> None:
-        for key in keys:
-            self.state.count(-1, -group.samples.pop(key).bytes)
-        self.state.discard(group.partition.name, keys)
-
-    def consume(self, groups: Sequence[Group]) -> None:
-        """Forget groups that every consumer is done with, and batches without any."""
-        for group in groups:
-            group.place.is_consumed = True
-            self._forget(group)
-            self.state.touch(group.place, whole=True)
-        for batch in {group.batch: None for group in groups}:
-            if all(place.is_consumed for place in batch.places):
-                del batch.partition.batches[batch.number]
-                self.state.batches[batch] = None
-            batch.notify()
+    def _vacate(self, place: Place) -> None:
+        """Let a place be handed out again."""
+        place.explorer = None
+        self._touch(place)
+        place.batch.offer()
 
     # -- columns
 
-    def add(self, keys: Sequence[str], written: Written, *, replace: bool) -> tuple[str, ...]:
-        """Note that columns of samples are there; return the keys of those that are gone."""
-        tags = written.tags
+    @mutates
+    async def add_columns(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
+        """Note that columns of samples are in the backend; consumers whose columns are complete wake.
+
+        The holder of a lease may replace columns; without a lease a column is written once.
+
+        Return the keys of samples that are still there; of the others the values are deleted.
+
+        Raises:
+            LeaseError: when the lease does not hold any more.
+            QueueError: ``queue.unknown-sample``, or ``queue.column`` for a column that is there.
+        """
+        keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
+        tags, columns = written.tags, frozenset(written.columns)
+        if isinstance(target, BatchMeta):
+            self._held(target, whole=False)
         if len(set(keys)) != len(keys) or len(written.sizes) != len(keys) or len(tags or keys) != len(keys):
             raise QueueError("something is written of each sample once", expected=f"{len(keys)} distinct samples")
-        found = [self.state.sample(key) for key in keys]
-        if not replace:
-            _require_new([place for place in found if place is not None], written.columns)
-        for index, place in enumerate(found):
-            if place is not None:
-                bits = place[0].partition.mask(written.columns)
-                self._add(place[1], bits, written.sizes[index], None if tags is None else tags[index])
-        for group in {place[0]: None for place in found if place is not None}:
-            self.state.touch(group.place, whole=tags is not None)
-            self.leases.changed(group)
-            self.leases.finish([group])
-        return tuple(key for key, place in zip(keys, found, strict=True) if place is None)
-
-    def _add(self, sample: Sample, bits: int, size: int, tags: Mapping[str, object] | None) -> None:
-        if bits & ~sample.columns:
-            sample.bytes += size
-            self.state.count(0, size)
-        sample.columns |= bits
-        if tags is not None:
-            sample.tags = {**sample.tags, **tags}
-
-
-def _require_new(places: Sequence[tuple[Group, Sample]], columns: Sequence[str]) -> None:
-    for group, sample in places:
-        clash = group.partition.mask(columns) & sample.columns
-        if clash:
-            raise QueueError(
-                f"column {', '.join(group.partition.names(clash))} of sample {sample.key} is written already",
-                code="queue.column",
-                where=sample.key,
-                fix="write each column once, or under a lease",
-            )
+        groups = [self._state.group_with(key) for key in keys]
+        for key, group in zip(keys, groups, strict=True):
+            if group is not None and not isinstance(target, BatchMeta):
+                _require_new(key, columns & group.samples[key].columns)
+        wider: dict[frozenset[str], frozenset[str]] = {}  # samples share them
+        for index, (key, group) in enumerate(zip(keys, groups, strict=True)):
+            if group is None:
+                self._discard([key])
+                continue
+            sample = group.samples[key]
+            if not columns <= sample.columns:
+                sample.bytes += written.sizes[index]
+                self._state.bytes += written.sizes[index]
+            sample.columns = wider.setdefault(sample.columns, sample.columns | columns)
+            if tags is not None:
+                sample.tags = {**sample.tags, **tags[index]}
+        for group in dict.fromkeys(group for group in groups if group is not None):
+            self._changed(group)
+        return tuple(key for key, group in zip(keys, groups, strict=True) if group is not None)
 
 
-def _require_free(group: Group) -> None:
-    if group.is_fixed():
+def _require_new(key: str, clash: frozenset[str]) -> None:
+    if clash:
         raise QueueError(
-            f"group {group.key} cannot be changed any more",
-            where=str(group.key),
-            expected="a group that no consumer which acks has leased",
-            found=f"leased or acked by {', '.join(sorted(group.uses))}",
+            f"column {', '.join(sorted(clash))} of sample {key} is written already",
+            code="queue.column",
+            where=key,
+            fix="write each column once, or under a lease",
         )
+
+
+def _require_free(groups: Iterable[Group]) -> None:
+    for group in groups:
+        if names := group.holders():
+            raise QueueError(
+                f"group {group.name} cannot be changed any more",
+                where=group.name,
+                expected="a group that no consumer which acks has leased",
+                found=f"leased or acked by {', '.join(sorted(names))}",
+            )
 
 
 def _with_lineage(tags: Mapping[str, object], report: RolloutReport, key: str) -> Mapping[str, object]:
@@ -289,8 +293,7 @@ def _with_lineage(tags: Mapping[str, object], report: RolloutReport, key: str) -
 
 
 def _shortage(group: Group) -> str:
-    counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None)
-    if counted:
+    if counted := Counter(why for _, why in sorted(group.ended.items()) if why is not None):
         return "; ".join(f"{count} × {why}" for why, count in counted.most_common(3))
     if group.minimum_samples is not None:
         return f"{len(group.samples)} of at least {group.minimum_samples} samples survive"

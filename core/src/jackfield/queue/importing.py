@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from jackfield.abc.transfer_queue import (
+    PutRequest,
+    PutResult,
+    SnapshotRequest,
+    SnapshotResult,
+    TransferQueueContext,
+)
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
-from jackfield.queue.appending import AppendingBackend
-from jackfield.queue.checkpoints import VALUES_FOLDER
+from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.meta import Batch, GroupKey, Lineage, NewGroup, RolloutReport
 from jackfield.queue.sample_files import read_samples
 from jackfield.queue.store import STORE_FILE
-from jackfield.queue.transfer_queue import TransferQueue
+from jackfield.queue.transfer_queue import VALUES_FOLDER, TransferQueue
 from jackfield.queue.values import Values
+from jackfield.sdk.archive import BATCH_BYTES, BATCH_ROWS, ArchiveWriter, read_archive
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.cells import join
 
@@ -49,22 +56,9 @@ class ImportedSamples:
             origin: the file or folder that they are from.
             complete: adds to each sample what is missing.
         """
-        self._queue = queue
-        self._values = values
-        self._partition = partition
-        self._read = read
-        self._origin = origin
-        self._complete = complete
-        self._sizes: list[int] = []  #: of groups, in the order of their first samples
-        self._places: dict[object, int] = {}  #: of groups, by what they were called
-
-    def _count(self) -> None:
-        """Count groups and their samples."""
-        if not self._sizes:
-            for number, sample in enumerate(self._read()):
-                place = self._places.setdefault(_group_of(sample, number), len(self._sizes))
-                self._sizes += [0] * (place == len(self._sizes))
-                self._sizes[place] += 1
+        self._queue, self._values, self._partition = queue, values, partition
+        self._read, self._origin, self._complete = read, origin, complete
+        self._sizes: dict[object, int] = {}  #: of groups, by what they were called, in the order of first samples
 
     async def put(self) -> int:
         """Put all samples. Returns their number.
@@ -72,15 +66,12 @@ class ImportedSamples:
         Raises:
             QueueError: where a sample cannot be put.
         """
-        self._count()
-        if not self._sizes:
-            return 0
         batch = await self._claim()
         while batch is not None and not batch.vacant:  # of an earlier import: a restored queue offers it again
             batch = await self._claim()
-        assert batch is not None  # without a bound there is always a next one
-        await self._fill(batch)
-        return sum(self._sizes)
+        if batch is not None:
+            await self._fill(batch)
+        return sum(self._sizes.values())
 
     async def keep(self) -> None:
         """Put groups again whose samples were lost with a part of the store; until cancelled.
@@ -90,36 +81,37 @@ class ImportedSamples:
         """
         while True:
             with suppress(DeadlineExceeded):
-                self._count()
                 batch = await self._claim(below=1)
                 if batch is None:
                     return  # all its groups are used up
                 await self._fill(batch)
 
     async def _claim(self, below: int | None = None) -> Batch | None:
+        """Claim the batch of these samples; None where there are none, or none are left to make."""
+        if not self._sizes:
+            self._sizes = Counter(_group_of(sample, number) for number, sample in enumerate(self._read()))
         groups, partition = len(self._sizes), self._partition
+        if not groups:
+            return None
         return await self._queue.claim_batch(partition, _WHO, groups, below=below, deadline_seconds=_SECONDS)
 
     async def _fill(self, batch: Batch) -> None:
         """Fill the places of a batch that have no group, as many at a time as there is room for."""
+        places = {group: place for place, group in enumerate(self._sizes)}
         async for keys in self._queue.groups_to_fill(batch, _SECONDS, until="published"):
-            await self._put(keys)
+            wanted, opened = {key.index: key for key in keys}, Counter[int]()
+            for number, sample in enumerate(self._read()):
+                place = places[name := _group_of(sample, number)]
+                if place not in wanted:
+                    continue
+                if not opened[place]:
+                    task = sample.task if sample.task is not None else f"row-{place}"
+                    new = NewGroup(key=wanted[place], task_id=task, rollouts=self._sizes[name])
+                    await self._queue.open_groups([new])
+                await self._put(wanted[place], opened[place], self._complete(sample))
+                opened[place] += 1
 
-    async def _put(self, keys: Sequence[GroupKey]) -> None:
-        wanted = {key.index: key for key in keys}
-        opened: Counter[int] = Counter()
-        for number, sample in enumerate(self._read()):
-            place = self._places[_group_of(sample, number)]
-            if place not in wanted:
-                continue
-            key = wanted[place]
-            if not opened[place]:
-                task = sample.task if sample.task is not None else f"row-{place}"
-                await self._queue.open_groups([NewGroup(key=key, task_id=task, rollouts=self._sizes[place])])
-            await self._put_sample(key, opened[place], self._complete(sample))
-            opened[place] += 1
-
-    async def _put_sample(self, group: GroupKey, rollout: int, sample: SavedSample) -> None:
+    async def _put(self, group: GroupKey, rollout: int, sample: SavedSample) -> None:
         parent = self._origin if not sample.key else f"{self._origin}:{sample.key}"
         key = group.sample(rollout, 0)
         lineage = {key: Lineage(_WHO, (parent,))}
@@ -139,6 +131,58 @@ def _group_of(sample: SavedSample, number: int) -> object:
     return number if sample.group is None else (sample.partition, sample.group)
 
 
+class _AppendingBackend(MemoryBackend):
+    """Adds whole samples to the checkpoint of one folder; of what is in its file only the columns' names are in memory.
+
+    Until :meth:`checkpoint` the folder's checkpoint is the one that was there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(MemoryConfig(), TransferQueueContext())
+        self._folder = folder
+        self._pending: list[tuple[str, str]] = []  #: samples that are not in the file yet: a batch at most
+        self._archive: ArchiveWriter | None = None
+
+    def _write(self) -> ArchiveWriter:
+        """Write what is pending, behind the samples that are there."""
+        if self._archive is None:
+            there = [sample for sample in self._cells if sample not in self._pending]
+            self._archive = ArchiveWriter(self._folder)
+            if there:
+                self._archive.add(
+                    each for each in read_archive(self._folder) if (each.partition, each.key) in self._cells
+                )
+        cells = self._cells
+        self._archive.add(SavedSample(partition=place[0], key=place[1], cells=cells[place]) for place in self._pending)
+        for place in self._pending:
+            cells[place] = dict.fromkeys(cells[place], ("", b""))
+        self._pending, self._bytes = [], 0
+        return self._archive
+
+    async def put(self, request: PutRequest) -> PutResult:
+        """Append samples to the file: each is put once, with all columns that it will have."""
+        result = await super().put(request)
+        self._pending += [(request.partition, key) for key in request.keys]
+        if len(self._pending) >= BATCH_ROWS or self._bytes >= BATCH_BYTES:
+            self._write()
+        return result
+
+    async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
+        """Make what was put the folder's checkpoint."""
+        return self._write().finish()
+
+    async def restore(self, request: SnapshotRequest) -> SnapshotResult:
+        """Keep the samples that are there."""
+        for sample in read_archive(self._folder):
+            self._cells[sample.partition, sample.key] = dict.fromkeys(sample.cells, ("", b""))
+        return SnapshotResult(samples=len(self._cells), bytes=0)
+
+    async def close(self) -> None:
+        """Remove what has become no checkpoint."""
+        if self._archive is not None:
+            self._archive.close()
+
+
 async def import_file(file: Path, folder: Path, partition: str) -> int:
     """Put the samples of a JSONL or Parquet file into the checkpointed queue of ``folder``. Returns their number.
 
@@ -147,7 +191,7 @@ async def import_file(file: Path, folder: Path, partition: str) -> int:
     Raises:
         QueueError: where the file is no file of samples, or the folder holds something else than a queue.
     """
-    backend = AppendingBackend(folder / VALUES_FOLDER)
+    backend = _AppendingBackend(folder / VALUES_FOLDER)
     queue = TransferQueue(backend, Clock())
     await queue.start()
     try:

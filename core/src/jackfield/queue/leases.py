@@ -4,134 +4,117 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import attrs
-
 from jackfield.errors import LeaseError, QueueError
+from jackfield.queue.controller import Controller, mutates
 from jackfield.queue.meta import BatchMeta, Lease, Reuse
-from jackfield.queue.missing import missing_batch, missing_groups
-from jackfield.queue.readiness import ReadyGroups, choose, has_enough, oldest_version, place_of, require_some, usable
-from jackfield.queue.records import BatchState, Consumer, Group, Partition, Use
-from jackfield.queue.samplers import Sampler
-from jackfield.queue.state import State
+from jackfield.queue.missing import missing_batch, missing_groups, some
+from jackfield.queue.records import Consumer, Group, Hold, Use
+from jackfield.queue.samplers import Ready, SamplerSpec
 
 
-@attrs.define(eq=False)
-class Leases:
+class Leases(Controller):
     """Readiness, leases and acks of whole groups."""
 
-    state: State
-    consume: Callable[[Sequence[Group]], None]  #: forgets groups that every consumer is done with
-    caller: Callable[[], str | None] = lambda: None  #: the client that calls
+    @mutates
+    async def register_consumer(
+        self,
+        name: str,
+        partition: str,
+        columns: Sequence[str],
+        *,
+        writes: Sequence[str] = (),
+        sampler: SamplerSpec | None = None,
+        reuse: Reuse | None = None,
+    ) -> None:
+        """Announce a consumer: groups of ``partition`` whose samples have ``columns`` are ready for it.
+
+        Groups are deleted when every consumer of their partition is finally done with them. Again with the same
+        partition and columns: the other arguments are taken over.
+
+        Args:
+            name: The name of the consumer, of groups of ``partition``.
+            columns: The columns that it needs; ``writes``: those that it adds, where it is a stage.
+            sampler: Chooses among what is ready; None: in order. Its state is in checkpoints.
+            reuse: How often :meth:`lease_groups` gives a group; None: once.
+
+        Raises:
+            QueueError: when the name is registered for something else.
+        """
+        made = None if sampler is None else sampler.make()
+        consumer = self._state.consumers.get(name)
+        if consumer is None:
+            consumer = Consumer(name, self._state.partition(partition), frozenset(columns), frozenset(writes))
+            self._state.add_consumer(consumer)
+            for group in consumer.partition.groups():
+                self._offer(consumer, group)
+        found = (consumer.partition.name, set(consumer.columns), set(consumer.writes))
+        if found != (wanted := (partition, set(columns), set(writes))):
+            what = "(partition, columns, written columns)"
+            raise QueueError(
+                f"consumer {name!r} is registered already, for something else {what}",
+                where=name,
+                expected=found,
+                found=wanted,
+            )
+        consumer.sampler = consumer.sampler if made is None else made
+        consumer.reuse = consumer.reuse if reuse is None else reuse
 
     # -- readiness
 
-    def register(
-        self,
-        name: str,
-        partition: Partition,
-        columns: tuple[str, ...],
-        writes: tuple[str, ...],
-        sampler: Sampler | None,
-        reuse: Reuse | None,
-    ) -> None:
-        """See :meth:`TransferQueue.register_consumer`."""
-        consumer = self.state.consumers.get(name)
-        if consumer is None:
-            consumer = Consumer(name, partition, columns, writes)
-            partition.consumers.append(consumer)
-            self.state.consumers[name] = consumer
-            for group in partition.groups():
-                self.offer(consumer, group)
-        found = (consumer.partition, set(consumer.columns), set(consumer.writes))
-        if found != (partition, set(columns), set(writes)):
-            raise QueueError(
-                f"consumer {name!r} is registered already, for something else",
-                where=name,
-                expected=f"{consumer.columns} of partition {consumer.partition.name!r}, writing {consumer.writes}",
-                found=f"{columns} of partition {partition.name!r}, writing {writes}",
-            )
-        consumer.sampler = consumer.sampler if sampler is None else sampler
-        consumer.reuse = consumer.reuse if reuse is None else reuse
-
-    def look_again(self) -> None:
-        """Offer everything that is there: the state is another one."""
-        for group in self.state.groups.values():
-            for name, use in group.uses.items():
-                consumer = self.state.consumers[name]
-                if use.is_made() and not use.is_spent(consumer.reuse):
-                    consumer.used[group] = None
-            self.changed(group)
-
-    def offer(self, consumer: Consumer, group: Group) -> None:
+    def _offer(self, consumer: Consumer, group: Group) -> None:
         """Make a published group available to a consumer whose columns are there and that has not had it."""
-        complete = group.state == "published" and group.common() & consumer.needs == consumer.needs
-        if not complete or consumer.name in group.uses or consumer.has_written(group):
-            return
-        consumer.ready[group] = None
-        group.batch.ready.setdefault(consumer, {})[group.key.index] = group
-        consumer.changed.notify()
+        if group.is_published and group.has(consumer.columns) and not consumer.has_had(group):
+            consumer.ready[group] = None
+        else:
+            consumer.ready.pop(group, None)
 
-    def withdraw(self, consumer: Consumer, group: Group) -> None:
-        """Take a group away that is leased, changed or gone."""
-        if group in consumer.ready:
-            del consumer.ready[group]
-            del group.batch.ready[consumer][group.key.index]
+    def _offer_again(self) -> None:
+        """Offer everything that is there: the state is another one."""
+        for group in self._state.groups.values():
+            for consumer in group.partition.consumers:
+                self._return(consumer, group)
 
-    def changed(self, group: Group) -> None:
-        """Look again at a group that was published, or whose samples or columns changed; stages may be done."""
+    def _changed(self, group: Group) -> None:
+        """Look again at a group that was published, or whose samples or columns changed; consumers may be done."""
+        self._touch(group.place)
         for consumer in group.partition.consumers:
-            use = group.uses.get(consumer.name)
-            if use is not None and use.epoch and consumer.has_written(group):
-                self._end_stage(consumer, group, use)
-            self.withdraw(consumer, group)
-            self.offer(consumer, group)
-
-    def _end_stage(self, consumer: Consumer, group: Group, use: Use) -> None:
-        self.state.record("ack", consumer=consumer.name, step=None, epoch=use.epoch, keys=list(group.samples))
-        self._end_lease(consumer, group, use)
-        del group.uses[consumer.name]
-        consumer.changed.notify()
-
-    def forget(self, group: Group) -> None:
-        """Take a group from every consumer: it is consumed, or dropped."""
-        for consumer in group.partition.consumers:
-            self.withdraw(consumer, group)
-            consumer.used.pop(group, None)
-            use = group.uses.pop(consumer.name, None)
-            if use is not None and use.epoch:
-                self._end_lease(consumer, group, use)
-            for step in () if use is None else use.noted():
-                consumer.pending.get(step, {}).pop(group, None)
-            consumer.changed.notify()
+            if group in consumer.held and consumer.has_written(group):
+                epoch = consumer.held.pop(group).epoch
+                self._record("ack", consumer=consumer.name, step=None, epoch=epoch, keys=list(group.samples))
+            self._offer(consumer, group)
+        self._finish([group])
 
     # -- leasing
 
-    async def lease_batch(self, name: str, number: int, count: int | None, seconds: float) -> BatchMeta:
-        """See :meth:`TransferQueue.lease_batch`."""
-        consumer, until = self.state.consumer(name), self.state.clock.time() + seconds
-        require_some(count)
-        consumer.awaited.append(number)
-        self.state.room.notify()  # a producer that is held back may make what this call waits for
+    @mutates
+    async def lease_batch(
+        self, consumer: str, batch: int, groups: int | None = None, deadline_seconds: float = 600.0
+    ) -> BatchMeta:
+        """Lease groups of one batch, ordered by index, rollout and sequence.
+
+        With ``groups`` None: all that the consumer has not had, as soon as the batch is complete and they are ready;
+        with a number: so many (fewer at the end of the batch, none after it), as soon as they are ready.
+
+        Raises:
+            DeadlineExceeded: naming groups that are not there, rollouts that go on, columns that samples lack.
+            QueueError: when the batch has failed, or has been consumed.
+        """
+        mine, until = self._state.consumer(consumer), self.clock.time() + deadline_seconds
+        _require_some(groups)
+        mine.awaited.append(batch)
+        self._wake()  # a producer that is held back may make what this call waits for
         try:
-            while True:
-                batch = self._living(consumer, number)
-                if batch is not None and has_enough(consumer, batch, count):
-                    ready = batch.ready.get(consumer, {})
-                    if count is None and not ready:
-                        raise _had(consumer, batch)
-                    return self._grant(consumer, [ready[index] for index in sorted(ready)[:count]])
-                changed = consumer.changed.next()
-                await self.state.wait(changed, until, lambda: missing_batch(consumer, number))
+            while (ready := self._ready(mine, batch, groups)) is None:
+                await self._wait(until, lambda: missing_batch(mine, batch))
         finally:
-            consumer.awaited.remove(number)
+            mine.awaited.remove(batch)
+        return self._grant(mine, ready)
 
     @staticmethod
-    def _living(consumer: Consumer, number: int) -> BatchState | None:
-        """Find a batch; None where no explorer has claimed it yet."""
+    def _ready(consumer: Consumer, number: int, count: int | None) -> list[Group] | None:
+        """Return what a consumer gets of a batch; None: not yet."""
         partition = consumer.partition
         batch = partition.batches.get(number)
-        if batch is not None and batch.failure is not None:
-            raise batch.error()
         if number < 0 or (batch is None and number < partition.next_batch):
             raise QueueError(
                 f"batch {number} of partition {partition.name!r} has been consumed",
@@ -139,51 +122,77 @@ class Leases:
                 expected=f"one of {sorted(partition.batches)} or a later one",
                 found=number,
             )
-        return batch
+        if batch is None:
+            return None  # no explorer has claimed it
+        batch.require_well()
+        ready = [group for group in batch.groups() if group in consumer.ready]
+        if count is not None and len(ready) >= count:
+            return ready[:count]
+        others = [place for place in batch.places if place.group not in consumer.ready and not place.is_consumed]
+        if not all((group := place.published) and consumer.has_had(group) for place in others):
+            return None
+        if count is None and not ready:
+            message = f"consumer {consumer.name!r} has had all groups of batch {number} already"
+            raise QueueError(message, where=batch.name, fix="lease each batch once")
+        return ready
 
+    @mutates
     async def lease_groups(
-        self, name: str, count: int | None, step: int | None, fresh: bool, seconds: float
+        self,
+        consumer: str,
+        groups: int | None = None,
+        *,
+        step: int | None = None,
+        fresh: bool = True,
+        deadline_seconds: float = 600.0,
     ) -> BatchMeta:
-        """See :meth:`TransferQueue.lease_groups`."""
-        consumer, until = self.state.consumer(name), self.state.clock.time() + seconds
-        require_some(count)
-        while True:
-            self._retire_stale(consumer, step, fresh)
-            ready = ReadyGroups(consumer, usable(consumer, step, fresh), step)
-            if len(ready) >= (count or 1) or not fresh:
-                chosen = choose(consumer, ready, count)
-                if not fresh or len(chosen) >= (count or 1):
-                    return self._grant(consumer, [ready.groups[each] for each in chosen])
-            await self._wait_for_groups(consumer, until, count, len(ready))
+        """Lease groups of any batch as the consumer's sampler chooses them.
 
-    async def _wait_for_groups(self, consumer: Consumer, until: float, count: int | None, ready: int) -> None:
-        consumer.waiting += 1
-        self.state.room.notify()  # a producer that is held back may make what this call waits for
+        Groups that are too stale at ``step`` are given up; those that rest after a use are not offered.
+
+        Without ``groups`` all that are ready are given, at least one. With ``fresh`` groups that the consumer has not
+        used yet are offered, too, and it waits until there are enough; without, those that it has used before are given
+        at once, as many as there are. Cooldown and staleness are counted in steps of the trainer (``step``).
+
+        Raises:
+            DeadlineExceeded: naming rollouts that go on, columns that samples lack, and groups that are used up.
+        """
+        mine, until = self._state.consumer(consumer), self.clock.time() + deadline_seconds
+        _require_some(groups)
+        wanted = groups or 1
+        mine.waiting += 1
+        self._wake()  # a producer that is held back may make what this call waits for
         try:
-            changed = consumer.changed.next()
-            await self.state.wait(changed, until, lambda: missing_groups(consumer, count or 1, ready))
+            while (chosen := self._chosen(mine, groups, step, fresh)) is None:
+                await self._wait(until, lambda: missing_groups(mine, wanted, len(_usable(mine, step, fresh))))
         finally:
-            consumer.waiting -= 1
+            mine.waiting -= 1
+        return self._grant(mine, chosen)
+
+    def _chosen(self, consumer: Consumer, count: int | None, step: int | None, fresh: bool) -> list[Group] | None:
+        """Return what the sampler of a consumer chooses; None: not enough yet."""
+        self._retire_stale(consumer, step, fresh)
+        groups, wanted = _usable(consumer, step, fresh), (count or 1) if fresh else 0
+        chosen = _drawn(consumer, groups, step, count) if len(groups) >= wanted else []
+        return chosen if len(chosen) >= wanted else None
 
     def _grant(self, consumer: Consumer, groups: Sequence[Group]) -> BatchMeta:
-        if groups:
-            consumer.epoch += 1
-            consumer.leases[consumer.epoch] = dict.fromkeys(groups)
-            consumer.holders[consumer.epoch] = self.caller()
+        consumer.epoch += bool(groups)
+        hold = Hold(consumer.epoch, self.caller())
         for group in groups:
-            self.withdraw(consumer, group)
+            consumer.ready.pop(group, None)
             consumer.used.pop(group, None)
-            group.uses.setdefault(consumer.name, Use()).epoch = consumer.epoch
-            group.batch.notify()
-        samples = [(group, sample) for group in groups for sample in group.samples.values()]
+            consumer.held[group] = hold
+            group.batch.moved = self.clock.time()
+        samples = [(group, key) for group in groups for key in group.samples]
         return BatchMeta(
-            keys=tuple(sample.key for _, sample in samples),
-            tags=tuple(group.tags_of(sample) for group, sample in samples),
-            groups=tuple(str(group.key) for group, _ in samples),
+            keys=tuple(key for _, key in samples),
+            tags=tuple(group.tags_of(key) for group, key in samples),
+            groups=tuple(group.name for group, _ in samples),
             leases=(Lease(consumer.partition.name, consumer.name, consumer.epoch),) * len(samples),
         )
 
-    def held(self, meta: BatchMeta, *, whole: bool = True) -> dict[tuple[Consumer, int], list[Group]]:
+    def _held(self, meta: BatchMeta, *, whole: bool = True) -> dict[tuple[Consumer, int], list[Group]]:
         """Find the living groups of a batch by lease.
 
         Raises:
@@ -193,11 +202,18 @@ class Leases:
         found: dict[tuple[Consumer, int], list[Group]] = {}
         named = set(meta.keys)
         for name, lease in dict(zip(meta.groups, meta.leases, strict=True)).items():
-            group, consumer = self.state.group(name), self.state.consumer(lease.consumer)
+            group, consumer = self._state.group(name), self._state.consumer(lease.consumer)
             if group is None or not (whole or named & group.samples.keys()):
                 continue
-            if group not in consumer.leases.get(lease.epoch, ()):
-                raise _not_held(consumer, group, lease)
+            hold = consumer.held.get(group)
+            if hold is None or hold.epoch != lease.epoch:
+                raise LeaseError(
+                    f"consumer {consumer.name!r} does not hold group {name} under this lease any more",
+                    where=consumer.name,
+                    expected=f"a lease of epoch {lease.epoch}",
+                    found="a lease that was given back, acked, or ended with its holder",
+                    fix="lease the groups again",
+                )
             if whole and not named.issuperset(group.samples):
                 raise QueueError(
                     f"group {name} is leased as a whole and cannot be acked or given back in part",
@@ -209,101 +225,129 @@ class Leases:
 
     # -- giving back
 
-    def _end_lease(self, consumer: Consumer, group: Group, use: Use) -> None:
-        held = consumer.leases[use.epoch]
-        del held[group]
-        if not held:
-            del consumer.leases[use.epoch], consumer.holders[use.epoch]
-        use.epoch = 0
-        group.batch.notify()
+    @mutates
+    async def release(self, meta: BatchMeta) -> None:
+        """Give leased groups back; they are ready again for the same consumer.
 
-    def release(self, meta: BatchMeta) -> None:
-        """See :meth:`TransferQueue.release`."""
-        for (consumer, _), groups in self.held(meta).items():
-            self._give_back(consumer, groups)
+        Raises:
+            LeaseError: when the lease does not hold any more.
+        """
+        for (consumer, _), groups in self._held(meta).items():
+            for group in groups:
+                self._return(consumer, group)
 
-    def end(self, is_over: Callable[[Consumer, int], bool]) -> list[str]:
-        """End leases, whose holders are gone; the keys of their samples."""
+    @mutates
+    async def take_over(self, consumer: str) -> tuple[str, ...]:
+        """End all leases of a consumer, whose holder is gone; return the keys of the samples that are ready again."""
+        mine = self._state.consumer(consumer)
+        return tuple(self._end_leases(lambda each, hold: each is mine))
+
+    def _end_leases(self, is_over: Callable[[Consumer, Hold], bool]) -> list[str]:
+        """End leases, whose holders are gone; return the keys of their samples."""
         ended: list[str] = []
-        for consumer in self.state.consumers.values():
-            for epoch in [epoch for epoch in consumer.leases if is_over(consumer, epoch)]:
-                groups = list(consumer.leases[epoch])
-                keys = [key for group in groups for key in group.samples]
-                self.state.record("expire", consumer=consumer.name, epoch=epoch, keys=keys)
-                self._give_back(consumer, groups)
+        for consumer in self._state.consumers.values():
+            over: dict[int, list[Group]] = {}
+            for group, hold in consumer.held.items():
+                if is_over(consumer, hold):
+                    over.setdefault(hold.epoch, []).append(group)
+            for epoch, groups in over.items():
+                keys = _keys(groups)
+                self._record("expire", consumer=consumer.name, epoch=epoch, keys=keys)
                 ended += keys
+                for group in groups:
+                    self._return(consumer, group)
         return ended
 
-    def _give_back(self, consumer: Consumer, groups: Iterable[Group]) -> None:
-        for group in groups:
-            use = group.uses[consumer.name]
-            self._end_lease(consumer, group, use)
-            self._return(consumer, group, use)
-
-    def _return(self, consumer: Consumer, group: Group, use: Use) -> None:
-        """Make a group available again to a consumer, where it may have it."""
-        self.state.touch(group.place)
-        if not use.is_made():
-            del group.uses[consumer.name]
-            self.offer(consumer, group)
-        elif not use.is_spent(consumer.reuse):
+    def _return(self, consumer: Consumer, group: Group) -> None:
+        """End a consumer's lease, and make the group available to it again where it may have it."""
+        self._touch(group.place)
+        consumer.held.pop(group, None)
+        use = group.uses.get(consumer.name)
+        if use is not None and not use.is_spent(consumer.reuse):
             consumer.used[group] = None
-        consumer.changed.notify()
+        self._offer(consumer, group)
 
     # -- acks
 
-    def ack(self, meta: BatchMeta, step: int | None) -> None:
-        """See :meth:`TransferQueue.ack`."""
-        for (consumer, epoch), groups in self.held(meta).items():
+    @mutates
+    async def ack(self, meta: BatchMeta, step: int | None = None) -> None:
+        """Be done with groups, provisionally: final with the commit of ``step``; without a step at once.
+
+        Raises:
+            LeaseError: when the lease does not hold any more; then nothing is acked.
+        """
+        for (consumer, epoch), groups in self._held(meta).items():
             for group in groups:
-                use = group.uses[consumer.name]
-                self._end_lease(consumer, group, use)
-                use.steps.append(step)
-                self._note(consumer, group, step)
-                self._return(consumer, group, use)
-            keys = [key for group in groups for key in group.samples]
-            self.state.record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=keys)
+                group.uses.setdefault(consumer.name, Use()).steps.append(step)
+                self._return(consumer, group)
+            self._record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=_keys(groups))
             if step is not None:
+                self._state.provisional |= dict.fromkeys(groups)
                 self._trim(consumer, step)
-            self.finish(groups)
+            self._finish(groups)
 
-    def _note(self, consumer: Consumer, group: Group, step: int | None) -> None:
-        """Remember what is final with the commit of ``step``."""
-        if step is not None and (self.state.committed is None or step > self.state.committed):
-            consumer.pending.setdefault(step, {})[group] = None
+    @mutates
+    async def commit(self, step: int) -> None:
+        """Make all acks up to ``step`` final: the checkpoint of the weights that contain them is durable."""
+        self._commit(step)
 
-    def commit(self, step: int) -> None:
-        """See :meth:`TransferQueue.commit`."""
-        state = self.state
-        state.committed = step if state.committed is None else max(step, state.committed)
-        done: dict[Group, None] = {}
-        for consumer in state.consumers.values():
-            for earlier in sorted(each for each in consumer.pending if each <= step):
-                done |= consumer.pending.pop(earlier)
-        state.record("commit", step=step, keys=self.finish(done))
+    def _commit(self, step: int) -> None:
+        state = self._state
+        committed = state.committed = step if state.committed is None else max(step, state.committed)
+        final = [group for group in state.provisional if group.last_step() <= committed]
+        for group in final:
+            del state.provisional[group]
+        self._record("commit", step=step, keys=self._finish(final))
 
-    def take_back(self, step: int) -> None:
+    def _take_back(self, step: int) -> None:
         """Take back every ack after ``step``: the weights that are restored do not contain it."""
-        for consumer in self.state.consumers.values():
-            later = [each for each in consumer.pending if each > step]
-            for group in {group: None for each in later for group in consumer.pending.pop(each)}:
-                use = group.uses[consumer.name]
-                use.take_back(step)
+        for group in self._state.provisional:
+            for name, use in list(group.uses.items()):
+                if max(use.noted(), default=step) <= step:
+                    continue
+                use.steps = [each for each in use.steps if each is None or each <= step]
+                use.retired = None if use.retired is not None and use.retired > step else use.retired
+                if not use.steps and use.retired is None:
+                    del group.uses[name]
+                consumer = self._state.consumers[name]
                 consumer.used.pop(group, None)
-                if not use.epoch:
-                    self._return(consumer, group, use)
+                self._return(consumer, group)
 
-    def finish(self, groups: Iterable[Group]) -> list[str]:
+    def _finish(self, groups: Iterable[Group]) -> list[str]:
         """Forget groups that every consumer is done with; return the keys of their samples."""
         done = [group for group in groups if self._is_finished(group)]
-        keys = [key for group in done for key in group.samples]
-        self.consume(done)
+        keys = _keys(done)
+        self._consume(done)
         return keys
 
     def _is_finished(self, group: Group) -> bool:
-        consumers = group.partition.consumers
-        committed = self.state.committed
-        return group.state == "published" and bool(consumers) and all(c.is_done(group, committed) for c in consumers)
+        consumers, committed = group.partition.consumers, self._state.committed
+        return group.is_published and bool(consumers) and all(each.is_done(group, committed) for each in consumers)
+
+    def _consume(self, groups: Sequence[Group]) -> None:
+        """Forget groups that every consumer is done with, and batches without any."""
+        for group in groups:
+            group.place.is_consumed = True
+            self._forget(group)
+        for batch in {group.batch: None for group in groups}:
+            if all(place.is_consumed for place in batch.places):
+                del batch.partition.batches[batch.number]
+                self._store.places.update(dict.fromkeys(batch.places))
+
+    def _forget(self, group: Group) -> None:
+        """Take a group from the queue and from every consumer; its values are deleted."""
+        for consumer in group.partition.consumers:
+            for groups in (consumer.ready, consumer.used, consumer.held):
+                groups.pop(group, None)
+        self._state.provisional.pop(group, None)
+        self._remove(group, list(group.samples))
+        group.place.group = None
+        del self._state.groups[group.name]
+        self._touch(group.place)
+
+    def _remove(self, group: Group, keys: Sequence[str]) -> None:
+        self._state.remove_samples(group, keys)
+        self._discard(keys)
 
     # -- using groups again
 
@@ -313,45 +357,67 @@ class Leases:
             return
         oldest = step - consumer.reuse.max_staleness
         groups = [*consumer.used, *(consumer.ready if fresh else ())]
-        self._retire(consumer, [group for group in groups if oldest_version(group, oldest) < oldest], step)
+        self._retire(consumer, [group for group in groups if _oldest_version(group, oldest) < oldest], step)
 
     def _trim(self, consumer: Consumer, step: int) -> None:
         """Keep as many used groups as the consumer may: those that its sampler chooses first."""
         capacity = None if consumer.reuse is None else consumer.reuse.capacity
         if capacity is not None and len(consumer.used) > capacity:
-            used = sorted(consumer.used, key=place_of)
-            best = set(consumer.sampler.sample(ReadyGroups(consumer, used, step), capacity))
-            self._retire(consumer, [group for group in used if str(group.key) not in best], step)
+            used = sorted(consumer.used, key=_place_of)
+            best = set(_drawn(consumer, used, step, capacity))
+            self._retire(consumer, [group for group in used if group not in best], step)
 
     def _retire(self, consumer: Consumer, groups: Sequence[Group], step: int) -> None:
         """Give up groups though the limits leave further uses; like an ack, final with the commit of ``step``."""
         if not groups:
             return
         for group in groups:
-            self.withdraw(consumer, group)
-            consumer.used.pop(group, None)
             group.uses.setdefault(consumer.name, Use()).retired = step
-            self._note(consumer, group, step)
-            self.state.touch(group.place)
-            group.batch.notify()
-        keys = [key for group in groups for key in group.samples]
-        self.state.record("retire", consumer=consumer.name, step=step, keys=keys)
-        self.finish(groups)
+            consumer.used.pop(group, None)
+            self._return(consumer, group)
+        self._state.provisional |= dict.fromkeys(groups)
+        self._record("retire", consumer=consumer.name, step=step, keys=_keys(groups))
+        self._finish(groups)
 
 
-def _had(consumer: Consumer, batch: BatchState) -> QueueError:
-    return QueueError(
-        f"consumer {consumer.name!r} has had all groups of batch {batch.number} already",
-        where=batch.name,
-        fix="lease each batch once",
-    )
+def _require_some(count: int | None) -> None:
+    if count is not None and count < 1:
+        raise QueueError("at least one group is leased", expected="1 or more", found=count)
 
 
-def _not_held(consumer: Consumer, group: Group, lease: Lease) -> LeaseError:
-    return LeaseError(
-        f"consumer {consumer.name!r} does not hold group {group.key} under this lease any more",
-        where=consumer.name,
-        expected=f"a lease of epoch {lease.epoch}",
-        found="a lease that was given back, acked, or ended with its holder",
-        fix="lease the groups again",
-    )
+def _keys(groups: Iterable[Group]) -> list[str]:
+    return [key for group in groups for key in group.samples]
+
+
+def _place_of(group: Group) -> tuple[int, int]:
+    return group.key.batch, group.key.index
+
+
+def _oldest_version(group: Group, otherwise: int) -> int:
+    """Find the oldest weights that made a token of the group; samples without a version count as ``otherwise``."""
+    versions = [sample.tags.get("weight_version_min", otherwise) for sample in group.samples.values()]
+    return min(map(int, versions), default=otherwise)
+
+
+def _usable(consumer: Consumer, step: int | None, fresh: bool) -> list[Group]:
+    """Find the groups that may be used at ``step``, in the order of batch and index."""
+    rest = 0 if consumer.reuse is None else consumer.reuse.cooldown
+    groups = list(consumer.ready) if fresh else []
+    for group in consumer.used:
+        last = group.uses[consumer.name].steps[-1]
+        if step is None or last is None or step - last > rest:
+            groups.append(group)
+    return sorted(groups, key=_place_of)
+
+
+def _drawn(consumer: Consumer, groups: Sequence[Group], step: int | None, count: int | None) -> list[Group]:
+    """Return the groups that the sampler of a consumer chooses."""
+    named = {group.name: group for group in groups}
+    chosen = consumer.sampler.sample(Ready(named, consumer.name, step), count)
+    if len(set(chosen) & named.keys()) != len(chosen) or (count is not None and len(chosen) > count):
+        raise QueueError(
+            f"a sampler of consumer {consumer.name!r} chose groups that it was not offered, twice, or too many",
+            expected="as many distinct ready ones as were asked for, at most",
+            found=some(list(chosen)),
+        )
+    return [named[name] for name in chosen]

@@ -64,33 +64,29 @@ class MemoryBackend(TransferQueueBackend):
     async def get(self, request: GetRequest) -> GetResult:
         """Read copies of the values."""
         self._check_open()
-        cells = self._cells
-        for key in request.keys:
-            if (request.partition, key) not in cells:
-                raise unknown_sample(request.partition, key)
-        samples = [cells[request.partition, key] for key in request.keys]
+        try:
+            samples = [self._cells[request.partition, key] for key in request.keys]
+        except KeyError as error:
+            raise unknown_sample(*error.args[0]) from None
         for name in request.columns:
-            lacking = [key for key, sample in zip(request.keys, samples, strict=True) if name not in sample]
+            lacking = [(key, cells) for key, cells in zip(request.keys, samples, strict=True) if name not in cells]
             if lacking:
-                raise lacking_column(request.partition, name, lacking, cells[request.partition, lacking[0]])
+                raise lacking_column(request.partition, name, [key for key, _ in lacking], lacking[0][1])
         return GetResult(columns={name: join(name, [sample[name] for sample in samples]) for name in request.columns})
 
     async def keys(self, request: KeysRequest) -> KeysResult:
         """List the samples of a partition, or of all."""
         self._check_open()
-        wanted = request.partition
-        return KeysResult(
-            samples={place: tuple(cells) for place, cells in self._cells.items() if wanted in (None, place[0])}
-        )
+        wanted, found = request.partition, self._cells.items()
+        return KeysResult(samples={place: tuple(cells) for place, cells in found if wanted in (None, place[0])})
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Delete samples; unknown keys are ignored."""
         self._check_open()
-        found = [self._cells.pop((request.partition, key), None) for key in request.keys]
-        gone = [cells for cells in found if cells is not None]
-        freed = sum(map(_size, gone))
+        there = [place for key in request.keys if (place := (request.partition, key)) in self._cells]
+        freed = sum(_size(self._cells.pop(place)) for place in there)
         self._bytes -= freed
-        return DeleteResult(samples=len(gone), bytes=freed)
+        return DeleteResult(samples=len(there), bytes=freed)
 
     async def stats(self) -> StatsResult:
         """Count samples and bytes."""
@@ -100,10 +96,7 @@ class MemoryBackend(TransferQueueBackend):
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Write everything that is there at the call; what is large is written by a thread, and producers go on."""
         self._check_open()
-        samples = [
-            SavedSample(partition=partition, key=key, cells=dict(cells))
-            for (partition, key), cells in self._cells.items()
-        ]
+        samples = [SavedSample(partition=name, key=key, cells={**cells}) for (name, key), cells in self._cells.items()]
         if self._bytes < _INLINE_BYTES:
             return write_archive(Path(request.folder), samples)
         return await asyncio.to_thread(write_archive, Path(request.folder), samples)
@@ -112,10 +105,8 @@ class MemoryBackend(TransferQueueBackend):
         """Replace everything by a checkpoint."""
         self._check_open()
         self._cells = {
-            (sample.partition, sample.key): {
-                name: (text, bytes(content)) for name, (text, content) in sample.cells.items()
-            }
-            for sample in read_archive(Path(request.folder))
+            (each.partition, each.key): {name: (text, bytes(content)) for name, (text, content) in each.cells.items()}
+            for each in read_archive(Path(request.folder))
         }
         self._bytes = sum(map(_size, self._cells.values()))
         return SnapshotResult(samples=len(self._cells), bytes=self._bytes)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, pairwise
+from typing import Any
 
 import attrs
 from attrs.validators import ge, gt, optional
 
 from jackfield.errors import QueueError
 from jackfield.settings import option
-
-T = TypeVar("T")
 
 
 @attrs.frozen
@@ -174,21 +172,15 @@ class BatchMeta:
     def select(self, indexes: Iterable[int]) -> BatchMeta:
         """Return the samples at ``indexes``, in that order, under the same leases."""
         chosen = list(indexes)
-        return BatchMeta(
-            keys=tuple(self.keys[index] for index in chosen),
-            tags=tuple(self.tags[index] for index in chosen),
-            groups=tuple(self.groups[index] for index in chosen),
-            leases=tuple(self.leases[index] for index in chosen),
-        )
+        return self._with(lambda values: tuple(values[index] for index in chosen))
 
     def joined(self, other: BatchMeta) -> BatchMeta:
         """Return these samples, then those of ``other``."""
-        return BatchMeta(
-            keys=self.keys + other.keys,
-            tags=self.tags + other.tags,
-            groups=self.groups + other.groups,
-            leases=self.leases + other.leases,
-        )
+        return self._with(lambda values, more: values + more, other)
+
+    def _with(self, make: Callable[..., tuple[Any, ...]], *others: BatchMeta) -> BatchMeta:
+        names = ("keys", "tags", "groups", "leases")
+        return BatchMeta(**{name: make(*(getattr(each, name) for each in (self, *others))) for name in names})
 
     def by_group(self) -> dict[str, list[int]]:
         """Return the places of each group's samples, in order."""
@@ -198,38 +190,24 @@ class BatchMeta:
         """Return the places of each partition's samples, in order."""
         return _places(lease.partition for lease in self.leases)
 
-    def split(self, parts: int) -> tuple[BatchMeta, ...]:
-        """Cut into consecutive parts; their sizes differ by one sample at most, the larger ones first.
+    def split(self, parts: int, *, whole_groups: bool = False) -> tuple[BatchMeta, ...]:
+        """Cut into consecutive parts; their numbers of samples, or of whole groups, differ by one at most.
+
+        The larger parts come first.
 
         Raises:
-            QueueError: ``queue.invalid`` with fewer samples than parts, or fewer than one part.
+            QueueError: ``queue.invalid`` with fewer samples, or groups, than parts, or fewer than one part.
         """
-        if not 1 <= parts <= max(len(self), 1):
-            raise QueueError("a batch cannot be split so", expected=f"1 to {len(self)} parts", found=parts)
-        return tuple(self.select(range(start, end)) for start, end in pairwise(_bounds(len(self), parts)))
-
-    def split_groups(self, parts: int) -> tuple[BatchMeta, ...]:
-        """Cut into consecutive parts of whole groups, whose numbers of groups differ by one at most.
-
-        Raises:
-            QueueError: ``queue.invalid`` with fewer groups than parts, or fewer than one part.
-        """
-        groups = list(self.by_group().values())
-        if not 1 <= parts <= max(len(groups), 1):
-            raise QueueError("groups cannot be split so", expected=f"1 to {len(groups)} parts", found=parts)
-        return tuple(
-            self.select(index for group in groups[start:end] for index in group)
-            for start, end in pairwise(_bounds(len(groups), parts))
-        )
+        units = list(self.by_group().values()) if whole_groups else [[index] for index in range(len(self))]
+        if not 1 <= parts <= max(len(units), 1):
+            raise QueueError("a batch cannot be split so", expected=f"1 to {len(units)} parts", found=parts)
+        least, larger = divmod(len(units), parts)
+        bounds = [part * least + min(part, larger) for part in range(parts + 1)]
+        return tuple(self.select(chain(*units[start:end])) for start, end in pairwise(bounds))
 
 
-def _places(names: Iterable[T]) -> dict[T, list[int]]:
-    places: dict[T, list[int]] = {}
+def _places(names: Iterable[str]) -> dict[str, list[int]]:
+    places: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         places.setdefault(name, []).append(index)
     return places
-
-
-def _bounds(size: int, parts: int) -> list[int]:
-    least, larger = divmod(size, parts)
-    return [index * least + min(index, larger) for index in range(parts + 1)]

@@ -2,96 +2,59 @@
 
 from __future__ import annotations
 
-import asyncio
-import heapq
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
 from jackfield.errors import QueueError
-from jackfield.queue.meta import Batch, GroupKey, Reuse
+from jackfield.queue.meta import Batch, GroupKey, Reuse, group_of
 from jackfield.queue.samplers import Sampler, Sequential
-
-
-class Signal:
-    """Wakes every waiter."""
-
-    def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
-
-    def next(self) -> asyncio.Future[None]:
-        """Return a future that the next :meth:`notify` sets."""
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
-        return future
-
-    def notify(self) -> None:
-        """Wake all waiters."""
-        waiting, self._waiting = self._waiting, set()
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
 
 
 @attrs.define(eq=False, repr=False)
 class Sample:
     """One finished sequence. It exists from the end of its rollout until it fails or is consumed."""
 
-    key: str
     rollout: int
     tags: Mapping[str, Any]
-    columns: int  #: bits of the columns that are there
+    columns: frozenset[str]  #: that are there
     bytes: int
-
-    @property
-    def sequence(self) -> int:
-        return int(self.key.rsplit("/", 1)[1])
 
 
 @attrs.define(eq=False, repr=False)
 class Use:
-    """What one consumer has done with one group."""
+    """How one consumer has used one group."""
 
     steps: list[int | None] = attrs.field(factory=list)  #: of its acks; None: final at once
     retired: int | None = None  #: the step at which the group was given up
-    epoch: int = 0  #: of the lease that holds the group; 0: none
 
     def noted(self) -> list[int]:
         """Return the steps that need a commit."""
         return [step for step in (*self.steps, self.retired) if step is not None]
 
-    def is_made(self) -> bool:
-        """Tell whether the group was used, or given up."""
-        return bool(self.steps) or self.retired is not None
-
     def is_spent(self, reuse: Reuse | None) -> bool:
         """Tell whether the consumer may not use the group again."""
         if reuse is None or self.retired is not None:
-            return self.is_made()
+            return True
         return reuse.max_uses is not None and len(self.steps) >= reuse.max_uses
-
-    def take_back(self, step: int) -> None:
-        """Forget what was done after ``step``."""
-        self.steps = [each for each in self.steps if each is None or each <= step]
-        self.retired = None if self.retired is not None and self.retired > step else self.retired
 
 
 @attrs.define(eq=False, repr=False)
 class Group:
     """Sibling rollouts of one task. It is leased, acked and deleted as a whole."""
 
-    key: GroupKey
     place: Place
     task_id: str
     rollouts: int
     minimum_samples: int | None
     tags: Mapping[str, Any]
-    state: Literal["open", "published"] = "open"
     ended: dict[int, str | None] = attrs.field(factory=dict)  #: by rollout: why it failed
     samples: dict[str, Sample] = attrs.field(factory=dict)
     uses: dict[str, Use] = attrs.field(factory=dict)  #: by consumer
+    is_published: bool = False  #: otherwise its rollouts go on
+    key: GroupKey = attrs.field(default=attrs.Factory(lambda group: group.place.key, takes_self=True), init=False)
+    name: str = attrs.field(default=attrs.Factory(lambda group: str(group.key), takes_self=True), init=False)
 
     @property
     def batch(self) -> BatchState:
@@ -101,12 +64,9 @@ class Group:
     def partition(self) -> Partition:
         return self.place.batch.partition
 
-    def common(self) -> int:
-        """Return the bits of the columns that every sample has."""
-        mask = -1
-        for sample in self.samples.values():
-            mask &= sample.columns
-        return mask
+    def has(self, columns: frozenset[str]) -> bool:
+        """Tell whether every sample has the columns."""
+        return all(columns <= sample.columns for sample in self.samples.values())
 
     def is_satisfied(self) -> bool:
         """Tell whether the surviving samples are enough to publish the group."""
@@ -116,32 +76,35 @@ class Group:
 
     def publish(self) -> None:
         """Order the samples by rollout and sequence, and let consumers see them."""
-        ordered = sorted(self.samples.values(), key=lambda sample: (sample.rollout, sample.sequence))
-        self.samples = {sample.key: sample for sample in ordered}
-        self.state = "published"
+        ordered = sorted(self.samples.items(), key=lambda item: (item[1].rollout, _sequence(item[0])))
+        self.samples, self.is_published = dict(ordered), True
 
-    def ends(self) -> Iterator[Use]:
-        """Iterate over what consumers that ack have done with the group."""
-        stages = {consumer.name for consumer in self.partition.consumers if consumer.writes}
-        return (use for name, use in self.uses.items() if name not in stages)
-
-    def is_fixed(self) -> bool:
-        """Tell whether a consumer that acks has the group: it does not change any more."""
-        return any(True for _ in self.ends())
+    def holders(self) -> list[str]:
+        """Return the consumers that have leased or acked the group and are no stages: it does not change any more."""
+        ends = [consumer for consumer in self.partition.consumers if not consumer.writes]
+        return [consumer.name for consumer in ends if consumer.name in self.uses or self in consumer.held]
 
     def is_acked(self) -> bool:
-        """Tell whether a consumer has acked the group, be it provisionally."""
-        return any(use.is_made() for use in self.ends())
+        """Tell whether a consumer that is no stage has acked the group, be it provisionally."""
+        return any(not each.writes and each.name in self.uses for each in self.partition.consumers)
 
-    def tags_of(self, sample: Sample) -> dict[str, Any]:
+    def last_step(self) -> int:
+        """Return the last step that needs a commit, -1 without any."""
+        return max((step for use in self.uses.values() for step in use.noted()), default=-1)
+
+    def tags_of(self, key: str) -> dict[str, Any]:
         """Return a sample's tags, its group's, and what the queue knows."""
-        key = self.key
-        own = {"task_id": self.task_id, "batch": key.batch, "group": key.index, "retry": key.retry}
-        return {**own, "rollout": sample.rollout, "sequence": sample.sequence, **self.tags, **sample.tags}
+        sample, place = self.samples[key], self.key
+        own = {"task_id": self.task_id, "batch": place.batch, "group": place.index, "retry": place.retry}
+        return {**own, "rollout": sample.rollout, "sequence": _sequence(key), **self.tags, **sample.tags}
 
     def running(self) -> list[int]:
         """Return the rollouts that have not ended."""
         return [rollout for rollout in range(self.rollouts) if rollout not in self.ended]
+
+
+def _sequence(key: str) -> int:
+    return int(key.rsplit("/", 1)[1])
 
 
 @attrs.define(eq=False, repr=False)
@@ -163,7 +126,11 @@ class Place:
 
     @property
     def published(self) -> Group | None:
-        return self.group if self.group is not None and self.group.state == "published" else None
+        return self.group if self.group is not None and self.group.is_published else None
+
+    @property
+    def is_made(self) -> bool:
+        return self.is_consumed or self.published is not None
 
 
 @attrs.define(eq=False, repr=False)
@@ -173,14 +140,12 @@ class BatchState:
     partition: Partition
     number: int
     rollouts: int = 1  #: that a group probably has
+    failure: str | None = None
     places: list[Place] = attrs.field(factory=list)
     explorers: set[str] = attrs.field(factory=set)  #: that have claimed it and live
-    vacant: list[int] = attrs.field(factory=list)  #: heap of places that no explorer was given
+    is_offered: bool = False  #: to the next claimant
     readers: int = 0  #: iterations that hand out its places
-    published: int = 0  #: groups, also those that are consumed
-    failure: str | None = None
-    ready: dict[Consumer, dict[int, Group]] = attrs.field(factory=dict)  #: groups that could be leased, by index
-    changed: Signal = attrs.field(factory=Signal)
+    moved: float = 0.0  #: time of the last change
 
     @property
     def name(self) -> str:
@@ -188,46 +153,53 @@ class BatchState:
 
     @property
     def is_complete(self) -> bool:
-        return self.published == len(self.places)
+        return all(place.is_made for place in self.places)
+
+    def vacant(self) -> list[Place]:
+        """Return the places that no explorer was given."""
+        return [place for place in self.places if place.explorer is None and not place.is_consumed]
+
+    def groups(self) -> list[Group]:
+        """Return what is open or published, in the order of the index."""
+        return [place.group for place in self.places if place.group is not None]
 
     def is_final(self) -> bool:
         """Tell whether no group can be dropped any more: each is acked or consumed."""
-        return self.is_complete and all(
-            place.is_consumed or (place.group is not None and place.group.is_acked()) for place in self.places
-        )
+        return all(place.is_consumed or ((group := place.published) and group.is_acked()) for place in self.places)
 
     def is_leased(self) -> bool:
         """Tell whether all groups are there and a consumer that acks works with one of them."""
-        groups = [place.group for place in self.places if place.group is not None]
-        return self.is_complete and any(use.epoch for group in groups for use in group.ends())
-
-    def vacate(self, place: Place) -> None:
-        """Let a place be handed out again."""
-        place.explorer = place.group = None
-        heapq.heappush(self.vacant, place.index)
-        self.offer()
-        self.notify()
+        ends = [consumer.held for consumer in self.partition.consumers if not consumer.writes and consumer.held]
+        return bool(ends) and self.is_complete and any(group in held for group in self.groups() for held in ends)
 
     def offer(self) -> None:
         """Offer the batch to the next claimant if places are vacant and no iteration hands them out."""
-        if self.vacant and not self.readers and self.failure is None:
-            self.partition.offer(self.number)
-
-    def notify(self) -> None:
-        """Wake the waiters for this batch, or for any that is offered or final."""
-        self.changed.notify()
-        self.partition.offers.notify()
+        if self.failure is None and not self.readers and self.vacant():
+            self.is_offered = True
 
     def public(self, explorer: str) -> Batch:
-        return Batch(self.partition.name, self.number, len(self.places), explorer, len(self.vacant))
+        return Batch(self.partition.name, self.number, len(self.places), explorer, len(self.vacant()))
 
-    def error(self) -> QueueError:
-        return QueueError(
-            f"{self.failure}: batch {self.number} of partition {self.partition.name!r} has failed",
-            code="queue.batch-failed",
-            where=self.name,
-            fix="correct what failed; where it fails only now and then, raise schedule.max_retries",
-        )
+    def require_well(self) -> None:
+        """
+        Raises:
+            QueueError: ``queue.batch-failed``.
+        """
+        if self.failure is not None:
+            raise QueueError(
+                f"{self.failure}: batch {self.number} of partition {self.partition.name!r} has failed",
+                code="queue.batch-failed",
+                where=self.name,
+                fix="correct what failed; where it fails only now and then, raise schedule.max_retries",
+            )
+
+
+@attrs.frozen
+class Hold:
+    """Under which lease a consumer has a group."""
+
+    epoch: int
+    client: str | None  #: that has leased it
 
 
 @attrs.define(eq=False, repr=False)
@@ -240,36 +212,33 @@ class Consumer:
 
     name: str
     partition: Partition
-    columns: tuple[str, ...]
-    writes: tuple[str, ...] = ()
-    sampler: Sampler = attrs.field(factory=Sequential)
-    saved_sampler: Mapping[str, Any] = attrs.field(factory=dict)  #: its state, where the consumer was restored
+    columns: frozenset[str]
+    writes: frozenset[str] = frozenset()
     reuse: Reuse | None = None
     epoch: int = 0
+    sampler: Sampler = attrs.field(factory=Sequential)
     ready: dict[Group, None] = attrs.field(factory=dict)  #: never used, and could be leased now
     used: dict[Group, None] = attrs.field(factory=dict)  #: may be used again
-    leases: dict[int, dict[Group, None]] = attrs.field(factory=dict)  #: by epoch
-    holders: dict[int, str | None] = attrs.field(factory=dict)  #: clients, by epoch
-    pending: dict[int, dict[Group, None]] = attrs.field(factory=dict)  #: acks that need a commit, by step
+    held: dict[Group, Hold] = attrs.field(factory=dict)  #: leased
     waiting: int = 0  #: calls that wait for any groups
     awaited: list[int] = attrs.field(factory=list)  #: batches that calls wait for
-    changed: Signal = attrs.field(factory=Signal)
-
-    @property
-    def needs(self) -> int:
-        return self.partition.mask(self.columns)
 
     def has_written(self, group: Group) -> bool:
         """Tell whether a stage's columns are there."""
-        mask = self.partition.mask(self.writes)
-        return bool(self.writes) and group.common() & mask == mask
+        return bool(self.writes) and group.has(self.writes)
+
+    def has_had(self, group: Group) -> bool:
+        """Tell whether it has a group, or has used or written it."""
+        return group in self.held or self.name in group.uses or self.has_written(group)
 
     def is_done(self, group: Group, committed: int | None) -> bool:
         """Tell whether it will not need the group again, whatever is rolled back."""
         use = group.uses.get(self.name)
+        if group in self.held:
+            return False
         if self.writes:
-            return self.has_written(group) and (use is None or not use.epoch)
-        if use is None or use.epoch or not use.is_spent(self.reuse):
+            return self.has_written(group)
+        if use is None or not use.is_spent(self.reuse):
             return False
         return all(committed is not None and step <= committed for step in use.noted())
 
@@ -279,41 +248,107 @@ class Partition:
     """Batches and consumers of one name."""
 
     name: str
-    bits: dict[str, int] = attrs.field(factory=dict)  #: a bit per column
     consumers: list[Consumer] = attrs.field(factory=list)
-    batches: dict[int, BatchState] = attrs.field(factory=dict)  #: until they are consumed
+    batches: dict[int, BatchState] = attrs.field(factory=dict)  #: until they are consumed, in order
     next_batch: int = 0
-    offered: list[int] = attrs.field(factory=list)  #: heap of batches to hand out again
-    offers: Signal = attrs.field(factory=Signal)
-    announced: Signal = attrs.field(factory=Signal)  #: samples have come
-    feeds: list[list[str]] = attrs.field(factory=list)  #: keys to come, of each ``new_samples`` iteration
-
-    def mask(self, columns: Iterable[str]) -> int:
-        """Return the bits of ``columns``; new names get new bits."""
-        mask = 0
-        for name in columns:
-            mask |= self.bits.setdefault(name, 1 << len(self.bits))
-        return mask
-
-    def names(self, mask: int) -> tuple[str, ...]:
-        return tuple(name for name, bit in self.bits.items() if mask & bit)
 
     def groups(self) -> Iterator[Group]:
         """Iterate over what is open or published, in the order of batch and index."""
+        return (group for batch in self.batches.values() for group in batch.groups())
+
+    def offered(self) -> BatchState | None:
+        """Return the first batch that is to be handed out again."""
         for batch in self.batches.values():
-            yield from (place.group for place in batch.places if place.group is not None)
-
-    def offer(self, number: int) -> None:
-        """Let the next claimant have a batch that was claimed before."""
-        if number not in self.offered:
-            heapq.heappush(self.offered, number)
-            self.offers.notify()
-
-    def next_offered(self) -> BatchState | None:
-        """Return the first batch that is to be handed out again; those that became final are forgotten."""
-        while self.offered:
-            batch = self.batches.get(self.offered[0])
-            if batch is not None and not batch.is_final():
+            if batch.is_offered and batch.failure is None and not batch.is_final():
                 return batch
-            heapq.heappop(self.offered)
         return None
+
+
+@attrs.define(eq=False, repr=False)
+class State:
+    """Everything that checkpoints keep."""
+
+    partitions: dict[str, Partition] = attrs.field(factory=dict)
+    consumers: dict[str, Consumer] = attrs.field(factory=dict)
+    groups: dict[str, Group] = attrs.field(factory=dict)  #: open and published
+    committed: int | None = None  #: the last step whose acks are final
+    provisional: dict[Group, None] = attrs.field(factory=dict)  #: groups with acks that a commit makes final
+    marks: list[str] = attrs.field(factory=list)  #: of the last checkpoints, also of those that were broken off
+    samples: int = 0
+    bytes: int = 0
+
+    def partition(self, name: str) -> Partition:
+        return self.partitions.setdefault(name, Partition(name))
+
+    def batches(self) -> list[BatchState]:
+        """Return the batches of all partitions."""
+        return [batch for partition in self.partitions.values() for batch in partition.batches.values()]
+
+    def consumer(self, name: str) -> Consumer:
+        if name not in self.consumers:
+            raise QueueError(
+                f"no consumer {name!r} is registered",
+                code="queue.unknown-consumer",
+                where=name,
+                expected=f"one of {', '.join(sorted(self.consumers)) or '(none)'}",
+                fix="call register_consumer first",
+            )
+        return self.consumers[name]
+
+    def add_consumer(self, consumer: Consumer) -> None:
+        """Register a consumer, in the place of one of the same name."""
+        self.consumers[consumer.name] = consumer
+        mine = [each for each in self.consumers.values() if each.partition.name == consumer.partition.name]
+        consumer.partition = self.partition(consumer.partition.name)
+        consumer.partition.consumers = mine
+
+    def group(self, name: str) -> Group | None:
+        """Find a group; None when it was there once.
+
+        Raises:
+            QueueError: ``queue.unknown-sample`` when it never was.
+        """
+        found = self.groups.get(name)
+        if found is None and not self._was_there(GroupKey.of(name)):
+            raise QueueError(f"{name!r} is not in the queue", code="queue.unknown-sample", where=name)
+        return found
+
+    def group_with(self, key: str) -> Group | None:
+        """Find the group of a sample; None when the sample was there once.
+
+        Raises:
+            QueueError: ``queue.unknown-sample`` when its group never was there.
+        """
+        group = self.group(group_of(key))
+        return None if group is None or key not in group.samples else group
+
+    def knows(self, key: str) -> bool:
+        """Tell whether a sample is there."""
+        group = self.groups.get(group_of(key))
+        return group is not None and key in group.samples
+
+    def keys(self) -> set[str]:
+        """Return the keys of all samples."""
+        return {key for group in self.groups.values() for key in group.samples}
+
+    def _was_there(self, key: GroupKey) -> bool:
+        partition = self.partitions.get(key.partition)
+        if partition is None or not 0 <= key.batch < partition.next_batch:
+            return False
+        batch = partition.batches.get(key.batch)
+        if batch is None or not 0 <= key.index < len(batch.places):
+            return batch is None
+        place = batch.places[key.index]
+        return (key.retry, key.reissue) < (place.retry, place.reissue + place.is_consumed)
+
+    def add_samples(self, group: Group, samples: Mapping[str, Sample]) -> None:
+        """Add samples to their group."""
+        group.samples |= samples
+        self.samples += len(samples)
+        self.bytes += sum(sample.bytes for sample in samples.values())
+
+    def remove_samples(self, group: Group, keys: Iterable[str]) -> None:
+        """Remove samples from their group."""
+        for key in keys:
+            self.samples -= 1
+            self.bytes -= group.samples.pop(key).bytes

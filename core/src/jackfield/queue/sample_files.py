@@ -11,13 +11,15 @@ import base64
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from jackfield.errors import QueueError
-from jackfield.sdk.archive import batches
+from jackfield.files import replacing
+from jackfield.sdk.archive import BATCH_ROWS, batches
 from jackfield.sdk.arrow import SavedSample, column_types, from_arrow, import_pyarrow, to_arrow
 from jackfield.sdk.cells import Cell, ColumnType, join, split
 from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
@@ -30,7 +32,7 @@ _KNOWN = {"prompt_ids": "int64", "response_ids": "int64", "response_mask": "bool
 _FLOATS = ("rollout_log_probs", "reward", "reward_dimensions", "old_log_probs", "ref_log_probs", "values", "advantages")
 _KNOWN |= dict.fromkeys((*_FLOATS, "returns"), "float32")
 
-_WRONG = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, QueueError)  #: what foreign records raise
+_EXAMPLE = '{"columns": {"prompt_ids": [1, 2], …}, "tags": {…}, "group": …, "task": …}'
 
 
 def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
@@ -43,13 +45,8 @@ def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> i
     Raises:
         QueueError: ``plugin.requirement`` where pyarrow is missing.
     """
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        count = (_write_parquet if file.suffix == ".parquet" else _write_lines)(partial, samples)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
-    return count
+    with replacing(file) as partial:
+        return (_write_parquet if file.suffix == ".parquet" else _write_lines)(partial, samples)
 
 
 def read_samples(file: Path) -> Iterator[SavedSample]:
@@ -70,6 +67,16 @@ def shape_of(cell: Cell) -> list[int]:
     return [*([] if kind.kind == "dense" else [kind.length(cell[1])]), *kind.shape]
 
 
+def plain_values(cell: Cell) -> Any:
+    """Return a cell as JSON values: what a JSON column holds, or lists of numbers; complex numbers as texts."""
+    values = rows_of(join("", [cell]))[0]
+    if not hasattr(values, "is_complex"):
+        return values
+    if values.is_complex():
+        return [str(number) for number in values.reshape(-1).tolist()]
+    return (values.double() if values.is_floating_point() else values).tolist()
+
+
 def to_plain(cell: Cell) -> Any:
     """Return a cell as JSON that is exactly its value: a JSON column's value, nested lists, a number, or base64."""
     kind = ColumnType.parse(cell[0])
@@ -77,10 +84,8 @@ def to_plain(cell: Cell) -> Any:
         value = json.loads(bytes(cell[1]))
         if cell_of("task", value)[1] == cell[1] and not _is_base64(value):
             return value
-    elif kind.dtype in _EXACT:
-        values = rows_of(join("", [cell]))[0]
-        if not values.is_floating_point() or bool(values.isfinite().all()):
-            return (values.double() if values.is_floating_point() else values).tolist()
+    elif kind.dtype in _EXACT and ("float" not in kind.dtype or bool(rows_of(join("", [cell]))[0].isfinite().all())):
+        return plain_values(cell)
     return {"base64": base64.b64encode(cell[1]).decode()}
 
 
@@ -155,27 +160,20 @@ def _read_lines(file: Path) -> Iterator[SavedSample]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield _from_json(line, f"{file}, line {number}")
+                with _refusing(f"{file}, line {number}", _EXAMPLE):
+                    sample = _from_json(line)
+                yield sample
 
 
-def _from_json(line: bytes, where: str) -> SavedSample:
-    try:
-        record = json.loads(line.decode("utf-8"))
-        columns, types = record["columns"], record.get("types", {})
-        cells = {
-            name: from_plain(types[name], value) if name in types else cell_of(name, value)
-            for name, value in columns.items()
-        }
-        names = {field.name for field in attrs.fields(SavedSample)} - {"cells", "acked_by"}
-        given = {name: record[name] for name in names & record.keys() if record[name] is not None}
-        return SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
-    except _WRONG as error:
-        raise QueueError(
-            "a line is no row of a queue",
-            where=where,
-            expected='{"columns": {"prompt_ids": [1, 2], …}, "tags": {…}, "group": …, "task": …}',
-            found=f"{type(error).__name__}: {error}",
-        ) from error
+def _from_json(line: bytes) -> SavedSample:
+    record = json.loads(line.decode("utf-8"))
+    columns, types = record["columns"], record.get("types", {})
+    cells = {
+        name: from_plain(types[name], each) if name in types else cell_of(name, each) for name, each in columns.items()
+    }
+    names = {field.name for field in attrs.fields(SavedSample)} - {"cells", "acked_by"}
+    given = {name: record[name] for name in names & record.keys() if record[name] is not None}
+    return SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
 
 
 # -- Parquet -----------------------------------------------------------------------------------------------------------
@@ -206,10 +204,16 @@ def _read_parquet(file: Path) -> Iterator[SavedSample]:
         if not any(name.startswith("columns.") for name in names):
             found = ", ".join(names)
             raise QueueError("the file has no columns of rows", where=str(file), expected="columns.NAME", found=found)
-        for batch in opened.iter_batches(batch_size=500):
-            try:
+        for batch in opened.iter_batches(batch_size=BATCH_ROWS):
+            with _refusing(str(file), "columns.NAME"):
                 samples = from_arrow(batch, cell_of)
-            except _WRONG as error:
-                found = f"{type(error).__name__}: {error}"
-                raise QueueError("a record is no row of a queue", where=str(file), found=found) from error
             yield from samples
+
+
+@contextmanager
+def _refusing(where: str, expected: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, QueueError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise QueueError("a record is no row of a queue", where=where, expected=expected, found=found) from error

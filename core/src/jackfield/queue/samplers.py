@@ -1,4 +1,4 @@
-"""Samplers: which of the rows, or whole groups, that are ready a consumer gets.
+"""Samplers: which of the groups that are ready a consumer gets.
 
 What a sampler draws depends on its settings, its seed and how often it has been asked; the queue's checkpoint keeps the
 last, so that a run that goes on draws what it would have drawn.
@@ -11,7 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import attrs
 from attrs.validators import ge
@@ -20,38 +20,42 @@ from jackfield.errors import QueueError
 from jackfield.settings import option, structure
 
 
-class Ready(Protocol):
-    """What a sampler sees: the rows, or the groups, that one consumer could have now.
+@attrs.frozen(eq=False)
+class Ready:
+    """What a sampler sees: the groups that one consumer could have now, in the order of batch and index."""
 
-    Rows come in the order in which they became ready, groups in the order of batch and index.
-    """
+    _groups: Mapping[str, Any]  # the queue's own records, by name
+    _consumer: str
+    step: int | None = None  #: of the trainer that asks; None: unknown
 
-    @property
-    def step(self) -> int | None:
-        """Return the step for which the trainer asks; None: it is not known."""
-        ...
-
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self._groups)
 
     def __iter__(self) -> Iterator[str]:
-        """Keys of rows, or ids of groups."""
-        ...
+        """Iterate over the names of the groups."""
+        return iter(self._groups)
 
     def tags(self, name: str) -> Mapping[str, Any]:
-        """The tags of a row; of a group those of its first row, with the oldest and newest weight version of all."""
-        ...
+        """Return the tags of a group's first sample, with the oldest and newest weight version of all its samples."""
+        tags = [self._groups[name].tags_of(key) for key in self._groups[name].samples]
+        bounds = {}
+        for bound, choose in (("weight_version_min", min), ("weight_version_max", max)):
+            if versions := [each[bound] for each in tags if bound in each]:
+                bounds[bound] = choose(versions)
+        return {**tags[0], **bounds}
 
     def uses(self, name: str) -> int:
-        """Return how often the consumer has used it."""
-        ...
+        """Return how often the consumer has used a group."""
+        use = self._groups[name].uses.get(self._consumer)
+        return 0 if use is None else len(use.steps)
 
 
 class Sampler(ABC):
-    """Chooses rows or groups. It may choose none: then the consumer waits for more."""
+    """Chooses groups. It may choose none: then the consumer waits for more."""
 
     @abstractmethod
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        """Distinct names out of ``ready``, best first, ``count`` at most (None: any number)."""
+        """Return distinct names out of ``ready``, best first, ``count`` at most (None: any number)."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has to be known to go on, as plain JSON values."""
@@ -67,7 +71,7 @@ class Sequential(Sampler):
     """First ready, first served."""
 
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        """The first ``count``."""
+        """Return the first ``count``."""
         return list(islice(ready, count))
 
 
@@ -83,7 +87,7 @@ class _Drawing(Sampler):
         return random.Random(f"{self.seed}/{self._calls}")
 
     def state_dict(self) -> dict[str, Any]:
-        """How often it was asked."""
+        """Return how often it was asked."""
         return {"calls": self._calls}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -96,14 +100,14 @@ class Random(_Drawing):
     """Any of them, each with the same probability, none twice in one call."""
 
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        """``count`` of them in random order, which does not depend on the order in which they became ready."""
+        """Return ``count`` of them in random order, which does not depend on the order of ``ready``."""
         names = sorted(ready)
         return self._generator().sample(names, len(names) if count is None else min(count, len(names)))
 
 
 @attrs.define(kw_only=True)
 class Priority(_Drawing):
-    """Highest priority first: a tag, less a decay for each use; ties go to the one that was ready first."""
+    """Highest priority first: a tag, less a decay for each use; ties go to the one that is ready first."""
 
     tag: str = option(
         "weight_version_min", help="the number that counts: of the oldest weights that made a token, or a tag of yours"
@@ -112,7 +116,7 @@ class Priority(_Drawing):
     sigma: float = option(0.0, help="standard deviation of Gaussian noise on each priority", validator=ge(0.0))
 
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        """The ``count`` with the highest priorities, highest first; without the tag, the number is 0."""
+        """Return the ``count`` with the highest priorities, highest first; without the tag, the number is 0."""
         noise = self._generator()
         ranked = []
         for place, name in enumerate(ready):
@@ -165,12 +169,12 @@ class SamplerSpec:
         return cls(name=name, options={f.name: getattr(sampler, f.name) for f in attrs.fields(made) if f.init})
 
     def make(self) -> Sampler:
-        """A new one."""
+        """Make a new one."""
         return make_sampler(self.name, self.options)
 
 
 def make_sampler(name: str, options: Mapping[str, Any] | None = None, where: str = "") -> Sampler:
-    """A sampler by name.
+    """Make a sampler by name.
 
     Args:
         name: as registered.

@@ -1,201 +1,158 @@
-"""The queue's state as rows of text, and back: for the live file and for checkpoints alike."""
+"""The queue's state as rows of JSON, and back: for the live file and for checkpoints alike. Internal to the package.
+
+Leases are not saved, and open groups are places to fill again.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
+import msgspec
 
-from jackfield.clock import Clock
 from jackfield.errors import QueueError
-from jackfield.queue.meta import Reuse
-from jackfield.queue.records import BatchState, Consumer, Group, Partition, Place, Sample, Use
-from jackfield.queue.state import State
+from jackfield.queue.meta import Lineage, Reuse
+from jackfield.queue.records import BatchState, Consumer, Group, Partition, Place, Sample, State, Use
 
-FORMAT = 6
-#: Kind, name (of a partition, or a consumer), batch, place and JSON; -1 where a kind has none.
-Row = tuple[str, str, int, int, str]
+FORMAT = 7
+HEAD = "head"  #: the key of the row beside those of places
+Row = tuple[str, str]  #: key and JSON
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+#: Task, rollouts, minimum of samples, tags, ends of rollouts, samples and uses.
+_Group = tuple[str, int, int | None, dict[str, Any], dict[int, str | None], dict[str, Sample], dict[str, Use]]
+#: Retry, reissue, explorer, whether consumed, reasons, and the group where it is published.
+_Place = tuple[int, int, str | None, bool, list[str], _Group | None]
+#: Partition, columns that are read and written, reuse, epoch and the state of the sampler.
+_Consumer = tuple[str, frozenset[str], frozenset[str], Reuse | None, int, dict[str, Any]]
 
 
-# -- to rows
+@attrs.frozen
+class LedgerEnd:
+    """The end of a ledger at some moment; a checkpoint knows it."""
+
+    number: int = 0
+    digest: str = ""  #: of the last entry and, through it, of all
 
 
-def every_row(state: State, again_from: Mapping[str, int] | None = None) -> list[Row]:
+@attrs.frozen(kw_only=True)
+class Head:
+    """Everything but places."""
+
+    committed: int | None
+    marks: list[str]
+    consumers: dict[str, _Consumer]
+    partitions: dict[str, tuple[int, dict[int, tuple[int, int, str | None]]]]  #: the next batch; of each batch: places,
+    #: expected rollouts and failure
+    mark: str = ""  #: of this checkpoint
+    ledger: LedgerEnd | None = None  #: None: the ledger is gone with the process
+    format: int = FORMAT
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, frozenset) else attrs.asdict(value, recurse=False)
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_plain).encode
+
+
+def head_row(
+    state: State, below: Mapping[str, int] | None = None, mark: str = "", ledger: LedgerEnd | None = None
+) -> Row:
+    """Save everything but places: one row, which is written whenever it has changed."""
+    partitions = {}
+    for name, partition in state.partitions.items():
+        batches = {each.number: (len(each.places), each.rollouts, each.failure) for each in _batches(partition, below)}
+        partitions[name] = (min(partition.next_batch, (below or {}).get(name, partition.next_batch)), batches)
+    consumers = {
+        name: (each.partition.name, each.columns, each.writes, each.reuse, each.epoch, each.sampler.state_dict())
+        for name, each in state.consumers.items()
+    }
+    head = Head(
+        committed=state.committed, marks=state.marks, consumers=consumers, partitions=partitions, mark=mark,
+        ledger=ledger,
+    )  # fmt: skip
+    return HEAD, _encode(head)
+
+
+def _batches(partition: Partition, below: Mapping[str, int] | None) -> Iterator[BatchState]:
+    first = (below or {}).get(partition.name, partition.next_batch)
+    return (batch for number, batch in partition.batches.items() if number < first)
+
+
+def place_row(place: Place) -> Row:
+    """Save a place, with its group where it is published."""
+    saved = None
+    if (made := place.published) is not None:
+        saved = made.task_id, made.rollouts, made.minimum_samples, made.tags, made.ended, made.samples, made.uses
+    value = (place.retry, place.reissue, place.explorer, place.is_consumed, place.reasons, saved)
+    return place_key(place), _encode(value)
+
+
+def place_key(place: Place) -> str:
+    return f"{place.batch.name}/{place.index}"
+
+
+def every_row(state: State, below: Mapping[str, int] | None = None, **checkpoint: Any) -> list[Row]:
     """Save the whole state.
 
-    Leases are not saved, and open groups are places to fill again. ``again_from`` names, by partition, the first batch
-    that is saved as if nothing of it had been made.
+    Args:
+        state: what is saved.
+        below: By partition the first batch that is saved as if nothing of it had been made.
+        checkpoint: ``mark`` and ``ledger`` of a checkpoint.
     """
-    below = again_from or {}
-    rows = list(few_rows(state, below))
-    for partition in state.partitions.values():
-        for batch in _batches(partition, below):
-            rows += [row for place in batch.places for row in place_rows(place, whole=True)]
-    return rows
+    batches = [batch for partition in state.partitions.values() for batch in _batches(partition, below)]
+    return [head_row(state, below, **checkpoint), *(place_row(place) for batch in batches for place in batch.places)]
 
 
-def few_rows(state: State, below: Mapping[str, int] | None = None) -> Iterator[Row]:
-    """Save everything but places: a few rows, which are written whenever they have changed."""
-    yield ("meta", "format", -1, -1, _encode(FORMAT))
-    yield ("meta", "committed", -1, -1, _encode(state.committed))
-    yield ("meta", "marks", -1, -1, _encode(state.marks))
-    for consumer in state.consumers.values():
-        yield ("consumer", consumer.name, -1, -1, _encode(_consumer(consumer)))
-    for name, partition in state.partitions.items():
-        batches = _batches(partition, below or {})
-        following = min(partition.next_batch, (below or {}).get(name, partition.next_batch))
-        value = {"next_batch": following, "batches": [batch.number for batch in batches]}
-        yield ("partition", name, -1, -1, _encode(value))
-        for batch in batches:
-            value = {"places": len(batch.places), "rollouts": batch.rollouts, "failure": batch.failure}
-            yield ("batch", name, batch.number, -1, _encode(value))
+@attrs.frozen(eq=False)
+class Saved:
+    """A state in the form in which it is kept."""
 
+    rows: Mapping[str, str]  #: by key
+    lineage: Mapping[str, Lineage]  #: of its samples and their ancestors
+    head: Head = attrs.field(init=False)
 
-def _batches(partition: Partition, below: Mapping[str, int]) -> list[BatchState]:
-    first = below.get(partition.name, partition.next_batch)
-    return [batch for number, batch in partition.batches.items() if number < first]
+    @head.default
+    def _read_head(self) -> Head:
+        head = json.loads(self.rows.get(HEAD, "{}"))
+        if head.get("format") != FORMAT:
+            raise QueueError("the queue's state has another format", expected=FORMAT, found=head.get("format"))
+        return msgspec.convert(head, Head, str_keys=True)
 
+    def state(self) -> State:
+        """Make a new state of it.
 
-def _consumer(consumer: Consumer) -> dict[str, Any]:
-    return {
-        "partition": consumer.partition.name,
-        "columns": consumer.columns,
-        "writes": consumer.writes,
-        "epoch": consumer.epoch,
-        "sampler": consumer.sampler.state_dict(),
-        "reuse": None if consumer.reuse is None else attrs.asdict(consumer.reuse),
-    }
-
-
-def place_rows(place: Place, *, whole: bool) -> Iterator[Row]:
-    """Save what changes of a place; ``whole``: also what of its group is written once."""
-    at = (place.batch.partition.name, place.batch.number, place.index)
-    group = place.published
-    yield ("place", *at, _encode(_place(place) | ({} if group is None else _changing(group))))
-    if whole and group is not None:
-        yield ("body", *at, _encode(_lasting(group)))
-
-
-def _place(place: Place) -> dict[str, Any]:
-    return {
-        "retry": place.retry,
-        "reissue": place.reissue,
-        "explorer": place.explorer,
-        "consumed": place.is_consumed,
-        "reasons": place.reasons,
-    }
-
-
-def _changing(group: Group) -> dict[str, Any]:
-    masks = [sample.columns for sample in group.samples.values()]
-    equal = len(set(masks)) == 1  # as nearly always
-    made = {name: use for name, use in group.uses.items() if use.is_made()}
-    return {
-        "columns": [group.partition.names(mask) for mask in (masks[:1] if equal else masks)],
-        "bytes": [sample.bytes for sample in group.samples.values()],
-        "uses": {name: [use.steps, use.retired] for name, use in made.items()},
-    }
-
-
-def _lasting(group: Group) -> dict[str, Any]:
-    return {
-        "task_id": group.task_id,
-        "rollouts": group.rollouts,
-        "minimum_samples": group.minimum_samples,
-        "tags": group.tags,
-        "ended": sorted(group.ended.items()),
-        "samples": [[sample.key, sample.rollout, sample.tags] for sample in group.samples.values()],
-    }
-
-
-# -- and back
-
-
-def load(rows: Iterable[Row], clock: Clock) -> State:
-    """Make a state of rows.
-
-    Raises:
-        QueueError: ``queue.invalid`` for another format, or where a row is missing.
-    """
-    found: dict[tuple[str, str, int, int], Any] = {row[:4]: json.loads(row[4]) for row in rows}
-    try:
-        state = State(clock)
-        if (read := found.get(("meta", "format", -1, -1))) != FORMAT:
-            raise QueueError("the queue's state has another format", expected=FORMAT, found=read)
-        state.committed = found["meta", "committed", -1, -1]
-        state.marks = found["meta", "marks", -1, -1]
-        for kind, name, _, _ in list(found):
-            if kind == "consumer":
-                _load_consumer(state, name, found[kind, name, -1, -1])
-        for kind, name, _, _ in list(found):
-            if kind == "partition":
-                _load_partition(state, state.partition(name), found)
+        Raises:
+            QueueError: ``queue.invalid`` where a row is missing.
+        """
+        state = State(committed=self.head.committed, marks=list(self.head.marks))
+        for name, (partition, columns, writes, reuse, epoch, _) in self.head.consumers.items():
+            state.add_consumer(Consumer(name, Partition(partition), columns, writes, reuse, epoch))
+        for name, (next_batch, batches) in self.head.partitions.items():
+            place = state.partition(name)
+            place.next_batch = next_batch
+            for number, (places, rollouts, failure) in batches.items():
+                batch = BatchState(place, number, rollouts, failure, is_offered=True)
+                place.batches[number] = batch
+                batch.places += [self._place(state, batch, index) for index in range(places)]
         return state
-    except (KeyError, TypeError, ValueError) as error:
-        raise QueueError("a queue's saved state is not whole", expected="all of its rows", found=error) from error
 
-
-def _load_consumer(state: State, name: str, saved: Mapping[str, Any]) -> None:
-    partition = state.partition(saved["partition"])
-    reuse = None if saved["reuse"] is None else Reuse(**saved["reuse"])
-    consumer = Consumer(name, partition, tuple(saved["columns"]), tuple(saved["writes"]), reuse=reuse)
-    consumer.epoch, consumer.saved_sampler = saved["epoch"], saved["sampler"]
-    partition.consumers.append(consumer)
-    state.consumers[name] = consumer
-
-
-def _load_partition(state: State, partition: Partition, found: Mapping[tuple[str, str, int, int], Any]) -> None:
-    name = partition.name
-    saved = found["partition", name, -1, -1]
-    partition.next_batch = saved["next_batch"]
-    for number in saved["batches"]:
-        head = found["batch", name, number, -1]
-        batch = BatchState(partition, number, head["rollouts"], failure=head["failure"])
-        partition.batches[number] = batch
-        for index in range(head["places"]):
-            body = found["body", name, number, index] if "bytes" in found["place", name, number, index] else None
-            _load_place(state, batch, index, found["place", name, number, index], body)
-        if batch.vacant and batch.failure is None:
-            why = "the queue was restored"
-            state.record("release", partition=name, batch=number, groups=list(batch.vacant), reason=why)
-
-
-def _load_place(
-    state: State, batch: BatchState, index: int, saved: Mapping[str, Any], body: Mapping[str, Any] | None
-) -> None:
-    place = Place(batch, index, saved["retry"], saved["reissue"], is_consumed=saved["consumed"])
-    place.reasons = list(saved["reasons"])
-    batch.places.append(place)
-    if place.is_consumed:
-        batch.published += 1
-    elif body is not None:
-        place.explorer = saved["explorer"]
-        _load_group(state, place, saved, body)
-        batch.published += 1
-    else:
-        place.reissue += saved["explorer"] is not None
-        batch.vacant.append(index)  # in rising order, so a heap
-
-
-def _load_group(state: State, place: Place, saved: Mapping[str, Any], body: Mapping[str, Any]) -> None:
-    group = Group(place.key, place, body["task_id"], body["rollouts"], body["minimum_samples"], body["tags"])
-    group.state, group.ended = "published", dict(body["ended"])
-    place.group = state.groups[str(group.key)] = group
-    masks = [group.partition.mask(names) for names in saved["columns"]]
-    masks = masks * len(body["samples"]) if len(masks) == 1 else masks
-    for (key, rollout, tags), mask, size in zip(body["samples"], masks, saved["bytes"], strict=True):
-        group.samples[key] = Sample(key, rollout, tags, mask, size)
-        state.count(1, size)
-    for name, (steps, retired) in saved["uses"].items():
-        _load_use(state, state.consumers[name], group, Use(list(steps), retired))
-
-
-def _load_use(state: State, consumer: Consumer, group: Group, use: Use) -> None:
-    group.uses[consumer.name] = use
-    for step in use.noted():
-        if state.committed is None or step > state.committed:
-            consumer.pending.setdefault(step, {})[group] = None
+    def _place(self, state: State, batch: BatchState, index: int) -> Place:
+        place = Place(batch, index)
+        if (key := place_key(place)) not in self.rows:
+            raise QueueError("a queue's saved state is not whole", expected="all of its rows", found=f"none of {key}")
+        found = msgspec.convert(json.loads(self.rows[key]), _Place, str_keys=True)
+        place.retry, place.reissue, place.explorer, place.is_consumed, place.reasons, saved = found
+        if saved is None:
+            place.reissue += place.explorer is not None and not place.is_consumed
+            place.explorer = None
+            return place
+        task_id, rollouts, minimum, tags, ended, samples, uses = saved
+        group = Group(place, task_id, rollouts, minimum, tags, ended, uses=uses, is_published=True)
+        state.add_samples(group, samples)
+        place.group = state.groups[group.name] = group
+        if any(state.committed is None or step > state.committed for use in uses.values() for step in use.noted()):
+            state.provisional[group] = None
+        return place

@@ -14,25 +14,23 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from jackfield.errors import QueueError
 from jackfield.queue.meta import Lineage
-from jackfield.queue.saving import Row, every_row, few_rows, place_rows
-from jackfield.queue.state import State
-from jackfield.queue.tables import (
-    SCHEMA,
-    LedgerEnd,
-    chained,
-    damaged,
-    entries_of,
-    insert,
-    open_file,
-    open_readable,
-    rows_of,
-    transaction,
-    translated_errors,
-)
+from jackfield.queue.records import Place, State
+from jackfield.queue.saving import LedgerEnd, Row, Saved, head_row, place_key, place_row
 
 STORE_FILE = "controller.sqlite"
+_SCHEMA = """
+create table if not exists state(key text primary key, value text not null, digest text not null) without rowid;
+create table if not exists lineage(key text primary key, operation text not null, parents text not null) without rowid;
+create table if not exists ledger(number integer primary key, event text not null, step int, consumer text,
+    value text not null, digest text not null);
+create view if not exists uses as select step, consumer, event, key.value as key from ledger,
+    json_each(ledger.value, '$.keys') key where event in ('ack', 'rollback');
+"""
+_SETTINGS = ("journal_mode=wal", "synchronous=normal", "wal_autocheckpoint=4000")
 _ANCESTORS = """
 with recursive found(key) as (select value from json_each(?) union
     select parent.value from found join lineage using(key), json_each(lineage.parents) parent)
@@ -52,8 +50,11 @@ class Store:
         """
         self.path = path
         self.durable = durable and path is not None
+        self.coming: list[dict[str, Any]] = []  #: entries for the ledger
+        self.derived: dict[str, Lineage] = {}  #: what is new
+        self.places: dict[Place, None] = {}  #: that have changed
         self._connection: sqlite3.Connection | None = None
-        self._few: dict[tuple[str, str, int, int], str] | None = None  #: rows that were written; None: not begun
+        self._head: Row | None = None  #: that was written; None: not begun
         self._end = LedgerEnd()
         self._failure: QueueError | None = None
 
@@ -64,8 +65,8 @@ class Store:
         if self._connection is None:
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-            with translated_errors(self.path):
-                self._connection = open_file(self.path)
+            with _translated_errors(self.path):
+                self._connection = _opened(self.path)
                 row = self._connection.execute("select number, digest from ledger order by number desc").fetchone()
                 self._end = LedgerEnd(*row) if row else LedgerEnd()
         return self._connection
@@ -73,72 +74,82 @@ class Store:
     @property
     def end(self) -> LedgerEnd | None:
         """The end of the ledger; None where it is gone with the process."""
-        return self._last() if self.path is not None else None
-
-    def _last(self) -> LedgerEnd:
-        assert self._db is not None
-        return self._end
+        return self._end if self.path is not None and self._db is not None else None
 
     # -- writing
 
     def write(self, state: State) -> None:
         """Add what one call changed, in one transaction; after a failure no later call succeeds."""
-        if state.entries or state.derived or (self.durable and self._few is not None):
+        head = head_row(state) if self.durable and self._head is not None else None
+        follows = head is not None and (bool(self.places) or head != self._head)
+        if self.coming or self.derived or follows:
             with self._writing():
-                self._write_ledger(state)
-                if self._few is not None and self.durable:
-                    self._write_state(state)
-        for changed in (state.entries, state.derived, state.places, state.batches):
-            changed.clear()
+                if head is not None:
+                    self._write_state(head)
+        self.places.clear()
 
-    def _write_ledger(self, state: State) -> None:
-        for entry in state.entries:
-            self._append(entry)
-        rows = [(key, made.operation, _encode(made.parents)) for key, made in state.derived.items()]
-        self._db.executemany("insert or replace into lineage values(?, ?, ?)", rows)
+    def _write_state(self, head: Row) -> None:
+        living = [place for place in self.places if place.batch.number in place.batch.partition.batches]
+        gone = [(place_key(place),) for place in self.places.keys() - set(living)]
+        self._db.executemany("delete from state where key = ?", gone)
+        self._insert([head, *map(place_row, living)])
+        self._head = head
 
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        value, before = _encode(entry), self._last()
-        digest = chained(before.digest, value)
-        row = (before.number + 1, entry["event"], entry.get("step"), entry.get("consumer"), value, digest)
-        self._db.execute("insert into ledger values(?, ?, ?, ?, ?, ?)", row)
-        self._end = LedgerEnd(row[0], digest)
-
-    def _write_state(self, state: State) -> None:
-        gone = [batch for batch in state.batches if batch.number not in batch.partition.batches]
-        places = [(place, whole) for place, whole in state.places.items() if place.batch not in gone]
-        rows = [row for place, whole in places for row in place_rows(place, whole=whole)]
-        assert self._few is not None
-        few = {row[:4]: row[4] for row in few_rows(state)}
-        rows += [(*key, value) for key, value in few.items() if self._few.get(key) != value]
-        self._few = few
-        for batch in gone:
-            self._db.execute("delete from state where name = ? and batch = ?", (batch.partition.name, batch.number))
-        for place, whole in places:
-            if whole and place.published is None:
-                at = (place.batch.partition.name, place.batch.number, place.index)
-                self._db.execute("delete from state where kind = 'body' and name = ? and batch = ? and place = ?", at)
-        insert(self._db, rows)
-
-    def begin(self, state: State) -> None:
+    def begin(self, rows: Sequence[Row]) -> None:
         """Replace the state that the file has, whatever it is; from now on it follows."""
-        self._few = {}
+        self._head = rows[0]
+        self.places.clear()
         if self.durable:
             with self._writing():
                 self._db.execute("delete from state")
-                self._write_ledger(state)
-                insert(self._db, every_row(state))
-            state.entries.clear()
-            state.derived.clear()
+                self._insert(rows)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
+        """Write ledger and lineage, and what the block writes."""
         try:
-            with translated_errors(self.path), transaction(self._db):
+            with _translated_errors(self.path), _transaction(self._db):
+                for entry in self.coming:
+                    self._append(entry)
+                self._derive(self.derived)
                 yield
         except QueueError as error:
             self._failure = error
             raise
+        self.coming.clear()
+        self.derived.clear()
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        value = _encode(entry)
+        end = LedgerEnd(self._end.number + 1, _chained(self._end.digest, value))
+        row = (end.number, entry["event"], entry.get("step"), entry.get("consumer"), value, end.digest)
+        self._db.execute("insert into ledger values(?, ?, ?, ?, ?, ?)", row)
+        self._end = end
+
+    def _derive(self, lineage: Mapping[str, Lineage]) -> None:
+        rows = [(key, made.operation, _encode(made.parents)) for key, made in lineage.items()]
+        self._db.executemany("insert or replace into lineage values(?, ?, ?)", rows)
+
+    def _insert(self, rows: Iterable[Row]) -> None:
+        self._db.executemany("insert or replace into state values(?, ?, ?)", [(*row, _digest(*row)) for row in rows])
+
+    def save(self, path: Path, rows: Sequence[Row], keys: Sequence[str]) -> None:
+        """Write a checkpoint, which is whole when it has its name.
+
+        Args:
+            path: of the file.
+            rows: of the state.
+            keys: of the samples whose ancestors it has.
+        """
+        saved = Store(path.with_suffix(".partial"), durable=True)
+        saved.clear()
+        saved.derived = self._ancestors(keys)
+        try:
+            saved.begin(rows)
+            saved.sync()
+        finally:
+            saved.close()
+        path.with_suffix(".partial").replace(path)
 
     def clear(self) -> None:
         """Begin with an empty file."""
@@ -150,7 +161,7 @@ class Store:
 
     def sync(self) -> None:
         """Return when everything is on the disk."""
-        with translated_errors(self.path):
+        with _translated_errors(self.path):
             self._db.execute("pragma synchronous=full")
             self._db.execute("pragma wal_checkpoint(truncate)")
             self._db.execute("pragma synchronous=normal")
@@ -163,21 +174,21 @@ class Store:
 
     # -- reading
 
-    def rows(self) -> list[Row]:
+    def saved(self) -> Saved | None:
         """Read the state that the file has.
 
         Raises:
             QueueError: ``queue.invalid`` where one of its rows is not what was written.
         """
-        return rows_of(self._db, self.path)
+        rows = _rows(self._db, self.path)
+        return Saved(rows, {}) if rows else None
 
-    def ancestors(self, keys: Sequence[str]) -> dict[str, Lineage]:
+    def _ancestors(self, keys: Sequence[str]) -> dict[str, Lineage]:
         """Find what is known of samples, of their parents, and so on."""
-        with translated_errors(self.path):
+        with _translated_errors(self.path):
             if self._db.execute("select 1 from lineage limit 1").fetchone() is None:
                 return {}
-            found = self._db.execute(_ANCESTORS, (_encode(keys),))
-            return {key: Lineage(operation, tuple(json.loads(parents))) for key, operation, parents in found}
+            return _lineage(self._db, _ANCESTORS, _encode(keys))
 
     def entries(self, after: int = 0) -> Iterator[dict[str, Any]]:
         """Read the entries of the ledger behind a number.
@@ -185,7 +196,7 @@ class Store:
         Raises:
             QueueError: ``queue.ledger`` at the first that is not as it was written.
         """
-        return (entry for end, entry in entries_of(self._db, self.path) if end.number > after)
+        return (entry for end, entry in _entries(self._db, self.path) if end.number > after)
 
     def verify(self, end: LedgerEnd) -> None:
         """Compare the ledger with what a checkpoint knows of it; what is damaged behind that is cut off.
@@ -194,52 +205,40 @@ class Store:
             QueueError: ``queue.ledger`` where something of what the checkpoint knows was changed or is not there.
         """
         good = _checked(self._db, self.path, end)
-        with translated_errors(self.path, "queue.ledger"):
+        with _translated_errors(self.path, "queue.ledger"):
             self._db.execute("delete from ledger where number > ?", (good.number,))
         self._end = good
 
 
-def check_ledger(path: Path, end: LedgerEnd) -> None:
+# -- files of other processes
+
+
+def check_ledger(path: Path, checkpoint: Path) -> None:
     """Compare a ledger with what a checkpoint knows of it, and change nothing.
 
     Raises:
-        QueueError: ``queue.ledger`` as :meth:`Store.verify`, or where there is no file.
+        QueueError: ``queue.ledger`` as :meth:`Store.verify`, or where there is no file; ``queue.invalid`` for a damaged
+            checkpoint.
     """
+    end = read_checkpoint(checkpoint).head.ledger
+    if end is None:
+        return
     if not path.is_file():
-        raise damaged(path, f"entry {end.number} with the digest {end.digest}", "no file")
-    with closing(open_readable(path)) as db:
+        raise _damaged(path, f"entry {end.number} with the digest {end.digest}", "no file")
+    with closing(_readable(path)) as db:
         _checked(db, path, end)
 
 
-def _checked(db: sqlite3.Connection, path: Path | None, end: LedgerEnd) -> LedgerEnd:
-    """Return the end of the undamaged part, which has all that a checkpoint knows."""
-    good, known = LedgerEnd(), LedgerEnd()
-    try:
-        for good, _ in entries_of(db, path):
-            known = good if good.number <= end.number else known
-    except QueueError as error:
-        if known != end:
-            raise
-        message = "the ledger is damaged after the checkpoint (%s); what comes after entry %d is removed"
-        logging.getLogger("jackfield").warning(message, error.found, good.number)
-    if known != end:
-        raise damaged(path, f"entry {end.number} with the digest {end.digest}", known)
-    return good
+def read_checkpoint(path: Path) -> Saved:
+    """Read a checkpoint.
 
-
-def save(path: Path, rows: Iterable[Row], lineage: Mapping[str, Lineage]) -> None:
-    """Write a checkpoint: a file of the same tables, which is whole when it has its name."""
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    with translated_errors(path), closing(sqlite3.connect(partial, isolation_level=None)) as db:
-        db.execute("pragma journal_mode=off")
-        db.execute("pragma synchronous=full")
-        db.executescript(SCHEMA)
-        with transaction(db):
-            insert(db, rows)
-            derived = [(key, made.operation, _encode(made.parents)) for key, made in lineage.items()]
-            db.executemany("insert into lineage values(?, ?, ?)", derived)
-    partial.replace(path)
+    Raises:
+        QueueError: ``queue.invalid`` where there is none, or it is damaged.
+    """
+    if not path.is_file():
+        raise QueueError("the folder holds no checkpoint of a queue", where=str(path.parent), expected=path.name)
+    with _translated_errors(path, "queue.invalid"), closing(_readable(path)) as db:
+        return Saved(_rows(db, path), _lineage(db))
 
 
 def read_lineage(path: Path) -> dict[str, Lineage]:
@@ -248,25 +247,8 @@ def read_lineage(path: Path) -> dict[str, Lineage]:
     Raises:
         QueueError: ``queue.ledger`` where the file is damaged.
     """
-    with translated_errors(path, "queue.ledger"), closing(open_readable(path)) as db:
+    with _translated_errors(path, "queue.ledger"), closing(_readable(path)) as db:
         return _lineage(db)
-
-
-def _lineage(db: sqlite3.Connection) -> dict[str, Lineage]:
-    found = db.execute("select key, operation, parents from lineage")
-    return {key: Lineage(operation, tuple(json.loads(parents))) for key, operation, parents in found}
-
-
-def read_rows(path: Path) -> tuple[list[Row], dict[str, Lineage]]:
-    """Read a checkpoint: the rows of its state, and what is known of its samples' ancestors.
-
-    Raises:
-        QueueError: ``queue.invalid`` where there is none, or it is damaged.
-    """
-    if not path.is_file():
-        raise QueueError("the folder holds no checkpoint of a queue", where=str(path.parent), expected=path.name)
-    with translated_errors(path, "queue.invalid"), closing(open_readable(path)) as db:
-        return rows_of(db, path), _lineage(db)
 
 
 def find_store(folder: Path) -> Path | None:
@@ -282,9 +264,9 @@ def read_ledger(folder: Path) -> Iterator[dict[str, Any]]:
     """
     path = find_store(folder)
     if path is None:
-        raise damaged(folder / "queue" / STORE_FILE, "the ledger of a run", "no file")
-    with closing(open_readable(path)) as db:
-        for _, entry in entries_of(db, path):
+        raise _damaged(folder / "queue" / STORE_FILE, "the ledger of a run", "no file")
+    with closing(_readable(path)) as db:
+        for _, entry in _entries(db, path):
             yield entry
 
 
@@ -309,3 +291,114 @@ def uses(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int |
                     steps.pop()
     used = {name: {key: steps for key, steps in keys.items() if steps} for name, keys in found.items()}
     return {name: keys for name, keys in used.items() if keys}
+
+
+# -- SQLite
+
+
+def _opened(path: Path | None) -> sqlite3.Connection:
+    """Open the file to write it; None: in memory."""
+    db = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, timeout=5.0)
+    for setting in _SETTINGS:
+        found = db.execute(f"pragma {setting}").fetchone()
+        if path is not None and setting == "journal_mode=wal" and found != ("wal",):
+            db.execute("pragma locking_mode=exclusive")  # a file system without shared memory
+            db.execute("pragma journal_mode=wal")
+    db.executescript(_SCHEMA)
+    return db
+
+
+def _readable(path: Path) -> sqlite3.Connection:
+    """Open a file to read it. Where no process writes it, and none was killed, nothing is put beside it."""
+    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+    return sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
+
+
+def _rows(db: sqlite3.Connection, path: Path | None) -> dict[str, str]:
+    """Read the rows of the state, and compare their digests."""
+    rows = {}
+    with _translated_errors(path, "queue.invalid"):
+        for key, value, digest in db.execute("select * from state"):
+            if digest != _digest(key, value):
+                raise QueueError("a queue's saved state is damaged", where=str(path), found=key)
+            rows[key] = value
+    return rows
+
+
+def _lineage(db: sqlite3.Connection, query: str = "select * from lineage", *values: str) -> dict[str, Lineage]:
+    return {key: Lineage(made, tuple(json.loads(parents))) for key, made, parents in db.execute(query, values)}
+
+
+def _entries(db: sqlite3.Connection, path: Path | None) -> Iterator[tuple[LedgerEnd, dict[str, Any]]]:
+    """Read the entries of the ledger, each with the end that it makes."""
+    end = LedgerEnd()
+    with _translated_errors(path, "queue.ledger"):
+        for number, event, step, consumer, value, digest in db.execute("select * from ledger order by number"):
+            entry = json.loads(value) if digest == _chained(end.digest, value) else {}
+            shown = (entry.get("event"), entry.get("step"), entry.get("consumer"))
+            if number != end.number + 1 or shown != (event, step, consumer):
+                raise _damaged(path, f"entry {end.number + 1} as it was written", f"entry {number}")
+            end = LedgerEnd(number, digest)
+            yield end, entry
+
+
+def _checked(db: sqlite3.Connection, path: Path | None, end: LedgerEnd) -> LedgerEnd:
+    """Return the end of the undamaged part, which has all that a checkpoint knows."""
+    good, known = LedgerEnd(), LedgerEnd()
+    try:
+        for good, _ in _entries(db, path):
+            known = good if good.number <= end.number else known
+    except QueueError as error:
+        if known != end:
+            raise
+        message = "the ledger is damaged after the checkpoint (%s); what comes after entry %d is removed"
+        logging.getLogger("jackfield").warning(message, error.found, good.number)
+    if known != end:
+        raise _damaged(path, f"entry {end.number} with the digest {end.digest}", known)
+    return good
+
+
+def _digest(key: str, value: str) -> str:
+    return xxhash.xxh3_64_hexdigest(f"{key}/{value}".encode())
+
+
+def _chained(before: str, value: str) -> str:
+    """Compute the digest of an entry from that of the entry before it."""
+    return xxhash.xxh3_128_hexdigest(f"{before}{value}".encode())
+
+
+def _damaged(path: Path | None, expected: object, found: object) -> QueueError:
+    return QueueError(
+        "the run's ledger is not the one that was written",
+        code="queue.ledger",
+        where=str(path),
+        expected=expected,
+        found=found,
+        fix="restore the file from a copy; without one, take the model out (jackfield checkpoint export) and begin a "
+        "run with it in another folder, or begin again here with checkpoint.resume=false",
+    )
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Commit at the end of the block, or roll back."""
+    db.execute("begin immediate")
+    try:
+        yield
+        db.execute("commit")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("rollback")
+        raise
+
+
+@contextmanager
+def _translated_errors(path: Path | None, code: str = "queue.store") -> Iterator[None]:
+    """Raise errors of SQLite as errors of the queue."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if code == "queue.ledger":
+            raise _damaged(path, "a file of SQLite that is whole", str(error)) from error
+        message = f"the queue's own file cannot be used: {error}"
+        raise QueueError(message, code=code, where=str(path), found=type(error).__name__) from error

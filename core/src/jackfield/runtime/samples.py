@@ -70,7 +70,7 @@ def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[B
         QueueError: with fewer rows (or groups) of the policy than parts.
     """
     experts = [index for index, tags in enumerate(batch.tags) if is_expert(tags)]
-    split = own(batch).split_groups(parts) if whole_groups else own(batch).split(parts)
+    split = own(batch).split(parts, whole_groups=whole_groups)
     return tuple(part.joined(batch.select(experts[number::parts])) for number, part in enumerate(split))
 
 

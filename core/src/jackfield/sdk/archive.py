@@ -18,7 +18,7 @@ import xxhash
 
 from jackfield.abc.transfer_queue import SnapshotResult
 from jackfield.errors import QueueError
-from jackfield.files import seal, unseal
+from jackfield.files import replace_file, seal, unseal
 from jackfield.sdk.arrow import SavedSample, column_types, from_arrow, import_pyarrow, to_arrow
 
 __all__ = [
@@ -56,8 +56,12 @@ class ArchiveWriter:
 
     def add(self, samples: Iterable[SavedSample]) -> None:
         """Append samples to the archive."""
+        pyarrow = import_pyarrow()
         for batch in batches(samples, lambda sample: sample.bytes):
-            stream = _encoded(batch)
+            made, sink = to_arrow(batch, column_types(batch)), pyarrow.BufferOutputStream()
+            with pyarrow.ipc.new_stream(sink, made.schema) as writer:
+                writer.write_batch(made)
+            stream = memoryview(sink.getvalue())
             self._file.write(stream)
             self._streams.append((len(stream), xxhash.xxh3_128_hexdigest(stream)))
             self._count += len(batch)
@@ -67,13 +71,8 @@ class ArchiveWriter:
         """Make it durable, and the checkpoint of the folder."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        index = {"format": _FORMAT, "rows": self._count, "bytes": self._bytes}
-        partial = self._folder / f"{_INDEX}.partial"
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(seal(json.dumps({**index, "file": self._path.name, "streams": self._streams})))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._folder / _INDEX)
+        index = {"format": _FORMAT, "rows": self._count, "bytes": self._bytes, "file": self._path.name}
+        replace_file(self._folder / _INDEX, seal(json.dumps({**index, "streams": self._streams})))
         self._finished = True
         return SnapshotResult(samples=self._count, bytes=self._bytes)
 
@@ -124,13 +123,8 @@ def read_archive(folder: Path) -> Iterator[SavedSample]:
         for size, digest in streams:
             stream = file.read(size)
             if xxhash.xxh3_128_hexdigest(stream) != digest:
-                raise QueueError(
-                    "samples of a queue's checkpoint are damaged",
-                    code="queue.store",
-                    where=str(path),
-                    expected=f"bytes with the digest {digest}",
-                    found="other bytes",
-                )
+                expected = f"bytes with the digest {digest}"
+                raise _damaged("samples of a queue's checkpoint are damaged", str(path), expected, "other bytes")
             yield from from_arrow(import_pyarrow().ipc.open_stream(stream).read_next_batch(), _refuse)
 
 
@@ -158,14 +152,6 @@ def queue_name(folder: str | None) -> str:
     return (place / NAME_FILE).read_text(encoding="utf-8", errors="replace")
 
 
-def _encoded(batch: list[SavedSample]) -> bytes:
-    pyarrow = import_pyarrow()
-    made, sink = to_arrow(batch, column_types(batch)), pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, made.schema) as writer:
-        writer.write_batch(made)
-    return bytes(memoryview(sink.getvalue()))
-
-
 def _opened(folder: Path) -> tuple[Path, list[tuple[int, str]]]:
     """Return the file of a folder's checkpoint, which has its size, and the streams in it."""
     try:
@@ -185,4 +171,8 @@ def _opened(folder: Path) -> tuple[Path, list[tuple[int, str]]]:
 
 
 def _refuse(name: str, value: Any) -> NoReturn:
-    raise QueueError("a column of a checkpoint has no type", code="queue.store", where=name, found=value)
+    raise _damaged("a column of a checkpoint has no type", name, "a type", value)
+
+
+def _damaged(message: str, where: str, expected: str, found: object) -> QueueError:
+    return QueueError(message, code="queue.store", where=where, expected=expected, found=found)

@@ -20,8 +20,7 @@ from jackfield.sdk.cells import Cell, ColumnType
 __all__ = ["SavedSample", "column_types", "from_arrow", "import_pyarrow", "to_arrow"]
 
 _META = b"jackfield"
-_NATIVE = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-_TEXTS = ("partition", "key", "group", "task")
+_NATIVE = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -53,11 +52,8 @@ def import_pyarrow() -> Any:
         import pyarrow
         import pyarrow.ipc
     except ImportError as error:
-        raise QueueError(
-            "pyarrow is not installed; checkpoints of samples and Parquet files need it",
-            code="plugin.requirement",
-            fix="pip install 'jackfield[train]'",
-        ) from error
+        message = "pyarrow is not installed; checkpoints of samples and Parquet files need it"
+        raise QueueError(message, code="plugin.requirement", fix="pip install 'jackfield[train]'") from error
     return pyarrow
 
 
@@ -74,14 +70,11 @@ def column_types(samples: Iterable[SavedSample]) -> dict[str, str | None]:
 def to_arrow(samples: Sequence[SavedSample], types: Mapping[str, str | None]) -> Any:
     """Return a record batch; with equal ``types`` its schema is the same."""
     pa = import_pyarrow()
-    strings = pa.list_(pa.string())
-    fields = [(pa.field(name, pa.string()), [getattr(sample, name) for sample in samples]) for name in _TEXTS]
-    fields += [
-        (pa.field("batch", pa.int64()), [sample.batch for sample in samples]),
-        (pa.field("tags", pa.string()), [_json(sample.tags) for sample in samples]),
-        (pa.field("acked_by", strings), [list(sample.acked_by) for sample in samples]),
-    ]
-    made = [(field, pa.array(values, type=field.type)) for field, values in fields]
+    kinds = dict.fromkeys(("partition", "key", "group", "task"), pa.string())
+    kinds |= {"batch": pa.int64(), "tags": pa.string(), "acked_by": pa.list_(pa.string())}
+    plain = {name: [getattr(sample, name) for sample in samples] for name in kinds}
+    plain["tags"] = [json.dumps(dict(tags), ensure_ascii=False) for tags in plain["tags"]]
+    made = [(pa.field(name, kind), pa.array(plain[name], type=kind)) for name, kind in kinds.items()]
     for name, text in sorted(types.items()):
         cells = [sample.cells.get(name) for sample in samples]
         values = _array(pa, [None if cell is None else cell[1] for cell in cells], text)
@@ -104,35 +97,28 @@ def from_arrow(batch: Any, foreign: Callable[[str, Any], Cell]) -> list[SavedSam
     """
     names = [name.removeprefix("columns.") for name in batch.schema.names if name.startswith("columns.")]
     cells = {name: _cells(batch, name, foreign) for name in names}
-    plain = {name: batch[name].to_pylist() for name in batch.schema.names if "." not in name}
-    return [
-        SavedSample(
-            cells={name: cell for name in names if (cell := cells[name][row]) is not None},
-            tags=json.loads(plain["tags"][row] or "{}") if "tags" in plain else {},
-            acked_by=tuple(plain["acked_by"][row] or ()) if "acked_by" in plain else (),
-            partition=plain["partition"][row] or "" if "partition" in plain else "",
-            key=plain["key"][row] or "" if "key" in plain else "",
-            **{name: plain[name][row] for name in ("group", "task", "batch") if name in plain},
-        )
-        for row in range(batch.num_rows)
-    ]
+    fields = {field.name for field in attrs.fields(SavedSample)} & set(batch.schema.names) - {"cells"}
+    plain = {name: batch[name].to_pylist() for name in fields}
+    samples = []
+    for row in range(batch.num_rows):
+        known = {name: values[row] for name, values in plain.items() if values[row] is not None}
+        known["tags"], known["acked_by"] = json.loads(known.get("tags") or "{}"), tuple(known.get("acked_by", ()))
+        own = {name: cell for name in names if (cell := cells[name][row]) is not None}
+        samples.append(SavedSample(cells=own, **known))
+    return samples
 
 
-def _json(tags: Mapping[str, Any]) -> str:
-    return json.dumps(dict(tags), ensure_ascii=False)
-
-
-def _element(pa: Any, text: str | None) -> Any:
+def _element(pa: Any, kind: ColumnType | None) -> Any:
     """Return Arrow's type of the numbers of a column; None where the column is bytes or text."""
-    kind = None if text is None else ColumnType.parse(text)
-    if kind is None or kind.kind == "json" or not kind.unit or kind.dtype not in (*_NATIVE, "bool"):
+    if kind is None or kind.kind == "json" or not kind.unit or kind.dtype not in _NATIVE:
         return None
     return getattr(pa, kind.dtype.replace("bool", "uint8"))()
 
 
 def _array(pa: Any, contents: Sequence[Any], text: str | None) -> Any:
     """Return an array of the cells' own bytes; None is null."""
-    kind, element = None if text is None else ColumnType.parse(text), _element(pa, text)
+    kind = None if text is None else ColumnType.parse(text)
+    element = _element(pa, kind)
     there = pa.array([content is not None for content in contents], type=pa.bool_()).buffers()[1]
     if kind is not None and element is not None and kind.kind == "dense" and not kind.shape:
         data = b"".join(bytes(kind.unit) if content is None else content for content in contents)
@@ -155,8 +141,8 @@ def _cells(batch: Any, name: str, foreign: Callable[[str, Any], Cell]) -> list[C
         texts = [metadata[_META].decode()] * len(values)
     else:
         return [None if value is None else foreign(name, value) for value in values.to_pylist()]
-    there, found = values.is_valid().to_pylist(), list[Cell | None]()
-    for text, is_there, content in zip(texts, there, _contents(values), strict=True):
+    found: list[Cell | None] = []
+    for text, is_there, content in zip(texts, values.is_valid().to_pylist(), _contents(values), strict=True):
         if is_there:
             ColumnType.parse(text).length(content)
         found.append((text, content) if is_there else None)
@@ -165,14 +151,13 @@ def _cells(batch: Any, name: str, foreign: Callable[[str, Any], Cell]) -> list[C
 
 def _contents(values: Any) -> list[memoryview]:
     """Return the bytes of each value of an array that :func:`_array` made; they share its memory."""
-    buffers = values.buffers()
-    if values.type.num_buffers == 2 and not values.type.num_fields:  # numbers
+    buffers, inner = values.buffers(), values.values if values.type.num_fields else None
+    if values.type.num_buffers == 2 and inner is None:  # numbers
         bounds = list(range(values.offset, values.offset + len(values) + 1))
         data, width, base = buffers[1], values.type.bit_width // 8, 0
     else:
         whole = memoryview(buffers[1] or bytes(8)).cast("q")
         bounds = whole[values.offset : values.offset + len(values) + 1].tolist()
-        inner = values.values if values.type.num_fields else None
         data, width, base = buffers[2], 1, 0
         if inner is not None:
             data, width, base = inner.buffers()[1], inner.type.bit_width // 8, inner.offset

@@ -68,6 +68,7 @@ class ColumnType:
         Raises:
             QueueError: ``queue.store`` where it is none.
         """
+        expected = '["dense" | "jagged" | "json", dtype, [length, ...]]'
         try:
             kind, dtype, shape = json.loads(text)
             made = cls(kind=kind, dtype=dtype, shape=tuple(shape))
@@ -75,12 +76,7 @@ class ColumnType:
                 return made
         except (ValueError, TypeError, AttributeError):
             pass
-        raise QueueError(
-            "the type of a value is damaged",
-            code="queue.store",
-            expected='["dense" | "jagged" | "json", dtype, [length, ...]]',
-            found=text,
-        )
+        raise QueueError("the type of a value is damaged", code="queue.store", expected=expected, found=text)
 
     @property
     def text(self) -> str:
@@ -106,12 +102,8 @@ class ColumnType:
         else:
             length, rest = int.from_bytes(content, "little"), size - 8
         if rest:
-            raise QueueError(
-                "the bytes of a value do not fit its type",
-                code="queue.store",
-                expected=self.text,
-                found=f"{size} bytes",
-            )
+            message, found = "the bytes of a value do not fit its type", f"{size} bytes"
+            raise QueueError(message, code="queue.store", expected=self.text, found=found)
         return length
 
 
@@ -132,12 +124,11 @@ def content_of(column: Column) -> memoryview:
 def split(column: Column) -> tuple[str, list[memoryview]]:
     """Return the text of a column's type, and the bytes of each sample; they share its memory."""
     kind, content = ColumnType.of(column), content_of(column)
-    if column.offsets is None:
-        bounds = [number * kind.unit for number in range(len(column) + 1)]
-    elif kind.unit:
+    if column.offsets is not None and kind.unit:
         bounds = (column.offsets * kind.unit).tolist()
     else:
-        bounds = [number * 8 for number in range(len(column) + 1)]
+        unit = kind.unit if column.offsets is None else 8
+        bounds = [number * unit for number in range(len(column) + 1)]
     return kind.text, [content[start:end] for start, end in pairwise(bounds)]
 
 
@@ -162,11 +153,12 @@ def join(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Tensor 
     kind = ColumnType.parse(cells[0][0])
     contents = [content for _, content in cells]
     lengths = [kind.length(content) for content in contents]
+    shape = (sum(lengths), *kind.shape)
     there = memory(sum(map(len, contents))) if memory is not None and kind.unit else None
     if there is None:
-        values = tensor_of(bytearray().join(contents if kind.unit else ()), kind.dtype, (sum(lengths), *kind.shape))
+        values = tensor_of(bytearray().join(contents if kind.unit else ()), kind.dtype, shape)
     else:
-        values = there.view(dtype_of(kind.dtype)).reshape((sum(lengths), *kind.shape))
+        values = there.view(dtype_of(kind.dtype)).reshape(shape)
     if kind.kind == "dense":
         return Column(values=values)
     return Column(values=values, offsets=offsets_of(lengths), encoding="json" if kind.kind == "json" else "tensor")
@@ -208,37 +200,23 @@ def unknown_sample(partition: str, key: str) -> QueueError:
 
 def lacking_column(partition: str, name: str, keys: Sequence[str], there: Iterable[str]) -> QueueError:
     """Return the error of a get that names a column which samples lack; ``there``: what the first of them has."""
-    return QueueError(
-        f"column {name!r} is not there in {len(keys)} rows, {keys[0]} first",
-        code="queue.column",
-        where=f"{partition}: {keys[0]}",
-        expected=f"one of {', '.join(sorted(there)) or '(none)'}",
-        found=name,
-    )
+    message = f"column {name!r} is not there in {len(keys)} rows, {keys[0]} first"
+    expected = f"one of {', '.join(sorted(there)) or '(none)'}"
+    return QueueError(message, code="queue.column", where=f"{partition}: {keys[0]}", expected=expected, found=name)
 
 
 def damaged_samples(partition: str, keys: Iterable[str], where: str) -> QueueError:
     """Return the error of a store whose cells are not what was put: the samples are lost, and can be made again."""
-    found = sorted(set(keys))
+    found, expected = sorted(set(keys)), "bytes with the digests that were put with them"
     shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-    return QueueError(
-        f"values of {len(found)} rows of partition {partition!r} are not those that were put: {shown}",
-        code="queue.lost",
-        where=where,
-        expected="bytes with the digests that were put with them",
-        found=found,
-    )
+    message = f"values of {len(found)} rows of partition {partition!r} are not those that were put: {shown}"
+    return QueueError(message, code="queue.lost", where=where, expected=expected, found=found)
 
 
 def unlike_types(message: str, types: Iterable[str], where: str | None = None) -> QueueError:
     """Return the error of columns or cells of several types that are read as one."""
-    return QueueError(
-        message,
-        code="queue.column",
-        where=where,
-        expected="one dtype, encoding and trailing shape, all jagged or all dense",
-        found=sorted(types),
-    )
+    expected = "one dtype, encoding and trailing shape, all jagged or all dense"
+    return QueueError(message, code="queue.column", where=where, expected=expected, found=sorted(types))
 
 
 def tensor_of(content: bytearray, dtype: str, shape: Sequence[int]) -> torch.Tensor:

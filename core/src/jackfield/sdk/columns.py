@@ -33,6 +33,9 @@ __all__ = [
 ]
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
 def dense_column(values: torch.Tensor) -> Column:
     """Return a column of samples of one shape.
 
@@ -41,7 +44,7 @@ def dense_column(values: torch.Tensor) -> Column:
     """
     if values.dim() == 0:
         raise _invalid("a dense column needs one row per index of its first dimension", "[rows, ...]", "a scalar")
-    return Column(values=_plain(values))
+    return Column(values=values.detach().cpu().contiguous())
 
 
 def column_from_rows(rows: Sequence[torch.Tensor]) -> Column:
@@ -63,8 +66,8 @@ def column_from_rows(rows: Sequence[torch.Tensor]) -> Column:
         if row.dim() == 0 or row.dtype != first.dtype or row.shape[1:] != first.shape[1:]:
             expected = f"{first.dtype}, [length, {', '.join(map(str, first.shape[1:]))}]"
             raise _invalid(f"row {index} does not fit into the column", expected, f"{row.dtype}, {list(row.shape)}")
-    values = torch.cat([row.detach() for row in rows])
-    return Column(values=_plain(values), offsets=offsets_of(row.shape[0] for row in rows))
+    values = torch.cat([row.detach() for row in rows]).cpu()
+    return Column(values=values, offsets=offsets_of(map(len, rows)))
 
 
 def json_column(values: Sequence[object]) -> Column:
@@ -74,9 +77,7 @@ def json_column(values: Sequence[object]) -> Column:
         QueueError: ``queue.invalid`` for a value that JSON cannot hold; NaN and infinity are among them.
     """
     try:
-        texts = [
-            json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() for value in values
-        ]
+        texts = [_encode(value).encode() for value in values]
     except (TypeError, ValueError) as error:
         raise _invalid(f"a value cannot be written as JSON: {error}", "plain JSON values", error) from error
     content = tensor_of(bytearray().join(texts), "uint8", (-1,))
@@ -89,10 +90,8 @@ def from_nested(nested: Any) -> Column:
 
     if not nested.is_nested or nested.layout != torch.jagged:
         raise _invalid("the tensor is not nested with layout torch.jagged", "[rows, j, ...]", nested.layout)
-    offsets, lengths, values = nested.offsets(), nested.lengths(), nested.values()
-    if lengths is not None or (len(offsets) and (int(offsets[0]) != 0 or int(offsets[-1]) != len(values))):
-        return column_from_rows(list(nested.unbind()))  # a view with holes
-    return Column(values=_plain(values), offsets=offsets.to("cpu", torch.int64))
+    rows = list(nested.unbind())  # a view may have holes
+    return column_from_rows(rows) if rows else Column(values=nested.values().cpu()[:0], offsets=offsets_of(()))
 
 
 def rows_of(column: Column) -> list[Any]:
@@ -170,8 +169,8 @@ def check_column(name: str, column: Column, rows: int) -> list[int]:
         raise _invalid("not a Column", "a jackfield.abc.transfer_queue.Column", type(column).__name__, where)
     values, offsets, is_json = column.values, column.offsets, column.encoding == "json"
     if not values.is_cpu or not values.is_contiguous() or values.dim() == 0:
-        expected = "[rows, ...], contiguous, on the CPU"
-        raise _invalid("the values are in the wrong place", expected, f"{list(values.shape)}, {values.device}", where)
+        expected, found = "[rows, ...], contiguous, on the CPU", f"{list(values.shape)}, {values.device}"
+        raise _invalid("the values are in the wrong place", expected, found, where)
     if offsets is not None and (offsets.dtype != torch.int64 or offsets.dim() != 1):
         raise _invalid("offsets have to be int64 [rows + 1]", "int64", offsets.dtype, where)
     if len(column) != rows:
@@ -188,10 +187,6 @@ def check_column(name: str, column: Column, rows: int) -> list[int]:
 
 def _invalid(message: str, expected: object, found: object, where: object = None) -> QueueError:
     return QueueError(message, code="queue.invalid", where=where, expected=expected, found=found)
-
-
-def _plain(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().cpu().contiguous()
 
 
 def _lengths(column: Column) -> list[int]:

@@ -14,7 +14,7 @@ __all__ = ["from_padded", "jagged", "lengths", "rows", "to_padded"]
 
 
 def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows ``[length, ...]`` of one dtype as a nested tensor ``[B, j, ...]``; gradients flow through.
+    """Return rows ``[length, ...]`` of one dtype as a nested tensor ``[B, j, ...]``; gradients flow through.
 
     Raises:
         DataError: without rows, or where dtypes or trailing shapes differ.
@@ -31,26 +31,26 @@ def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
                 expected=f"{first.dtype}, [length, *{list(first.shape[1:])}]",
                 found=f"{row.dtype}, {list(row.shape)}",
             )
-    return _nested(torch.cat(list(rows)), [row.shape[0] for row in rows])
+    sizes = torch.tensor([row.shape[0] for row in rows], device=first.device)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(list(rows)), lengths=sizes)
 
 
 def rows(nested: torch.Tensor) -> list[torch.Tensor]:
-    """The rows of a nested tensor ``[B, j, ...]``, as views."""
-    _require_jagged(nested)
-    return list(nested.unbind())
+    """Return the rows of a nested tensor ``[B, j, ...]``, as views."""
+    return list(_checked(nested).unbind())
 
 
 def lengths(nested: torch.Tensor) -> torch.Tensor:
-    """The rows' lengths, int64 ``[B]``."""
+    """Return the lengths of the rows, int64 ``[B]``."""
     import torch
 
-    _require_jagged(nested)
-    offsets, sizes = _layout(nested)
-    return (offsets.diff() if sizes is None else sizes).to(torch.int64)
+    found = _checked(nested)
+    sizes: torch.Tensor = found.offsets().diff() if found.lengths() is None else found.lengths()
+    return sizes.to(torch.int64)
 
 
 def to_padded(nested: torch.Tensor, padding: float = 0, length: int | None = None) -> torch.Tensor:
-    """``[B, j, ...]`` as ``[B, T, ...]`` with ``padding`` on the right.
+    """Return ``[B, j, ...]`` as ``[B, T, ...]`` with ``padding`` on the right.
 
     Args:
         nested: layout ``torch.jagged``.
@@ -60,18 +60,19 @@ def to_padded(nested: torch.Tensor, padding: float = 0, length: int | None = Non
     Raises:
         DataError: when a row is longer than ``length``.
     """
-    sizes = lengths(nested)
+    import torch
+
+    sizes, values = lengths(nested), torch.cat([nested.values()[:0], *rows(nested)])
     longest = int(sizes.max()) if len(sizes) else 0
     if length is not None and length < longest:
         raise DataError("a row is longer than the padded length", expected=f"at most {length}", found=longest)
-    values = _values(nested)
     padded = values.new_full((len(sizes), longest if length is None else length, *values.shape[1:]), padding)
     padded[_mask(sizes, padded.shape[1])] = values
     return padded
 
 
 def from_padded(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """``[B, T, ...]`` and int64 lengths ``[B]`` as ``[B, j, ...]``; what lies past a row's length is left out.
+    """Return ``[B, T, ...]`` as ``[B, j, ...]``; what lies past a row's length (int64 ``[B]``) is left out.
 
     Raises:
         DataError: when the shapes contradict each other.
@@ -86,42 +87,19 @@ def from_padded(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
             found=f"{list(dense.shape)} and {lengths.tolist()[:8]}",
         )
     sizes = lengths.to(dense.device, torch.int64)
-    return _nested(dense[_mask(sizes, dense.shape[1])], sizes.tolist())
+    return torch.nested.nested_tensor_from_jagged(dense[_mask(sizes, dense.shape[1])], lengths=sizes)
 
 
-def _nested(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    import torch
-
-    offsets = torch.zeros(len(sizes) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor(sizes, dtype=torch.int64), 0, out=offsets[1:])
-    return torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
-
-
-def _values(nested: torch.Tensor) -> torch.Tensor:
-    """The rows back to back, without holes."""
-    import torch
-
-    offsets, sizes = _layout(nested)
-    values = nested.values()
-    if sizes is None and int(offsets[0]) == 0 and int(offsets[-1]) == values.shape[0]:
-        return values
-    return torch.cat(list(nested.unbind()))
-
-
-def _layout(nested: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Offsets, and lengths where rows do not end at the next one's offset."""
-    return nested.offsets(), nested.lengths()
-
-
-def _mask(sizes: torch.Tensor, length: int) -> torch.Tensor:
-    """bool ``[B, T]``: where rows have values."""
-    import torch
-
-    return torch.arange(length, device=sizes.device) < sizes[:, None]
-
-
-def _require_jagged(nested: torch.Tensor) -> None:
+def _checked(nested: Any) -> Any:
     import torch
 
     if not nested.is_nested or nested.layout != torch.jagged:
         raise DataError("not a nested tensor of layout torch.jagged", expected="[B, j, ...]", found=list(nested.shape))
+    return nested
+
+
+def _mask(sizes: torch.Tensor, length: int) -> torch.Tensor:
+    """Return where rows have values, bool ``[B, length]``."""
+    import torch
+
+    return torch.arange(length, device=sizes.device) < sizes[:, None]
