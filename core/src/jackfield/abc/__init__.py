@@ -1,11 +1,9 @@
 """The ABI: what a plugin of each kind implements, and what it is asked with.
 
-One module per kind. Overridable methods take one frozen request and return one result, so that they
-can grow by defaulted fields without breaking an implementer. Versions are per kind: a new method with
-a default body, or a new defaulted field, is a minor step; anything that would break an existing
-implementer is a major one. ``core/abi/`` holds the committed snapshots.
-
-Importing this package imports neither torch nor ray.
+One module per kind. Overridable methods take one frozen request and return one result, so that they can grow by
+defaulted fields. Versions are per kind: a new method with a default body, or a new defaulted field, is a minor step;
+anything that would break an existing implementer is a major one. ``core/abi/`` holds the committed snapshots, which
+name every public class. Importing this package imports neither torch nor ray.
 """
 
 from __future__ import annotations

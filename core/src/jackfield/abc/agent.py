@@ -11,8 +11,6 @@ import attrs
 from jackfield.abc.rollout import GenerateRequest, GenerateResult
 from jackfield.clock import Clock
 
-__all__ = ["AgentContext", "AgentLoopBase", "AgentLoopOutput", "AgentSequence", "ChatTokenizer"]
-
 
 class ChatTokenizer(Protocol):
     """Text to tokens, once. ``jackfield.data.tokens`` implements it over a Hugging Face tokenizer."""

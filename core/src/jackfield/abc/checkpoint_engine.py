@@ -11,15 +11,6 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CheckpointEngine",
-    "CheckpointEngineContext",
-    "ConnectRequest",
-    "PrepareResult",
-    "Topology",
-    "TopologyRequest",
-]
-
 
 @attrs.frozen(kw_only=True)
 class CheckpointEngineContext:

@@ -1,8 +1,7 @@
 """Contract of a training engine: one object per SPMD rank.
 
-The caller never learns how an engine is parallel. It hands every rank of one data-parallel group the
-same rows, reads :attr:`BaseEngine.layout` to know which rows to send where, and gets per-token results
-back in the order of the rows.
+The caller never learns how an engine is parallel. It hands every rank of one data-parallel group the same rows, as
+:attr:`BaseEngine.layout` says, and gets per-token results back in the order of the rows.
 """
 
 from __future__ import annotations
@@ -20,22 +19,6 @@ from jackfield.settings import option
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
-
-__all__ = [
-    "BaseEngine",
-    "EngineContext",
-    "EngineLayout",
-    "EngineOutput",
-    "LoadCheckpointRequest",
-    "LoadCheckpointResult",
-    "LoraSpec",
-    "LossFunction",
-    "ModelSpec",
-    "OptimizerSpec",
-    "SaveCheckpointRequest",
-    "SaveCheckpointResult",
-    "TokenOutput",
-]
 
 
 @attrs.frozen(kw_only=True)

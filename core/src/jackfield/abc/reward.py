@@ -10,8 +10,6 @@ import attrs
 
 from jackfield.clock import Clock
 
-__all__ = ["RewardAgent", "RewardContext", "ScoreRequest", "ScoreResult"]
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class RewardContext:

@@ -17,30 +17,6 @@ from jackfield.clock import Clock
 from jackfield.errors import RolloutError
 from jackfield.settings import option
 
-__all__ = [
-    "AbortRequest",
-    "AbortResult",
-    "BaseRolloutServer",
-    "GenerateChunk",
-    "GenerateRequest",
-    "GenerateResult",
-    "HealthReport",
-    "PauseRequest",
-    "PauseResult",
-    "ResumeRequest",
-    "ResumeResult",
-    "RolloutContext",
-    "SamplingParams",
-    "ServerInfo",
-    "SleepRequest",
-    "SleepResult",
-    "UpdateWeightsRequest",
-    "WakeUpRequest",
-    "WakeUpResult",
-    "WeightReceipt",
-    "WorkerReceipt",
-]
-
 
 @attrs.frozen(kw_only=True)
 class RolloutContext:
@@ -57,9 +33,6 @@ class RolloutContext:
 
 
 _INT32 = 2**31 - 1
-_MOST_STOPS = 64
-_MOST_STOP_CHARACTERS = 1024
-_MOST_STOP_TOKENS = 4096
 
 
 def _ranged(expected: str, fits: Callable[[Any], bool]) -> Callable[[Any, Any, Any], None]:
@@ -67,42 +40,33 @@ def _ranged(expected: str, fits: Callable[[Any], bool]) -> Callable[[Any, Any, A
 
     def check(_: Any, attribute: Any, value: Any) -> None:
         if not fits(value):
-            raise RolloutError(
-                f"{attribute.name} is out of range",
-                code="rollout.request",
-                where=f"sampling.{attribute.name}",
-                expected=expected,
-                found=repr(value)[:200],
-                fix="give a value in the range",
-            )
+            message, details = f"{attribute.name} is out of range", {"expected": expected, "found": repr(value)[:200]}
+            raise RolloutError(message, code="rollout.request", where=f"sampling.{attribute.name}", **details)
 
     return check
 
 
+def _number(fits: Callable[[Any], bool], kind: type = Real) -> Callable[[Any], bool]:
+    return lambda value: not isinstance(value, bool) and isinstance(value, kind) and fits(value)
+
+
 def _whole(low: int, high: int) -> Callable[[Any], bool]:
-    return lambda value: not isinstance(value, bool) and isinstance(value, Integral) and low <= int(value) <= high
-
-
-def _number(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: not isinstance(value, bool) and isinstance(value, Real) and fits(value)
+    return _number(lambda value: low <= int(value) <= high, Integral)
 
 
 def _few(most: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, tuple | list) and len(value) <= most and all(map(fits, value))
 
 
-_is_token, _is_seed = _whole(0, _INT32), _whole(-(2**63), 2**63 - 1)
+_is_seed = _whole(-(2**63), 2**63 - 1)
 
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:
     """How tokens are drawn. The same on every backend.
 
-    Order: temperature, top-k, top-p, min-p. ``temperature=0`` is greedy. Every number has a range in which each backend
-    computes what is said here.
-
-    Raises:
-        RolloutError: ``rollout.request`` for a value out of its range.
+    Order: temperature, top-k, top-p, min-p. Every number has a range in which each backend computes what is said here;
+    a value out of it is refused (``rollout.request``).
     """
 
     max_new_tokens: int = option(
@@ -136,14 +100,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = option(
         (),
         help="tokens that end a response, beside the model's own",
-        validator=_ranged(f"at most {_MOST_STOP_TOKENS} ids, 0 to 2^31 - 1", _few(_MOST_STOP_TOKENS, _is_token)),
+        validator=_ranged("at most 4096 ids, 0 to 2^31 - 1", _few(4096, _whole(0, _INT32))),
     )
     stop: tuple[str, ...] = option(
         (),
         help="texts that end a response; the text only finds the end, it is never tokenised again",
         validator=_ranged(
-            f"at most {_MOST_STOPS} texts that are not empty, of at most {_MOST_STOP_CHARACTERS} characters",
-            _few(_MOST_STOPS, lambda text: isinstance(text, str) and 0 < len(text) <= _MOST_STOP_CHARACTERS),
+            "at most 64 texts that are not empty, of at most 1024 characters",
+            _few(64, lambda text: isinstance(text, str) and 0 < len(text) <= 1024),
         ),
     )
     ignore_eos: bool = option(False, help="go on after the model's own end tokens")
@@ -166,25 +130,21 @@ class GenerateRequest:
 
 
 @attrs.frozen(kw_only=True)
-class GenerateResult:
-    """What was generated, the end token included."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]  #: one per token, natural logarithm
-    weight_versions: tuple[int, ...]  #: of the weights that made each token
-    finish_reason: Literal["stop", "length", "abort"]
-
-
-@attrs.frozen(kw_only=True)
 class GenerateChunk:
     """Some further tokens of a streamed sample; ``finish_reason`` is set on the last."""
 
     request_id: str
     token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    weight_versions: tuple[int, ...]
+    log_probs: tuple[float, ...]  #: one per token, natural logarithm
+    weight_versions: tuple[int, ...]  #: of the weights that made each token
     finish_reason: Literal["stop", "length", "abort"] | None = None
+
+
+@attrs.frozen(kw_only=True)
+class GenerateResult(GenerateChunk):
+    """What was generated, the end token included."""
+
+    finish_reason: Literal["stop", "length", "abort"]
 
 
 @attrs.frozen(kw_only=True)
@@ -214,9 +174,9 @@ class PauseRequest:
 
 @attrs.frozen(kw_only=True)
 class PauseResult:
-    """The state of the replica at the pause."""
+    """The requests that are kept at the pause."""
 
-    running: int = 0  #: requests that are kept
+    running: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -380,8 +340,8 @@ class BaseRolloutServer(ABC):
 
         Raises:
             WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``; the replica then serves
-                nothing until a later update succeeds. ``weights.base`` for a delta to a version that the replica does
-                not hold: nothing has changed then, and it goes on serving.
+                nothing until a later update succeeds. ``weights.base`` for a delta to a version that it does not hold:
+                nothing has changed then, and it goes on serving.
         """
 
     @abstractmethod

@@ -14,24 +14,6 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Column",
-    "DeleteRequest",
-    "DeleteResult",
-    "GetRequest",
-    "GetResult",
-    "KeysRequest",
-    "KeysResult",
-    "PutRequest",
-    "PutResult",
-    "SnapshotRequest",
-    "SnapshotResult",
-    "StatsResult",
-    "TagsRequest",
-    "TransferQueueBackend",
-    "TransferQueueContext",
-]
-
 
 @attrs.frozen(kw_only=True)
 class TransferQueueContext:
@@ -196,11 +178,7 @@ class TransferQueueBackend(ABC):
 
     @abstractmethod
     async def keys(self, request: KeysRequest) -> KeysResult:
-        """List what is kept, without reading values.
-
-        What is listed may be read; values that are not what was put are reported by :meth:`get` (``queue.lost``, with
-        the keys as ``found``).
-        """
+        """List what may be read. :meth:`get` reports values that are not what was put (``queue.lost``, found: keys)."""
 
     @abstractmethod
     async def delete(self, request: DeleteRequest) -> DeleteResult:
