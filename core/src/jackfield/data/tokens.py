@@ -53,14 +53,14 @@ class HuggingFaceChatTokenizer:
         if not self._template:
             expected = "a chat template in the tokenizer's folder (chat_template.jinja), or in the configuration"
             fix = "set data.chat_template to a Jinja template, or use an instruction-tuned model"
-            raise self._refusal("no-chat-template", "the tokenizer has no chat template", expected, "neither", fix)
+            raise self._refusal("data.no-chat-template", "the tokenizer has no chat template", expected, "neither", fix)
         self._turn_end = self._find_turn_end()
         found = (self._turn_end, tokenizer.eos_token_id, *end_token_ids)
         self._end_token_ids = tuple(dict.fromkeys(token for token in found if token is not None))
         if not self._end_token_ids:
             expected = "an end-of-text token of the tokenizer, or a special token after an answer in the template"
             fix = "set the tokenizer's eos_token"
-            raise self._refusal("no-end-token", "no token ends the model's answer", expected, "neither", fix)
+            raise self._refusal("data.no-end-token", "no token ends the model's answer", expected, "neither", fix)
         self._encode_chat = functools.lru_cache(_CACHED_CHATS)(
             lambda messages: self._encode(self._render(json.loads(messages), generation_prompt=True))
         )
@@ -120,7 +120,7 @@ class HuggingFaceChatTokenizer:
         after = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages], generation_prompt=True)
         if not after.startswith(before) or _ANSWER not in after[len(before) :]:
             raise self._refusal(
-                "not-append-only",
+                "data.not-append-only",
                 "the chat template changes earlier turns when further messages follow",
                 f"{before!r}, an answer, then the further messages",
                 repr(after),
@@ -168,7 +168,7 @@ class HuggingFaceChatTokenizer:
 
     def _refusal(self, code: str, message: str, expected: str | None, found: str, fix: str) -> DataError:
         where = f"the tokenizer {self._name}"
-        return DataError(message, code=f"data.{code}", where=where, expected=expected, found=found, fix=fix)
+        return DataError(message, code=code, where=where, expected=expected, found=found, fix=fix)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
@@ -184,7 +184,7 @@ class HuggingFaceChatTokenizer:
         except Exception as error:  # Jinja's own errors, and whatever a template raises
             found = f"{type(error).__name__}: {error}; roles {[message.get('role') for message in messages]}"
             fix = "check the roles and their order, or give another chat_template"
-            raise self._refusal("malformed", "the chat template refuses the messages", None, found, fix) from error
+            raise self._refusal("data.malformed", "the chat template refuses the messages", None, found, fix) from error
         return text
 
     def _prefix(self, messages: _Messages, whole: tuple[int, ...], *, generation_prompt: bool) -> int:
@@ -193,7 +193,7 @@ class HuggingFaceChatTokenizer:
         if whole[: len(begin)] != begin:
             same = next((n for n, (one, two) in enumerate(zip(begin, whole, strict=False)) if one != two), len(whole))
             raise self._refusal(
-                "not-append-only",
+                "data.not-append-only",
                 "the tokens of a prompt are not the first tokens of the prompt with its answer",
                 f"token {same} to be {self.decode(begin[same : same + 8], False)!r}",
                 repr(self.decode(whole[same : same + 8], False)),
@@ -218,7 +218,7 @@ class HuggingFaceChatTokenizer:
                 "give another chat_template, or take that part out of the data",
             )
             problem = "the chat template leaves out a part of an answer"
-            raise self._refusal("malformed", problem, expected, repr(text[-400:]), fix)
+            raise self._refusal("data.malformed", problem, expected, repr(text[-400:]), fix)
 
     def _find_turn_end(self) -> int | None:
         """The special token by which the template closes an answer (``<|im_end|>``), if it has one.
