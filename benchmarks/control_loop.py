@@ -29,7 +29,8 @@ from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.device import DeviceLease
 from jackfield.compose.ray_serving import CONTRACTS
-from jackfield.config import RayConfig, make_config
+from jackfield.config import make_config
+from jackfield.config.sections import RayConfig
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
 from jackfield.plugins import hook_manager

@@ -9,7 +9,7 @@ import pytest
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.compose import run
-from jackfield.config import ClusterConfig, DataConfig, PluginSection, RunConfig, ScheduleConfig
+from jackfield.config.sections import ClusterConfig, DataConfig, PluginSection, RunConfig, ScheduleConfig
 from jackfield.plugins import hookimpl
 from jackfield.plugins.hooks import StepEnded
 

@@ -40,7 +40,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueBackend,
     TransferQueueContext,
 )
-from jackfield.clock import VirtualClock, _VirtualTimeLoop
+from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, LeaseError, QueueError
 from jackfield.queue import dense_column
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
@@ -229,7 +229,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.make_store = make_store
         self.stores: list[Memory | Elsewhere] = []
         self.clock = VirtualClock()
-        self.runner = asyncio.Runner(loop_factory=lambda: _VirtualTimeLoop(self.clock))
+        self.runner = asyncio.Runner(loop_factory=self.clock.make_loop)
         self.model = Model()
         self.metas: list[BatchMeta] = []
         self.saved: tuple[Path, Model] | None = None

@@ -1,8 +1,4 @@
-"""The one clock through which every wait and every deadline goes.
-
-A run gets a :class:`Clock` injected; simulations and tests use a :class:`VirtualClock`, on which an
-hour passes as soon as every task waits.
-"""
+"""The time source of all waits and deadlines of a run; simulations and tests use a :class:`VirtualClock`."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ class Clock:
     """The real clock. ``time()`` is monotonic, in seconds, with an arbitrary origin."""
 
     def time(self) -> float:
-        """Seconds on a monotonic clock."""
+        """Return the seconds on a monotonic clock."""
         return time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
@@ -36,10 +32,10 @@ class Clock:
         Args:
             awaitable: a coroutine or future; it is cancelled when time runs out.
             seconds: the deadline, from now.
-            waiting_for: who and what is waited for, for the error message.
+            waiting_for: what is waited for; the error names it.
 
         Raises:
-            DeadlineExceeded: when time runs out; the message names ``waiting_for``.
+            DeadlineExceeded: time ran out.
         """
         if isinstance(awaitable, asyncio.Future) and not isinstance(awaitable, asyncio.Task):
             return await _future(awaitable, seconds, waiting_for)
@@ -67,29 +63,34 @@ async def _future(future: asyncio.Future[T], seconds: float, waiting_for: str) -
 
 
 def _too_late(seconds: float, waiting_for: str) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"waited {seconds:g} s for {waiting_for}", fix="look at why it did not answer, or raise the deadline"
-    )
+    fix = "look at why it did not answer, or raise the deadline"
+    return DeadlineExceeded(f"waited {seconds:g} s for {waiting_for}", fix=fix)
 
 
 class VirtualClock(Clock):
     """A clock that jumps to the next deadline as soon as every task waits.
 
-    Use :meth:`run` in the place of :func:`asyncio.run`; ``asyncio.sleep`` and ``asyncio.timeout``
-    inside it run on virtual time, too. Work in threads or other processes does not hold the clock.
+    Use :meth:`run` in the place of :func:`asyncio.run`; ``asyncio.sleep`` and ``asyncio.timeout`` inside it run on
+    virtual time, too. Work in threads or other processes does not hold the clock.
     """
 
     def __init__(self) -> None:
-        self._now = 0.0
+        self.now = 0.0
 
     def time(self) -> float:
-        """Virtual seconds since the clock was made."""
-        return self._now
+        """Return the virtual seconds since the clock was made."""
+        return self.now
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run ``main`` to its end on virtual time and return its result."""
-        with asyncio.Runner(loop_factory=lambda: _VirtualTimeLoop(self)) as runner:
+        with asyncio.Runner(loop_factory=self.make_loop) as runner:
             return runner.run(main)
+
+    def make_loop(self) -> asyncio.AbstractEventLoop:
+        """Make an event loop that runs on virtual time."""
+        loop = asyncio.SelectorEventLoop(_JumpingSelector(self))
+        loop.time = self.time  # type: ignore[method-assign]
+        return loop
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -100,16 +101,6 @@ class _JumpingSelector(selectors.DefaultSelector):
         self._clock = clock
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            return super().select(None)
-        self._clock._now += max(timeout, 0.0)
-        return super().select(0)
-
-
-class _VirtualTimeLoop(asyncio.SelectorEventLoop):
-    def __init__(self, clock: VirtualClock) -> None:
-        self._virtual_clock = clock
-        super().__init__(_JumpingSelector(clock))
-
-    def time(self) -> float:
-        return self._virtual_clock.time()
+        if timeout is not None:
+            self._clock.now += max(timeout, 0.0)
+        return super().select(None if timeout is None else 0)

@@ -1,8 +1,7 @@
-"""Every error Jackfield raises on purpose, in one tree.
+"""Every error that Jackfield raises on purpose, in one tree.
 
-Every error carries a ``code`` (a stable slug that is listed in :data:`CODES` and in
-``docs/reference/errors.md``), what went wrong, where, what was expected, what was found and how to
-fix it.
+Each carries a ``code``, which is listed in :data:`CODES` and in ``docs/reference/errors.md``, what went wrong, where,
+what was expected, what was found and how to fix it.
 """
 
 from __future__ import annotations
@@ -145,7 +144,6 @@ CODES: dict[str, str] = {
     "deadline": "Something that was waited for did not come in time.",
 }
 
-
 _DETAILS = ("where", "expected", "found", "fix")
 
 
@@ -185,9 +183,8 @@ class JackfieldError(Exception):
         shown = self.where is None or (isinstance(self.where, str) and self.where in self.message)
         head = self.message if shown else f"{self.message} at {self.where}"
         details = ((name, getattr(self, name)) for name in _DETAILS[1:])
-        return "\n".join(
-            [f"[{self.code}] {head}", *(f"  {name}: {value}" for name, value in details if value is not None)]
-        )
+        lines = [f"  {name}: {value}" for name, value in details if value is not None]
+        return "\n".join([f"[{self.code}] {head}", *lines])
 
     def __reduce__(self) -> tuple[Any, ...]:
         details: dict[str, Any] = {name: getattr(self, name) for name in ("code", *_DETAILS)}
@@ -208,11 +205,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 def described(error: BaseException) -> str:
     """Describe an exception in one line, with the file and line that raised it, of the user's code where it can."""
-    libraries = (
-        os.path.dirname(__file__) + os.sep,
-        "<frozen ",
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    )
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    libraries = (os.path.dirname(__file__) + os.sep, "<frozen ", *installed)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -227,12 +221,7 @@ def error_fields(error: BaseException) -> dict[str, Any]:
 
 
 def rebuilt_error(fields: Mapping[str, Any], where: str) -> JackfieldError:
-    """Make the error that another process has sent.
-
-    Args:
-        fields: see :func:`error_fields`.
-        where: the place where it happened, for errors that are not Jackfield's.
-    """
+    """Make the error of :func:`error_fields` that another process has sent, which ``where`` names."""
     kind = globals().get(str(fields.get("class")))
     if not (isinstance(kind, type) and issubclass(kind, JackfieldError)):
         return RunError(f"{where} raised {fields.get('message')}", where=where)

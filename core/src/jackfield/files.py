@@ -7,6 +7,7 @@ chain each text's digest also covers the digest of the text before it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -24,12 +25,8 @@ _LENGTH = len(_KEY) + _DIGITS + len('"}')
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[Path]:
     """Yield an empty file to write to, which takes the place of ``path`` in one move at the end.
 
-    Where the block or the move fails, the file at ``path`` is as before. The folder is made where it is missing.
-
-    Args:
-        path: the file to replace; it need not exist.
-        mode: the permissions of the new file, less the process's umask.
-        durable: bring the contents to the disk before the move.
+    Where the block or the move fails, the file at ``path`` is as before. Missing folders are made. ``mode`` is less the
+    process's umask; ``durable`` brings the contents to the disk before the move.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -67,11 +64,7 @@ class AppendFile:
         self._end = max(path.stat().st_size - len(tail), 0)
 
     def append(self, data: bytes) -> None:
-        """Write ``data`` at the end; when that fails the file is as before.
-
-        Raises:
-            OSError: when the data could not be written.
-        """
+        """Write ``data`` at the end; when that raises an ``OSError`` the file is as before."""
         try:
             self._write(data + self._tail)
         except BaseException:
@@ -93,7 +86,7 @@ class AppendFile:
 
 
 def sync(path: Path) -> None:
-    """Return when the file's contents, or the folder's names, are on the disk."""
+    """Bring a file's contents, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -102,7 +95,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Return when everything in the folder is on the disk, the contents of each folder before its own names."""
+    """Bring everything in the folder to the disk, the contents of each folder before its own names."""
     for path in sorted(folder.rglob("*"), reverse=True):
         sync(path)
     sync(folder)
@@ -110,20 +103,12 @@ def sync_tree(folder: Path) -> None:
 
 def digest_of(path: Path) -> str:
     """Compute the xxh3_128 of a file's contents: 32 hexadecimal digits."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def seal(text: str, after: str = "") -> str:
-    """Add the digest of a JSON object's text as its last entry.
-
-    Args:
-        text: the text of an object that is not empty.
-        after: the digest of the text before it in a chain.
-    """
+    """Add the digest of a non-empty JSON object's text as its last entry, ``after`` the digest before it in a chain."""
     return f'{text[:-1]}{_KEY.decode()}{_digest(after, text.encode())}"}}'
 
 

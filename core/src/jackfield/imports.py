@@ -19,11 +19,10 @@ def own_process() -> None:
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """No cyclic garbage collection meanwhile; in a process of our own, never among what is there after a large import.
+    """Pause cyclic garbage collection; in a process of our own, exempt what a large import has brought for good.
 
-    What imports make lives on, so that looking for garbage among it is in vain. With torch and transformers it takes a
-    fifth of the time that their import needs, and a quarter of a second in each full collection later, of which the
-    interpreter's end has several.
+    What imports make lives on. To look for garbage among it takes a fifth of the time in which torch and transformers
+    are imported, and a quarter of a second in each full collection later, of which the interpreter's end has several.
     """
     enabled, before = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -25,9 +25,13 @@ T = TypeVar("T")
 _LARGEST_FLOAT, _LARGEST_INT = 3.4028234663852886e38, 2**63 - 1
 
 
-def option(default: Any = attrs.NOTHING, *, help: str, factory: Any = None, validator: Any = None) -> Any:
-    """Declare a field of a settings class with a help text, which ``jackfield config explain`` prints."""
+def option(default: Any = attrs.NOTHING, help: str = "", validator: Any = None, *, factory: Any = None) -> Any:
+    """Declare a field of a settings class with a help text, which ``jackfield config explain`` prints.
+
+    The validator of a field whose default is None lets None pass.
+    """
     default = attrs.Factory(factory) if factory is not None else default
+    validator = attrs.validators.optional(validator) if default is None and validator is not None else validator
     return attrs.field(default=default, validator=validator, metadata={"help": help})
 
 
@@ -70,40 +74,29 @@ def read_yaml(file: Path) -> Any:
     return {} if values is None else values
 
 
-def parse_override(text: str) -> tuple[list[str], Any]:
-    """Split ``a.b=c`` into the path ``["a", "b"]`` and the value ``c``, read as YAML.
+def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return the values with one ``a.b=c`` applied, where ``c`` is YAML; what is given stays as it is.
 
     Raises:
         ConfigError: ``config.override``.
     """
     path, sign, value = text.partition("=")
-    keys = path.strip().split(".")
+    keys, shown = path.strip().split("."), text if len(text) <= 200 else text[:200] + "…"
     refused = functools.partial(ConfigError, code="config.override")
     if not sign or not all(keys):
         fix = "write for example schedule.steps=10"
-        raise refused(f"cannot read the override {text!r}", expected="key.path=value", found=text, fix=fix)
-    try:
-        return keys, yaml.safe_load(value)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        shown = text if len(text) <= 200 else text[:200] + "…"
-        raise refused(f"the value of the override {shown!r} is not YAML", where=path, found=error) from error
-
-
-def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Return the values with one ``a.b=c`` applied; what is given stays as it is.
-
-    Raises:
-        ConfigError: ``config.override``.
-    """
-    keys, value = parse_override(text)
+        raise refused(f"cannot read the override {shown!r}", expected="key.path=value", found=shown, fix=fix)
     applied = inner = dict(values)
     for depth, key in enumerate(keys[:-1], 1):
         below = {} if inner.get(key) is None else inner[key]
         if not isinstance(below, Mapping):
             details = {"where": ".".join(keys[:depth]), "expected": "keys and values", "found": repr(below)}
-            raise ConfigError(f"the override {text!r} goes through a value", code="config.override", **details)
+            raise refused(f"the override {shown!r} goes through a value", **details)
         inner[key] = inner = dict(below)
-    inner[keys[-1]] = value
+    try:
+        inner[keys[-1]] = yaml.safe_load(value)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise refused(f"the value of the override {shown!r} is not YAML", where=path, found=error) from error
     return applied
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from jackfield.config import RunConfig, as_plain, explain, load_config, show
 from jackfield.errors import ConfigError
-from jackfield.settings import parse_override
+from jackfield.settings import apply_override
 
 
 @pytest.fixture
@@ -105,4 +106,9 @@ def test_every_setting_says_what_it_is_for(file: Path) -> None:
 
 @given(st.lists(st.text("abcdefgh_", min_size=1), min_size=1, max_size=4), st.one_of(st.integers(), st.booleans()))
 def test_overrides_are_yaml_at_a_path(keys: list[str], value: object) -> None:
-    assert (keys, value) == parse_override(".".join(keys) + "=" + yaml.safe_dump(value))
+    found: Any = apply_override({"other": 1}, ".".join(keys) + "=" + yaml.safe_dump(value))
+    assert 1 == found.pop("other")
+    for key in keys:
+        assert [key] == list(found)
+        found = found[key]
+    assert value == found

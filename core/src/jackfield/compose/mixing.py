@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from jackfield.compose.export import find_queue
-from jackfield.config import MixConfig, MixingConfig, ReplayConfig
+from jackfield.config.sections import MixConfig, MixingConfig, ReplayConfig
 from jackfield.errors import ConfigError
 from jackfield.queue import Reuse, SamplerSpec, TransferQueue, Values, make_sampler
 from jackfield.queue.sample_files import cell_of, read_samples, shape_of

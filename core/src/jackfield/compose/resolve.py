@@ -17,7 +17,7 @@ from jackfield.algorithms.registry import COUNTS
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.algorithms.settings import CriticSettings, PartSettings
 from jackfield.compose.checks import refusal
-from jackfield.config import RunConfig, WeightsConfig
+from jackfield.config.sections import RunConfig, WeightsConfig
 from jackfield.plugins import Manifest
 
 _OF_ESTIMATORS = (

@@ -1,4 +1,7 @@
-"""Typed configuration: YAML files and ``a.b=c`` overrides to one frozen :class:`RunConfig`."""
+"""Typed configuration: YAML files and ``a.b=c`` overrides to one frozen :class:`RunConfig`.
+
+The classes of its sections are in :mod:`jackfield.config.sections`.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +14,11 @@ from jackfield.config.loading import (
     show,
     validate_plugins,
 )
-from jackfield.config.sections import (
-    ClusterConfig,
-    DataConfig,
-    DeadlineConfig,
-    EvaluationConfig,
-    EvaluationSampling,
-    LogProbCheckConfig,
-    MixConfig,
-    MixingConfig,
-    PluginSection,
-    QueueConfig,
-    RayConfig,
-    ReplayConfig,
-    RunConfig,
-    SamplerConfig,
-    ScheduleConfig,
-    WeightsConfig,
-)
+from jackfield.config.sections import PluginSection, RunConfig
 
 __all__ = [
-    "ClusterConfig",
-    "DataConfig",
-    "DeadlineConfig",
-    "EvaluationConfig",
-    "EvaluationSampling",
-    "LogProbCheckConfig",
-    "MixConfig",
-    "MixingConfig",
     "PluginSection",
-    "QueueConfig",
-    "RayConfig",
-    "ReplayConfig",
     "RunConfig",
-    "SamplerConfig",
-    "ScheduleConfig",
-    "WeightsConfig",
     "as_plain",
     "explain",
     "load_config",

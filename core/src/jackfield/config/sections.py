@@ -39,22 +39,22 @@ class PluginSection:
 class DataConfig:
     """The tasks, and how they become batches."""
 
-    train: str | None = option(None, help="JSONL file of training tasks")
-    eval: str | None = option(None, help="JSONL file of held-out tasks")
+    train: str | None = option(None, "JSONL file of training tasks")
+    eval: str | None = option(None, "JSONL file of held-out tasks")
     format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; GSM8K's own format by default")
     expert: str | None = option(
         None,
-        help="JSONL file of an expert's answers as texts, in the same format (mix, mix_chord); samples of token ids: "
+        "JSONL file of an expert's answers as texts, in the same format (mix, mix_chord); samples of token ids: "
         "mixing.expert",
     )
-    expert_samples_per_batch: int = option(0, help="answers of the expert in one training batch", validator=ge(0))
-    chat_template: str | None = option(None, help="a Jinja chat template in the place of the tokenizer's own")
-    groups_per_batch: int = option(32, help="tasks (groups) in one batch", validator=gt(0))
-    rollouts_per_group: int = option(8, help="rollouts of each task (the group size)", validator=gt(0))
+    expert_samples_per_batch: int = option(0, "answers of the expert in one training batch", ge(0))
+    chat_template: str | None = option(None, "a Jinja chat template in the place of the tokenizer's own")
+    groups_per_batch: int = option(32, "tasks (groups) in one batch", gt(0))
+    rollouts_per_group: int = option(8, "rollouts of each task (the group size)", gt(0))
     max_prompt_tokens: int | None = option(
         None,
-        help="longest prompt allowed, in tokens: a longer one ends the run; null: what leaves room for a response",
-        validator=optional(gt(0)),
+        "longest prompt allowed, in tokens: a longer one ends the run; null: what leaves room for a response",
+        gt(0),
     )
 
 
@@ -62,16 +62,14 @@ class DataConfig:
 class ScheduleConfig:
     """When batches are generated, trained on and published."""
 
-    steps: int = option(100, help="training steps", validator=gt(0))
-    sync_interval: int = option(1, help="k: weights are published every k steps", validator=gt(0))
-    sync_offset: int = option(0, help="o: how many batches the explorer may run ahead", validator=ge(0))
+    steps: int = option(100, "training steps", gt(0))
+    sync_interval: int = option(1, "k: weights are published every k steps", gt(0))
+    sync_offset: int = option(0, "o: how many batches the explorer may run ahead", ge(0))
     max_retries: int = option(
-        8,
-        help="retries of one failed group of a batch; and groups in a row that may end without any score",
-        validator=ge(0),
+        8, "retries of one failed group of a batch; and groups in a row that may end without any score", ge(0)
     )
     reward_retries: int = option(
-        1, help="further calls for a sample without a score, before its reward counts as failed", validator=ge(0)
+        1, "further calls for a sample without a score, before its reward counts as failed", ge(0)
     )
 
 
@@ -79,24 +77,22 @@ class ScheduleConfig:
 class CheckpointConfig:
     """From what the same command goes on after the run has ended, however it ended."""
 
-    every: int = option(
-        20, help="checkpoint every n steps, at the next synchronisation when that is later; 0: never", validator=ge(0)
-    )
-    keep: int = option(2, help="how many of the newest checkpoints stay", validator=gt(0))
-    at_end: bool = option(True, help="checkpoint after the last step, too")
+    every: int = option(20, "checkpoint every n steps, at the next synchronisation when that is later; 0: never", ge(0))
+    keep: int = option(2, "how many of the newest checkpoints stay", gt(0))
+    at_end: bool = option(True, "checkpoint after the last step, too")
     grace_seconds: float = option(
         25.0,
-        help="seconds from SIGTERM or SIGINT to the end of the process: in four fifths of them the step under way is "
+        "seconds from SIGTERM or SIGINT to the end of the process: in four fifths of them the step under way is "
         "finished and a checkpoint written, the rest is for closing",
-        validator=gt(0.0),
+        gt(0.0),
     )
     max_recoveries: int = option(
         3,
-        help="times that a run goes on from its newest checkpoint by itself, after a worker whose work is lost died",
-        validator=ge(0),
+        "times that a run goes on from its newest checkpoint by itself, after a worker whose work is lost died",
+        ge(0),
     )
     resume: bool = option(
-        True, help="go on from the folder's newest checkpoint; false: remove what is there and start from the beginning"
+        True, "go on from the folder's newest checkpoint; false: remove what is there and start from the beginning"
     )
 
 
@@ -106,21 +102,19 @@ class WeightsConfig:
 
     kind: Literal["full", "delta"] = option(
         "full",
-        help="full: all of them; delta: the blocks of bytes that have changed since the last synchronisation. A LoRA "
+        "full: all of them; delta: the blocks of bytes that have changed since the last synchronisation. A LoRA "
         "adapter (model.lora) is sent alone in any case",
     )
-    block_bytes: int = option(
-        4096, help="of a block of a delta; the engine remembers 8 bytes for each", validator=ge(8)
-    )
+    block_bytes: int = option(4096, "of a block of a delta; the engine remembers 8 bytes for each", ge(8))
     on_missing_base: Literal["full", "stop"] = option(
         "full",
-        help="where a replica does not hold the weights that a delta changes (it has just come, or was started "
-        "again); full: everything is sent; stop: the run ends (weights.base)",
+        "where a replica does not hold the weights that a delta changes (it has just come, or was started again); "
+        "full: everything is sent; stop: the run ends (weights.base)",
     )
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = option(
         None,
-        help="what a replica casts the weights to as it loads them; the engine sends its own. float8_e4m3fn: weights "
-        "of linear layers, with one scale per tensor, the rest in bfloat16; null: model.dtype",
+        "what a replica casts the weights to as it loads them; the engine sends its own. float8_e4m3fn: weights of "
+        "linear layers, with one scale per tensor, the rest in bfloat16; null: model.dtype",
     )
 
 
@@ -134,26 +128,24 @@ class LogProbCheckConfig:
 
     every: int = option(
         10,
-        help="compare the training pass every n steps, at the next weight sync when that is later; and on the first "
+        "compare the training pass every n steps, at the next weight sync when that is later; and on the first "
         "batch, on the first that published weights made, and after a resume. 0: never",
-        validator=ge(0),
+        ge(0),
     )
     probe_tokens: int = option(
-        2,
-        help="tokens that each replica generates, and the engine scores, after each weight sync. 0: none",
-        validator=ge(0),
+        2, "tokens that each replica generates, and the engine scores, after each weight sync. 0: none", ge(0)
     )
     bound: float | None = option(
         None,
-        help="mean distance of log-probs, in nats; null: 0.01 to replica and rollout, 0.25 where anything computes "
-        "with fewer bits than float32, 0.5 with weights.dtype: float8_e4m3fn; a tenth of 0.01, or 0.1, to the "
-        "inference pass. One sample may be ten times as far from the rollout",
-        validator=optional(gt(0.0)),
+        "mean distance of log-probs, in nats; null: 0.01 to replica and rollout, 0.25 where anything computes with "
+        "fewer bits than float32, 0.5 with weights.dtype: float8_e4m3fn; a tenth of 0.01, or 0.1, to the inference "
+        "pass. One sample may be ten times as far from the rollout",
+        gt(0.0),
     )
     on_mismatch: Literal["stop", "warn", "correct"] = option(
         "stop",
-        help="stop: the run ends (weights.log-probs, run.log-probs); warn: a warning; correct: distances to replica "
-        "and rollout are a warning, and importance weights correct for them (algorithm.correction, which this switches "
+        "stop: the run ends (weights.log-probs, run.log-probs); warn: a warning; correct: distances to replica and "
+        "rollout are a warning, and importance weights correct for them (algorithm.correction, which this switches "
         "on), a distance to the inference pass ends the run",
     )
 
@@ -162,9 +154,7 @@ class LogProbCheckConfig:
 class EvaluationSampling(SamplingParams):
     """How evaluation answers are drawn: greedy by default."""
 
-    temperature: float = option(
-        0.0, help="0: greedy; else 0.01 to 100", validator=attrs.fields(SamplingParams).temperature.validator
-    )
+    temperature: float = option(0.0, "0: greedy; else 0.01 to 100", attrs.fields(SamplingParams).temperature.validator)
 
 
 @attrs.frozen(kw_only=True)
@@ -172,11 +162,9 @@ class EvaluationConfig:
     """Runs over the held-out tasks."""
 
     every: int = option(
-        0,
-        help="evaluate every n steps, at the next synchronisation when that is later, and at both ends; 0: never",
-        validator=ge(0),
+        0, "evaluate every n steps, at the next synchronisation when that is later, and at both ends; 0: never", ge(0)
     )
-    tasks: int | None = option(None, help="use the first n held-out tasks; null: all", validator=optional(gt(0)))
+    tasks: int | None = option(None, "use the first n held-out tasks; null: all", gt(0))
     sampling: EvaluationSampling = option(factory=EvaluationSampling, help="how answers are drawn")
 
 
@@ -184,22 +172,22 @@ class EvaluationConfig:
 class DeadlineConfig:
     """The longest that a run waits, in seconds, before it fails and names who was waited for."""
 
-    start: float = option(600.0, help="for a worker to start, and for a cluster to have room for it", validator=gt(0.0))
-    engine: float = option(3600.0, help="for one call of an engine: loading, a pass, a checkpoint", validator=gt(0.0))
-    rollout: float = option(600.0, help="for one rollout", validator=gt(0.0))
-    reward: float = option(60.0, help="for one score", validator=gt(0.0))
-    batch: float = option(1800.0, help="for the batch of the next step", validator=gt(0.0))
-    sync: float = option(600.0, help="for one weight synchronisation", validator=gt(0.0))
+    start: float = option(600.0, "for a worker to start, and for a cluster to have room for it", gt(0.0))
+    engine: float = option(3600.0, "for one call of an engine: loading, a pass, a checkpoint", gt(0.0))
+    rollout: float = option(600.0, "for one rollout", gt(0.0))
+    reward: float = option(60.0, "for one score", gt(0.0))
+    batch: float = option(1800.0, "for the batch of the next step", gt(0.0))
+    sync: float = option(600.0, "for one weight synchronisation", gt(0.0))
     heartbeat: float = option(
         30.0,
-        help="without a heartbeat of a process, after which it is dead: it is named and killed, and what it did is "
-        "done again; a thread of its own sends them, also during long work",
-        validator=gt(0.0),
+        "without a heartbeat of a process, after which it is dead: it is named and killed, and what it did is done "
+        "again; a thread of its own sends them, also during long work",
+        gt(0.0),
     )
     drain: float = option(
         60.0,
-        help="for the requests of a replica that is removed to end; then they are generated again on the others",
-        validator=ge(0.0),
+        "for the requests of a replica that is removed to end; then they are generated again on the others",
+        ge(0.0),
     )
 
 
@@ -207,7 +195,7 @@ class DeadlineConfig:
 class SamplerConfig:
     """Which of the groups that may be used are taken."""
 
-    name: str = option("sequential", help="sequential, random, priority, or one that a plugin offers")
+    name: str = option("sequential", "sequential, random, priority, or one that a plugin offers")
     options: Mapping[str, Any] = option(factory=dict, help="the sampler's own settings")
 
 
@@ -217,7 +205,7 @@ class ReplayConfig(Reuse):
 
     ratio: float = option(help="such groups for each new one, as far as there are any", validator=gt(0.0))
     capacity: int | None = option(
-        256, help="used groups that are kept, the sampler's first choices; null: all", validator=optional(gt(0))
+        256, "used groups that are kept, the sampler's first choices; null: all", optional(gt(0))
     )
     sampler: SamplerConfig = option(
         factory=partial(SamplerConfig, name="priority"), help="which of them are trained on again"
@@ -242,38 +230,38 @@ class QueueConfig:
 
     durable: bool = option(
         False,
-        help="a run that was killed keeps the rows that it had made since its newest checkpoint; needs a durable "
+        "a run that was killed keeps the rows that it had made since its newest checkpoint; needs a durable "
         "transfer_queue (sql, redis)",
     )
     address: str | None = option(
         None,
-        help="the address.json of the controller that the run connects to; null: the controller is part of the run's "
+        "the address.json of the controller that the run connects to; null: the controller is part of the run's "
         "process, and with --role the one that is served for the same folder",
     )
-    host: str = option("127.0.0.1", help="address at which `jackfield queue serve` listens; beyond loopback with CURVE")
-    port: int = option(0, help="port at which it listens; 0: any free port", validator=and_(ge(0), le(65535)))
+    host: str = option("127.0.0.1", "address at which `jackfield queue serve` listens; beyond loopback with CURVE")
+    port: int = option(0, "port at which it listens; 0: any free port", and_(ge(0), le(65535)))
     rewards: Literal["train", "distributed"] = option(
-        "train", help="which process scores samples: the role train, or one of its own (--role reward)"
+        "train", "which process scores samples: the role train, or one of its own (--role reward)"
     )
     max_samples: int | None = option(
         None,
-        help="samples in the queue, above which explorers wait; those of the batch that the trainer waits for are let "
-        "in, and samples count until the checkpoint after their step; null: no limit",
-        validator=optional(gt(0)),
+        "samples in the queue, above which explorers wait; those of the batch that the trainer waits for are let in, "
+        "and samples count until the checkpoint after their step; null: no limit",
+        gt(0),
     )
-    max_bytes: int | None = option(None, help="the same in bytes of values; null: no limit", validator=optional(gt(0)))
+    max_bytes: int | None = option(None, "the same in bytes of values; null: no limit", gt(0))
 
 
 @attrs.frozen(kw_only=True)
 class MixingConfig:
     """What a batch has beside the groups of its step."""
 
-    replay: ReplayConfig | None = option(None, help="train again on groups that were trained on before; null: never")
+    replay: ReplayConfig | None = option(None, "train again on groups that were trained on before; null: never")
     expert: MixConfig | None = option(
-        None, help="samples that an expert wrote, for a loss with an expert (mix, mix_chord); null: none"
+        None, "samples that an expert wrote, for a loss with an expert (mix, mix_chord); null: none"
     )
     human: MixConfig | None = option(
-        None, help="samples with rewards from elsewhere, treated like the policy's own; null: none"
+        None, "samples with rewards from elsewhere, treated like the policy's own; null: none"
     )
 
 
@@ -281,24 +269,21 @@ class MixingConfig:
 class RayConfig:
     """The cluster and the workers in it."""
 
-    address: str | None = option(None, help="of a cluster to join (HOST:PORT); null: start one on this machine")
+    address: str | None = option(None, "of a cluster to join (HOST:PORT); null: start one on this machine")
     num_cpus: int | None = option(
-        None,
-        help="CPUs of a cluster that is started; null: the machine's, or what the run needs",
-        validator=optional(gt(0)),
+        None, "CPUs of a cluster that is started; null: the machine's, or what the run needs", gt(0)
     )
     object_store_bytes: int | None = option(
-        None, help="shared memory of a cluster that is started; null: as Ray decides", validator=optional(gt(0))
+        None, "shared memory of a cluster that is started; null: as Ray decides", gt(0)
     )
-    engine_ranks: int = option(1, help="ranks of the engine", validator=gt(0))
-    agent_workers: int = option(1, help="processes that run agent loops", validator=gt(0))
-    reward_workers: int = option(1, help="processes that run reward agents", validator=gt(0))
+    engine_ranks: int = option(1, "ranks of the engine", gt(0))
+    agent_workers: int = option(1, "processes that run agent loops", gt(0))
+    reward_workers: int = option(1, "processes that run reward agents", gt(0))
     placement: Literal["colocated", "disaggregated"] = option(
-        "colocated",
-        help="colocated: engine and replicas take turns on the same places; disaggregated: each has its own",
+        "colocated", "colocated: engine and replicas take turns on the same places; disaggregated: each has its own"
     )
-    cpus_per_place: float = option(1.0, help="CPUs of the place of a rank or replica", validator=ge(0.0))
-    gpus_per_place: float = option(0.0, help="GPUs of the place of a rank or replica", validator=ge(0.0))
+    cpus_per_place: float = option(1.0, "CPUs of the place of a rank or replica", ge(0.0))
+    gpus_per_place: float = option(0.0, "GPUs of the place of a rank or replica", ge(0.0))
 
 
 @attrs.frozen(kw_only=True)
@@ -306,31 +291,26 @@ class ClusterConfig:
     """Where workers live."""
 
     name: Literal["inline", "ray"] = option(
-        "inline", help="inline: everything in this process; ray: each worker in a process of a Ray cluster"
+        "inline", "inline: everything in this process; ray: each worker in a process of a Ray cluster"
     )
-    device: str = option("cpu", help="torch device of engine and rollout server")
-    threads: int | None = option(
-        None, help="torch threads; null: as torch decides", validator=optional([gt(0), le(4096)])
-    )
-    replicas: int = option(1, help="rollout servers", validator=gt(0))
+    device: str = option("cpu", "torch device of engine and rollout server")
+    threads: int | None = option(None, "torch threads; null: as torch decides", [gt(0), le(4096)])
+    replicas: int = option(1, "rollout servers", gt(0))
     replica_restarts: int = option(
-        3,
-        help="how often a rollout server with a process of its own is started again when it dies",
-        validator=ge(0),
+        3, "how often a rollout server with a process of its own is started again when it dies", ge(0)
     )
     metrics_port: int | None = option(
         None,
-        help="where the controller shows how each replica is, for Prometheus, on loopback; 0: a free port; null: "
-        "nowhere",
-        validator=optional([ge(0), le(65535)]),
+        "where the controller shows how each replica is, for Prometheus, on loopback; 0: a free port; null: nowhere",
+        [ge(0), le(65535)],
     )
     max_model_len: int | None = option(
         None,
-        help="prompt and response tokens together that a rollout server makes room for; null: the model's own limit",
-        validator=optional(gt(1)),
+        "prompt and response tokens together that a rollout server makes room for; null: the model's own limit",
+        gt(1),
     )
-    micro_batch_tokens: int = option(16384, help="padded tokens of one training pass, at most", validator=gt(0))
-    offload: bool = option(False, help="at every hand-over the idle side gives its device memory back")
+    micro_batch_tokens: int = option(16384, "padded tokens of one training pass, at most", gt(0))
+    offload: bool = option(False, "at every hand-over the idle side gives its device memory back")
     interpreters: Mapping[str, str] = option(
         factory=dict,
         help="interpreters of their own for workers by kind (rollout; with name: ray also engine, agent, reward): a "
@@ -344,11 +324,11 @@ class ClusterConfig:
 class RunConfig:
     """A whole run."""
 
-    name: str = option("run", help="shown in progress, curves and tables")
-    folder: str = option("runs/run", help="where everything that the run writes goes")
-    seed: int = option(0, help="fixes a synchronous run")
+    name: str = option("run", "shown in progress, curves and tables")
+    folder: str = option("runs/run", "where everything that the run writes goes")
+    seed: int = option(0, "fixes a synchronous run")
     mode: Literal["online", "offline"] = option(
-        "online", help="online: explore and train; offline: train on the data's own answers"
+        "online", "online: explore and train; offline: train on the data's own answers"
     )
     model: ModelSpec = option(help="the policy")
     data: DataConfig = option(factory=DataConfig, help="tasks")
@@ -387,8 +367,8 @@ class RunConfig:
     )
     checkpoint_engine: PluginSection = option(
         factory=partial(PluginSection, name="auto"),
-        help="the checkpoint_engine plugin, and its own settings; auto: in_process, nccl with cluster.name: ray, "
-        "and shared where the rollout server has an interpreter of its own",
+        help="the checkpoint_engine plugin, and its own settings; auto: in_process, nccl with cluster.name: ray, and "
+        "shared where the rollout server has an interpreter of its own",
     )
     observe: ObserveSettings = option(factory=ObserveSettings, help="what the run writes and shows")
 

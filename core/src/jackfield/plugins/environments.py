@@ -31,13 +31,11 @@ _STAMP = "jackfield-environment.json"
 class EnvironmentSettings:
     """An environment that ``jackfield env create`` makes; Jackfield and plugins come along."""
 
-    folder: str | None = option(None, help="where it is; null: environments/NAME")
-    python: str | None = option(None, help="the interpreter that makes it; null: the one that runs Jackfield")
-    requires: tuple[str, ...] = option((), help="what pip installs there")
-    constraints: str | None = option(None, help="a file of versions that pip keeps to")
-    uninstall: tuple[str, ...] = option(
-        (), help="packages that are removed afterwards, where something has brought them"
-    )
+    folder: str | None = option(None, "where it is; null: environments/NAME")
+    python: str | None = option(None, "the interpreter that makes it; null: the one that runs Jackfield")
+    requires: tuple[str, ...] = option((), "what pip installs there")
+    constraints: str | None = option(None, "a file of versions that pip keeps to")
+    uninstall: tuple[str, ...] = option((), "packages that are removed afterwards, where something has brought them")
 
     def path(self, name: str) -> Path:
         """Return the folder of the environment of this name."""

@@ -202,39 +202,28 @@ class HookManager(pluggy.PluginManager):
             PluginError: ``plugin.hooks``, see :func:`hook_manager`.
         """
         label = getattr(plugin, "__name__", None) or f"{type(plugin).__module__}.{type(plugin).__qualname__}"
-        refused: Exception | None = None
+        problem, registered = "it implements no hook", None
         try:
             registered = super().register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as error:
-            refused = error
-        callers = self.get_hookcallers(plugin) or []
-        unknown = sorted(caller.name for caller in callers if caller.name not in HOOKS)
-        if refused or unknown or not callers:
-            if self.is_registered(plugin):
-                self.unregister(plugin)
-            raise _not_registered(label, unknown, refused) from refused
+            problem = " ".join(str(error).split())
+        callers = self.get_hookcallers(plugin) or [] if registered is not None else []
+        unknown = [f"'{caller.name}'{did_you_mean(caller.name, HOOKS)}" for caller in callers if not caller.has_spec()]
+        if unknown or not callers:
+            raise PluginError(
+                f"the hooks of {label} cannot be registered",
+                code="plugin.hooks",
+                where=label,
+                expected=f"each object once, with functions marked by hookimpl: one or more of {', '.join(HOOKS)}",
+                found=f"the unknown hook {', '.join(unknown)}" if unknown else problem,
+                fix="give them the names and parameters that jackfield.plugins.hooks describes",
+            )
         for caller in callers:
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin and not (implementation.wrapper or implementation.hookwrapper):
                     guarded = _guard(implementation.function, f"{label}.{caller.name}")
                     setattr(implementation, "function", guarded)  # noqa: B010  (declared Final)
         return registered
-
-
-def _not_registered(label: str, unknown: list[str], refused: Exception | None) -> PluginError:
-    message, found = f"{label} implements no hook", ", ".join(unknown) or "none"
-    if refused is not None:
-        message, found = f"the hooks of {label} cannot be registered", " ".join(str(refused).split())
-    elif unknown:
-        message = f"{label} implements the unknown hook '{unknown[0]}'{did_you_mean(unknown[0], HOOKS)}"
-    return PluginError(
-        message,
-        code="plugin.hooks",
-        where=label,
-        expected=f"each object once, with functions marked by hookimpl: one or more of {', '.join(sorted(HOOKS))}",
-        found=found,
-        fix="give them the names and parameters that jackfield.plugins.hooks describes",
-    )
 
 
 def _guard(function: Callable[..., Any], label: str) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +26,7 @@ import attrs
 
 import jackfield
 from jackfield.abc import ABI_VERSIONS
-from jackfield.errors import CODES, JackfieldError, PluginError, PluginImportError
+from jackfield.errors import JackfieldError, PluginError, PluginImportError, error_fields, rebuilt_error
 from jackfield.plugins.hooks import hook_manager
 from jackfield.plugins.registry import PluginRecord, discover, import_object
 from jackfield.plugins.structure import structure_problems
@@ -88,8 +88,8 @@ class Introduction:
     versions: Mapping[str, str | None] = _UNKNOWN  #: of jackfield, torch and ray; None: not installed
     seconds: float = 0.0
     problem: PluginError | None = None  #: of the interpreter; the plugin was not looked at then
-    problems: tuple[PluginError, ...] = ()  #: of the plugin there
-    missing: tuple[PluginError, ...] = ()  #: requirements of the plugin that are not installed there
+    problems: tuple[JackfieldError, ...] = ()  #: of the plugin there
+    missing: tuple[JackfieldError, ...] = ()  #: requirements of the plugin that are not installed there
 
     def check(self) -> None:
         """Raise the first thing that keeps the plugin from running there.
@@ -219,7 +219,9 @@ def _unfit(path: str, said: Mapping[str, Any], result: ChildResult) -> PluginErr
     return None
 
 
-def _problems(record: PluginRecord, path: str, said: Mapping[str, Any], result: ChildResult) -> Iterator[PluginError]:
+def _problems(
+    record: PluginRecord, path: str, said: Mapping[str, Any], result: ChildResult
+) -> Iterator[JackfieldError]:
     """Find what a child said that is wrong with the plugin, or at what it ended."""
     if "introduction" not in said:
         release = f"jackfield=={jackfield.__version__}"
@@ -229,7 +231,7 @@ def _problems(record: PluginRecord, path: str, said: Mapping[str, Any], result: 
         return
     try:
         check_introduction(record, {**said["introduction"], "missing": ()}, path)
-    except PluginError as error:
+    except JackfieldError as error:
         yield error
         return
     if "problems" in said:
@@ -277,14 +279,13 @@ def check_introduction(record: PluginRecord, said: Mapping[str, Any], python: st
         raise _rebuilt(fields, python)
 
 
-def _rebuilt(fields: Mapping[str, Any], python: str) -> PluginError:
-    """Make the error of another interpreter, whose Jackfield may have codes that this one does not know."""
-    code = fields["code"] if fields["code"] in CODES else "plugin.handshake"
-    message, fix = fields["message"], fields.get("fix") or "install the plugin there"
+def _rebuilt(fields: Mapping[str, Any], python: str) -> JackfieldError:
+    """Make the error that an interpreter has found."""
+    error = rebuilt_error(fields, python)
     if os.path.abspath(python) != os.path.abspath(sys.executable):
-        message, fix = f"the interpreter {python} refuses the plugin: {message}", f"in {python}: {fix}"
-    details = {name: fields.get(name) for name in ("where", "expected", "found")}
-    return PluginError(message, code=code, fix=fix, **details)
+        error.message = f"the interpreter {python} refuses the plugin: {error.message}"
+        error.fix = f"in {python}: {error.fix or 'install the plugin there'}"
+    return error
 
 
 def _unusable(path: str, what: str, found: str, **details: Any) -> PluginError:
@@ -306,9 +307,9 @@ def introduce(kind: str, name: str) -> dict[str, Any]:
     }
     try:
         record = discover().resolve(name, kind)
-        missing = [error.as_dict() for error in record.usable().missing(record.label)]
+        missing = [error_fields(error) for error in record.usable().missing(record.label)]
     except JackfieldError as error:
-        return {**found, "problem": error.as_dict()}
+        return {**found, "problem": error_fields(error)}
     return {**found, "plugin": _identity(record), "missing": missing}
 
 
@@ -320,7 +321,7 @@ def _identity(record: PluginRecord) -> dict[str, Any]:
 def main(kind: str, name: str, *importing: str) -> None:
     """Answer :func:`look` in JSON lines, and end this process; threads of the plugin cannot delay the end.
 
-    Each stage that may hang or crash is named before it begins. What the plugin itself prints goes to stderr.
+    What the plugin itself prints goes to stderr.
     """
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -332,24 +333,21 @@ def main(kind: str, name: str, *importing: str) -> None:
     said = introduce(kind, name)
     say(introduction=said)
     try:
-        for found in _try(kind, name) if importing and said.get("missing") == [] else ():
-            if isinstance(found, str):
-                say(stage=found)
-            else:
-                problems.append(found)
+        if importing and said.get("missing") == []:
+            problems.extend(_try(kind, name, say))
     except JackfieldError as error:
         problems.append(error)
-    say(problems=[problem.as_dict() for problem in problems])
+    say(problems=[error_fields(problem) for problem in problems])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _try(kind: str, name: str) -> Iterator[str | PluginError]:
-    """Import a plugin: name each stage before it is entered, and what is wrong."""
+def _try(kind: str, name: str, say: Callable[..., None]) -> Iterator[PluginError]:
+    """Import a plugin, and find what is wrong. Each stage that may hang or crash is named before it begins."""
     registry = discover()
     record, manifest = registry.resolve(name, kind), registry.find(kind, name)
-    yield f"importing {manifest.config.partition(':')[0]}"
+    say(stage=f"importing {manifest.config.partition(':')[0]}")
     registry.settings_class(kind, name)
     loaded = " and ".join(name for name in _HEAVY if name in sys.modules)
     if loaded:
@@ -361,8 +359,8 @@ def _try(kind: str, name: str) -> Iterator[str | PluginError]:
             found=f"{loaded} in sys.modules",
             fix="move the config class to a module, in a package, that imports nothing heavy",
         )
-    yield f"importing {manifest.object.partition(':')[0]}"
+    say(stage=f"importing {manifest.object.partition(':')[0]}")
     yield from structure_problems(kind, import_object(manifest.object, manifest, record.label), record.label)
     if manifest.hooks is not None:
-        yield f"importing {manifest.hooks}"
+        say(stage=f"importing {manifest.hooks}")
         hook_manager((), [manifest])

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from abc import ABC
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from inspect import Parameter, Signature
 from typing import Any, Generic, Protocol
 
@@ -118,39 +118,29 @@ def _problems(contract: type, cls: type, name: str) -> Iterator[dict[str, str]]:
 
 
 def _refusals(contract: type, cls: type, name: str) -> Iterator[str]:
-    """Say why a class does not accept calls that the contract allows."""
+    """Say why a class does not accept calls that the contract allows: by position, by name, the required alone.
+
+    Each argument is its parameter's name, so that it shows where it arrives.
+    """
     on_class = isinstance(inspect.getattr_static(contract, name), classmethod)
     if on_class and not isinstance(inspect.getattr_static(cls, name), classmethod | staticmethod):
         yield f"{name} needs an instance, and is called on the class"
         return
-    accepted = _bare(cls, name)
-    for positional, named in _calls(name, [*_bare(contract, name).parameters.values()]):
+    accepted, wanted = _bare(cls, name), _bare(contract, name).parameters.values()
+    plain = [each.name for each in wanted if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    by_name = [each.name for each in wanted if each.kind is Parameter.KEYWORD_ONLY]
+    by_name += ["another" for each in wanted if each.kind is Parameter.VAR_KEYWORD]
+    required = [each.name for each in wanted if each.default is Parameter.empty and each.name in plain + by_name]
+    calls: list[tuple[list[str], list[str]]] = [(plain, by_name), ([], plain + by_name), ([], required)]
+    for positional, named in [(["config", "context"], [])] if name == "__init__" else calls:
         try:
-            bound = accepted.bind(*positional, **named).arguments
+            bound = accepted.bind(*positional, **{each: each for each in named}).arguments
         except TypeError as error:
             yield f"{name}{accepted}: {error}"
             continue
         for own, value in bound.items():
             if isinstance(value, str) and own != value and name != "__init__":  # whose parameters may have other names
                 yield f"{name}{accepted}: '{own}' is in the place of '{value}'"
-
-
-def _calls(name: str, wanted: Sequence[Parameter]) -> Iterator[tuple[Sequence[str], Mapping[str, str]]]:
-    """List the calls that a signature allows: all by position, all by name, the required.
-
-    Each argument is its parameter's name, so that it shows where it arrives.
-    """
-    if name == "__init__":
-        yield ("config", "context"), {}
-        return
-    by_name = {each.name: each.name for each in wanted if each.kind is Parameter.KEYWORD_ONLY}
-    if any(each.kind is Parameter.VAR_KEYWORD for each in wanted):
-        by_name["another"] = "another"
-    plain = {each.name: each.name for each in wanted if each.kind is Parameter.POSITIONAL_OR_KEYWORD}
-    required = [each.name for each in wanted if each.default is Parameter.empty and each.name in plain | by_name]
-    yield [*plain], by_name
-    yield [], plain | by_name
-    yield [], {name: name for name in required}
 
 
 def public_members(cls: type) -> Iterator[str]:

@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 from ray import cloudpickle
 
 from jackfield.clock import Clock
-from jackfield.config import RayConfig
+from jackfield.config.sections import RayConfig
 from jackfield.runtime.ray import Actor, Cluster, WorkerSpec
 
 from . import workers

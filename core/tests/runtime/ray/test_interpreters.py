@@ -54,7 +54,7 @@ import asyncio, json, sys
 import ray
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from jackfield.clock import Clock
-from jackfield.config import RayConfig
+from jackfield.config.sections import RayConfig
 from jackfield.errors import RunError
 from jackfield.runtime.ray import Cluster
 

@@ -16,7 +16,7 @@ import torch
 
 from jackfield.abc.transfer_queue import GetRequest, KeysRequest, PutRequest, TransferQueueContext
 from jackfield.clock import Clock
-from jackfield.config import RayConfig
+from jackfield.config.sections import RayConfig
 from jackfield.errors import QueueError
 from jackfield.queue import dense_column
 from jackfield.runtime.ray import Cluster

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jackfield.clock import Clock
-from jackfield.config import RayConfig
+from jackfield.config.sections import RayConfig
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError, WorkerLost
 from jackfield.plugins.interpreters import look
 from jackfield.rpc import Contract
