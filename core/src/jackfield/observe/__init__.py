@@ -75,4 +75,6 @@ def observers(
         LearningCurve: settings.curve,
     }
     made: list[object] = [make(settings, folder, report, time) for make, wanted in chosen.items() if wanted]
-    return [*made, ProgressDisplay(settings, folder, report, time, screen)] if settings.progress else made
+    if settings.progress:  # hooks are called in reverse order: its summary comes when the others have written theirs
+        made.insert(0, ProgressDisplay(settings, folder, report, time, screen))
+    return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import attrs
 
 from jackfield.errors import PluginError
 from jackfield.files import replace_file
-from jackfield.observe.observer import MetricsObserver, listens, number, read_lines
+from jackfield.observe.observer import Observer, metrics_of, read_lines
 from jackfield.plugins.hooks import RunEnded, RunStarted
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _QUIET = "#8a8f98"
 _NOTE: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "color": _QUIET, "fontsize": 9}
 
 
-class LearningCurve(MetricsObserver):
+class LearningCurve(Observer):
     """Draws ``learning_curve.png`` when the run ends, also after a failure."""
 
     name = "learning curve"
@@ -35,23 +36,17 @@ class LearningCurve(MetricsObserver):
         self._lines: list[dict[str, Any]] = []
         self._title: str | None = None
 
-    @listens
-    def run_started(self, event: RunStarted) -> None:
-        """Start, after the points that a resumed run's metrics file has."""
-        if event.first_step > 0:
-            self._lines = list(read_lines(self.folder / "metrics.jsonl", event.first_step))
-        self.go_on(self._lines)
-        self._title = event.name
-
-    def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember what is drawn."""
-        drawn = {name: number(metrics[name]) for name in (_SCORE, _REWARD, _LOSS) if name in metrics}
-        self._lines.append({"kind": kind, "step": step, "time": self.seconds(), **drawn})
-
-    @listens
-    def run_ended(self, event: RunEnded) -> None:
-        """Draw; a run that never started has nothing to draw."""
-        if self._title is not None:
+    def hear(self, event: object) -> None:
+        """Remember what is drawn, after the points that a resumed run's metrics file has, and draw it at the end."""
+        if isinstance(event, RunStarted):
+            if event.first_step > 0:
+                self._lines = list(read_lines(self.folder / "metrics.jsonl", event.first_step))
+            self.go_on(self._lines)
+            self._title = event.name
+        if found := metrics_of(event):
+            kind, step, metrics = found
+            self._lines.append({"kind": kind, "step": step, "time": self.seconds(), **metrics})
+        if isinstance(event, RunEnded) and self._title is not None:  # else the run has never started
             _draw([_Curve(self._title, _COLOURS[0]).follow(self._title, self._lines)], self.path, self._title, None)
 
 
@@ -81,7 +76,9 @@ def plot_learning_curve(
         FileNotFoundError: when a metrics file is not there.
     """
     runs = [[entry] if isinstance(entry, Path) else list(entry) for entry in metrics_files]
-    names = list(labels) if labels is not None else _distinct([paths[-1] for paths in runs])
+    folders = [paths[-1].resolve().parent for paths in runs]
+    common = Path(os.path.commonpath([folder.parent for folder in folders]))
+    names = [str(folder.relative_to(common)) for folder in folders] if labels is None else list(labels)
     if len(names) != len(runs):
         raise ValueError(f"there are {len(runs)} curves, but {len(names)} labels")
     curves = [_Curve(name, _COLOURS[index % len(_COLOURS)]) for index, name in enumerate(names)]
@@ -124,16 +121,6 @@ class _Curve:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _distinct(paths: Sequence[Path]) -> list[str]:
-    """Find the shortest names of the files' folders that differ."""
-    folders = [path.resolve().parent.parts for path in paths]
-    names = [str(Path(*parts)) for parts in folders]
-    for depth in range(max(map(len, folders), default=0), 0, -1):
-        shorter = ["/".join(parts[-depth:]) for parts in folders]
-        names = shorter if len(set(shorter)) == len(shorter) else names
-    return names
 
 
 def _draw(curves: Sequence[_Curve], png: Path, title: str, target: float | None) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import attrs
 from attrs.validators import ge, in_
@@ -20,8 +20,6 @@ from jackfield.files import AppendFile, replacing
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, StepEnded, WeightsSynced, hookimpl
 from jackfield.settings import option
 
-Self = TypeVar("Self", bound="Observer")
-Event = TypeVar("Event")
 # Some readers end a line at these characters, too, which JSON allows inside a string.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
@@ -48,18 +46,35 @@ class ObserveSettings:
     )
 
 
-def listens(method: Callable[[Self, Event], None]) -> Callable[[Self, Event], None]:
-    """Mark an observer's method as a hook implementation whose failure names the observer and happens once."""
+@hookimpl
+def _receive(self: Observer, event: object) -> None:
+    """Hear an event. A failure names the observer, which then listens no more.
 
-    @functools.wraps(method)
-    def call(self: Self, event: Event) -> None:
-        if not self._failed:
-            try:
-                method(self, event)
-            except Exception as error:
-                self._fail(method.__name__, error, event)
-
-    return hookimpl(call)
+    At the end of the run a failure is only reported, so that it hides no error of the run.
+    """
+    if self._failed:
+        return
+    ends = isinstance(event, RunEnded)
+    try:
+        self.hear(event)
+        if ends:
+            self.close()
+    except Exception as error:
+        self._failed = True
+        hook = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(event).__name__).lower()
+        failure = RunError(
+            f"the observer '{self.name}' failed in {hook}",
+            where=str(self.path),
+            found=f"{type(error).__name__}: {error}",
+            fix="look at the disk and the folder's permissions, or set observe.on_error=warn to run without it",
+        )
+        try:
+            self.close()
+        except Exception as second:  # the first failure is the one to report
+            failure.add_note(f"and closing it failed: {second}")
+        if self.settings.on_error != "warn" and not ends:
+            raise failure from error
+        self.report(str(failure))
 
 
 class Observer:
@@ -81,6 +96,13 @@ class Observer:
         self._files: dict[Path, AppendFile] = {}
         self._origin = 0.0
         self._failed = False
+
+    run_started = run_ended = stage_ended = step_ended = evaluation_ended = _receive
+    samples_recorded = samples_failed = weights_synced = _receive
+
+    def hear(self, event: object) -> None:
+        """Write or show what an event of :mod:`jackfield.plugins.hooks` says, if it concerns this observer."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Let go of files and of the screen; more than once is fine."""
@@ -106,59 +128,29 @@ class Observer:
         """Return the seconds of work since the start of the run, resumed parts added up."""
         return self.clock.time() - self._origin
 
-    @listens
-    def run_ended(self, event: RunEnded) -> None:
-        """Close the files."""
-        self.close()
 
-    def _fail(self, hook: str, error: Exception, event: object) -> None:
-        """Raise an error that names this observer, which listens no more.
+def metrics_of(event: object) -> tuple[str, int, dict[str, float | int]] | None:
+    """Return kind (``step``, ``evaluation``, ``weights``), step and metrics of an event that has metrics.
 
-        At the end of the run it is only reported, so that it hides no error of the run.
-        """
-        self._failed = True
-        failure = RunError(
-            f"the observer '{self.name}' failed in {hook}",
-            where=str(self.path),
-            found=f"{type(error).__name__}: {error}",
-            fix="look at the disk and the folder's permissions, or set observe.on_error=warn to run without it",
-        )
-        try:
-            self.close()
-        except Exception as second:  # the first failure is the one to report
-            failure.add_note(f"and closing it failed: {second}")
-        if self.settings.on_error != "warn" and not isinstance(event, RunEnded):
-            raise failure from error
-        self.report(str(failure))
+    Zero-dimensional arrays and tensors become plain numbers. A weight synchronisation has its seconds, of them the
+    longest pause of a replica, the number of replicas and the bytes sent.
+    """
+    metrics: Mapping[str, Any]
+    match event:
+        case StepEnded(step=step, metrics=metrics):
+            kind = "step"
+        case EvaluationEnded(step=step, metrics=metrics):
+            kind = "evaluation"
+        case WeightsSynced(version=step):
+            paused = max((receipt.paused_seconds for receipt in event.receipts), default=0.0)
+            sizes = {"replicas": len(event.receipts), "sent_bytes": event.sent_bytes}
+            kind, metrics = "weights", {"seconds": event.seconds, "paused_seconds": paused, **sizes}
+        case _:
+            return None
+    return kind, step, {name: _number(value) for name, value in metrics.items()}
 
 
-class MetricsObserver(Observer):
-    """The base of observers that record the metrics of steps, evaluations and weight synchronisations."""
-
-    def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of a ``step``, an ``evaluation`` or of ``weights``."""
-        raise NotImplementedError
-
-    @listens
-    def step_ended(self, event: StepEnded) -> None:
-        """Record a step's metrics."""
-        self.record("step", event.step, event.metrics)
-
-    @listens
-    def evaluation_ended(self, event: EvaluationEnded) -> None:
-        """Record an evaluation's metrics."""
-        self.record("evaluation", event.step, event.metrics)
-
-    @listens
-    def weights_synced(self, event: WeightsSynced) -> None:
-        """Record how long a synchronisation took, of it the longest pause of a replica, in seconds, and bytes sent."""
-        paused = max((receipt.paused_seconds for receipt in event.receipts), default=0.0)
-        sizes = {"replicas": len(event.receipts), "sent_bytes": event.sent_bytes}
-        self.record("weights", event.version, {"seconds": event.seconds, "paused_seconds": paused, **sizes})
-
-
-def number(value: Any) -> float | int:
-    """Return a metric's value as a plain number; zero-dimensional arrays and tensors are numbers, too."""
+def _number(value: Any) -> float | int:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
@@ -183,7 +175,7 @@ def _strict(value: Any, not_finite: list[str], path: str = "") -> Any:
         return value
     if isinstance(value, numbers.Real):
         if math.isfinite(value):
-            return number(value)
+            return _number(value)
         not_finite.append(path)
         return None
     if isinstance(value, Mapping):

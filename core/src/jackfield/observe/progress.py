@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jackfield.observe.observer import Observer, listens, read_lines
-from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, SamplesFailed, StepEnded, hookimpl
+from jackfield.observe.observer import Observer, read_lines
+from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, SamplesFailed, StepEnded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,10 +38,28 @@ class ProgressDisplay(Observer):
         self._ends: deque[float] = deque(maxlen=21)  # of the last steps, for the time left
         self._scores: list[tuple[float, int]] = []  # of each evaluation, with its step
 
-    @hookimpl(tryfirst=True)
-    @listens
-    def run_started(self, event: RunStarted) -> None:
-        """Print the header."""
+    def hear(self, event: object) -> None:
+        """Show an event."""
+        match event:
+            case RunStarted():
+                self._begin(event)
+            case StepEnded():
+                self._show_step(event)
+            case EvaluationEnded(metrics=metrics):
+                if self._remember(metrics, event.step):
+                    kept = [name for name in ("score", "failed") if name == "score" or metrics.get(name)]
+                    metrics = {name: metrics[name] for name in kept}
+                text = ", ".join(f"{name} {_number(value)}" for name, value in metrics.items())
+                best = f" (best {self._best()})" if len(self._scores) > 1 else ""
+                self.report(f"evaluation at step {event.step}: {text}{best}")
+            case SamplesFailed(reasons=reasons) if reasons:
+                most = Counter(reasons.values()).most_common(3)
+                text = "; ".join(f"{count} x {' '.join(reason.split())[:100]}" for reason, count in most)
+                self.report(f"step {event.step}: {len(reasons)} samples failed: {text}")
+            case RunEnded():
+                self._summarise(event)
+
+    def _begin(self, event: RunStarted) -> None:
         self._began, self._total = self.clock.time(), event.total_steps
         self._ends.append(self._began)
         self.report(f"run {event.name} in {self.folder}")
@@ -58,8 +76,7 @@ class ProgressDisplay(Observer):
             self._bar.add_task("first step", total=event.total_steps, completed=event.first_step, left="")
             self._bar.start()
 
-    @listens
-    def step_ended(self, event: StepEnded) -> None:
+    def _show_step(self, event: StepEnded) -> None:
         """Show a step: its metrics, and the time that the remaining steps will take at the speed of the last ones."""
         now, remaining, left = self.clock.time(), self._total - event.step, ""
         self._ends.append(now)
@@ -78,28 +95,7 @@ class ProgressDisplay(Observer):
             text = ", ".join(part for part in (*parts, left) if part)
             self.report(f"step {event.step}/{self._total}: {text}".rstrip(": "))
 
-    @listens
-    def evaluation_ended(self, event: EvaluationEnded) -> None:
-        """Print an evaluation."""
-        metrics = event.metrics
-        if self._remember(metrics, event.step):
-            metrics = {name: metrics[name] for name in ("score", "failed") if name == "score" or metrics.get(name)}
-        text = ", ".join(f"{name} {_number(value)}" for name, value in metrics.items())
-        best = f" (best {self._best()})" if len(self._scores) > 1 else ""
-        self.report(f"evaluation at step {event.step}: {text}{best}")
-
-    @listens
-    def samples_failed(self, event: SamplesFailed) -> None:
-        """Print how many samples failed, and why."""
-        if event.reasons:
-            reasons = Counter(event.reasons.values()).most_common(3)
-            text = "; ".join(f"{count} x {' '.join(reason.split())[:100]}" for reason, count in reasons)
-            self.report(f"step {event.step}: {len(event.reasons)} samples failed: {text}")
-
-    @hookimpl(trylast=True)
-    @listens
-    def run_ended(self, event: RunEnded) -> None:
-        """Print the summary, after the other observers have written theirs."""
+    def _summarise(self, event: RunEnded) -> None:
         self.close()
         took = "" if self._began is None else f" in {_duration(self.clock.time() - self._began)}"
         if event.stopped or (event.error is None and event.steps < self._total):

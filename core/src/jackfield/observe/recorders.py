@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from jackfield.files import replace_file
-from jackfield.observe.observer import MetricsObserver, Observer, cut_after, encode, listens, number, read_lines
+from jackfield.observe.observer import Observer, cut_after, encode, metrics_of, read_lines
 from jackfield.plugins.hooks import RunStarted, SampleRecord, SamplesFailed, SamplesRecorded, StageEnded
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _RESERVED = frozenset({"kind", "not_finite", "step", "time"})
 
 
-class MetricsFile(MetricsObserver):
+class MetricsFile(Observer):
     """Writes ``metrics.jsonl``: one object per step, evaluation and weight synchronisation.
 
     Each has ``kind``, ``step``, ``time`` (seconds of work since the run's start, resumed parts added up) and the
@@ -35,20 +35,19 @@ class MetricsFile(MetricsObserver):
     name = "metrics file"
     output = "metrics.jsonl"
 
-    @listens
-    def run_started(self, event: RunStarted) -> None:
-        """Open the file, and cut what a resumed run does again."""
-        cut_after(self.path, event.first_step)
-        self.go_on(read_lines(self.path))
-        self.open_file(self.path)
+    def hear(self, event: object) -> None:
+        """Write a line, and cut at the start what a resumed run does again."""
+        if isinstance(event, RunStarted):
+            cut_after(self.path, event.first_step)
+            self.go_on(read_lines(self.path))
+            self.open_file(self.path)
+        if found := metrics_of(event):
+            kind, step, metrics = found
+            named = {f"metric/{name}" if name in _RESERVED else name: value for name, value in metrics.items()}
+            self.append(encode({"kind": kind, "step": step, "time": round(self.seconds(), 6), **named}))
 
-    def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a line."""
-        named = {f"metric/{key}" if key in _RESERVED else key: number(value) for key, value in metrics.items()}
-        self.append(encode({"kind": kind, "step": step, "time": round(self.seconds(), 6), **named}))
 
-
-class TensorBoardFiles(MetricsObserver):
+class TensorBoardFiles(Observer):
     """Writes scalars to ``tensorboard/``: ``train/NAME``, ``evaluation/NAME`` and ``weights/seconds``.
 
     A run that goes on opens a further file, whose first event makes TensorBoard forget the steps after the restored
@@ -58,28 +57,26 @@ class TensorBoardFiles(MetricsObserver):
     name = "TensorBoard"
     output = "tensorboard"
 
-    @listens
-    def run_started(self, event: RunStarted) -> None:
-        """Open a new event file."""
+    def hear(self, event: object) -> None:
+        """Open a new event file at the start, and write metrics as scalars."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
-
-        earlier = list(self.path.glob("events.out.tfevents.*"))
-        # TensorBoard reads the files of a folder in the order of their names, so a later one needs a later second.
-        second = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in earlier)])
-        self.open_file(self.path / f"events.out.tfevents.{second:010d}.{socket.gethostname()}")
-        self._write(file_version="brain.Event:2")
-        if earlier:
-            purge_step = event.first_step + 1 if event.first_step > 0 else 0
-            self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
-
-    def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step as scalars."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        group = "train" if kind == "step" else kind
-        values = {"seconds": metrics["seconds"]} if kind == "weights" else metrics
-        scalars = [Summary.Value(tag=f"{group}/{name}", simple_value=number(each)) for name, each in values.items()]
-        self._write(step=step, summary=Summary(value=scalars))
+        if isinstance(event, RunStarted):
+            earlier = list(self.path.glob("events.out.tfevents.*"))
+            # TensorBoard reads the files of a folder in the order of their names, so a later one needs a later second.
+            second = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in earlier)])
+            self.open_file(self.path / f"events.out.tfevents.{second:010d}.{socket.gethostname()}")
+            self._write(file_version="brain.Event:2")
+            if earlier:
+                purge_step = event.first_step + 1 if event.first_step > 0 else 0
+                self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+        if found := metrics_of(event):
+            kind, step, metrics = found
+            values = {"seconds": metrics["seconds"]} if kind == "weights" else metrics
+            group = "train" if kind == "step" else kind
+            scalars = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in values.items()]
+            self._write(step=step, summary=Summary(value=scalars))
 
     def _write(self, **fields: Any) -> None:
         """Write one event in one append; TensorBoard's own writer leaves that to a thread, which would fail unseen."""
@@ -101,24 +98,20 @@ class SampleTables(Observer):
     name = "sample table"
     output = "samples"
 
-    @listens
-    def run_started(self, event: RunStarted) -> None:
-        """Cut what a resumed run does again, and remove the tables of a run that starts from the beginning."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        for path in sorted(self.path.glob("*.jsonl")):
-            cut_after(path, event.first_step)
-
-    @listens
-    def samples_recorded(self, event: SamplesRecorded) -> None:
-        """Write the first samples of a step or an evaluation, as many as the settings say."""
-        most = self.settings.samples_per_step if event.partition == "train" else self.settings.samples_per_evaluation
-        self._write(event.partition, [_row(event.step, sample) for sample in event.samples[:most]])
-
-    @listens
-    def samples_failed(self, event: SamplesFailed) -> None:
-        """Write all failures."""
-        rows = [{"step": event.step, "key": key, "reason": reason} for key, reason in event.reasons.items()]
-        self._write("failed", rows)
+    def hear(self, event: object) -> None:
+        """Write the samples of a step or an evaluation, as many as the settings say, and all failures."""
+        match event:
+            case RunStarted():
+                self.path.mkdir(parents=True, exist_ok=True)
+                for path in sorted(self.path.glob("*.jsonl")):
+                    cut_after(path, event.first_step)
+            case SamplesRecorded(step=step, partition=table):
+                per_step, per_evaluation = self.settings.samples_per_step, self.settings.samples_per_evaluation
+                shown = event.samples[: per_step if table == "train" else per_evaluation]
+                self._write(table, [_row(step, sample) for sample in shown])
+            case SamplesFailed(step=step):
+                rows = [{"step": step, "key": key, "reason": reason} for key, reason in event.reasons.items()]
+                self._write("failed", rows)
 
     def _write(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
         path = self.path / (re.sub(r"[^\w-]+", "_", table) + ".jsonl")
@@ -198,32 +191,27 @@ class Timeline(Observer):
         self._early: list[StageEnded] = []
         self._tracks: dict[str, list[tuple[float, float]]] = {}  # by name: starts and ends of their newest stages
 
-    @listens
-    def run_started(self, event: RunStarted) -> None:
-        """Open the file; a resumed run goes on where the last kept stage ended."""
-        kept = _stages(self.path.read_bytes(), event.first_step) if event.first_step > 0 and self.path.exists() else []
-        self.go_on({"time": (stage["ts"] + stage["dur"]) / 1e6} for stage in kept)
-        replace_file(self.path, b"[\n" + _metadata("process_name", 0, name=event.name) + _TAIL)
-        self.open_file(self.path, _TAIL)
-        for stage in kept:
-            self._append(stage, stage["ts"] / 1e6, (stage["ts"] + stage["dur"]) / 1e6)
-        for early in self._early:
-            self._stage(early)
-        self._early.clear()
+    def hear(self, event: object) -> None:
+        """Write a stage; those before the run's start (loading a model) wait for it.
 
-    @listens
-    def stage_ended(self, event: StageEnded) -> None:
-        """Write a stage; those before the run's start (loading a model) wait for it."""
-        if self._files:
-            self._stage(event)
-        else:
+        The trace of a resumed run goes on where the last kept stage ended.
+        """
+        if isinstance(event, RunStarted):
+            going_on = event.first_step > 0 and self.path.exists()
+            kept = _stages(self.path.read_bytes(), event.first_step) if going_on else []
+            self.go_on({"time": (stage["ts"] + stage["dur"]) / 1e6} for stage in kept)
+            replace_file(self.path, b"[\n" + _metadata("process_name", 0, name=event.name) + _TAIL)
+            self.open_file(self.path, _TAIL)
+            for stage in kept:
+                self._append(stage, stage["ts"] / 1e6, (stage["ts"] + stage["dur"]) / 1e6)
+        if isinstance(event, StageEnded):
             self._early.append(event)
-
-    def _stage(self, event: StageEnded) -> None:
-        start, end = event.start - self._origin, event.end - self._origin
-        times = {"ts": round(start * 1e6, 3), "dur": round(max(end - start, 0.0) * 1e6, 3)}
-        stage = {"name": event.name, "cat": event.lane, "ph": "X", **times, "pid": 1, "args": {"step": event.step}}
-        self._append(stage, start, end)
+        while self._files and self._early:
+            early = self._early.pop(0)
+            start, end = early.start - self._origin, early.end - self._origin
+            times = {"ts": round(start * 1e6, 3), "dur": round(max(end - start, 0.0) * 1e6, 3)}
+            stage = {"name": early.name, "cat": early.lane, "ph": "X", **times, "pid": 1, "args": {"step": early.step}}
+            self._append(stage, start, end)
 
     def _append(self, stage: Mapping[str, Any], start: float, end: float) -> None:
         """Write a stage to the first track of its lane in which it nests."""
