@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -19,7 +18,8 @@ from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.plugins import hook_manager
 from jackfield.queue import TransferQueue
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.trainer import PublishedVersion, Role, WeightSubscriber
+from jackfield.trainer import Role, WeightSubscriber
+from jackfield.trainer.distributed import publish
 from jackfield.weights import Replica, SyncReport
 
 pytest.importorskip("torch")
@@ -52,14 +52,12 @@ class Bench:
     clock: VirtualClock
     queue: TransferQueue
     server: Server
-    weights: Any
-    published: PublishedVersion
     subscriber: WeightSubscriber
 
     async def publish(self, version: int, retained: str | None = "t") -> None:
         report = SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=1, digests=DIGESTS)
-        self.weights.last = attrs.evolve(report, retained=None if retained is None else {"transfer": retained})
-        await self.published.advance(version)
+        report = attrs.evolve(report, retained=None if retained is None else {"transfer": retained})
+        await publish(self.subscriber.role, report, version)
 
 
 async def begun(bench: Bench) -> None:
@@ -72,7 +70,7 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
     async def main() -> None:
         queue = TransferQueue(MemoryBackend(MemoryConfig(), TransferQueueContext()), clock)
         await queue.start()
-        server, weights = Server(), SimpleNamespace(last=None)
+        server = Server()
         replica: Any = Replica(server, ServerInfo(replica=0))  # type: ignore[arg-type]
         values = {"model": {"path": "none"}, "data": {"train": "none"}, "deadlines": {"sync": 10.0, "batch": 50.0}}
         hooks, algorithm = hook_manager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
@@ -80,7 +78,7 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
         role.queue = queue
         subscriber = WeightSubscriber(role=role, replicas=[replica])
         try:
-            await test(Bench(clock, queue, server, weights, PublishedVersion(clock, queue, weights), subscriber))
+            await test(Bench(clock, queue, server, subscriber))
         finally:
             await queue.close()
 
@@ -94,7 +92,7 @@ def test_each_posted_version_comes_to_the_replicas_before_the_explorer_goes_on()
         with pytest.raises(DeadlineExceeded):
             await begun(bench)
         following = asyncio.ensure_future(bench.subscriber.run())
-        await bench.published.advance(0)
+        await publish(bench.subscriber.role, None, 0)
         await begun(bench)
         assert (0, []) == (bench.subscriber.role.version.value, bench.server.taken)
         await bench.publish(2)

@@ -30,6 +30,7 @@ from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.workers import resubmitted
 from jackfield.trainer import (
     FINISHED,
+    WEIGHTS,
     Answers,
     BatchSource,
     Checkpoint,
@@ -37,14 +38,12 @@ from jackfield.trainer import (
     Evaluator,
     Explorer,
     LogProbCheck,
-    PublishedVersion,
     RewardPipeline,
     Role,
     RunWorkers,
     Trainer,
     WeightSubscriber,
-    trainer_begun,
-    trainer_finished,
+    noticed,
 )
 from jackfield.weights import Replica, ReplicaProbe, WeightSynchronizer
 
@@ -161,11 +160,11 @@ class RunBuilder:
     async def _reward(self) -> int:
         """Score samples for a trainer in another process until its last step. Returns the number of groups."""
         role, deadlines = self.role, self.role.config.deadlines
-        await trainer_begun(role)
+        await noticed(role, WEIGHTS, deadlines.batch, "the trainer to begin")
         pipeline = await self._rewards()
         self.stop.begun()
         self._run(pipeline.run)
-        await trainer_finished(role, lambda: pipeline.groups, deadlines.batch + deadlines.engine)
+        await pipeline.until_finished()
         self._finished = True
         await role.steps_done.advance(pipeline.groups)
         return pipeline.groups
@@ -241,9 +240,6 @@ class RunBuilder:
         synchronizer = None
         if pool is not None or role.name == "train":
             synchronizer = self._synchronizer(pool, None if takes_turns or pool is None else probe)
-        if role.name == "train":
-            assert synchronizer is not None
-            role.version = PublishedVersion(role.clock, role.queue, synchronizer)
         reference = None
         if role.algorithm.reference:  # the initial policy: the actor without its adapter, or a model of its own
             own = "reference" in role.engines

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from jackfield.trainer.batches import BatchSource, Source
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore, open_checkpoint
-from jackfield.trainer.distributed import FINISHED, PublishedVersion, WeightSubscriber, trainer_begun, trainer_finished
+from jackfield.trainer.distributed import FINISHED, WEIGHTS, WeightSubscriber, noticed
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.explorer import Answers, Explorer
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import Progress, Role, RoleName, RunWorkers, Schedule
-from jackfield.trainer.trainer import Step, Trainer
+from jackfield.trainer.trainer import Trainer
 
 __all__ = [
     "FINISHED",
+    "WEIGHTS",
     "Answers",
     "BatchSource",
     "Checkpoint",
@@ -23,17 +24,14 @@ __all__ = [
     "Explorer",
     "LogProbCheck",
     "Progress",
-    "PublishedVersion",
     "RewardPipeline",
     "Role",
     "RoleName",
     "RunWorkers",
     "Schedule",
     "Source",
-    "Step",
     "Trainer",
     "WeightSubscriber",
+    "noticed",
     "open_checkpoint",
-    "trainer_begun",
-    "trainer_finished",
 ]

@@ -3,85 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import attrs
 
 from jackfield.abc.rollout import UpdateWeightsRequest
-from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, WeightsError
-from jackfield.queue import TransferQueue
 from jackfield.settings import structure
-from jackfield.trainer.role import Progress, Role
-from jackfield.weights import Replica, SyncReport, WeightSynchronizer, verify
+from jackfield.trainer.role import Role
+from jackfield.weights import Replica, SyncReport, verify
 
-_TOPIC, FINISHED = "weights", "finished"  #: topics of the queue: the newest weights, and the end of the last step
+WEIGHTS, FINISHED = "weights", "finished"  #: topics of the queue: the newest weights, and the end of the last step
 
 _NOTHING = SyncReport(version=-1, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0)
 
 
-async def trainer_begun(role: Role) -> None:
-    """Wait until the trainer has begun: from then on the queue stays the one that it is.
+async def noticed(role: Role, topic: str, seconds: float, who: str) -> None:
+    """Wait until another role has posted something under a topic.
 
     Raises:
-        DeadlineExceeded: names the trainer.
+        DeadlineExceeded: names ``who`` it was to come from.
     """
-    seconds = role.config.deadlines.batch
-    await role.clock.wait_for(role.queue.wait_notice(_TOPIC, 0, 2 * seconds), seconds, "the trainer to begin")
+    await role.clock.wait_for(role.queue.wait_notice(topic, 0, 2 * seconds), seconds, who)
 
 
-async def trainer_finished(role: Role, done: Callable[[], int], seconds: float) -> None:
-    """Wait until the trainer has done its last step.
+async def publish(role: Role, report: SyncReport | None, version: int) -> None:
+    """Publish how explorers in other processes get the trainer's weights.
 
     Args:
-        role: Another one of the run.
-        done: How much work there was; while it grows, the wait goes on.
-        seconds: The longest time without either.
+        role: The trainer's.
+        report: Of the newest synchronisation; None: there was none.
+        version: That the weights have.
 
     Raises:
-        DeadlineExceeded: names the trainer and the explorers.
+        WeightsError: ``weights.transfer``: the checkpoint engine keeps nothing for workers that come later.
     """
-    who = "the trainer to finish, or the explorers to bring a group"
-    while True:
-        before = done()
-        try:
-            await role.clock.wait_for(role.queue.wait_notice(FINISHED, 0, 2 * seconds), seconds, who)
-            return
-        except DeadlineExceeded:
-            if done() == before:
-                raise
-
-
-class PublishedVersion(Progress):
-    """The trainer's version, published to explorers in other processes."""
-
-    def __init__(self, clock: Clock, queue: TransferQueue, weights: WeightSynchronizer) -> None:
-        """
-        Args:
-            clock: Time source for all waits.
-            queue: Where it is published.
-            weights: Knows its newest synchronisation.
-        """
-        super().__init__(clock)
-        self._queue, self._weights = queue, weights
-
-    async def advance(self, value: int) -> None:
-        """Raise the number, and publish it with how to get these weights.
-
-        Raises:
-            WeightsError: ``weights.transfer``: the checkpoint engine keeps nothing for workers that come later.
-        """
-        await super().advance(value)
-        report = self._weights.last or _NOTHING
-        if report is not _NOTHING and (report.retained is None or report.kind == "delta"):
-            raise WeightsError(
-                "the checkpoint engine keeps no weights for explorers that come and go",
-                where="checkpoint_engine",
-                expected="one with the capability 'retains_weights' (file)",
-                fix="choose checkpoint_engine: {name: file, folder: …}",
-            )
-        await self._queue.post(_TOPIC, attrs.asdict(attrs.evolve(report, version=value, receipts=())))
+    if report is not None and (report.retained is None or report.kind == "delta"):
+        raise WeightsError(
+            "the checkpoint engine keeps no weights for explorers that come and go",
+            where="checkpoint_engine",
+            expected="one with the capability 'retains_weights' (file)",
+            fix="choose checkpoint_engine: {name: file, folder: …}",
+        )
+    await role.queue.post(WEIGHTS, attrs.asdict(attrs.evolve(report or _NOTHING, version=version, receipts=())))
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -106,16 +71,16 @@ class WeightSubscriber:
         number, queue = 0, self.role.queue
         while True:
             try:
-                notice = await queue.wait_notice(_TOPIC, number, self.role.config.deadlines.batch)
+                notice = await queue.wait_notice(WEIGHTS, number, self.role.config.deadlines.batch)
             except DeadlineExceeded:
                 continue  # a task that needs newer weights has a deadline of its own
-            number, published = notice.number, structure(SyncReport, notice.value, _TOPIC, WeightsError)
+            number, published = notice.number, structure(SyncReport, notice.value, WEIGHTS, WeightsError)
             try:
                 async with self.role.measure("load_weights", "weights", published.version):
                     await self.load_all(published)
             except WeightsError:
                 with suppress(DeadlineExceeded):
-                    await queue.wait_notice(_TOPIC, number, 0.0)
+                    await queue.wait_notice(WEIGHTS, number, 0.0)
                     continue  # newer ones are there, and these may have been removed
                 raise
             await self.role.version.advance(published.version)

@@ -14,6 +14,7 @@ from jackfield.queue import BatchMeta, GroupKey
 from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker, Scored
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags
 from jackfield.runtime.workers import lost_keys, resubmitted
+from jackfield.trainer.distributed import FINISHED, noticed
 from jackfield.trainer.role import Role
 
 CONSUMER = "reward"
@@ -50,6 +51,22 @@ class RewardPipeline:
                     continue  # an idle queue is no failure; consumers that need a reward have deadlines of their own
                 for indexes in batch.by_group().values():
                     tasks.create_task(self._finish(batch.select(indexes)))
+
+    async def until_finished(self) -> None:
+        """Wait until the trainer in another process has done its last step; while groups come, the wait goes on.
+
+        Raises:
+            DeadlineExceeded: names the trainer and the explorers.
+        """
+        seconds = self.role.config.deadlines.batch + self.role.config.deadlines.engine
+        who = "the trainer to finish, or the explorers to bring a group"
+        while True:
+            before = self.groups
+            try:
+                return await noticed(self.role, FINISHED, seconds, who)
+            except DeadlineExceeded:
+                if self.groups == before:
+                    raise
 
     def _worker(self, group: str) -> RewardWorker:
         assert self.role.workers.rewards is not None

@@ -26,6 +26,7 @@ from jackfield.runtime.samples import (
 from jackfield.runtime.workers import resubmitted, suppress_lost
 from jackfield.trainer.batches import BatchSource
 from jackfield.trainer.checkpoint import Checkpointer
+from jackfield.trainer.distributed import publish
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.role import Role
@@ -68,6 +69,7 @@ class Trainer:
     placement: DeviceLease
     kl: KLController = attrs.field(init=False)  #: of the KL to the reference, in the loss or in the reward
     updated: int = attrs.field(default=0, init=False)  #: steps that are in the engine's weights
+    _synced: SyncReport | None = attrs.field(default=None, init=False)  #: of the newest version that was published
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
     def __attrs_post_init__(self) -> None:
@@ -88,7 +90,7 @@ class Trainer:
             self.kl.coefficient = restored["kl_coefficient"]
             if self.sync is not None:
                 async with self.placement.hold("train"):
-                    await self.sync(first_step)
+                    self._synced = await self.sync(first_step)
         await self.release_explorers(first_step)
 
     async def run(self, first_step: int = 0) -> int:
@@ -197,7 +199,7 @@ class Trainer:
         version = step.number + 1
         if self.sync and (self.role.schedule.syncs_after(step.number) or self.evaluator.is_due(version)):
             async with self.role.measure("publish_weights", "trainer", step.number):
-                report = await self.sync(version)
+                report = self._synced = await self.sync(version)
             event = WeightsSynced(
                 version=version, receipts=report.receipts, seconds=report.seconds, sent_bytes=report.bytes
             )
@@ -242,6 +244,8 @@ class Trainer:
     async def release_explorers(self, steps_done: int) -> None:
         """Let explorers go on. It comes last, so that without an offset nothing is in flight at a checkpoint."""
         self.checkpoints.note_random_state()
+        if self.role.name == "train":
+            await publish(self.role, self._synced, self._published)
         await self.role.version.advance(self._published)
         await self.role.steps_done.advance(steps_done)
 
