@@ -42,7 +42,7 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     With --json, print what the algorithm is and what it needs, once every choice is made.
     """
     from jackfield.compose.checks import hooks_of
-    from jackfield.compose.mixing import make_sources
+    from jackfield.compose.inputs import make_sources
     from jackfield.compose.resolve import resolve_algorithm, rollout_bound
     from jackfield.config import load_config, validate_plugins
     from jackfield.plugins import discover

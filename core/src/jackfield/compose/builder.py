@@ -16,8 +16,7 @@ from jackfield.cluster.device import DeviceLease, SharedDevice
 from jackfield.cluster.pool import ReplicaPool, WeightSource
 from jackfield.compose.checks import address_file
 from jackfield.compose.export import export_model
-from jackfield.compose.inputs import digests
-from jackfield.compose.mixing import make_sources, mixed_samples
+from jackfield.compose.inputs import digests, make_sources, mixed_samples
 from jackfield.compose.resolve import log_prob_check_options, rollout_bound
 from jackfield.compose.resume import checkpoint_store, mark_finished
 from jackfield.compose.stopping import Stop

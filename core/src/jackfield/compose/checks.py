@@ -28,15 +28,7 @@ _PROBE_SECONDS = 30.0
 
 
 def refusal(config: RunConfig, where: str, message: str, expected: str, code: str | None = None) -> ConfigError:
-    """Return the error of a setting, which shows the setting's value.
-
-    Args:
-        config: of the run.
-        where: the path of the setting.
-        message: what is wrong.
-        expected: what would be right.
-        code: of the error; None: ``config.invalid-value``.
-    """
+    """Return the error of the setting at the path ``where``, which shows the setting's value."""
     found = functools.reduce(getattr, where.split("."), config)
     shown = None if attrs.has(type(found)) else found
     return ConfigError(message, code=code, where=where, expected=expected, found=shown)

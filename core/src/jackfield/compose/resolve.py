@@ -7,7 +7,6 @@ log-prob checks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -15,7 +14,7 @@ import attrs
 from jackfield.algorithms import Algorithm, Correction, Part, algorithm, part
 from jackfield.algorithms.registry import COUNTS
 from jackfield.algorithms.resolved import ResolvedAlgorithm
-from jackfield.algorithms.settings import CriticSettings, PartSettings
+from jackfield.algorithms.settings import CriticSettings
 from jackfield.compose.checks import refusal
 from jackfield.config.sections import RunConfig, WeightsConfig
 from jackfield.plugins import Manifest
@@ -53,74 +52,79 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
     kl = part("kl", settings.kl.name) if settings.kl.coefficient else None
     wanted = {*chosen.needs, *(estimator.needs if estimator else ())}
-    learns = "expert_mask" in loss.needs
+    reads, learns, filters = wanted.union(loss.needs), "expert_mask" in loss.needs, "dynamic_sampling" in chosen.needs
     experts = config.data.expert_samples_per_batch if learns and config.data.expert else 0
-    corrects = estimator is not None and _corrects(config, loss, rollout)
-    from_engine = _from_engine(config, corrects)
-    _check_correction(config, loss, corrects, from_engine)
+    correction, from_engine = _correction(config, loss, rollout, sampled=estimator is not None)
     reads_old = settings.kl.in_reward or any("old_log_probs" in one.inputs for one in (loss, estimator, kl) if one)
+    options = {**chosen.loss_options, "aggregation": chosen.aggregation}
+    if kl is not None and not settings.kl.in_reward:
+        options["kl"] = settings.kl.name
+    if settings.entropy_coefficient:
+        options["entropy_coefficient"] = settings.entropy_coefficient
     resolved = ResolvedAlgorithm(
         loss=chosen.loss,
-        loss_options=_loss_options(config, chosen),
+        loss_options=options,
         advantages=chosen.advantages,
         advantages_options=chosen.advantages_options,
         old_log_probs="old_log_probs" if from_engine else "rollout_log_probs",
-        recompute_old_log_probs=corrects or (from_engine and reads_old),
+        recompute_old_log_probs=correction is not None or (from_engine and reads_old),
         shaping=settings.shaping,
-        correction=_used_correction(config, from_engine) if corrects else None,
+        correction=correction,
         kl_in_reward=settings.kl.name if settings.kl.in_reward and kl else None,
         whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
         critic=bool(wanted & {"critic", "values"}),
-        reference=bool(kl or "reference" in wanted or "ref_log_probs" in loss.needs)
-        or chosen.loss_options.get("reference") == "ref",
-        dynamic_sampling="dynamic_sampling" in chosen.needs
-        if settings.dynamic_sampling is None
-        else settings.dynamic_sampling,
+        reference=bool(
+            kl or {"reference", "ref_log_probs"} & {*wanted, *loss.needs} or options.get("reference") == "ref"
+        ),
+        dynamic_sampling=filters if settings.dynamic_sampling is None else settings.dynamic_sampling,
         greedy_baseline="baseline_rewards" in wanted,
         reward_dimensions=settings.reward_dimensions,
         experts=experts,
         mixes=experts > 0 or (learns and config.mixing.expert is not None),
         pairs="pair_ids" in loss.inputs,
     )
-    supplied = _supplied(resolved)
-    prepared = _prepared(loss, supplied)
-    resolved = attrs.evolve(
-        resolved, prepares=bool(prepared), loss_columns=_loss_columns(resolved, loss, kl, supplied | prepared)
-    )
-    _check_supply(config, chosen, resolved, supplied | prepared)
+    resolved, there = _with_columns(resolved, loss, kl)
+    _check_supply(config, chosen, resolved, there)
     _check_effect(config, resolved)
     return resolved
 
 
 def _algorithm(config: RunConfig) -> Algorithm:
-    """The bundle with what the configuration replaces."""
+    """The bundle with what the configuration replaces.
+
+    Another part has its own defaults; the bundle's own part keeps the bundle's options beside those given.
+    """
     settings, chosen = config.algorithm, algorithm(config.algorithm.name)
-    loss, loss_options = _replaced("loss", settings.loss, chosen.loss, chosen.loss_options)
-    estimator, options = _replaced("advantages", settings.advantages, chosen.advantages, chosen.advantages_options)
-    assert loss is not None, "every bundle has a loss"
-    chosen = attrs.evolve(
-        chosen,
-        loss=loss,
-        loss_options=loss_options,
-        advantages=estimator,
-        advantages_options=options,
-        aggregation=settings.aggregation or chosen.aggregation,
-    )
+    changed: dict[str, Any] = {"aggregation": settings.aggregation or chosen.aggregation}
+    for kind in ("loss", "advantages"):
+        given, own = getattr(settings, kind), getattr(chosen, kind)
+        name = own if given is None or given.name is None else given.name
+        if given is not None and name is not None:
+            options = getattr(chosen, f"{kind}_options") if name == own else {}
+            checked = part(kind, name).checked(given.options, f"algorithm.{kind}.options")
+            changed |= {kind: name, f"{kind}_options": {**options, **checked}}
+    chosen = attrs.evolve(chosen, **changed)
     assert chosen.parts  # looks every name up
     return chosen
 
 
-def _replaced(
-    kind: str, given: PartSettings | None, name: str | None, options: Mapping[str, Any]
-) -> tuple[str | None, Mapping[str, Any]]:
-    """Another part has its own defaults; the bundle's own part keeps the bundle's options beside those given."""
-    if given is None:
-        return name, options
-    chosen = name if given.name is None else given.name
-    if chosen is None:
-        return None, {}
-    checked = part(kind, chosen).checked(given.options, f"algorithm.{kind}.options")
-    return chosen, {**(options if chosen == name else {}), **checked}
+def _with_columns(resolved: ResolvedAlgorithm, loss: Part, kl: Part | None) -> tuple[ResolvedAlgorithm, frozenset[str]]:
+    """Add the columns that the loss reads beside the sample; return the inputs that it can have, too.
+
+    ``rewards`` is for losses that cannot do without: an advantage says the same after shaping.
+    """
+    supplied = {"old_log_probs"} | ({"advantages", "rollout_log_probs"} if resolved.advantages else set())
+    supplied |= ({"ref_log_probs"} if resolved.reference else set()) | ({"expert_mask"} if resolved.mixes else set())
+    needed = {name for name, required in loss.prepare_inputs.items() if required}
+    prepares = loss.prepare is not None and needed <= supplied | {"log_probs", "response_mask", "group_ids", "pair_ids"}
+    prepared = {*loss.whole_batch} - COUNTS if prepares else set()
+    there = frozenset(supplied | prepared)
+    wanted = (there & loss.inputs.keys()) | ({"rewards"} & {*loss.needs})
+    if resolved.correction is not None:
+        wanted |= {"rollout_weights"}
+    if kl is not None and resolved.kl_in_reward is None:
+        wanted |= {"ref_log_probs"} | ({"old_log_probs"} & kl.inputs.keys())
+    return attrs.evolve(resolved, prepares=bool(prepared), loss_columns=tuple(sorted(wanted))), there
 
 
 def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
@@ -137,44 +141,6 @@ def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
     if online and config.sampling.log_probs == "raw":
         what = "raw log-probs are not those of the distribution that training responses are drawn from"
         raise refusal(config, "sampling.log_probs", what, "processed (evaluation.sampling may have raw ones)")
-
-
-# -- inputs of the parts
-
-
-def _supplied(resolved: ResolvedAlgorithm) -> frozenset[str]:
-    """Inputs of a loss that its data can have. ``rewards`` is for those that cannot do without: an advantage says the
-    same after shaping."""
-    estimated = {"advantages", "rollout_log_probs"} if resolved.advantages else set[str]()
-    there = {"ref_log_probs": resolved.reference, "expert_mask": resolved.mixes, "old_log_probs": True}
-    return frozenset(estimated.union(name for name, supplied in there.items() if supplied))
-
-
-def _prepared(loss: Part, supplied: frozenset[str]) -> frozenset[str]:
-    """The columns of the whole batch that this loss gets."""
-    needed = {name for name, required in loss.prepare_inputs.items() if required}
-    there = supplied | {"log_probs", "response_mask", "group_ids", "pair_ids"}
-    return frozenset(loss.whole_batch) - COUNTS if loss.prepare is not None and needed <= there else frozenset()
-
-
-def _loss_columns(resolved: ResolvedAlgorithm, loss: Part, kl: Part | None, there: frozenset[str]) -> tuple[str, ...]:
-    """The columns that the loss reads beside the sample; a penalty in the loss reads its own."""
-    wanted = (there & loss.inputs.keys()) | ({"rewards"} & {*loss.needs})
-    if resolved.correction is not None:
-        wanted |= {"rollout_weights"}
-    if kl is not None and resolved.kl_in_reward is None:
-        wanted |= {"ref_log_probs"} | ({"old_log_probs"} & kl.inputs.keys())
-    return tuple(sorted(wanted))
-
-
-def _loss_options(config: RunConfig, chosen: Algorithm) -> dict[str, Any]:
-    settings = config.algorithm
-    options = {**chosen.loss_options, "aggregation": chosen.aggregation}
-    if settings.kl.coefficient and not settings.kl.in_reward:
-        options["kl"] = settings.kl.name
-    if settings.entropy_coefficient:
-        options["entropy_coefficient"] = settings.entropy_coefficient
-    return options
 
 
 def _check_supply(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgorithm, there: frozenset[str]) -> None:
@@ -235,66 +201,46 @@ def _filters(config: RunConfig) -> dict[str, float]:
     return {name: getattr(sampling, name) for name, found in active.items() if found and config.mode == "online"}
 
 
-def _from_engine(config: RunConfig, corrects: bool) -> bool:
-    """Return whether the log-probs of the policy before the update are the engine's, or the rollout server's.
+def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bool) -> tuple[Correction | None, bool]:
+    """Return the correction, and whether log-probs of the policy before the update are the engine's.
 
-    The latter are of the filtered distribution where there is a filter, and ratios to them do not begin at 1.
+    The correction is on by default where numerics differ, and the loss can be weighed and does not weigh itself. Around
+    the rollout server's log-probs the loss's ratio weighs, and it only rejects; they are of the filtered distribution
+    where there is a filter, and ratios to them do not begin at 1.
     """
-    given, active = config.algorithm.old_log_probs, _filters(config)
+    settings, given, active = config.algorithm.correction, config.algorithm.old_log_probs, _filters(config)
+    mismatch, weighs_itself = config.log_prob_check.on_mismatch == "correct", "rollout_log_probs" in loss.inputs
+    exact = rollout.capabilities.get("engine_log_probs") == "full" and not _rounding(config)[1] and not active
+    fits = (mismatch or not exact) and not loss.per_sequence and not weighs_itself
+    corrects = sampled and (fits if settings.enabled is None else settings.enabled)
+    from_engine = given == "engine" or (given == "auto" and bool(corrects or active))
     if given == "rollout" and active:
         what = (
-            "the rollout server's log-probs are of the distribution that the sampling filters leave, not the policy's"
+            "the rollout server's log-probs are of the distribution that the sampling filters leave, not of the policy"
         )
         expected = f"engine or auto, or no {', '.join(f'sampling.{name}' for name in active)}"
         raise refusal(config, "algorithm.old_log_probs", what, expected)
-    return given == "engine" or (given == "auto" and bool(corrects or active))
-
-
-def _corrects(config: RunConfig, loss: Part, rollout: Manifest) -> bool:
-    """On by default where numerics differ, and the loss can be weighed and does not weigh itself."""
-    if config.algorithm.correction.enabled is not None:
-        return config.algorithm.correction.enabled
-    exact = rollout.capabilities.get("engine_log_probs") == "full" and not _rounds(config) and not _filters(config)
-    differs = config.log_prob_check.on_mismatch == "correct" or not exact
-    return differs and not loss.per_sequence and not _weighs_itself(loss)
-
-
-def _weighs_itself(loss: Part) -> bool:
-    return "rollout_log_probs" in loss.inputs
-
-
-def _check_correction(config: RunConfig, loss: Part, corrects: bool, from_engine: bool) -> None:
-    """Refuse a correction that this loss, or these old log-probs, leave nothing to do, and one that is not there."""
     where = "algorithm.correction"
     if corrects and loss.per_sequence:
         what = f"loss {loss.name} has one value per sequence, which weights of tokens cannot correct"
         raise refusal(config, where, what, f"{where}.enabled: false")
-    if corrects and not from_engine and config.algorithm.correction.reject == "none":
-        what = (
-            "around the rollout server's log-probs the loss's own ratio corrects: nothing is left to do but to reject"
-        )
+    if corrects and not from_engine and settings.reject == "none":
+        what = "around the rollout server's log-probs the loss's own ratio corrects: only to reject is left to do"
         expected = "algorithm.old_log_probs: engine (weights), or a reject (whole tokens or responses are left out)"
         raise refusal(config, where, what, expected)
-    if config.log_prob_check.on_mismatch == "correct" and not corrects and not _weighs_itself(loss):
+    if mismatch and not corrects and not weighs_itself:
         what = "the run does not correct for other log-probs than the engine's"
         expected = f"stop or warn, or a loss that importance weights can correct, without {where}.enabled: false"
         raise refusal(config, "log_prob_check.on_mismatch", what, expected)
+    used = settings if from_engine else attrs.evolve(settings, bound="none", batch_normalize=False)
+    return used if corrects else None, from_engine
 
 
-def _used_correction(config: RunConfig, from_engine: bool) -> Correction:
-    """Around the rollout's own log-probs, the loss's ratio weighs and the correction only rejects."""
-    given = config.algorithm.correction
-    return given if from_engine else attrs.evolve(given, bound="none", batch_normalize=False)
-
-
-def _rounds(config: RunConfig) -> bool:
-    """Whether anything is computed with fewer bits than float32 has."""
-    return _engine_rounds(config) or config.weights.dtype not in (None, "float32")
-
-
-def _engine_rounds(config: RunConfig) -> bool:
-    mixed = config.engine.settings.get("mixed_precision", "none") not in (None, "none")
-    return mixed or config.model.dtype != "float32"
+def _rounding(config: RunConfig) -> tuple[bool, bool]:
+    """Whether the engine, and whether anything, computes with fewer bits than float32 has."""
+    mixed = config.engine.settings.get("mixed_precision") or "none"
+    engine = mixed != "none" or config.model.dtype != "float32"
+    return engine, engine or config.weights.dtype not in (None, "float32")
 
 
 def rollout_bound(config: RunConfig) -> float:
@@ -303,7 +249,7 @@ def rollout_bound(config: RunConfig) -> float:
         return config.log_prob_check.bound
     if config.weights.dtype == "float8_e4m3fn":
         return _FLOAT8_BOUND
-    return _ROUNDED_BOUND if _rounds(config) else _EXACT_BOUND
+    return _ROUNDED_BOUND if _rounding(config)[1] else _EXACT_BOUND
 
 
 def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
@@ -313,7 +259,7 @@ def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
     of the probability; of the others only the batch knows.
     """
     lora, active = config.model.lora, _filters(config)
-    engine = _ROUNDED_ENGINE_BOUND if _engine_rounds(config) else _EXACT_ENGINE_BOUND
+    engine = _ROUNDED_ENGINE_BOUND if _rounding(config)[0] else _EXACT_ENGINE_BOUND
     slack = -math.log(active["top_p"]) if active.keys() == {"top_p"} else math.inf if active else 0.0
     return {
         "bound": rollout_bound(config),

@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -17,8 +16,7 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
 from jackfield.compose.checks import check_plugins, hooks_of, import_plugins, role_config, with_address
-from jackfield.compose.inputs import check_tokens, digests, read_model, read_tasks
-from jackfield.compose.mixing import check_rows, make_sources
+from jackfield.compose.inputs import check_rows, check_tokens, digests, make_sources, prompt_limit, read_tasks
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.resume import (
     DISK_ERRORS,
@@ -94,16 +92,19 @@ async def run_async(
     role: RoleName = "all",
     hooks: Sequence[object] = (),
     registry: Registry | None = None,
-    clock: Clock | None = None,
     stop: Stop | None = None,
 ) -> RunResult:
     """Do the same inside of a running event loop."""
-    registry, clock, stop = registry or discover(), clock or Clock(), stop or Stop(config.checkpoint.grace_seconds)
+    registry, clock, stop = registry or discover(), Clock(), stop or Stop(config.checkpoint.grace_seconds)
     config = role_config(resolve_defaults(config), role)
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
     hooks = [*observers(config.observe, folder, clock=clock), *hooks]
     prepared, tasks = _prepare(config, registry, hooks, role, clock)
-    _make_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "choose another folder"
+        raise ConfigError("the run's folder cannot be made", where="folder", found=error, fix=fix) from error
     with storage_errors(folder), nullcontext() if role == "explore" else folder_lock(folder):
         if trains:
             checkpoint = starting_point(config, digests(tasks))
@@ -111,8 +112,8 @@ async def run_async(
             return RunResult(folder=folder, steps=config.schedule.steps, finished_before=True)
         replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
-            factory = WorkerFactory(config=config, registry=registry, clock=clock)
-            make_workers = InlineWorkers(factory).make
+            factory = InlineWorkers(config=config, registry=registry, clock=clock)
+            make_workers = factory.make
             if config.cluster.name == "ray":
                 from jackfield.compose.ray_workers import RayWorkers
 
@@ -120,50 +121,46 @@ async def run_async(
                 processes.push_async_callback(workers.close)
                 make_workers = workers.make
             for left in reversed(range(config.checkpoint.max_recoveries + 1)):
+                role_again = attrs.evolve(prepared)
                 builder = RunBuilder(
-                    role=attrs.evolve(prepared), tasks=tasks, stop=stop, factory=factory, make_workers=make_workers
+                    role=role_again, tasks=tasks, stop=stop, factory=factory, make_workers=make_workers
                 )
                 try:
-                    with _reported(builder, checkpoint), _one_compute_thread(config):
+                    with _reported(builder, checkpoint):
                         steps = await builder.execute(checkpoint)
                     break
                 except WorkerLost as error:
-                    if not left or not trains:
+                    resumed = attrs.evolve(config, checkpoint=attrs.evolve(config.checkpoint, resume=True))
+                    checkpoint = starting_point(resumed) if left and trains else None
+                    if checkpoint is None:
                         raise
-                    checkpoint = _recovery(config, error)
+                    logging.getLogger("jackfield").warning(
+                        "%s; the run goes on after step %d", one_line(error), checkpoint.step
+                    )
     return RunResult(folder=folder, steps=steps, stopped=trains and steps < config.schedule.steps)
 
 
-async def serve_queue(
-    config: RunConfig,
-    until: asyncio.Event,
-    *,
-    ready: Callable[[QueueServer, Path], None],
-    registry: Registry | None = None,
-    clock: Clock | None = None,
-) -> None:
+async def serve_queue(config: RunConfig, until: asyncio.Event, *, ready: Callable[[QueueServer, Path], None]) -> None:
     """Serve the controller of a run's queue, and open its backend for others to join.
 
     Args:
         config: of the run.
         until: serve until it is set.
         ready: called with the server and its address file.
-        registry: the installed plugins; discovered when not given.
-        clock: through which every wait goes.
 
     Raises:
         PluginError: the backend keeps values in one process.
         RunError: ``run.folder-in-use``: one is served already.
         QueueError: ``queue.store``: the address is taken.
     """
-    registry, clock, folder = registry or discover(), clock or Clock(), Path(config.folder) / "queue"
+    registry, clock, folder = discover(), Clock(), Path(config.folder) / "queue"
     check_plugins(with_address(config), registry)
     hooks_of(config, registry)
-    factory, file = WorkerFactory(config=config, registry=registry, clock=clock), folder / "address.json"
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
         stack.enter_context(folder_lock(folder))
+        factory, file = WorkerFactory(config=config, registry=registry, clock=clock), folder / "address.json"
         queue = factory.queue(factory.backend())
         stack.push_async_callback(queue.close)
         await queue.start()
@@ -188,21 +185,13 @@ def _prepare(
     make_sources(config.mixing)
     algorithm = resolve_algorithm(config, registry.find("rollout", config.rollout.name))
     tasks = read_tasks(config, algorithm)
-    read_model(config)
+    prompt_limit(config)
     _quiet_libraries()
     if here:
         check_tokens(config, tasks)
         import_plugins(config, registry, heavy=True)
-    check_rows(config.mixing, explores=config.mode == "online")
+    check_rows(config)
     return Role(config=config, name=role, algorithm=algorithm, clock=clock, hooks=manager.hook), tasks
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fix = "choose another folder"
-        raise ConfigError("the run's folder cannot be made", where="folder", found=error, fix=fix) from error
 
 
 def _quiet_libraries() -> None:
@@ -223,13 +212,8 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
     """
     role, config, folder = builder.role, builder.role.config, Path(builder.role.config.folder)
     failure, stopped, first_step = None, False, 0 if checkpoint is None else checkpoint.step
-    started = RunStarted(
-        name=config.name,
-        folder=str(folder),
-        total_steps=config.schedule.steps,
-        first_step=first_step,
-        config=as_plain(config),
-    )
+    steps, plain = config.schedule.steps, as_plain(config)
+    started = RunStarted(name=config.name, folder=str(folder), total_steps=steps, first_step=first_step, config=plain)
     role.hooks.run_started(event=started)
     try:
         yield
@@ -250,37 +234,6 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
     finally:
         steps = max(first_step, role.progress.value)
         role.hooks.run_ended(event=RunEnded(folder=str(folder), steps=steps, error=failure, stopped=stopped))
-
-
-def _recovery(config: RunConfig, error: WorkerLost) -> Checkpoint:
-    """Find where a run goes on, in this process, after the death of a worker that had state.
-
-    Raises:
-        WorkerLost: there is no checkpoint.
-    """
-    checkpoint = starting_point(attrs.evolve(config, checkpoint=attrs.evolve(config.checkpoint, resume=True)))
-    if checkpoint is None:
-        raise error
-    logging.getLogger("jackfield").warning("%s; the run goes on after step %d", one_line(error), checkpoint.step)
-    return checkpoint
-
-
-@contextmanager
-def _one_compute_thread(config: RunConfig) -> Iterator[None]:
-    """Engine and replicas share one device: their work goes through one thread, so that it never competes for cores."""
-    if config.cluster.name != "inline":
-        yield
-        return
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.cluster.threads or before)
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
-    asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down at its end
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _first(error: BaseException, folder: Path) -> BaseException:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,8 @@ from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueCont
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.replica import Replica, Worker
-from jackfield.compose.checks import address_file, interpreters
-from jackfield.compose.inputs import load_tokenizer, read_model
+from jackfield.compose.checks import interpreters
+from jackfield.compose.inputs import load_tokenizer, prompt_limit
 from jackfield.config import PluginSection, RunConfig
 from jackfield.plugins import Registry
 from jackfield.queue import TransferQueue, Values
@@ -47,7 +49,7 @@ class RankPlace:
     host: str = "127.0.0.1"
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True, eq=False)
 class WorkerFactory:
     """Makes workers of one run, from plugins of this interpreter."""
 
@@ -121,29 +123,10 @@ class WorkerFactory:
 
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
         """Make a replica's server in this process; it is not started."""
-        server: BaseRolloutServer = self._plugin("rollout", self._rollout_context(replica, host))
+        server: BaseRolloutServer = self._plugin("rollout", self.rollout_context(replica, host))
         return server
 
-    def replica(self, number: int) -> Worker:
-        """Make a replica's server in this process, or in one with an interpreter of its own; it is not started."""
-        config, python = self.config, interpreters(self.config, self.registry).get("rollout")
-        if python is None:
-            return Worker(self.rollout_server(number))
-        server = RolloutProcess(
-            config.rollout.settings,
-            self._rollout_context(number),
-            record=self.registry.resolve(config.rollout.name, "rollout"),
-            python=python,
-            seconds=max(config.deadlines.rollout, config.deadlines.start, config.deadlines.sync),
-            log=Path(config.folder) / f"replica-{number}.log",
-            environment={} if config.cluster.threads is None else {"OMP_NUM_THREADS": str(config.cluster.threads)},
-            heartbeat_seconds=config.deadlines.heartbeat,
-        )
-        worker = Worker(server, "process")
-        server.on_lost = worker.lose
-        return worker
-
-    def _rollout_context(self, replica: int, host: str = "127.0.0.1") -> RolloutContext:
+    def rollout_context(self, replica: int, host: str = "127.0.0.1") -> RolloutContext:
         config = self.config
         return RolloutContext(
             model=attrs.evolve(config.model, dtype=config.weights.dtype or config.model.dtype),
@@ -159,7 +142,7 @@ class WorkerFactory:
         self, values: Values, servers: Mapping[int, Generates] | None, *, request_prefix: str
     ) -> AgentWorker:
         """A worker that runs agents on ``servers``, by number; with None, it only makes samples of given answers."""
-        tokenizer, limit = load_tokenizer(self.config), read_model(self.config).max_prompt_tokens
+        tokenizer, limit = load_tokenizer(self.config), prompt_limit(self.config)
         if servers is None:
             return AgentWorker(values, tokenizer, self.clock, None, max_prompt_tokens=limit)
         self.registry.load("agent", self.config.agent.name)
@@ -212,24 +195,24 @@ class WorkerFactory:
         )
 
 
-@attrs.define
-class InlineWorkers:
+@attrs.define(kw_only=True, eq=False)
+class InlineWorkers(WorkerFactory):
     """One worker of each kind in this process; replicas are in it, too, or in processes that it starts."""
 
-    factory: WorkerFactory
     agent: AgentWorker = attrs.field(init=False)
 
     async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
         """Make the workers of a role, again after each recovery; ``stack`` ends what was started."""
-        make, config = self.factory, self.factory.config
-        backend = make.backend(None if config.queue.address is None else address_file(config).parent)
-        values, rewards = Values(backend), None
-        self.agent = make.agent_worker(values, {} if role.generates else None, request_prefix=config.name)
+        self._use_one_compute_thread(stack)
+        address, rewards = self.config.queue.address, None
+        backend = self.backend(None if address is None else Path(address).parent)
+        values = Values(backend)
+        self.agent = self.agent_worker(values, {} if role.generates else None, request_prefix=self.config.name)
         if role.scores or role.evaluates:
-            worker = await make.reward_worker(values)
+            worker = await self.reward_worker(values)
             stack.push_async_callback(worker.close)
             rewards = Workers([worker])
-        ranks = {engine: make.engine_rank(values, engine, role.algorithm) for engine in role.engines}
+        ranks = {engine: self.engine_rank(values, engine, role.algorithm) for engine in role.engines}
         for rank in ranks.values():
             stack.push_async_callback(rank.close)
         return RunWorkers(
@@ -238,13 +221,39 @@ class InlineWorkers:
             agents=Workers([self.agent]),
             rewards=rewards,
             estimator=AdvantageWorker(values, role.algorithm),
-            replicas=config.cluster.replicas if role.generates else 0,
+            replicas=self.config.cluster.replicas if role.generates else 0,
             places=self,
         )
 
+    def _use_one_compute_thread(self, stack: AsyncExitStack) -> None:
+        """Engine and replicas share one device: their work goes through one thread, so that none competes for cores."""
+        import torch
+
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if self.config.cluster.threads is not None:
+            torch.set_num_threads(self.config.cluster.threads)
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
+        asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down at its end
+
     async def start(self, number: int) -> Worker:
-        """Make a replica; it is not started."""
-        return self.factory.replica(number)
+        """Make a replica's server in this process, or in one with an interpreter of its own; it is not started."""
+        config, python = self.config, interpreters(self.config, self.registry).get("rollout")
+        if python is None:
+            return Worker(self.rollout_server(number))
+        deadlines, threads = config.deadlines, config.cluster.threads
+        server = RolloutProcess(
+            config.rollout.settings,
+            self.rollout_context(number),
+            record=self.registry.resolve(config.rollout.name, "rollout"),
+            python=python,
+            seconds=max(deadlines.rollout, deadlines.start, deadlines.sync),
+            log=Path(config.folder) / f"replica-{number}.log",
+            environment={} if threads is None else {"OMP_NUM_THREADS": str(threads)},
+            heartbeat_seconds=deadlines.heartbeat,
+        )
+        worker = Worker(server, "process")
+        server.on_lost = worker.lose
+        return worker
 
     async def end(self, number: int) -> None:
         """Give no place back: there are none."""
