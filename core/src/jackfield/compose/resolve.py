@@ -52,11 +52,12 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
     kl = part("kl", settings.kl.name) if settings.kl.coefficient else None
     wanted = {*chosen.needs, *(estimator.needs if estimator else ())}
-    reads, learns, filters = wanted.union(loss.needs), "expert_mask" in loss.needs, "dynamic_sampling" in chosen.needs
+    learns, filters = "expert_mask" in loss.needs, "dynamic_sampling" in chosen.needs
     experts = config.data.expert_samples_per_batch if learns and config.data.expert else 0
     correction, from_engine = _correction(config, loss, rollout, sampled=estimator is not None)
     reads_old = settings.kl.in_reward or any("old_log_probs" in one.inputs for one in (loss, estimator, kl) if one)
     options = {**chosen.loss_options, "aggregation": chosen.aggregation}
+    reads_reference = bool({"reference", "ref_log_probs"} & {*wanted, *loss.needs}) or options.get("reference") == "ref"
     if kl is not None and not settings.kl.in_reward:
         options["kl"] = settings.kl.name
     if settings.entropy_coefficient:
@@ -73,9 +74,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
         kl_in_reward=settings.kl.name if settings.kl.in_reward and kl else None,
         whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
         critic=bool(wanted & {"critic", "values"}),
-        reference=bool(
-            kl or {"reference", "ref_log_probs"} & {*wanted, *loss.needs} or options.get("reference") == "ref"
-        ),
+        reference=kl is not None or reads_reference,
         dynamic_sampling=filters if settings.dynamic_sampling is None else settings.dynamic_sampling,
         greedy_baseline="baseline_rewards" in wanted,
         reward_dimensions=settings.reward_dimensions,
