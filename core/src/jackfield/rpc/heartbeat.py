@@ -10,13 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import attrs
-
-from jackfield.clock import Clock
 
 LOOKS = 4  #: looks at a process, and heartbeats that it sends, in the deadline
 _CAN_RUN = "RSI"  #: states of a thread that is neither stopped, frozen nor waiting for a device
@@ -45,7 +42,7 @@ class Process:
         return bool(self.place) and self.place == _place()
 
     def can_run(self) -> bool:
-        """Return whether any of its threads can run. Only for near processes."""
+        """Return whether any thread of a near process can run."""
         folder = f"/proc/{self.pid}/task"
         try:
             return any(_stat(f"{folder}/{thread}/stat")[0] in _CAN_RUN for thread in os.listdir(folder))
@@ -77,17 +74,3 @@ def _stat(file: str) -> tuple[str, int]:
     except OSError:
         return "X", 0
     return fields[0], int(fields[19])
-
-
-async def until_silent(process: Process | None, heard: Callable[[], bool], clock: Clock, seconds: float) -> None:
-    """Wait until a process has been silent for ``seconds``.
-
-    Several looks are needed, so that a process that was stopped itself does not take others for dead. ``heard`` says
-    whether something came since its last call: that decides where the kernel cannot be asked about the process.
-    """
-    silent = 0
-    while silent <= LOOKS:
-        await clock.sleep(seconds / LOOKS)
-        came = heard()
-        lives = process.can_run() if process is not None and process.is_near else came
-        silent = 0 if lives else silent + 1

@@ -30,7 +30,7 @@ from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError
 from jackfield.files import replace_file
 from jackfield.rpc.connection import Connection, Service
 from jackfield.rpc.contract import Contract
-from jackfield.rpc.heartbeat import LOOKS, Process, until_silent
+from jackfield.rpc.heartbeat import LOOKS, Process
 from jackfield.rpc.wire import LIMIT, STRANGER_LIMIT, Heartbeat, Hello, Message, News, Welcome
 
 _STRANGERS = 64  #: connections that have proved nothing yet; further ones are closed at once
@@ -51,11 +51,9 @@ class Address:
     process: Process
 
     def write(self, file: Path, **further: str) -> None:
-        """Write the address to a file that only this user can read. A process that can read it may call everything.
+        """Replace a file, which only this user can read, by the address and what else clients need to know.
 
-        Args:
-            file: is replaced in one move.
-            further: what the file says beside the address.
+        A process that can read the file may call everything.
         """
         replace_file(file, json.dumps({**attrs.asdict(self), **further}), mode=0o600, durable=False)
 
@@ -81,9 +79,8 @@ class Address:
         if not self.host:
             await loop.create_unix_connection(lambda: protocol, f"\0{self.port}")
             return
-        tls = None
-        if self.certificate:
-            tls = ssl.create_default_context(cadata=self.certificate)
+        tls = ssl.create_default_context(cadata=self.certificate) if self.certificate else None
+        if tls is not None:
             tls.check_hostname = False
         await loop.create_connection(lambda: protocol, self.host, int(self.port), ssl=tls)
 
@@ -163,22 +160,20 @@ class Server:
         Raises:
             RpcError: ``rpc.address``: the address is taken, or none of this machine's.
         """
-        loop, name = asyncio.get_running_loop(), f"jackfield-{secrets.token_hex(12)}"
-        near = is_loopback(host)
-        tls, certificate = (None, "") if near else server_tls()
+        loop, where, place = asyncio.get_running_loop(), f"{host}:{port}", f"jackfield-{secrets.token_hex(12)}"
+        tls, certificate = (None, "") if is_loopback(host) else _server_tls()
         try:
-            if near and not port and sys.platform == "linux":
-                self._server = await loop.create_unix_server(self._stranger, f"\0{name}")
-                place: tuple[str, int | str] = "", name
+            if tls is None and not port and sys.platform == "linux":
+                host, self._server = "", await loop.create_unix_server(self._stranger, f"\0{place}")
             else:
                 self._server = await loop.create_server(self._stranger, host, port, ssl=tls)
-                place = host, self._server.sockets[0].getsockname()[1]
+                place = self._server.sockets[0].getsockname()[1]
         except OSError as error:
             what = f"{self._name} cannot listen: {error}"
-            raise RpcError(what, code="rpc.address", where=f"{host}:{port}", fix="choose another port") from error
+            raise RpcError(what, code="rpc.address", where=where, fix="choose another port") from error
         self.address = Address(
-            host=place[0],
-            port=place[1],
+            host=host,
+            port=place,
             secret=secrets.token_hex(32),
             certificate=certificate,
             heartbeat_seconds=self._heartbeat_seconds,
@@ -260,18 +255,12 @@ async def connect(
     own, served = _welcome(name, services or {}), services or {}
     connection = _Guarded("a server", served, clock, lost_error=lost_error, address=address, own=own)
     welcome = await _opened(connection, address, clock)
-    for service, contract in contracts.items():
-        found = welcome.contracts.get(service)
-        if found != contract.fingerprint:
-            connection.end("speaks another version")
-            raise RpcError(
-                "two processes have other versions of Jackfield",
-                code="rpc.version",
-                where=service,
-                expected=contract.fingerprint,
-                found=found,
-                fix="install the same version on both sides",
-            )
+    expected = {service: contract.fingerprint for service, contract in contracts.items()}
+    found = {service: welcome.contracts.get(service) for service in contracts}
+    if found != expected:
+        connection.end("speaks another version")
+        message, fix = "two processes have other versions of Jackfield", "install the same version on both sides"
+        raise RpcError(message, code="rpc.version", where=str(address.process), expected=expected, found=found, fix=fix)
     watching = asyncio.create_task(watch(connection, address.heartbeat_seconds, clock, kills=kills))
     connection.lost.add_done_callback(lambda _: watching.done())  # keeps a reference to the task
     if not address.process.is_near:
@@ -305,21 +294,21 @@ async def _beating(address: Address, own: Welcome, lost: asyncio.Future[str]) ->
 
 
 async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: bool = True) -> str:
-    """Wait for the end of a connection and return its reason; ``kills`` a silent process where that is possible."""
+    """Wait for the end of a connection and return its reason; end it after ``seconds`` without a sign of life.
 
-    def heard() -> bool:
+    Several looks are needed, so that a process that was stopped itself does not take others for dead. A silent process
+    is killed where that is possible, if ``kills``.
+    """
+    process, silent = connection.process, 0
+    while not connection.lost.done() and silent <= LOOKS:
+        with suppress(DeadlineExceeded):
+            await clock.wait_for(asyncio.shield(connection.lost), seconds / LOOKS, "the next look")
         connection.send(Heartbeat())
-        found, connection.heard = connection.heard, False
-        return found
-
-    silent = asyncio.ensure_future(until_silent(connection.process, heard, clock, seconds))
-    try:
-        await asyncio.wait((silent, connection.lost), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        silent.cancel()
+        heard, connection.heard = connection.heard, False
+        silent = 0 if (process.can_run() if process is not None and process.is_near else heard) else silent + 1
     if not connection.lost.done():
         at_work = f" while it had to {connection.doing}" if connection.doing else ""
-        end = " and was killed" if kills and connection.process is not None and connection.process.kill() else ""
+        end = " and was killed" if kills and process is not None and process.kill() else ""
         connection.silent(f"sent no heartbeat for {seconds:g} s{at_work}{end} (deadlines.heartbeat)")
     return await connection.lost
 
@@ -331,7 +320,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def server_tls() -> tuple[ssl.SSLContext, str]:
+def _server_tls() -> tuple[ssl.SSLContext, str]:
     """Make a fresh key and certificate. Returns the server's context and the certificate, as PEM.
 
     Raises:

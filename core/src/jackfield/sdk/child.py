@@ -12,10 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import attrs
+
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
 from jackfield.rpc import Codec, Connection, Process
-from jackfield.rpc.heartbeat import until_silent
+from jackfield.rpc.heartbeat import LOOKS
 from jackfield.rpc.sockets import watch
 from jackfield.rpc.wire import LIMIT
 
@@ -28,6 +30,7 @@ _DYING_SECONDS = 0.2  #: between the end of the connection and that of the proce
 _END_SECONDS = 5.0  #: between a kill and the end of the process and its pipe
 
 
+@attrs.define(eq=False, slots=False)
 class ChildProcess(asyncio.SubprocessProtocol):
     """A process that serves the other end of a socket pair. It ends with all that it has started (its process group).
 
@@ -36,36 +39,28 @@ class ChildProcess(asyncio.SubprocessProtocol):
     of its own escapes.
     """
 
-    _transport: asyncio.SubprocessTransport
+    _name: str  #: what errors call the process
+    _clock: Clock  #: time source for all waits
+    _heartbeat_seconds: float = attrs.field(kw_only=True)  #: the process is killed when it cannot run for so long
+    #: gets the output, 4 MiB at most; the file before it gets the suffix ``.1``. None: only the output's end is kept
+    _log: Path | None = attrs.field(default=None, kw_only=True)
+    #: the form of messages; json is for a program that has only the standard library
+    _codec: Literal["msgpack", "json"] = attrs.field(default="msgpack", kw_only=True)
+    _limit: int = attrs.field(default=LIMIT, kw_only=True)  #: bytes of the longest message from the process
+    #: makes the error of calls after its end; None: ``rpc.lost``
+    _lost_error: Callable[[str], JackfieldError] | None = attrs.field(default=None, kw_only=True)
+    death: str | None = attrs.field(default=None, init=False)  #: how it ended
+    _transport: asyncio.SubprocessTransport | None = attrs.field(default=None, init=False)
 
-    def __init__(
-        self,
-        name: str,
-        clock: Clock,
-        *,
-        heartbeat_seconds: float,
-        log: Path | None = None,
-        codec: Literal["msgpack", "json"] = "msgpack",
-        limit: int = LIMIT,
-        lost_error: Callable[[str], JackfieldError] | None = None,
-    ) -> None:
-        """
-        Args:
-            name: What the process is called in errors.
-            clock: Time source for all waits.
-            heartbeat_seconds: The time in which none of its threads can run, after which it is killed.
-            log: The file that its output is added to, 4 MiB at most; the file before it gets the suffix ``.1``. None:
-                only the end is kept, for messages.
-            codec: The form of messages; json is for a program that has only the standard library.
-            limit: The longest message from the process, in bytes.
-            lost_error: Makes the error of calls after its end; None: ``rpc.lost``.
-        """
-        self.connection = _Connection(self, name, clock, Codec(codec), limit, lost_error)
-        self.death: str | None = None  #: how it ended
-        self._name, self._clock, self._seconds, self._log = name, clock, heartbeat_seconds, log
+    def __attrs_post_init__(self) -> None:
+        limit, lost_error = self._limit, self._lost_error
+        self.connection = _Connection(
+            self._name, {}, self._clock, codec=Codec(self._codec), limit=limit, lost_error=lost_error, child=self
+        )
+        self.silence: str | None = None  #: why it was killed that could not run
+        self._complaint: str | None = None  #: why it was killed that broke the protocol
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exited = False
-        self._complaint: str | None = None  #: why it was killed
         self._output = bytearray()
         self._watching: asyncio.Task[str] | None = None
 
@@ -93,27 +88,26 @@ class ChildProcess(asyncio.SubprocessProtocol):
             other.close()
             await self.close()
             raise
-        self._watching = asyncio.create_task(self._watch(), name=f"{self._name}, watch")
+        watching = watch(self.connection, self._heartbeat_seconds, self._clock)
+        self._watching = asyncio.create_task(watching, name=f"{self._name}, watch")
         return self.connection
-
-    async def _watch(self) -> str:
-        return await watch(self.connection, self._seconds, self._clock)
 
     @property
     def pid(self) -> int:
         """The number of the process."""
+        assert self._transport is not None, "it was not started"
         number: int = self._transport.get_pid()
         return number
 
     @property
     def is_ending(self) -> bool:
         """Return whether the process has ended, or was killed."""
-        return self._exited or self._complaint is not None or self.connection.silence is not None
+        return self._exited or (self._complaint or self.silence) is not None
 
     @property
     def broke_protocol(self) -> bool:
         """Return whether it was killed because of what it has written."""
-        return self._complaint is not None and self._transport.get_returncode() == -signal.SIGKILL
+        return self._complaint is not None and self._code() == -signal.SIGKILL
 
     def output(self) -> str:
         """Return the last lines that it has printed, as the end of a message."""
@@ -133,7 +127,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
         """
         self.death = self.death or "was ended"
         self.connection.end(self.death)
-        if not hasattr(self, "_transport"):
+        if self._transport is None:
             return
         with suppress(DeadlineExceeded):
             if grace_seconds and not self._exited:
@@ -194,17 +188,18 @@ class ChildProcess(asyncio.SubprocessProtocol):
 
     def _end(self) -> None:
         """End the connection with how the process has ended."""
-        if self.death is None:
-            self.death = f"{self._ended()}{self.output()}"
+        self.death = self.death or f"{self._ended()}{self.output()}"
         self.connection.end(self.death)
 
+    def _code(self) -> int | None:
+        return None if self._transport is None else self._transport.get_returncode()
+
     def _ended(self) -> str:
-        code = self._transport.get_returncode()
-        if self.connection.silence is not None:
-            logging.getLogger("jackfield").warning(
-                "%s (%s) %s", self._name, self.connection.process, self.connection.silence
-            )
-            return self.connection.silence
+        code = self._code()
+        if self.silence is not None:
+            text = f"{self._name} ({self.connection.process}) {self.silence}"
+            logging.getLogger("jackfield").warning("%s", text)
+            return self.silence
         if self.broke_protocol:
             return f"was killed: it {self._complaint}"
         if code is not None and code < 0:
@@ -212,21 +207,11 @@ class ChildProcess(asyncio.SubprocessProtocol):
         return f"ended with exit status {code}"
 
 
+@attrs.define(eq=False, slots=False)
 class _Connection(Connection):
     """A connection whose end waits for that of the process, so that it says how the process has ended."""
 
-    def __init__(
-        self,
-        child: ChildProcess,
-        name: str,
-        clock: Clock,
-        codec: Codec,
-        limit: int,
-        lost_error: Callable[[str], JackfieldError] | None,
-    ) -> None:
-        super().__init__(name, {}, clock, codec=codec, limit=limit, lost_error=lost_error)
-        self.silence: str | None = None
-        self._child = child
+    _child: ChildProcess = attrs.field(kw_only=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._child.socket_closed("closed the descriptor of its socket, or wrote to it")
@@ -235,7 +220,7 @@ class _Connection(Connection):
         self._child.complain(f"broke the protocol: {error.message} ({error.found})")
 
     def silent(self, reason: str) -> None:
-        self.silence = reason
+        self._child.silence = reason
         self._child.kill_unless_exited()
 
 
@@ -251,13 +236,9 @@ def _append(file: Path, data: bytes) -> None:
 
 
 async def until_stopped(pid: int, clock: Clock, seconds: float) -> str:
-    """Wait until no thread of a process of this machine could run for so long; return what to report of it.
-
-    Args:
-        pid: The number of the process.
-        clock: Time source for the looks.
-        seconds: The deadline, ``deadlines.heartbeat``.
-    """
-    process = Process.of(pid)
-    await until_silent(process, lambda: not process.is_near, clock, seconds)
+    """Wait until no thread of a process of this machine could run for ``seconds``; return what to report of it."""
+    process, silent = Process.of(pid), 0
+    while silent <= LOOKS:
+        await clock.sleep(seconds / LOOKS)
+        silent = silent + 1 if process.is_near and not process.can_run() else 0
     return f"({process}) sent no heartbeat for {seconds:g} s and was killed (deadlines.heartbeat)"

@@ -53,8 +53,6 @@ class OneSenderEngine(CheckpointEngine):
         self.connected = False
         self.whole = False  #: everything was sent, or taken
 
-    # -- what a subclass adds ------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """Forget the transfer before."""
         return
@@ -66,8 +64,7 @@ class OneSenderEngine(CheckpointEngine):
     def listen(self, secret: str) -> Mapping[str, Any]:
         """Listen beside the session, as the sender, and return what workers need to connect.
 
-        Args:
-            secret: Hexadecimal; what only the workers of the session know.
+        Only the workers of the session know the ``secret``, which is hexadecimal.
         """
         return {}
 
@@ -93,27 +90,24 @@ class OneSenderEngine(CheckpointEngine):
         """Release what this end took beside the session, which it has left; idempotent."""
         return
 
-    # -- the order of calls --------------------------------------------------------------------------------------------
-
     async def prepare(self) -> PrepareResult:
         """Listen, as rank 0, on loopback unless the context names another interface."""
         if self.context.rank != 0:
             return PrepareResult()
         await self.leave()  # it may have been prepared before, without a worker
-        session = self._begin()
-        address = await session.open(self.context.host, getattr(self.config, "port", 0))
-        self.session = session
+        session, host = self._begin(), self.context.host
         try:
-            more = self.listen(address["secret"])
+            address = await session.open(host, getattr(self.config, "port", 0))
+            return PrepareResult(metadata={"session": address, "host": host, **self.listen(address["secret"])})
         except BaseException:
             await self.leave()
             raise
-        return PrepareResult(metadata={"session": address, "host": self.context.host, **more})
 
     def _begin(self) -> TransferSession:
         self.connected = self.whole = False
         self.begin()
-        return self.session_class(self.context.deadline_seconds, self.heard)
+        self.session = self.session_class(self.context.deadline_seconds, self.heard)
+        return self.session
 
     @classmethod
     def build_topology(cls, request: TopologyRequest) -> Topology:
@@ -128,15 +122,14 @@ class OneSenderEngine(CheckpointEngine):
         """Wait for every worker as rank 0, or connect to rank 0 as a worker."""
         place = request.arguments
         if self.context.end == "receiver":
-            self.session = session = self._begin()
-            await self.enter(session, place, request.version)
+            await self.enter(self._begin(), place, request.version)
         elif self.context.rank == 0:
-            session = self._required("the sender was not prepared", self.session is not None)
+            session = self._required("the sender was not prepared")
             await session.admit(place["workers"], request.version)
             await self.met_workers(session, place["workers"])
         self.connected = True
 
-    def _required(self, message: str, there: bool) -> TransferSession:
+    def _required(self, message: str, there: bool = True) -> TransferSession:
         if self.session is None or not there:
             raise WeightsError(message, expected="prepare, connect, then send_weights or receive_weights")
         return self.session

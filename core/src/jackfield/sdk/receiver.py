@@ -15,6 +15,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext, ConnectRequest
 from jackfield.errors import WeightsError
 from jackfield.plugins import load_plugin
@@ -48,29 +50,24 @@ def open_receiver(
         host: The address of this machine at which its servers listen.
         held: The worker's, which outlives the receiver. It is forgotten unless deltas follow or come.
     """
-    context = CheckpointEngineContext(
-        end="receiver",
-        rank=request.first_worker + worker,
-        world_size=request.total_workers,
-        device=device,
-        host=host,
-        deadline_seconds=request.deadline_seconds,
-    )
+    rank, seconds = request.first_worker + worker, request.deadline_seconds
+    world: dict[str, Any] = {"rank": rank, "world_size": request.total_workers, "device": device, "host": host}
+    context = CheckpointEngineContext(end="receiver", deadline_seconds=seconds, **world)
     settings = dict(request.checkpoint_engine_config)
     engine: Any = load_plugin("checkpoint_engine", request.checkpoint_engine).build(settings, context)
-    if held is None or request.kind == "delta" or (request.kind == "full" and request.deltas_follow):
-        return WeightReceiver(engine, held)
-    held.forget()
-    return WeightReceiver(engine)
+    if held is not None and request.kind != "delta" and not (request.kind == "full" and request.deltas_follow):
+        held.forget()
+        held = None
+    return WeightReceiver(engine, held)
 
 
+@attrs.define(eq=False)
 class WeightReceiver:
     """The receiving end of one inference worker. It can be used again."""
 
-    def __init__(self, engine: CheckpointEngine, held: HeldWeights | None = None) -> None:
-        self._engine = engine  #: of the end ``receiver``
-        self._held = held  #: the worker's, which outlives the receiver; None: no delta will come
-        self.digests: dict[str, str] = {}  #: of what was received last, by name
+    _engine: CheckpointEngine  #: of the end ``receiver``
+    _held: HeldWeights | None = None  #: the worker's, which outlives the receiver; None: no delta will come
+    digests: dict[str, str] = attrs.field(factory=dict, init=False)  #: of what was received last, by name
 
     async def tensors(
         self, arguments: Mapping[str, Any], version: int
@@ -133,15 +130,12 @@ def check_base(held: int | None, base: int | None) -> None:
         WeightsError: ``weights.base``.
     """
     if base is None or held != base:
-        raise WeightsError(
-            "a delta came to weights that are not held",
-            code="weights.base",
-            expected="no delta" if held is None else f"a delta to version {held}",
-            found=f"a delta to version {base}",
-            fix="send a full update; weights.on_missing_base: full does so by itself",
-        )
+        expected, found = "no delta" if held is None else f"a delta to version {held}", f"a delta to version {base}"
+        message, fix = "a delta came to weights that are not held", "send a full update, or set weights.on_missing_base"
+        raise WeightsError(message, code="weights.base", expected=expected, found=found, fix=fix)
 
 
+@attrs.define(eq=False)
 class HeldWeights:
     """What a worker holds of the last version that it received, byte for byte as it was sent: what a delta changes.
 
@@ -149,11 +143,12 @@ class HeldWeights:
     a copy is kept in host memory.
     """
 
-    def __init__(self, find: Callable[[str], torch.Tensor | None] = lambda _: None) -> None:
-        self._find = find  #: returns the (part of a) loaded parameter that holds a tensor's bytes as they were sent
-        self._copies: dict[str, torch.Tensor] = {}
-        self._held: dict[str, None] = {}  #: names
-        self.version: int | None = None  #: that is held, whole; None: a delta cannot be loaded
+    #: returns the (part of a) loaded parameter that holds a tensor's bytes as they were sent
+    _find: Callable[[str], torch.Tensor | None] = lambda _: None
+    _copies: dict[str, torch.Tensor] = attrs.field(factory=dict, init=False)
+    _held: dict[str, None] = attrs.field(factory=dict, init=False)  #: names
+    #: that is held, whole; None: a delta cannot be loaded
+    version: int | None = attrs.field(default=None, init=False)
 
     def forget(self) -> None:
         """Drop everything: what is loaded is not what was sent any more."""

@@ -41,7 +41,7 @@ class RelayServer(BaseRolloutServer):
     """A replica whose requests another engine generates. A subclass says how.
 
     A request is in a table from its submission to its end, and one task reads the engine's answers for it. The
-    first of the engine, an abort and a failed update to end a request decides how.
+    engine, an abort or a failed update ends a request: the first of them decides how.
     """
 
     engine_name: ClassVar[str] = "the engine"  #: for messages
@@ -80,7 +80,7 @@ class RelayServer(BaseRolloutServer):
 
     @abstractmethod
     async def _receive(self, request: UpdateWeightsRequest) -> Any:
-        """What can be done for an update while the engine decodes."""
+        """Do what an update needs before the engine is held; :meth:`_load` gets the result."""
 
     @abstractmethod
     async def _load(self, request: UpdateWeightsRequest, received: Any) -> Sequence[WorkerReceipt]:
@@ -101,11 +101,8 @@ class RelayServer(BaseRolloutServer):
             await self._leave(running)
         return running.result()
 
-    def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """Generate one sample and yield its tokens as they come. Closing the iterator aborts the request."""
-        return self._stream(request)
-
-    async def _stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         chunks: asyncio.Queue[GenerateChunk | None] = asyncio.Queue()
         running = self._submit(request, chunks)
         try:
@@ -116,18 +113,16 @@ class RelayServer(BaseRolloutServer):
             await self._leave(running)
 
     def _submit(self, request: GenerateRequest, stream: asyncio.Queue[GenerateChunk | None] | None = None) -> Running:
-        refusal = self._refusal()
-        if refusal is not None:
+        if (refusal := self._refusal()) is not None:
             raise refusal
         check_request(request, self._vocabulary, self._max_model_len)
         self._refuse(request)
-        name, wanted = request.request_id, request.minimum_weight_version
+        name, wanted, version = request.request_id, request.minimum_weight_version, self._version
         if name in self._running:
             raise self._error(f"request {name!r} is running already", "rollout.request")
-        if wanted is not None and wanted > self._version:
-            raise self._error(
-                f"request {name!r} needs newer weights", "rollout.stale", expected=wanted, found=self._version
-            )
+        if wanted is not None and wanted > version:
+            message = f"request {name!r} needs newer weights"
+            raise self._error(message, "rollout.stale", expected=wanted, found=version)
         running = Running(request, asyncio.get_running_loop().create_future(), stream)
         self._running[name] = running
         running.reading = asyncio.create_task(self._read_or_fail(running), name=f"request {name}")
@@ -138,24 +133,21 @@ class RelayServer(BaseRolloutServer):
             await self._read(running)
         except Exception as error:
             self._running.pop(running.request.request_id, None)
-            down = self._down()
-            ours = isinstance(error, RolloutError | PluginError) and down is None
-            running.fail(
-                error
-                if ours
-                else self._error(
-                    down or f"{self.engine_name} failed: {type(error).__name__}: {error}",
-                    "rollout.failed" if down is None else "rollout.stopped",
-                    fix=f"see what {self.engine_name} has printed",
-                )
-            )
+            down, fix = self._down(), f"see what {self.engine_name} has printed"
+            if down is not None:
+                running.fail(self._error(down, "rollout.stopped", fix=fix))
+            elif isinstance(error, RolloutError | PluginError):
+                running.fail(error)
+            else:
+                message = f"{self.engine_name} failed: {type(error).__name__}: {error}"
+                running.fail(self._error(message, "rollout.failed", fix=fix))
 
     def _end(self, running: Running, reason: Literal["stop", "length", "abort"]) -> None:
         self._running.pop(running.request.request_id, None)
         running.end(reason)
 
     async def _leave(self, running: Running) -> None:
-        """Have the engine forget a request; no effect on one that has ended."""
+        """Cancel the task that reads a request's answers; no effect on one that has ended."""
         if self._running.get(running.request.request_id) is running:
             del self._running[running.request.request_id]
         reading, running.reading = running.reading, None
@@ -176,12 +168,10 @@ class RelayServer(BaseRolloutServer):
 
     async def _fail_all(self) -> None:
         """Fail everything unfinished with what the server refuses new requests with."""
-        refusal = self._refusal()
         chosen = list(self._running.values())
         self._running.clear()
         for each in chosen:
-            assert refusal is not None
-            each.fail(refusal)
+            each.fail(self._refusal() or self._error("the request was given up", "rollout.failed"))
         with suppress(Exception):
             await asyncio.gather(*(self._leave(each) for each in chosen))
 
@@ -200,12 +190,9 @@ class RelayServer(BaseRolloutServer):
         try:
             described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise self._error(
-                "there is no model in the folder",
-                "engine.model",
-                expected="a Hugging Face folder with config.json, weights and tokenizer",
-                found=str(folder),
-            ) from error
+            expected = "a Hugging Face folder with config.json, weights and tokenizer"
+            message = "there is no model in the folder"
+            raise self._error(message, "engine.model", expected=expected, found=str(folder)) from error
         text = {**described, **(described.get("text_config") or {})}
         positions = int(text.get("max_position_embeddings") or self.context.max_model_len or 0)
         self._vocabulary = int(text.get("vocab_size") or 0)
@@ -214,30 +201,29 @@ class RelayServer(BaseRolloutServer):
 
     async def health(self) -> HealthReport:
         """Report whether the replica can serve, and its load."""
-        refusal = self._refusal()
-        waiting = sum(not each.token_ids for each in self._running.values())
-        detail = refusal.message if refusal else "paused" if self._paused else ""
-        return HealthReport(
-            healthy=refusal is None,
-            running=len(self._running) - waiting,
-            waiting=waiting,
-            weight_version=self._version,
-            detail=detail or ("asleep" if len(self._awake) < len(MEMORY) else ""),
-        )
+        refusal, version = self._refusal(), self._version
+        begun, asleep = self._begun(), len(self._awake) < len(MEMORY)
+        detail = refusal.message if refusal else "paused" if self._paused else "asleep" if asleep else ""
+        running, waiting = len(begun), len(self._running) - len(begun)
+        healthy = refusal is None
+        return HealthReport(healthy=healthy, running=running, waiting=waiting, weight_version=version, detail=detail)
+
+    def _begun(self) -> list[Running]:
+        """Return the requests that have tokens."""
+        return [each for each in self._running.values() if each.token_ids]
 
     def _refusal(self) -> RolloutError | None:
         """Why nothing can be generated, if so."""
-        down = self._down()
-        if down is not None:
+        if (down := self._down()) is not None:
             return self._error(down, "rollout.stopped", fix="start it, or make a new one")
         if self._stale is not None:
             return self._error(self._stale, "rollout.stale", fix="send a full update")
         return None
 
     def _require_running(self) -> None:
-        down = self._down()
-        if down is not None:
-            raise self._error(down, "rollout.stopped", fix="start it, or make a new one")
+        refusal = self._refusal()
+        if refusal is not None and refusal.code == "rollout.stopped":
+            raise refusal
 
     def _error(self, message: str, code: str, **details: Any) -> RolloutError:
         return RolloutError(message, code=code, **{"where": f"replica {self.context.replica}", **details})
@@ -253,32 +239,34 @@ class RelayServer(BaseRolloutServer):
                 then, nor for ``weights.base``: a delta to a version that is not held.
         """
         self._require_running()
+        replica, expected = f"replica {self.context.replica}", " or ".join(self.update_kinds)
         if request.kind not in self.update_kinds:
-            raise PluginError(
-                f"{self.engine_name} cannot load an update of kind '{request.kind}'",
-                code="plugin.capability",
-                where=f"replica {self.context.replica}",
-                expected=" or ".join(self.update_kinds),
-                found=request.kind,
-            )
+            message = f"{self.engine_name} cannot load an update of kind '{request.kind}'"
+            raise PluginError(message, code="plugin.capability", where=replica, expected=expected, found=request.kind)
         if request.kind == "delta":
             check_base(self._held, request.base_version)
-        # an engine cannot be interrupted: whoever leaves early leaves the update to its end, and the next one waits
+        # an engine cannot be interrupted: a caller that leaves early leaves the update to its end; the next one waits
         task = asyncio.create_task(self._update(request), name=f"update to version {request.version}")
-        what = f"weights of version {request.version} for replica {self.context.replica}"
+        what = f"weights of version {request.version} for {replica}"
         try:
             return await self._clock.wait_for(asyncio.shield(task), request.deadline_seconds + _GRACE_SECONDS, what)
         except BaseException as error:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._stale = f"the update to version {request.version} failed: {_line(error)}"
+            cancelled, message = isinstance(error, asyncio.CancelledError), f"{type(error).__name__}: {error}"
+            why = error.message if isinstance(error, JackfieldError) else "cancelled" if cancelled else message
+            self._stale = f"the update to version {request.version} failed: {why}"
             await self._fail_all()
             raise
 
     async def _update(self, request: UpdateWeightsRequest) -> WeightReceipt:
         async with self._update_lock:
             self._require_running()
-            began = self._clock.time()
-            self._check_update(request)
+            began, least = self._clock.time(), f"at least {self._version}"
+            if request.version < self._version:
+                message = "weights went backwards"
+                raise WeightsError(message, code="weights.version", expected=least, found=request.version)
+            if "weights" not in self._awake:
+                raise WeightsError("the weights are asleep", fix="wake_up(tags=('weights',)) before the update")
             self._held = None
             received = await self._receive(request)
             await self._hold()
@@ -291,25 +279,9 @@ class RelayServer(BaseRolloutServer):
             finally:
                 if not self._paused and self._down() is None:
                     await self._release()
-            ended = self._clock.time()
-        return WeightReceipt(
-            version=request.version,
-            replica=self.context.replica,
-            workers=tuple(workers),
-            seconds=ended - began,
-            paused_seconds=ended - paused,
-        )
-
-    def _check_update(self, request: UpdateWeightsRequest) -> None:
-        if request.version < self._version:
-            raise WeightsError(
-                "weights went backwards",
-                code="weights.version",
-                expected=f"at least {self._version}",
-                found=request.version,
-            )
-        if "weights" not in self._awake:
-            raise WeightsError("the weights are asleep", fix="wake_up(tags=('weights',)) before the update")
+            seconds, paused = self._clock.time() - began, self._clock.time() - paused
+        replica, version, receipts = self.context.replica, request.version, tuple(workers)
+        return WeightReceipt(version=version, replica=replica, workers=receipts, seconds=seconds, paused_seconds=paused)
 
 
 class InterruptingServer(RelayServer):
@@ -370,19 +342,18 @@ class InterruptingServer(RelayServer):
         self._paused = True
         self._flows.clear()
         if request.mode == "wait":
-            begun = [each.ended for each in self._running.values() if each.token_ids]
-            await asyncio.gather(*begun, return_exceptions=True)
+            await asyncio.gather(*(each.ended for each in self._begun()), return_exceptions=True)
         await self._hold()
         if request.mode == "abort":
-            await self._abort([each for each in self._running.values() if each.token_ids])
-        return PauseResult(running=sum(bool(each.token_ids) for each in self._running.values()))
+            await self._abort(self._begun())
+        return PauseResult(running=len(self._begun()))
 
     async def resume(self, request: ResumeRequest) -> ResumeResult:
         """Go on decoding."""
         self._require_running()
         self._paused = False
         await self._release()
-        return ResumeResult(running=sum(bool(each.token_ids) for each in self._running.values()))
+        return ResumeResult(running=len(self._begun()))
 
     async def _hold(self) -> None:
         self._flows.clear()
@@ -392,9 +363,3 @@ class InterruptingServer(RelayServer):
     async def _release(self) -> None:
         await self._continue()
         self._flows.set()
-
-
-def _line(error: BaseException) -> str:
-    if isinstance(error, JackfieldError):
-        return error.message
-    return "cancelled" if isinstance(error, asyncio.CancelledError) else f"{type(error).__name__}: {error}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
@@ -38,7 +38,7 @@ class Running:
             self.stream.put_nowait(self._chunk(len(token_ids), None))
 
     def end(self, reason: Literal["stop", "length", "abort"]) -> None:
-        """It has all its tokens."""
+        """End a request that has all its tokens."""
         self.finish_reason = reason
         if self.stream is not None:
             self.stream.put_nowait(self._chunk(0, reason))
@@ -47,7 +47,7 @@ class Running:
             self.ended.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """It will get no more tokens, and is of no use."""
+        """Fail the request: it gets no more tokens."""
         if not self.ended.done():
             self.ended.set_exception(error)
             self.ended.exception()  # it is its caller's, if there still is one
@@ -56,33 +56,24 @@ class Running:
 
     def result(self) -> GenerateResult:
         """Return what the caller of ``generate`` gets."""
-        assert self.finish_reason is not None
-        return GenerateResult(
-            request_id=self.request.request_id,
-            token_ids=tuple(self.token_ids),
-            log_probs=tuple(self.log_probs),
-            weight_versions=tuple(self.weight_versions),
-            finish_reason=self.finish_reason,
-        )
+        return GenerateResult(**self._fields(0, self.finish_reason))
 
     def _chunk(self, count: int, reason: Literal["stop", "length", "abort"] | None) -> GenerateChunk:
-        first = len(self.token_ids) - count
-        return GenerateChunk(
-            request_id=self.request.request_id,
-            token_ids=tuple(self.token_ids[first:]),
-            log_probs=tuple(self.log_probs[first:]),
-            weight_versions=tuple(self.weight_versions[first:]),
-            finish_reason=reason,
-        )
+        return GenerateChunk(**self._fields(len(self.token_ids) - count, reason))
+
+    def _fields(self, first: int, reason: str | None) -> dict[str, Any]:
+        lists = ("token_ids", "log_probs", "weight_versions")
+        tokens = {name: tuple(getattr(self, name)[first:]) for name in lists}
+        return {"request_id": self.request.request_id, **tokens, "finish_reason": reason}
 
 
 def own_seed(seed: int, replica: int, number: int) -> int:
-    """A seed for a request without one, apart from those that callers choose."""
+    """Make a seed for a request without one, apart from those that callers choose."""
     return mixed(mixed(mixed(seed + _UNSEEDED) + replica) + number)
 
 
 def mixed(seed: int) -> int:
-    """63 bits that each depend on all bits of a seed: the finaliser of SplitMix64."""
+    """Make 63 bits that each depend on all bits of a seed: the finaliser of SplitMix64."""
     state = (seed + 0x9E3779B97F4A7C15) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -90,17 +81,12 @@ def mixed(seed: int) -> int:
 
 
 def shifted_seed(seed: int, by: int) -> int:
-    """The seed ``by`` steps after another, within 64 bits with a sign."""
+    """Return the seed ``by`` steps after another, within 64 bits with a sign."""
     return (seed + by + (1 << 63) & _MASK) - (1 << 63)
 
 
 def check_request(request: GenerateRequest, vocabulary: int, max_model_len: int) -> None:
-    """Refuse what cannot be generated.
-
-    Args:
-        request: what a caller asks for.
-        vocabulary: the number of token ids.
-        max_model_len: tokens of prompt and response together.
+    """Refuse what a model with so many token ids, and tokens of prompt and response together, cannot generate.
 
     Raises:
         RolloutError: ``rollout.request`` or ``rollout.context-length``, naming the request.
@@ -112,12 +98,8 @@ def check_request(request: GenerateRequest, vocabulary: int, max_model_len: int)
         wrong = next(token for token in prompt if not 0 <= token < vocabulary)
         raise _invalid(request, f"token id {wrong}", f"ids from 0 to {vocabulary - 1}")
     if len(prompt) >= max_model_len:
-        raise _invalid(
-            request,
-            f"a prompt of {len(prompt)} tokens",
-            f"fewer than max_model_len = {max_model_len}",
-            code="rollout.context-length",
-        )
+        expected = f"fewer than max_model_len = {max_model_len}"
+        raise _invalid(request, f"a prompt of {len(prompt)} tokens", expected, code="rollout.context-length")
     if request.multi_modal_data:
         raise _invalid(request, f"multi_modal_data: {', '.join(request.multi_modal_data)}", "text alone")
     try:
@@ -127,10 +109,6 @@ def check_request(request: GenerateRequest, vocabulary: int, max_model_len: int)
 
 
 def _invalid(request: GenerateRequest, found: str, expected: str, code: str = "rollout.request") -> RolloutError:
-    return RolloutError(
-        f"request {request.request_id!r} cannot be generated",
-        code=code,
-        where=request.request_id,
-        expected=expected,
-        found=found,
-    )
+    name = request.request_id
+    message = f"request {name!r} cannot be generated"
+    return RolloutError(message, code=code, where=name, expected=expected, found=found)

@@ -18,7 +18,7 @@ import msgspec
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, WeightsError
-from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect
+from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
 from jackfield.rpc.wire import Goodbye
 
 __all__ = ["LEFT", "TRANSFER", "Peer", "TransferSession", "reason_of"]
@@ -46,17 +46,16 @@ class Peer:
     broken: str | None = None  #: why it will post no more
 
 
+@attrs.define(eq=False, slots=False)
 class TransferSession:
     """One end of the conversation beside a transfer."""
 
-    def __init__(self, seconds: float, heard: Callable[[Peer, Mapping[str, Any]], None] = lambda *_: None) -> None:
-        """
-        Args:
-            seconds: The deadline of the whole transfer, counted from :meth:`admit`; workers count from their arrival.
-            heard: Called with each message of a peer, until the session is closed.
-        """
+    _seconds: float  #: the deadline of the whole, counted from :meth:`admit`; workers count from their arrival
+    #: called with each message of a peer, until the session is closed
+    _heard: Callable[[Peer, Mapping[str, Any]], None] = lambda *_: None
+
+    def __attrs_post_init__(self) -> None:
         self.peers: dict[int, Peer] = {}
-        self._seconds, self._heard = seconds, heard
         self._clock = Clock()
         self._ends = 0.0  #: on the loop's clock
         self._expected = self._version = -1  #: not known before :meth:`admit`
@@ -65,20 +64,18 @@ class TransferSession:
         self._changed = asyncio.Event()
         self._services = {"transfer": Service(target=self, contract=TRANSFER)}
 
-    # -- meeting -------------------------------------------------------------------------------------------------------
-
     async def open(self, host: str, port: int = 0) -> dict[str, Any]:
         """Listen, as the sender, and return the address for :meth:`join` as plain values.
 
         Raises:
             WeightsError: ``weights.transfer``: the port is taken, or the host is not one of this machine's.
         """
-        self._server = Server("the sender", self._services, self._clock, self._seconds + _SENDER_FIRST)
+        server = Server("the sender", self._services, self._clock, self._seconds + _SENDER_FIRST)
         try:
-            address = await self._server.listen(host, port)
+            address = await server.listen(host, port)
         except RpcError as error:
-            self._server = None
             raise WeightsError(error.message, where=error.where, fix=error.fix) from error
+        self._server = server
         return attrs.asdict(address)
 
     async def admit(self, workers: int, version: int) -> None:
@@ -92,11 +89,11 @@ class TransferSession:
         self._expected, self._version = workers, version
         self.notify()
 
-        def missing() -> str:
-            late = [f"worker {number}" for number in range(workers) if number not in self.peers]
-            return f"{' and '.join(late)} to connect"
+        def late() -> str:
+            missing = (f"worker {number}" for number in range(workers) if number not in self.peers)
+            return f"{' and '.join(missing)} to connect"
 
-        await self._wait(lambda: len(self.peers) == workers, missing)
+        await self._wait(lambda: len(self.peers) == workers, late)
 
     async def enter(self, worker: int, version: int) -> int:
         """Admit the calling worker and return the version that is sent. Workers call it."""
@@ -137,9 +134,8 @@ class TransferSession:
         place, contracts = msgspec.convert(address, Address), {"transfer": TRANSFER}
         connection = await connect(place, f"worker {worker}", self._clock, contracts, self._services)
         self._new_peer("the sender", 0, connection)  # it may post before its reply is read
-        arguments, what = [worker, version], "welcome this worker"
-        found: int = await connection.call("transfer.enter", arguments, self.remaining(), int, what)
-        return found
+        remote = stub(connection, "transfer", TRANSFER, TransferSession, self.remaining())
+        return await remote.enter(worker, version)
 
     def _new_peer(self, name: str, number: int, connection: Connection) -> Peer:
         peer = self.peers[number] = Peer(name, number, connection)
@@ -153,8 +149,6 @@ class TransferSession:
             said = reason.startswith((_BROKE, LEFT))
             peer.broken = reason if said else f"died or was cut off: it {reason}"
         self.notify()
-
-    # -- the conversation ----------------------------------------------------------------------------------------------
 
     async def post(self, values: dict[str, Any]) -> None:
         """Take note of what the calling peer says. Both ends call it."""
@@ -177,7 +171,7 @@ class TransferSession:
     async def finish(self) -> None:
         """Tell the sender that this worker has everything, and wait until the sender knows."""
         calling = self.peers[0].connection.call("transfer.post", [{"done": True}], self.remaining(), None, "finish")
-        with suppress(RpcError):  # a sender that has ended is not told
+        with suppress(RpcError):  # the sender has ended
             await self.wait_for(calling, "the sender to end the transfer")
 
     def break_off(self, error: BaseException) -> None:
@@ -186,11 +180,7 @@ class TransferSession:
         self.tell({"broken": self._why})
 
     async def until(self, ready: Callable[[Peer], bool], what: str) -> None:
-        """Wait until every peer is ready.
-
-        Args:
-            ready: Whether a peer is, judged by what it has said.
-            what: What a peer is waited for to do, for the error.
+        """Wait until every peer is ready, judged by what it has said; ``what`` says for errors what it has to do.
 
         Raises:
             WeightsError: a peer broke off.
@@ -246,22 +236,16 @@ class TransferSession:
         return max(self._ends - _now(), 0.0)
 
     def _late(self, who: str) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"waited {self._seconds:g} s for {who}, in a weight transfer",
-            fix="look at why the peer did not answer, or raise the deadline of the sync",
-        )
+        fix = "look at why the peer did not answer, or raise the deadline of the sync"
+        return DeadlineExceeded(f"waited {self._seconds:g} s for {who}, in a weight transfer", fix=fix)
 
     def notify(self) -> None:
-        """Look at the conditions of all waits again, because of something beside the session."""
+        """Evaluate the conditions of all waits again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def close(self, broken: str | None = None) -> None:
-        """Leave the session; idempotent.
-
-        Args:
-            broken: Why this end breaks off; None: it has finished.
-        """
+        """Leave the session; idempotent. ``broken`` is why this end breaks off; None: it has finished."""
         peers, self.peers = list(self.peers.values()), {}
         for peer in peers:
             peer.connection.send(Goodbye(self._why or broken or ""))

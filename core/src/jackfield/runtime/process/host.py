@@ -25,8 +25,7 @@ from jackfield.plugins.interpreters import introduce
 from jackfield.plugins.registry import load_plugin
 from jackfield.rpc import Connection, Contract, Service
 
-_STOP_SECONDS = 10.0  #: for the part to end what it has started, when its owner is gone
-_KILL_SECONDS = _STOP_SECONDS + 5.0
+_STOP_SECONDS = 10.0  #: for the server to end what it has started, when its owner is gone
 
 
 class Host:
@@ -44,15 +43,8 @@ class Host:
         server = load_plugin("rollout", name).build(settings, context, "rollout")
         self.services["worker"] = Service(target=server, contract=ROLLOUT)
 
-    async def stop(self) -> None:
-        """Stop the server, whose owner is gone."""
-        if "worker" in self.services:
-            stopping = self.services["worker"].target.stop()
-            with suppress(DeadlineExceeded):
-                await Clock().wait_for(stopping, _STOP_SECONDS, "the part of a run that is over to stop")
 
-
-HOST, ROLLOUT = Contract(Host, ["introduce", "make"]), Contract(BaseRolloutServer)
+HOST, ROLLOUT = Contract(Host), Contract(BaseRolloutServer)
 
 
 async def _serve(descriptor: int) -> None:
@@ -61,7 +53,9 @@ async def _serve(descriptor: int) -> None:
     await asyncio.get_running_loop().create_connection(lambda: connection, sock=socket.socket(fileno=descriptor))
     await connection.lost
     await connection.close()
-    await host.stop()
+    if "worker" in host.services:
+        with suppress(DeadlineExceeded):
+            await Clock().wait_for(host.services["worker"].target.stop(), _STOP_SECONDS, "the server to stop")
 
 
 def _end_with(parent: int, descriptor: int) -> None:
@@ -72,7 +66,7 @@ def _end_with(parent: int, descriptor: int) -> None:
         with suppress(ProcessLookupError):
             poller.register(os.pidfd_open(parent), select.POLLIN)
     poller.poll()
-    time.sleep(_KILL_SECONDS)
+    time.sleep(_STOP_SECONDS + 5.0)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -61,21 +61,19 @@ class RolloutProcess(_Forwarding):
     ) -> None:
         """
         Args:
-            config: plain settings of the plugin.
-            context: the replica's; its clock stays here.
-            record: of the plugin, as it is installed here; there it must be the same.
-            python: the interpreter.
-            seconds: the longest that any call may take.
-            log: file that the process's output is added to, 4 MiB at most; the file before it gets the suffix ``.1``.
-            environment: variables that the process gets beside this process's.
-            heartbeat_seconds: time in which the process cannot run, after which it is killed.
+            config: Plain settings of the plugin.
+            context: The replica's; its clock stays here.
+            record: The plugin, as it is installed here; there it must be the same.
+            python: The interpreter.
+            seconds: The longest that any call may take.
+            log: Gets the process's output, as of :class:`~jackfield.sdk.child.ChildProcess`.
+            environment: Variables that the process gets beside this process's.
+            heartbeat_seconds: The process is killed when it cannot run for so long.
         """
         super().__init__(config, context)
-        self._record = record
-        self._seconds = seconds
         self._name = f"rollout replica {context.replica}"
-        self._python = resolve_interpreter(python, self._name)
-        self._log, self._environment, self._heartbeat_seconds = log, dict(environment or {}), heartbeat_seconds
+        self._record, self._python, self._log = record, resolve_interpreter(python, self._name), log
+        self._seconds, self._heartbeat_seconds, self._environment = seconds, heartbeat_seconds, environment or {}
         self._child: ChildProcess | None = None
         self._used = self._stopped = False
         self.on_lost: Callable[[JackfieldError], None] = lambda error: None  #: gets how the process ended
@@ -88,9 +86,7 @@ class RolloutProcess(_Forwarding):
             RolloutError: ``rollout.stopped``: it is not running.
         """
         if not self._used or self._stopped:
-            raise RolloutError(
-                "the server is not running", code="rollout.stopped", where=self._name, fix="start it, or make a new one"
-            )
+            raise self._gone("was not started, or was stopped")
         return self._stub(self._seconds)
 
     def _stub(self, seconds: float) -> BaseRolloutServer:
@@ -100,14 +96,11 @@ class RolloutProcess(_Forwarding):
 
     def _gone(self, how: str) -> RolloutError:
         process = None if self._child is None else self._child.connection.process
-        return RolloutError(
-            f"the process of {self._name} is not running",
-            code="rollout.stopped",
-            where=f"{self._name}, process {process.pid if process else None}",
-            expected=f"a process of {self._python}",
-            found=how if process is None else f"{process} {how}",
-            fix=None if self._log is None else f"what it printed is in {self._log}",
-        )
+        message, where = f"the process of {self._name} is not running", self._name
+        if process is not None:
+            where, how = f"{self._name}, process {process.pid}", f"{process} {how}"
+        expected, fix = f"a process of {self._python}", f"what it printed is in {self._log}" if self._log else None
+        return RolloutError(message, code="rollout.stopped", where=where, expected=expected, found=how, fix=fix)
 
     async def start(self) -> ServerInfo:
         """Start the process, compare installations, make the plugin's server there, and start it.
@@ -123,7 +116,7 @@ class RolloutProcess(_Forwarding):
             connection = await self._spawn()
             connection.lost.add_done_callback(lambda _: self.on_lost(connection.error()))
             host = stub(connection, "host", HOST, Host, self._seconds)
-            await self._introduce(host)
+            check_introduction(self._record, await self._introduction(host), self._python)
             await host.make(self._record.name, dict(self.config), self.context)
             return await self.remote.start()
         except BaseException:
@@ -131,25 +124,19 @@ class RolloutProcess(_Forwarding):
             raise
 
     async def _spawn(self) -> Connection:
-        self._child = ChildProcess(
-            self._name,
-            self.context.clock,
-            heartbeat_seconds=self._heartbeat_seconds,
-            log=self._log,
-            lost_error=self._gone,
-        )
+        options: dict[str, Any] = {"heartbeat_seconds": self._heartbeat_seconds, "log": self._log}
+        self._child = ChildProcess(self._name, self.context.clock, lost_error=self._gone, **options)
         command = [self._python, "-m", "jackfield.runtime.process.host"]
         return await self._child.start(command, {**environment_of(self._python), **self._environment})
 
-    async def _introduce(self, host: Host) -> None:
-        python = self._python
+    async def _introduction(self, host: Host) -> dict[str, Any]:
         try:
-            found = await host.introduce(self._record.kind, self._record.name)
+            return await host.introduce(self._record.kind, self._record.name)
         except RolloutError as error:
             raise PluginError(
-                f"the interpreter {python} cannot hold {self._name}",
+                f"the interpreter {self._python} cannot hold {self._name}",
                 code="plugin.interpreter",
-                where=python,
+                where=self._python,
                 expected="an installation of jackfield like this one",
                 found=error.found,
                 fix="`jackfield plugins doctor --python PATH` looks at it",
@@ -158,7 +145,6 @@ class RolloutProcess(_Forwarding):
             if self._child is not None:
                 self._child.kill_unless_exited()  # it does not read that it may leave
             raise
-        check_introduction(self._record, found, python)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample. Cancelling the call aborts the request."""
@@ -184,10 +170,8 @@ class RolloutProcess(_Forwarding):
         except RpcError as error:
             if error.code != "rpc.value":
                 raise
-            expected = "plain values, and integers of 64 bits"
-            raise RolloutError(
-                error.message, code="rollout.request", where=request.request_id, expected=expected, found=error.found
-            ) from error
+            details: Any = {"expected": "plain values, and integers of 64 bits", "found": error.found}
+            raise RolloutError(error.message, code="rollout.request", where=request.request_id, **details) from error
 
     async def stop(self) -> None:
         """Stop the server, and end its process and what that has started."""
