@@ -18,6 +18,7 @@ from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import Replica, SyncReport, WeightSender, WeightSynchronizer, in_process
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
+from jackfield.weights.synchronizer import run_together
 from jackfield_testing import refused
 
 torch = pytest.importorskip("torch")
@@ -328,18 +329,20 @@ def test_a_cancelled_sync_leaves_nothing_running() -> None:
     clock.run(main())
 
 
-def test_a_cause_that_has_just_ended_is_found_before_its_callbacks_run() -> None:
-    """The sender hears of a break in the same moment in which the replica that broke it off ends."""
-    from jackfield.weights.synchronizer import cause_of
-
-    async def raising(error: WeightsError) -> None:
+def test_the_end_that_broke_a_transfer_off_is_named_and_not_one_that_notices_it_first() -> None:
+    async def raising(error: WeightsError, seconds: float) -> None:
+        await asyncio.sleep(seconds)
         raise error
 
     async def main() -> None:
-        sender = asyncio.ensure_future(raising(WeightsError("the receiver left")))
-        replica = asyncio.ensure_future(raising(WeightsError("no such tensor", code="weights.missing")))
-        await asyncio.wait([sender, replica])
-        tasks = {sender: "sender 0", replica: "replica 0"}
-        assert replica is await cause_of([sender], tasks, VirtualClock())
+        for seconds in (0.0, 0.5):
+            ends = {
+                "sender 0": raising(WeightsError("the receiver left"), 0.0),
+                "replica 0": raising(WeightsError("no such tensor", code="weights.missing"), seconds),
+                "replica 1": asyncio.sleep(10),
+            }
+            with pytest.raises(WeightsError) as caught:
+                await run_together(ends, VirtualClock(), 20.0, "weights")
+            assert ("weights.missing", "replica 0") == (caught.value.code, caught.value.where)
 
     VirtualClock().run(main())

@@ -16,9 +16,23 @@ import msgspec
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, error_fields, rebuilt_error
-from jackfield.rpc.contract import Contract, Method, known, subject
-from jackfield.rpc.heartbeat import Process
-from jackfield.rpc.wire import HEAD, LIMIT, MAGIC, Call, Cancel, Codec, Goodbye, Message, News, Reply
+from jackfield.rpc.wire import (
+    HEAD,
+    LIMIT,
+    MAGIC,
+    Call,
+    Cancel,
+    Codec,
+    Contract,
+    Goodbye,
+    Message,
+    Method,
+    News,
+    Process,
+    Reply,
+    known,
+    subject,
+)
 
 T = TypeVar("T")
 
@@ -189,7 +203,8 @@ class Connection(asyncio.Protocol):
             case Reply():
                 self.refused(RpcError("it sent a reply without a call"))
             case Cancel() if message.id in self._served:
-                self._served[message.id].cancel()
+                # the call may not have begun, and is replied to all the same
+                asyncio.get_running_loop().call_soon(self._served[message.id].cancel)
             case News():
                 logging.getLogger("jackfield").warning("%s", message.text)
             case Goodbye():

@@ -2,6 +2,10 @@
 
 Within a host a server listens at an abstract Unix address, elsewhere at a TCP port with TLS, whose certificate is in
 the address file. Both ends prove that they know the file's secret before anything else is read.
+
+Of a process on this machine the kernel says whether any of its threads can run: work, however long, is no silence. From
+a process of another machine heartbeats come over its connections. A process that is silent for ``deadlines.heartbeat``
+seconds is killed where that is possible, so that it does no harm when it wakes up.
 """
 
 from __future__ import annotations
@@ -29,10 +33,9 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError
 from jackfield.files import replace_file
 from jackfield.rpc.connection import Connection, Service
-from jackfield.rpc.contract import Contract
-from jackfield.rpc.heartbeat import LOOKS, Process
-from jackfield.rpc.wire import LIMIT, STRANGER_LIMIT, Heartbeat, Hello, Message, News, Welcome
+from jackfield.rpc.wire import LIMIT, STRANGER_LIMIT, Contract, Heartbeat, Hello, Message, News, Process, Welcome
 
+LOOKS = 4  #: looks at a process, and heartbeats that it sends, in the deadline
 _STRANGERS = 64  #: connections that have proved nothing yet; further ones are closed at once
 _PROOF_SECONDS = 10.0
 _CERTIFICATE_DAYS = 3650
@@ -296,8 +299,7 @@ async def _beating(address: Address, own: Welcome, lost: asyncio.Future[str]) ->
 async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: bool = True) -> str:
     """Wait for the end of a connection and return its reason; end it after ``seconds`` without a sign of life.
 
-    Several looks are needed, so that a process that was stopped itself does not take others for dead. A silent process
-    is killed where that is possible, if ``kills``.
+    Several looks are needed, so that a process that was stopped itself does not take others for dead.
     """
     process, silent = connection.process, 0
     while not connection.lost.done() and silent <= LOOKS:

@@ -1,21 +1,35 @@
-"""Messages of the RPC, and how they and the values in them are encoded."""
+"""What travels: messages, their encoding, the contracts of services, and the identity of processes."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import os
+import signal
+import socket
 import struct
+import types
+import typing
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
+import attrs
 import msgspec
+import xxhash
 
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, RpcError
+
+T = TypeVar("T")
 
 HEAD = struct.Struct(">4sI")  #: magic with the version, and the bytes of the message
 MAGIC = b"JKR1"
 LIMIT = 1 << 26  #: bytes of a message
 STRANGER_LIMIT = 1 << 12  #: the same before the other end has proved that it knows the secret
+_SUBJECTS = ("request_id", "id", "version", "keys")  #: fields that say what an argument is about
+_CAN_RUN = "RSI"  #: states of a thread that is neither stopped, frozen nor waiting for a device
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -126,3 +140,168 @@ def _plain(value: Any) -> Any:
 
 def _made(kind: Any, value: Any) -> Any:
     return Clock() if issubclass(kind, Clock) else kind(value)
+
+
+class Method:
+    """One method that can be called."""
+
+    def __init__(self, cls: type, name: str) -> None:
+        hints = typing.get_type_hints(getattr(cls, name))
+        self.name, self.result = name, hints["return"]  #: the type of the result, or of an item
+        self.streams = typing.get_origin(self.result) is AsyncIterator
+        if self.streams:
+            (self.result,) = typing.get_args(self.result)
+        parameters = list(inspect.signature(getattr(cls, name)).parameters.values())[1:]
+        self.signature = inspect.signature(getattr(cls, name)).replace(parameters=parameters)  #: without ``self``
+        kinds = [str if hints[each.name] == str | Path else hints[each.name] for each in parameters]
+        self.arguments = types.GenericAlias(tuple, tuple(kinds))  #: the type of the array of all arguments
+
+    def bind(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name in the order of the signature, with defaults."""
+        bound = self.signature.bind(*arguments, **keywords)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def call(self, target: Any, values: Sequence[Any]) -> Any:
+        """Call the method of an object with the arguments in the order of the signature."""
+        named = dict(zip(self.signature.parameters, values, strict=True))
+        bound = inspect.BoundArguments(self.signature, named)
+        return getattr(target, self.name)(*bound.args, **bound.kwargs)
+
+
+class Contract:
+    """The methods of a class that may be called from another process."""
+
+    def __init__(
+        self,
+        cls: type,
+        methods: Iterable[str] | None = None,
+        *,
+        without: Iterable[str] = (),
+        undo: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            cls: Its annotations are the types of what travels.
+            methods: Names; None: all public methods that are coroutine functions or yield.
+            without: Names of public methods that are not called from elsewhere.
+            undo: By method: the one that gives back a result that came after its caller had left.
+        """
+        self.undo = dict(undo or {})
+        names = {name for name in dir(cls) if _is_remote(cls, name)} - set(without) if methods is None else methods
+        self._methods = {name: Method(cls, name) for name in sorted(names)}
+        kinds = [kind for each in self for kind in (each.arguments, each.result)]
+        described = [str(each.signature) for each in self] + sorted(_fields(kinds, set()))
+        self.fingerprint = xxhash.xxh3_64_hexdigest(repr((list(self._methods), described)).encode())
+
+    def __iter__(self) -> typing.Iterator[Method]:
+        return iter(self._methods.values())
+
+    def method(self, name: str) -> Method:
+        """Return a method by its name.
+
+        Raises:
+            RpcError: ``rpc.method``.
+        """
+        return known(self._methods, name, "method")
+
+
+def known(choices: Mapping[str, T], name: str, what: str) -> T:
+    """Return what is served under a name.
+
+    Raises:
+        RpcError: ``rpc.method``.
+    """
+    if name not in choices:
+        message = f"there is no such {what}"
+        raise RpcError(message, code="rpc.method", where=name, expected=", ".join(choices))
+    return choices[name]
+
+
+def subject(arguments: Iterable[Any]) -> str:
+    """Name what a call is about, for messages: ``train/3/0/1``."""
+    for argument in arguments:
+        found = next((getattr(argument, name) for name in _SUBJECTS if hasattr(argument, name)), argument)
+        if isinstance(found, tuple | list) and found and isinstance(found[0], str):
+            return found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+        if isinstance(found, str | int):
+            return str(found)
+    return ""
+
+
+def _is_remote(cls: type, name: str) -> bool:
+    function = inspect.getattr_static(cls, name)
+    if name.startswith("_") or not inspect.isfunction(function):
+        return False
+    yields = str(function.__annotations__.get("return", "")).startswith("AsyncIterator")
+    return yields or inspect.iscoroutinefunction(function)
+
+
+def _fields(kinds: Iterable[Any], seen: set[Any]) -> set[str]:
+    """Describe the fields of all attrs classes that values of some types may hold."""
+    found: set[str] = set()
+    for kind in kinds:
+        found |= _fields(typing.get_args(kind), seen)
+        if isinstance(kind, type) and attrs.has(kind) and kind not in seen:
+            seen.add(kind)
+            fields = attrs.fields(attrs.resolve_types(kind))
+            found |= {f"{kind.__qualname__}.{each.name}" for each in fields}
+            found |= _fields((each.type for each in fields), seen)
+    return found
+
+
+@attrs.frozen(kw_only=True)
+class Process:
+    """One process, distinguished from later ones with its number."""
+
+    pid: int
+    host: str = attrs.field(factory=socket.gethostname)
+    place: str = ""  #: processes with the same place see each other: boot and process namespace
+    began: int = 0  #: ticks between the boot and its start
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """Return the process of this machine with a number."""
+        return cls(pid=pid, place=_place(), began=_stat(f"/proc/{pid}/stat")[1])
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    @property
+    def is_near(self) -> bool:
+        """Return whether the kernel can be asked about it."""
+        return bool(self.place) and self.place == _place()
+
+    def can_run(self) -> bool:
+        """Return whether any thread of a near process can run."""
+        folder = f"/proc/{self.pid}/task"
+        try:
+            return any(_stat(f"{folder}/{thread}/stat")[0] in _CAN_RUN for thread in os.listdir(folder))
+        except OSError:  # it has ended
+            return False
+
+    def kill(self) -> bool:
+        """Kill the process if it is near and still the same. Returns whether it was killed."""
+        state, began = _stat(f"/proc/{self.pid}/stat")
+        if self.is_near and began == self.began and state not in "ZX":
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGKILL)
+                return True
+        return False
+
+
+def _place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # not Linux
+        return ""
+
+
+def _stat(file: str) -> tuple[str, int]:
+    """Read the state of a process or thread, and when it began; ``X`` and 0 where there is none."""
+    try:
+        fields = Path(file).read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0], int(fields[19])

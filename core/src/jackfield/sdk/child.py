@@ -17,8 +17,7 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
 from jackfield.rpc import Codec, Connection, Process
-from jackfield.rpc.heartbeat import LOOKS
-from jackfield.rpc.sockets import watch
+from jackfield.rpc.sockets import LOOKS, watch
 from jackfield.rpc.wire import LIMIT
 
 __all__ = ["ChildProcess", "until_stopped"]

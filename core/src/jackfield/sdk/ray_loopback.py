@@ -26,7 +26,7 @@ def enter(address: str | None, options: Mapping[str, Any]) -> list[psutil.Proces
     """Join the cluster at an address, or start one of this machine alone with ``options`` of Ray.
 
     Returns:
-        what was started here: its processes directly below this one.
+        What was started here: its processes directly below this one.
     """
     import ray
 
@@ -42,7 +42,7 @@ def enter(address: str | None, options: Mapping[str, Any]) -> list[psutil.Proces
 
 
 def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
-    """Once more where this machine is so busy that Ray's own deadline of 30 s has passed."""
+    """Start a cluster; try again where this machine is so busy that Ray's own deadline of 30 s has passed."""
     import ray
 
     os.environ.setdefault(_NICE, "0")
@@ -63,7 +63,7 @@ def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
 
 
 def _end_nodes(error: Exception) -> None:
-    """Ray forgets a node that did not start in time; it is in the frame in which this was found out."""
+    """End a node that did not start in time. Ray forgets it; the frame that found this out has it."""
     from ray._private.node import Node
 
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -74,7 +74,7 @@ def _end_nodes(error: Exception) -> None:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """While a node is started in the block, Ray takes :data:`HOST` as it is.
+    """Have Ray take :data:`HOST` as it is while a node is started in the block.
 
     Otherwise it replaces this address by a public one, so that other nodes could join. What it does on Windows and
     macOS, where no cluster has a second node, is asked for here: by the environment for the processes that it starts,
@@ -82,22 +82,20 @@ def _on_loopback() -> Iterator[None]:
     """
     from ray._private import ray_constants
 
-    constant, variable = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(_VARIABLE)
+    constant, variables = ray_constants.ENABLE_RAY_CLUSTER, os.environ.copy()
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ[_VARIABLE] = "0"
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = constant
-        if variable is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = variable
+        os.environ.pop(_VARIABLE)
+        os.environ |= {name: value for name, value in variables.items() if name == _VARIABLE}
 
 
 @contextmanager
 def _without_sigterm() -> Iterator[None]:
-    """What is started in the block never hears SIGTERM, and neither do its children.
+    """Keep SIGTERM from what is started in the block, and from its children.
 
     Schedulers send that signal to every process of a job. It asks the run to end; the processes of its cluster are
     needed for its last checkpoint, and end with it.

@@ -81,16 +81,17 @@ class WeightReceiver:
             WeightsError: ``weights.missing`` for a name that arrives twice; ``weights.transfer``.
             DeadlineExceeded: names the sender.
         """
-        if self._held is not None:
-            self._held.forget()
+        held = self._held
+        if held is not None:
+            held.forget()
         async with aclosing(self._received(arguments, version)) as stream:
             async for name, tensor in stream:
                 self.digests[name] = digest(tensor)
                 yield name, tensor
-                if self._held is not None:
-                    self._held.keep(name, tensor)
-        if self._held is not None:
-            self._held.version = version
+                if held is not None:
+                    held.keep(name, tensor)
+        if held is not None:
+            held.version = version
 
     async def changes(self, arguments: Mapping[str, Any], version: int, base: int | None) -> dict[str, torch.Tensor]:
         """Connect, receive a delta to version ``base`` as a whole, and release everything; nothing is changed yet.
@@ -109,8 +110,7 @@ class WeightReceiver:
     async def _received(
         self, arguments: Mapping[str, Any], version: int
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        self.digests = {}
-        seen: set[str] = set()
+        self.digests, seen = {}, set[str]()
         try:
             await self._engine.connect(ConnectRequest(arguments=arguments, version=version))
             async with aclosing(self._engine.receive_weights()) as stream:
@@ -152,15 +152,13 @@ class HeldWeights:
 
     def forget(self) -> None:
         """Drop everything: what is loaded is not what was sent any more."""
-        self.version = None
-        self._copies.clear()
-        self._held.clear()
+        self._copies, self._held, self.version = {}, {}, None
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Take note of a tensor that has been loaded as it was sent."""
         self._held[name] = None
         found = self._place(name)
-        if found is not None and found.dtype == tensor.dtype and found.shape == tensor.shape:
+        if found is not None and (found.dtype, found.shape) == (tensor.dtype, tensor.shape):
             self._copies.pop(name, None)
         else:
             self._copies[name] = tensor.detach().to("cpu", copy=True).contiguous()
@@ -175,9 +173,7 @@ class HeldWeights:
         Raises:
             WeightsError: ``weights.base``: nothing.
         """
-        found = self._copies.get(name)
-        if found is None and name in self._held:
-            found = self._place(name)
+        found = self._copies.get(name, self._place(name) if name in self._held else None)
         if found is None:
             message = f"blocks came of the tensor {name!r}, which is not held"
             raise WeightsError(message, code="weights.base", where=name, fix="send a full update")
@@ -203,13 +199,11 @@ class HeldWeights:
         """
         self.version = None  # half a version is none
         for sent_name, tensor in changes.items():
-            name = sent_name.removeprefix(PREFIX)
-            if name == sent_name:
+            if (name := sent_name.removeprefix(PREFIX)) == sent_name:
                 yield name, tensor
                 self.keep(name, tensor)
             else:
-                whole = self.tensor(name)
-                _unpack(name, tensor, whole)
+                _unpack(name, tensor, whole := self.tensor(name))
                 if name in self._copies:
                     yield name, whole
             digests[name] = digest(self.tensor(name))

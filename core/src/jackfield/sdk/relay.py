@@ -123,8 +123,7 @@ class RelayServer(BaseRolloutServer):
         if wanted is not None and wanted > version:
             message = f"request {name!r} needs newer weights"
             raise self._error(message, "rollout.stale", expected=wanted, found=version)
-        running = Running(request, asyncio.get_running_loop().create_future(), stream)
-        self._running[name] = running
+        running = self._running[name] = Running(request, asyncio.get_running_loop().create_future(), stream)
         running.reading = asyncio.create_task(self._read_or_fail(running), name=f"request {name}")
         return running
 
@@ -201,12 +200,14 @@ class RelayServer(BaseRolloutServer):
 
     async def health(self) -> HealthReport:
         """Report whether the replica can serve, and its load."""
-        refusal, version = self._refusal(), self._version
-        begun, asleep = self._begun(), len(self._awake) < len(MEMORY)
-        detail = refusal.message if refusal else "paused" if self._paused else "asleep" if asleep else ""
-        running, waiting = len(begun), len(self._running) - len(begun)
-        healthy = refusal is None
-        return HealthReport(healthy=healthy, running=running, waiting=waiting, weight_version=version, detail=detail)
+        refusal, begun, asleep = self._refusal(), len(self._begun()), len(self._awake) < len(MEMORY)
+        return HealthReport(
+            healthy=refusal is None,
+            running=begun,
+            waiting=len(self._running) - begun,
+            weight_version=self._version,
+            detail=refusal.message if refusal else "paused" if self._paused else "asleep" if asleep else "",
+        )
 
     def _begun(self) -> list[Running]:
         """Return the requests that have tokens."""
@@ -252,8 +253,7 @@ class RelayServer(BaseRolloutServer):
             return await self._clock.wait_for(asyncio.shield(task), request.deadline_seconds + _GRACE_SECONDS, what)
         except BaseException as error:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            cancelled, message = isinstance(error, asyncio.CancelledError), f"{type(error).__name__}: {error}"
-            why = error.message if isinstance(error, JackfieldError) else "cancelled" if cancelled else message
+            why = error.message if isinstance(error, JackfieldError) else repr(error)
             self._stale = f"the update to version {request.version} failed: {why}"
             await self._fail_all()
             raise
@@ -300,13 +300,13 @@ class InterruptingServer(RelayServer):
 
     @abstractmethod
     async def _part(self, running: Running, left: int, seed: int, name: str) -> bool:
-        """Ask for what is left of a request, and take the answers; whether it has ended, and not been interrupted.
+        """Ask for what is left of a request, and take the answers. Returns whether it has ended, not been interrupted.
 
         Args:
-            running: the request; its tokens so far stand behind the prompt.
-            left: how many tokens it may still get.
-            seed: of the whole of it.
-            name: under which the engine may know it; of no other request's.
+            running: The request; its tokens so far stand behind the prompt.
+            left: How many tokens it may still get.
+            seed: The seed of the whole request.
+            name: A name for the engine that no other request has.
         """
 
     @abstractmethod

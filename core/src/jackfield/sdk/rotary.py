@@ -9,18 +9,15 @@ __all__ = ["length_limits"]
 
 
 def length_limits(config: Mapping[str, Any]) -> dict[str, int]:
-    """The lengths, in tokens, beyond which frequencies are others; empty: they never depend on the length.
+    """Return the lengths, in tokens, beyond which a Hugging Face model has other frequencies.
 
     A pass computes them for its longest row, so rows on both sides of a limit do not go into one pass. With
     ``longrope`` there are two sets of frequencies; with ``dynamic`` each length beyond the limit has its own. A
     sequence that crosses a limit while it is generated keeps keys of the frequencies that it began with, and no pass
-    over the whole sequence agrees with it.
-
-    Args:
-        config: of a Hugging Face model with rotary embeddings, as in ``config.json``.
+    over the whole sequence agrees with it. ``config`` is that of ``config.json``.
 
     Returns:
-        By kind of frequencies, ``longrope`` or ``dynamic``; of several limits of one kind the lowest.
+        By kind of frequencies, ``longrope`` or ``dynamic``: the lowest limit. Empty: they never depend on the length.
     """
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     limits: dict[str, int] = {}

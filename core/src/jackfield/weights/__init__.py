@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from jackfield.weights.probe import ProbeAnswer, ReplicaProbe
 from jackfield.weights.sender import PreparedSender, WeightSender, WeightSource
-from jackfield.weights.synchronizer import Replica, SyncReport, WeightSynchronizer, verify
+from jackfield.weights.synchronizer import ProbeAnswer, Replica, ReplicaProbe, SyncReport, WeightSynchronizer, verify
 
 __all__ = [
     "PreparedSender",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.errors import WeightsError
 from jackfield.rpc import Connection
 from jackfield.rpc.wire import Message
@@ -88,56 +86,47 @@ class InProcessCheckpointEngine(OneSenderEngine):
     config: InProcessConfig
     session_class = LocalSession
 
-    def __init__(self, config: InProcessConfig, context: CheckpointEngineContext) -> None:
-        super().__init__(config, context)
-        self._buckets: deque[list[tuple[str, torch.Tensor]]] = deque()  #: that a worker has not read
-        self._made = 0
-
-    def begin(self) -> None:
-        """Forget the buckets of the transfer before."""
-        self._buckets.clear()
-        self._made = 0
-
-    def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
-        """Take a bucket."""
-        if "bucket" in values:
-            self._buckets.append(values["bucket"])
-
     async def send(
         self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
     ) -> Mapping[str, Any]:
         """Hand every tensor to every worker."""
         bucket: list[tuple[str, torch.Tensor]] = []
-        size = 0
+        size, limit, numbers = 0, self.config.bucket_bytes, itertools.count()
+
+        async def put(bucket: list[tuple[str, torch.Tensor]], ahead: int) -> None:
+            """Hand a bucket over, and wait until no worker has more than ``ahead`` buckets left to read."""
+            number = next(numbers)
+            session.tell({f"bucket {number}": bucket})
+            await session.until(lambda peer: peer.said.get("read", 0) > number - ahead, "take a tensor")
+
         for name, tensor in weights:
             tensor = tensor.detach()
-            alone = tensor.nbytes >= self.config.bucket_bytes
-            if bucket and (alone or size + tensor.nbytes > self.config.bucket_bytes):
-                await self._put(session, bucket, _AHEAD)
+            alone = tensor.nbytes >= limit
+            if bucket and (alone or size + tensor.nbytes > limit):
+                await put(bucket, _AHEAD)
                 bucket, size = [], 0
             if alone:
-                await self._put(session, [(name, tensor)], 0)
+                await put([(name, tensor)], 0)
             else:
                 bucket.append((name, tensor.clone()))
                 size += tensor.nbytes
         if bucket:
-            await self._put(session, bucket, _AHEAD)
+            await put(bucket, _AHEAD)
         return {}
-
-    async def _put(self, session: TransferSession, bucket: list[tuple[str, torch.Tensor]], ahead: int) -> None:
-        """Hand a bucket over, and wait until no worker has more than ``ahead`` buckets left to read."""
-        session.tell({"bucket": bucket})
-        self._made += 1
-        wanted = self._made - ahead
-        await session.until(lambda peer: peer.said.get("read", 0) >= wanted, "take a tensor")
 
     async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield every tensor, by reference."""
+        sender, read = session.peers[0], 0
+
+        def came(peer: Peer) -> bool:
+            return f"bucket {read}" in peer.said or "done" in peer.said
+
         while True:
-            await session.until(lambda peer: bool(self._buckets) or "done" in peer.said, "send")
-            if not self._buckets:
+            await session.until(came, "send")
+            bucket = sender.said.pop(f"bucket {read}", None)
+            if bucket is None:
                 return
-            for item in self._buckets.popleft():
+            for item in bucket:
                 yield item
-            self._made += 1
-            session.tell({"read": self._made})
+            read += 1
+            session.tell({"read": read})

@@ -1,28 +1,39 @@
-"""One synchronisation: a version of the weights to all replicas, with proof."""
+"""One synchronisation: a version of the weights to all replicas, with proof.
+
+Digests prove what lies in a replica's parameters. What it makes of them (packed copies, caches, kernels, numerics) only
+shows in what it generates: the probe has each replica generate a few tokens, which the engine scores.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
 import attrs
 
 from jackfield.abc.checkpoint_engine import TopologyRequest
-from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt
+from jackfield.abc.rollout import (
+    BaseRolloutServer,
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    ServerInfo,
+    UpdateWeightsRequest,
+    WeightReceipt,
+)
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
-from jackfield.weights.probe import ReplicaProbe
 from jackfield.weights.sender import WeightSender
 
 Kind: TypeAlias = Literal["full", "adapter", "delta"]
-Task: TypeAlias = "asyncio.Task[Any]"
 
 _SHOWN = 4  #: names in a message
 _GRACE_SECONDS = 10.0  #: for a cancelled end to finish
-_CAUSE_SECONDS = 1.0  #: after a transfer broke off, for the end that broke it off to fail
+_CAUSE_SECONDS = 1.0  #: for the end that broke a transfer off to fail before those that notice it
 
 
 @attrs.frozen(eq=False)
@@ -230,16 +241,23 @@ async def run_together(
     """Run all ends of a transfer, by name, and return their results. A failure or the deadline cancels the others.
 
     Raises:
-        WeightsError: names the end that failed first.
+        WeightsError: names the end that failed first. An end may notice a break before the end that broke it off fails.
         DeadlineExceeded: names the ends that have not finished.
     """
-    tasks = {asyncio.ensure_future(end): name for name, end in ends.items()}
-    ended: list[Task] = []  # in order: the first failure is the cause, the others are consequences
-    for task in tasks:
-        task.add_done_callback(ended.append)
+    failures: dict[str, BaseException] = {}  #: in order: the first is the cause, the others are consequences
+
+    async def run(name: str, end: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await end
+        except BaseException as error:
+            if isinstance(error, WeightsError) and error.code == "weights.transfer":
+                await clock.sleep(_CAUSE_SECONDS)
+            failures[name] = error
+            raise
+
+    tasks = {asyncio.ensure_future(run(name, end)): name for name, end in ends.items()}
     try:
         await clock.wait_for(asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION), seconds, what)
-        cause = await cause_of(ended, tasks, clock)
     except DeadlineExceeded:
         late = ", ".join(name for task, name in tasks.items() if not task.done())
         message = f"waited {seconds:.6g} s for {what}; not finished: {late}{await _cancel(tasks, clock)}"
@@ -248,51 +266,105 @@ async def run_together(
     except BaseException:
         await _cancel(tasks, clock)
         raise
-    if cause is None:
+    if not failures:
         return [task.result() for task in tasks]
-    name, error, stuck = tasks[cause], _error(cause), await _cancel(tasks, clock)
+    name, error = next(iter(failures.items()))
     code = error.code if isinstance(error, WeightsError | DeadlineExceeded) else "weights.transfer"
     text = error.message if isinstance(error, JackfieldError) else repr(error)
     kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WeightsError
     details = {key: getattr(error, key, None) for key in ("expected", "found", "fix")}
-    message = f"{name} failed while {what} was synchronised: {text}{stuck}"
+    message = f"{name} failed while {what} was synchronised: {text}{await _cancel(tasks, clock)}"
     raise kind(message, code=code, where=name, **details) from error
 
 
-def _error(task: Task) -> BaseException | None:
-    """Return why an end has failed; None: it has not, or still runs."""
-    if not task.done():
-        return None
-    return asyncio.CancelledError("it was cancelled") if task.cancelled() else task.exception()
-
-
-async def cause_of(ended: Sequence[Task], tasks: Mapping[Task, str], clock: Clock) -> Task | None:
-    """Return the end that failed by itself. A peer may notice a break before the end that broke it off has failed."""
-
-    def failed() -> list[Task]:
-        # the last ones have ended so lately that no callback has run yet
-        return [task for task in dict.fromkeys((*ended, *tasks)) if _error(task) is not None]
-
-    def broken_off(task: Task) -> bool:
-        error = _error(task)
-        return isinstance(error, WeightsError) and error.code == "weights.transfer"
-
-    running = [task for task in tasks if not task.done()]
-    if running and all(map(broken_off, failed())):
-        with suppress(DeadlineExceeded):
-            await clock.wait_for(asyncio.wait(running), _CAUSE_SECONDS, "the end that broke off")
-    return min(failed(), key=broken_off, default=None)
-
-
-async def _cancel(tasks: Mapping[Task, str], clock: Clock) -> str:
+async def _cancel(tasks: Mapping[asyncio.Task[Any], str], clock: Clock) -> str:
     """Cancel the ends that still run, and name those that ignore it."""
-    running = [task for task in tasks if not task.done()]
-    for task in running:
+    for task in tasks:
         task.cancel()
-    if running:
-        with suppress(DeadlineExceeded):
-            await clock.wait_for(asyncio.wait(running), _GRACE_SECONDS, "cancelled ends")
-    for task in running:
-        _error(task)  # a consequence, or the cause that is raised
-    stuck = ", ".join(tasks[task] for task in running if not task.done())
+    with suppress(DeadlineExceeded):
+        await clock.wait_for(asyncio.wait(tasks), _GRACE_SECONDS, "cancelled ends")
+    stuck = ", ".join(name for task, name in tasks.items() if not task.done())
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # a consequence, or the cause that is raised
     return f" (and {stuck} cannot be cancelled)" if stuck else ""
+
+
+@attrs.frozen
+class ProbeAnswer:
+    """What one replica generated with weights of ``version``."""
+
+    replica: int
+    version: int
+    result: GenerateResult
+
+
+@attrs.define(kw_only=True, eq=False)
+class ReplicaProbe:
+    """Has every replica generate a few tokens, and the engine score them."""
+
+    prompt: Callable[[], Awaitable[Sequence[int]]]  #: its tokens; asked for once
+    #: the engine's log-probs of each response's tokens, from a prompt and responses
+    score: Callable[[Sequence[int], Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
+    clock: Clock
+    tokens: int  #: that each replica generates
+    temperature: float  #: of the engine's log-probs
+    bound: float  #: of the mean distance of a replica's log-probs from the engine's, in nats
+    stops: bool  #: whether a distance beyond the bound is an error; else it is a warning
+    seconds: float  #: for all replicas to answer
+    report: Callable[[float], None] = lambda _: None  #: gets the distance of the replica that is farthest away
+    _prompt_ids: tuple[int, ...] = attrs.field(default=(), init=False)
+
+    async def check(self, servers: Mapping[int, BaseRolloutServer], version: int) -> None:
+        """Ask and compare, where engine and replicas can both work.
+
+        Raises:
+            WeightsError: as :meth:`compare`.
+            DeadlineExceeded: a replica has not answered.
+        """
+        await self.compare(await self.ask(servers, version))
+
+    async def ask(self, servers: Mapping[int, BaseRolloutServer], version: int) -> list[ProbeAnswer]:
+        """Have every replica (by number) generate; one that has older weights refuses."""
+        self._prompt_ids = self._prompt_ids or tuple(await self.prompt())
+        sampling = SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True)
+        name, prompt = f"probe-{version}", self._prompt_ids
+        request = GenerateRequest(request_id=name, prompt_ids=prompt, sampling=sampling, minimum_weight_version=version)
+        asked = asyncio.gather(*(server.generate(request) for server in servers.values()))
+        results = await self.clock.wait_for(asked, self.seconds, f"replicas to answer the probe of version {version}")
+        return [ProbeAnswer(number, version, result) for number, result in zip(servers, results, strict=True)]
+
+    async def compare(self, answers: Sequence[ProbeAnswer]) -> None:
+        """Score what replicas generated; the engine must have the weights that they had.
+
+        Raises:
+            WeightsError: ``weights.log-probs``, naming the replica that is farthest away, if it is beyond the bound.
+        """
+        scored = await self.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
+        compared = [
+            (_distance(answer.result.log_probs, own), answer, own) for answer, own in zip(answers, scored, strict=True)
+        ]
+        distance, answer, own = max(compared, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
+        self.report(distance)
+        if distance <= self.bound:
+            return
+        error = WeightsError(
+            f"replica {answer.replica} computes other log-probs than the engine, with weights of version "
+            f"{answer.version}",
+            code="weights.log-probs",
+            where=f"replica {answer.replica}",
+            expected=f"a mean distance of at most {self.bound:.3g} nats over {len(own)} tokens",
+            found=f"{distance:.3g}: engine {_shown(own)}, replica {_shown(answer.result.log_probs)}",
+            fix="raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct",
+        )
+        if self.stops:
+            raise error
+        logging.getLogger("jackfield").warning("%s (%s)", error.message, error.found)
+
+
+def _distance(found: Sequence[float], expected: Sequence[float]) -> float:
+    return sum(abs(one - other) for one, other in zip(found, expected, strict=True)) / len(expected)
+
+
+def _shown(log_probs: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4f}" for value in log_probs[:4])

@@ -7,6 +7,8 @@ from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from jackfield.abc.rollout import (
     BaseRolloutServer,
     GenerateChunk,
@@ -30,7 +32,7 @@ _OWN = ("start", "stop", "health", "generate", "generate_stream")  #: methods th
 
 def _forwarded(name: str) -> Callable[..., Any]:
     async def call(self: RolloutProcess, *arguments: Any) -> Any:
-        return await getattr(self.remote, name)(*arguments)
+        return await getattr(self.remote(), name)(*arguments)
 
     return call
 
@@ -40,6 +42,7 @@ _Forwarding: Any = type(
 )
 
 
+@attrs.define(eq=False, slots=False)
 class RolloutProcess(_Forwarding):
     """Stands for a replica that is made, started and stopped in another process, which ends with it.
 
@@ -47,51 +50,33 @@ class RolloutProcess(_Forwarding):
     process has ended, saying how; ``DeadlineExceeded`` naming the replica.
     """
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        context: RolloutContext,
-        *,
-        record: PluginRecord,
-        python: str,
-        seconds: float = 3600.0,
-        log: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        heartbeat_seconds: float = 30.0,
-    ) -> None:
-        """
-        Args:
-            config: Plain settings of the plugin.
-            context: The replica's; its clock stays here.
-            record: The plugin, as it is installed here; there it must be the same.
-            python: The interpreter.
-            seconds: The longest that any call may take.
-            log: Gets the process's output, as of :class:`~jackfield.sdk.child.ChildProcess`.
-            environment: Variables that the process gets beside this process's.
-            heartbeat_seconds: The process is killed when it cannot run for so long.
-        """
-        super().__init__(config, context)
-        self._name = f"rollout replica {context.replica}"
-        self._record, self._python, self._log = record, resolve_interpreter(python, self._name), log
-        self._seconds, self._heartbeat_seconds, self._environment = seconds, heartbeat_seconds, environment or {}
+    config: Mapping[str, Any]  #: plain settings of the plugin
+    context: RolloutContext  #: the replica's; its clock stays here
+    _record: PluginRecord = attrs.field(kw_only=True)  #: the plugin, as it is installed here; there it must be the same
+    _python: str = attrs.field(kw_only=True)  #: the interpreter
+    _seconds: float = attrs.field(default=3600.0, kw_only=True)  #: the longest that any call may take
+    _log: Path | None = attrs.field(default=None, kw_only=True)  #: gets the process's output
+    _environment: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)  #: variables beside this process's
+    _heartbeat_seconds: float = attrs.field(
+        default=30.0, kw_only=True
+    )  #: the process is killed that cannot run so long
+
+    def __attrs_post_init__(self) -> None:
+        self._name = f"rollout replica {self.context.replica}"
+        self._python = resolve_interpreter(self._python, self._name)
         self._child: ChildProcess | None = None
-        self._used = self._stopped = False
+        self._stopped = False
         self.on_lost: Callable[[JackfieldError], None] = lambda error: None  #: gets how the process ended
 
-    @property
-    def remote(self) -> BaseRolloutServer:
-        """The server in the process.
+    def remote(self, seconds: float | None = None) -> BaseRolloutServer:
+        """Return the server in the process; its calls take ``seconds`` at most.
 
         Raises:
-            RolloutError: ``rollout.stopped``: it is not running.
+            RolloutError: ``rollout.stopped``: it was not started.
         """
-        if not self._used or self._stopped:
-            raise self._gone("was not started, or was stopped")
-        return self._stub(self._seconds)
-
-    def _stub(self, seconds: float) -> BaseRolloutServer:
         if self._child is None:
             raise self._gone("was not started")
+        seconds = self._seconds if seconds is None else seconds
         return stub(self._child.connection, "worker", ROLLOUT, BaseRolloutServer, seconds)  # type: ignore[type-abstract]
 
     def _gone(self, how: str) -> RolloutError:
@@ -109,16 +94,15 @@ class RolloutProcess(_Forwarding):
             PluginError: the interpreter, or the plugin there, is not what this process expects.
             JackfieldError: what the server raises.
         """
-        if self._used or self._stopped:
+        if self._child is not None or self._stopped:
             raise RolloutError("the server cannot be started twice", code="rollout.stopped", fix="make a new server")
-        self._used = True
         try:
             connection = await self._spawn()
             connection.lost.add_done_callback(lambda _: self.on_lost(connection.error()))
             host = stub(connection, "host", HOST, Host, self._seconds)
             check_introduction(self._record, await self._introduction(host), self._python)
             await host.make(self._record.name, dict(self.config), self.context)
-            return await self.remote.start()
+            return await self.remote().start()
         except BaseException:
             await self.stop()
             raise
@@ -149,12 +133,12 @@ class RolloutProcess(_Forwarding):
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample. Cancelling the call aborts the request."""
         with self._refusing(request):
-            return await self.remote.generate(request)
+            return await self.remote().generate(request)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """Generate one sample and yield its tokens as they come. Closing the iterator aborts the request."""
         with self._refusing(request):
-            async with aclosing(self.remote.generate_stream(request)) as chunks:  # type: ignore[type-var]
+            async with aclosing(self.remote().generate_stream(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     yield chunk
 
@@ -175,20 +159,19 @@ class RolloutProcess(_Forwarding):
 
     async def stop(self) -> None:
         """Stop the server, and end its process and what that has started."""
-        first, self._stopped = not self._stopped, True
-        if not (first and self._used):
+        stopped, self._stopped = self._stopped, True
+        if stopped or self._child is None:
             return
         try:
             with suppress(JackfieldError):
-                await self._stub(_STOP_SECONDS).stop()
+                await self.remote(_STOP_SECONDS).stop()
         finally:
-            if self._child is not None:
-                await self._child.close(grace_seconds=_END_SECONDS)
+            await self._child.close(grace_seconds=_END_SECONDS)
 
     async def health(self) -> HealthReport:
         """Report whether the replica can serve, and its load; of a process that has ended, how it ended."""
         try:
-            return await self.remote.health()
+            return await self.remote().health()
         except RolloutError as error:
             if error.code != "rollout.stopped":
                 raise
