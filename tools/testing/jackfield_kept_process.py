@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 from jackfield.plugins.interpreters import environment_of
 from jackfield.rpc import Connection, Process
-from jackfield.runtime.process import RolloutProcess
+from jackfield.runtime.process.rollout import RolloutProcess
 
 _END_SECONDS = 15.0
 

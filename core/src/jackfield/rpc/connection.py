@@ -16,23 +16,8 @@ import msgspec
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, error_fields, rebuilt_error
-from jackfield.rpc.wire import (
-    HEAD,
-    LIMIT,
-    MAGIC,
-    Call,
-    Cancel,
-    Codec,
-    Contract,
-    Goodbye,
-    Message,
-    Method,
-    News,
-    Process,
-    Reply,
-    known,
-    subject,
-)
+from jackfield.rpc import wire
+from jackfield.rpc.wire import Codec, Contract, Message, Method, Process
 
 T = TypeVar("T")
 
@@ -66,7 +51,7 @@ class Connection(asyncio.Protocol):
     services: Mapping[str, Service]  #: what the other end may call, by name; it is read at each call
     clock: Clock  #: time source for all waits
     _codec: Codec = attrs.field(default=None, converter=_chosen, kw_only=True)  #: of both ends; None: msgpack
-    limit: int = attrs.field(default=LIMIT, kw_only=True)  #: bytes of a message that comes
+    limit: int = attrs.field(default=wire.LIMIT, kw_only=True)  #: bytes of a message that comes
     #: makes the error of calls after the end from its reason; None: ``rpc.lost``
     _lost_error: Callable[[str], JackfieldError] | None = attrs.field(default=None, kw_only=True)
 
@@ -76,14 +61,12 @@ class Connection(asyncio.Protocol):
         self.heard = True  #: whether something came since the last look
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  #: how it ended
         self._bytes = bytearray()  #: that came, and are no whole message yet
-        self._asked: dict[int, tuple[str, asyncio.Future[Reply]]] = {}  #: open calls to the other end, described
+        self._asked: dict[int, tuple[str, asyncio.Future[wire.Reply]]] = {}  #: open calls to the other end, described
         self._served: dict[object, asyncio.Task[None]] = {}
         self._iterations: dict[int, AsyncGenerator[Any, None]] = {}  #: by the id of the call that opened them
         self._transport: asyncio.Transport | None = None
         self._room = asyncio.Event()
         self._room.set()
-
-    # -- the stream ----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
@@ -105,15 +88,14 @@ class Connection(asyncio.Protocol):
         """Cut the bytes that have come into messages."""
         self._bytes += data
         try:
-            while len(self._bytes) >= HEAD.size:
-                magic, size = HEAD.unpack_from(self._bytes)
-                if magic != MAGIC or size > self.limit:
+            while len(self._bytes) >= wire.HEAD.size:
+                magic, size = wire.HEAD.unpack_from(self._bytes)
+                if magic != wire.MAGIC or size > self.limit:
                     message = "a message is too long, or is not one of this protocol"
-                    raise RpcError(message, expected=f"{self.limit} bytes", found=bytes(self._bytes[: HEAD.size]))
-                end = HEAD.size + size
-                if len(self._bytes) < end:
+                    raise RpcError(message, expected=f"{self.limit} bytes", found=bytes(self._bytes[: wire.HEAD.size]))
+                if len(self._bytes) < (end := wire.HEAD.size + size):
                     return
-                content = bytes(self._bytes[HEAD.size : end])
+                content = bytes(self._bytes[wire.HEAD.size : end])
                 del self._bytes[:end]
                 self.took(content)
         except JackfieldError as error:
@@ -132,7 +114,7 @@ class Connection(asyncio.Protocol):
         """Send a message, unless the connection has ended."""
         if self._transport is not None and not self.lost.done():
             content = self._codec.encode(message)
-            self._transport.write(HEAD.pack(MAGIC, len(content)) + content)
+            self._transport.write(wire.HEAD.pack(wire.MAGIC, len(content)) + content)
 
     def end(self, reason: str) -> None:
         """End the connection: fail open calls, and cancel what the other end had begun here. Idempotent."""
@@ -151,7 +133,7 @@ class Connection(asyncio.Protocol):
 
     async def close(self, reason: str = "", *, early: bool = False) -> None:
         """Say goodbye, and wait until the calls of the other end have ended here. Idempotent."""
-        self.send(Goodbye(reason, early))
+        self.send(wire.Goodbye(reason, early))
         await self.leave(reason or "the connection was closed")
 
     async def leave(self, reason: str) -> None:
@@ -184,8 +166,6 @@ class Connection(asyncio.Protocol):
         """Describe what the other end was asked to do and has not done, for messages."""
         return ", ".join(what for what, _ in itertools.islice(self._asked.values(), 4))
 
-    # -- what comes ----------------------------------------------------------------------------------------------------
-
     def took(self, content: bytes) -> None:
         """Decode and handle a message."""
         self.heard = True
@@ -194,53 +174,53 @@ class Connection(asyncio.Protocol):
     def handle(self, message: Message) -> None:
         """Handle a message."""
         match message:
-            case Call():
+            case wire.Call():
                 key = message.id or object()
                 task = self._served[key] = asyncio.get_running_loop().create_task(self._serve(message))
                 task.add_done_callback(lambda _: self._served.pop(key, None))
-            case Reply() if message.id in self._asked:
+            case wire.Reply() if message.id in self._asked:
                 self._asked.pop(message.id)[1].set_result(message)
-            case Reply():
+            case wire.Reply():
                 self.refused(RpcError("it sent a reply without a call"))
-            case Cancel() if message.id in self._served:
+            case wire.Cancel() if message.id in self._served:
                 # the call may not have begun, and is replied to all the same
                 asyncio.get_running_loop().call_soon(self._served[message.id].cancel)
-            case News():
+            case wire.News():
                 logging.getLogger("jackfield").warning("%s", message.text)
-            case Goodbye():
+            case wire.Goodbye():
                 self.end(message.reason or f"has ended{' before its work was done' if message.early else ''}")
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: wire.Call) -> None:
         _CALLER.set(self)
-        error: dict[str, Any] | None = None
-        encoded = self._codec.encode(None)
+        error: BaseException | None = None
         try:
             work, what = self._work(call)
             value = await (work if call.seconds is None else self.clock.wait_for(work, call.seconds, what))
             encoded = self._codec.encode(value)
         except asyncio.CancelledError:
-            error = error_fields(RpcError(f"{call.method} was cancelled", code="rpc.cancelled"))
+            error = RpcError(f"{call.method} was cancelled", code="rpc.cancelled")
         except BaseException as raised:  # whatever it is goes to the caller, and other calls go on
+            error = raised
             if not isinstance(raised, JackfieldError):
                 logging.getLogger("jackfield").error("%s raised", call.method, exc_info=raised)
-            error = error_fields(raised)
         if call.id:
-            self.send(Reply(call.id, msgspec.Raw(encoded), error))
+            content = encoded if error is None else self._codec.encode(None)
+            self.send(wire.Reply(call.id, msgspec.Raw(content), None if error is None else error_fields(error)))
 
-    def _work(self, call: Call) -> tuple[Coroutine[Any, Any, Any], str]:
+    def _work(self, call: wire.Call) -> tuple[Coroutine[Any, Any, Any], str]:
         """Start the method that is called. Returns its coroutine and its description."""
         name, _, member = call.method.rpartition(".")
         if not name:
             (number,) = self._codec.decode(call.arguments, tuple[int], call.method)
             return (self._next(number) if member == "next" else self._close(number)), member
-        service = known(self.services, name, "service")
+        service = wire.known(self.services, name, "service")
         method = service.contract.method(member)
         values = self._codec.decode(call.arguments, method.arguments, call.method)
         work = method.call(service.target, values)
         if method.streams:
             self._iterations[call.id] = work
             work = asyncio.sleep(0)
-        return work, f"{call.method} {subject(values)}".rstrip()
+        return work, f"{call.method} {wire.subject(values)}".rstrip()
 
     async def _next(self, number: int) -> list[Any]:
         """Return the next item of an iteration in a list, which is empty at the end."""
@@ -254,14 +234,10 @@ class Connection(asyncio.Protocol):
         if iteration is not None:
             await iteration.aclose()
 
-    # -- calling -------------------------------------------------------------------------------------------------------
-
     def notify(self, method: str, contract: Contract, *arguments: Any) -> None:
         """Call ``service.method`` without waiting for a reply."""
-        self._call(0, method, list(contract.method(method.rpartition(".")[2]).bind(arguments, {}).values()), None)
-
-    def _call(self, number: int, method: str, values: list[Any], seconds: float | None) -> None:
-        self.send(Call(number, method, msgspec.Raw(self._codec.encode(values)), seconds))
+        values = list(contract.method(method.rpartition(".")[2]).bind(arguments, {}).values())
+        self.send(wire.Call(0, method, msgspec.Raw(self._codec.encode(values))))
 
     async def call(
         self,
@@ -283,31 +259,30 @@ class Connection(asyncio.Protocol):
         if self.lost.done():
             raise self.error()
         number = number or _new_number()
-        self._call(number, method, values, seconds)
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.send(wire.Call(number, method, msgspec.Raw(self._codec.encode(values)), seconds))
+        answer: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
         self._asked[number] = what, answer
+
+        def value(reply: wire.Reply) -> Any:
+            if reply.error is not None:
+                raise rebuilt_error(reply.error, self.name)
+            return self._codec.decode(reply.value, kind, f"{self.name}, {what}")
+
+        def give_back(done: asyncio.Future[wire.Reply]) -> None:
+            with suppress(JackfieldError):
+                if undo is not None and (late := value(done.result())) is not None:
+                    undo(late)
+
         try:
             reply = await self.clock.wait_for(asyncio.shield(answer), seconds, f"{self.name} to {what}")
         except (asyncio.CancelledError, DeadlineExceeded):
-            if undo is not None:
-                answer.add_done_callback(lambda done: self._undo(done, kind, what, undo))
+            answer.add_done_callback(give_back)
             if not answer.done():
-                self.send(Cancel(number))
+                self.send(wire.Cancel(number))
                 with suppress(JackfieldError):
                     await self.clock.wait_for(asyncio.shield(answer), _LEAVE_SECONDS, "a cancelled call to end")
             raise
-        return self._value(reply, kind, what)
-
-    def _value(self, reply: Reply, kind: Any, what: str) -> Any:
-        if reply.error is not None:
-            raise rebuilt_error(reply.error, self.name)
-        return self._codec.decode(reply.value, kind, f"{self.name}, {what}")
-
-    def _undo(self, answer: asyncio.Future[Reply], kind: Any, what: str, undo: Callable[[Any], None]) -> None:
-        with suppress(JackfieldError):
-            value = self._value(answer.result(), kind, what)
-            if value is not None:
-                undo(value)
+        return value(reply)
 
     async def iterate(
         self, method: str, values: list[Any], seconds: float, kind: Any, what: str
@@ -346,7 +321,7 @@ def stub(connection: Connection, service: str, contract: Contract, cls: type[T],
         def call(*arguments: Any, **keywords: Any) -> Any:
             bound = method.bind(arguments, keywords)
             values, limit = list(bound.values()), seconds + float(bound.get("deadline_seconds", 0.0))
-            what = f"{method.name} {subject(values)}".rstrip()
+            what = f"{method.name} {wire.subject(values)}".rstrip()
             if method.streams:
                 return connection.iterate(name, values, limit, method.result, what)
             return connection.call(name, values, limit, method.result, what, undo=undo or None)

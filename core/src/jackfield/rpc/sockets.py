@@ -124,18 +124,13 @@ class _Guarded(Connection):
         else:
             self.refused(RpcError("it has not proved that it knows the secret"))
 
-    def end_stranger(self) -> None:
-        """End the connection unless the other end has proved that it knows the secret."""
-        if not self.admitted.done():
-            self.end("did not prove in time who it is")
-
     def _is_proof(self, proof: bytes) -> bool:
         return hmac.compare_digest(proof, self._address.proof(self._challenge, self._nonce))
 
 
-def _welcome(name: str, services: Mapping[str, Service], session: str = "") -> Welcome:
+def _welcome(name: str, services: Mapping[str, Service]) -> Welcome:
     fingerprints = {each: service.contract.fingerprint for each, service in services.items()}
-    return Welcome(b"", name, attrs.asdict(Process.of(os.getpid())), fingerprints, session)
+    return Welcome(b"", name, attrs.asdict(Process.of(os.getpid())), fingerprints)
 
 
 @attrs.define(eq=False)
@@ -190,12 +185,13 @@ class Server:
         guarded = _Guarded("a stranger", self._services, self._clock, address=self.address, own=own)
         self._strangers.add(guarded)
         seconds = _PROOF_SECONDS if len(self._strangers) <= _STRANGERS else 0.0
-        loop.call_later(seconds, guarded.end_stranger)
-        guarded.admitted.add_done_callback(lambda done: self._known(guarded, done))
+        late = loop.call_later(seconds, guarded.end, "did not prove in time who it is")
+        guarded.admitted.add_done_callback(lambda done: self._known(guarded, late, done))
         return guarded
 
-    def _known(self, connection: _Guarded, admitted: asyncio.Future[Welcome]) -> None:
+    def _known(self, connection: _Guarded, late: asyncio.TimerHandle, admitted: asyncio.Future[Welcome]) -> None:
         """Take note that a stranger has ended, or is a client."""
+        late.cancel()
         self._strangers.discard(connection)
         if admitted.cancelled():
             self.refused += 1
@@ -247,7 +243,7 @@ async def connect(
         address: The server's.
         name: What the server calls this process.
         clock: Time source for all waits.
-        contracts: Of the services that will be called, by name.
+        contracts: Those of the services that will be called, by name.
         services: What the server may call here.
         lost_error: Makes the error of calls after the end from its reason; None: ``rpc.lost``.
         kills: Kill a server of this machine that sends no heartbeats.

@@ -32,17 +32,13 @@ _SUBJECTS = ("request_id", "id", "version", "keys")  #: fields that say what an 
 _CAN_RUN = "RSI"  #: states of a thread that is neither stopped, frozen nor waiting for a device
 
 
-class _Message(msgspec.Struct, array_like=True):
-    """A message: on the wire an array of a tag and the fields."""
-
-
-class Hello(_Message, tag=1):
+class Hello(msgspec.Struct, array_like=True, tag=1):
     """The first message of both ends of a socket: a challenge."""
 
     nonce: bytes
 
 
-class Welcome(_Message, tag=2):
+class Welcome(msgspec.Struct, array_like=True, tag=2):
     """The answer to a challenge, and who answers."""
 
     proof: bytes  #: HMAC of both nonces
@@ -52,7 +48,7 @@ class Welcome(_Message, tag=2):
     session: str = ""  #: the server's name for the connection; from a client: the session that sends heartbeats here
 
 
-class Call(_Message, tag=3):
+class Call(msgspec.Struct, array_like=True, tag=3):
     """A call of ``service.method``. Id 0 asks for no reply."""
 
     id: int
@@ -61,7 +57,7 @@ class Call(_Message, tag=3):
     seconds: float | None = None  #: the deadline, counted from the arrival
 
 
-class Reply(_Message, tag=4):
+class Reply(msgspec.Struct, array_like=True, tag=4):
     """The value that a call has returned, or the error that it has raised."""
 
     id: int
@@ -69,23 +65,23 @@ class Reply(_Message, tag=4):
     error: dict[str, Any] | None = None
 
 
-class Cancel(_Message, tag=5):
+class Cancel(msgspec.Struct, array_like=True, tag=5):
     """The caller has left. The call still gets its reply."""
 
     id: int
 
 
-class Heartbeat(_Message, tag=6):
+class Heartbeat(msgspec.Struct, array_like=True, tag=6):
     """A sign that the process lives."""
 
 
-class News(_Message, tag=7):
+class News(msgspec.Struct, array_like=True, tag=7):
     """A report of what happened to another client, for the log."""
 
     text: str
 
 
-class Goodbye(_Message, tag=8):
+class Goodbye(msgspec.Struct, array_like=True, tag=8):
     """The connection ends on purpose."""
 
     reason: str = ""
@@ -191,27 +187,21 @@ class Contract:
         names = {name for name in dir(cls) if _is_remote(cls, name)} - set(without) if methods is None else methods
         self._methods = {name: Method(cls, name) for name in sorted(names)}
         kinds = [kind for each in self for kind in (each.arguments, each.result)]
-        described = [str(each.signature) for each in self] + sorted(_fields(kinds, set()))
-        self.fingerprint = xxhash.xxh3_64_hexdigest(repr((list(self._methods), described)).encode())
+        _, classes = msgspec.json.schema_components(kinds, schema_hook=lambda kind: {"title": kind.__name__})
+        fields = {name: list(schema.get("properties", ())) for name, schema in sorted(classes.items())}
+        described = [(each.name, str(each.signature)) for each in self], fields
+        self.fingerprint = xxhash.xxh3_64_hexdigest(repr(described).encode())
 
     def __iter__(self) -> typing.Iterator[Method]:
         return iter(self._methods.values())
 
     def method(self, name: str) -> Method:
-        """Return a method by its name.
-
-        Raises:
-            RpcError: ``rpc.method``.
-        """
+        """Return a method by its name, or raise ``rpc.method``."""
         return known(self._methods, name, "method")
 
 
 def known(choices: Mapping[str, T], name: str, what: str) -> T:
-    """Return what is served under a name.
-
-    Raises:
-        RpcError: ``rpc.method``.
-    """
+    """Return what is served under a name, or raise ``rpc.method``."""
     if name not in choices:
         message = f"there is no such {what}"
         raise RpcError(message, code="rpc.method", where=name, expected=", ".join(choices))
@@ -231,23 +221,8 @@ def subject(arguments: Iterable[Any]) -> str:
 
 def _is_remote(cls: type, name: str) -> bool:
     function = inspect.getattr_static(cls, name)
-    if name.startswith("_") or not inspect.isfunction(function):
-        return False
-    yields = str(function.__annotations__.get("return", "")).startswith("AsyncIterator")
-    return yields or inspect.iscoroutinefunction(function)
-
-
-def _fields(kinds: Iterable[Any], seen: set[Any]) -> set[str]:
-    """Describe the fields of all attrs classes that values of some types may hold."""
-    found: set[str] = set()
-    for kind in kinds:
-        found |= _fields(typing.get_args(kind), seen)
-        if isinstance(kind, type) and attrs.has(kind) and kind not in seen:
-            seen.add(kind)
-            fields = attrs.fields(attrs.resolve_types(kind))
-            found |= {f"{kind.__qualname__}.{each.name}" for each in fields}
-            found |= _fields((each.type for each in fields), seen)
-    return found
+    yields = str(getattr(function, "__annotations__", {}).get("return", "")).startswith("AsyncIterator")
+    return not name.startswith("_") and (yields or inspect.iscoroutinefunction(function))
 
 
 @attrs.frozen(kw_only=True)

@@ -7,6 +7,7 @@ row-major order in host memory is copied as bytes, which takes a third of the ti
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -35,12 +36,7 @@ def entry_of(name: str, tensor: torch.Tensor, offset: int = 0) -> Entry:
 
 
 def put(buffer: torch.Tensor, entry: Entry, tensor: torch.Tensor) -> None:
-    """Copy a tensor, of any stride and device, to its place.
-
-    Args:
-        buffer: The target: uint8, ``[bytes]``, contiguous.
-        entry: The tensor's place.
-        tensor: The source.
+    """Copy a tensor, of any stride and device, to its place in a buffer: uint8, ``[bytes]``, contiguous.
 
     Raises:
         ValueError: there is no room for it at its place.
@@ -67,9 +63,7 @@ def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
 
     _, dtype_name, shape, offset = entry
     dtype: torch.dtype = getattr(torch, dtype_name)
-    count = 1
-    for length in shape:
-        count *= length
+    count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype, device=buffer.device)
     return buffer[offset : offset + count * dtype.itemsize].view(dtype).view(shape)

@@ -56,15 +56,15 @@ class ChildProcess(asyncio.SubprocessProtocol):
         self.connection = _Connection(
             self._name, {}, self._clock, codec=Codec(self._codec), limit=limit, lost_error=lost_error, child=self
         )
-        self.silence: str | None = None  #: why it was killed that could not run
-        self._complaint: str | None = None  #: why it was killed that broke the protocol
+        self._killed: str | None = None  #: why it was killed
+        self._broke = False  #: the reason is that it broke the protocol
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exited = False
         self._output = bytearray()
         self._watching: asyncio.Task[str] | None = None
 
     async def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Connection:
-        """Start the process and connect to it.
+        """Run a command and connect to the process.
 
         Args:
             command: The program and its arguments.
@@ -101,12 +101,12 @@ class ChildProcess(asyncio.SubprocessProtocol):
     @property
     def is_ending(self) -> bool:
         """Return whether the process has ended, or was killed."""
-        return self._exited or (self._complaint or self.silence) is not None
+        return self._exited or self._killed is not None
 
     @property
     def broke_protocol(self) -> bool:
         """Return whether it was killed because of what it has written."""
-        return self._complaint is not None and self._code() == -signal.SIGKILL
+        return self._broke and self._code() == -signal.SIGKILL
 
     def output(self) -> str:
         """Return the last lines that it has printed, as the end of a message."""
@@ -119,11 +119,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
             os.killpg(self.pid, signal.SIGKILL)
 
     async def close(self, *, grace_seconds: float = 0.0) -> None:
-        """End the process and all that it has started. Idempotent.
-
-        Args:
-            grace_seconds: How long it may end by itself, after its socket was closed, before it is killed.
-        """
+        """Close its socket, give it ``grace_seconds`` to end, and kill what is left. Idempotent."""
         self.death = self.death or "was ended"
         self.connection.end(self.death)
         if self._transport is None:
@@ -143,8 +139,6 @@ class ChildProcess(asyncio.SubprocessProtocol):
         if not self._exited:
             self.kill()
 
-    # -- what happens to it
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport, also of a start that is cancelled."""
         self._transport = cast(asyncio.SubprocessTransport, transport)
@@ -152,9 +146,12 @@ class ChildProcess(asyncio.SubprocessProtocol):
 
     def complain(self, complaint: str) -> None:
         """Kill a process that cannot be trusted any more."""
-        if not self._exited:
-            self._complaint = self._complaint or complaint
-            self.kill()
+        self._kill_for(f"was killed: it {complaint}", broke=True)
+
+    def _kill_for(self, reason: str, *, broke: bool) -> None:
+        if not (self._exited or self._killed):
+            self._killed, self._broke = reason, broke
+        self.kill_unless_exited()
 
     def socket_closed(self, how: str) -> None:
         """Kill a process that has closed its socket, unless that was its death."""
@@ -195,15 +192,14 @@ class ChildProcess(asyncio.SubprocessProtocol):
 
     def _ended(self) -> str:
         code = self._code()
-        if self.silence is not None:
-            text = f"{self._name} ({self.connection.process}) {self.silence}"
+        if self._killed is not None and not self._broke:
+            text = f"{self._name} ({self.connection.process}) {self._killed}"
             logging.getLogger("jackfield").warning("%s", text)
-            return self.silence
-        if self.broke_protocol:
-            return f"was killed: it {self._complaint}"
-        if code is not None and code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit status {code}"
+        if self._killed is not None and code == -signal.SIGKILL:
+            return self._killed
+        return (
+            f"ended with exit status {code}" if not code or code > 0 else f"was killed by {signal.Signals(-code).name}"
+        )
 
 
 @attrs.define(eq=False, slots=False)
@@ -219,8 +215,7 @@ class _Connection(Connection):
         self._child.complain(f"broke the protocol: {error.message} ({error.found})")
 
     def silent(self, reason: str) -> None:
-        self._child.silence = reason
-        self._child.kill_unless_exited()
+        self._child._kill_for(reason, broke=False)
 
 
 def _append(file: Path, data: bytes) -> None:

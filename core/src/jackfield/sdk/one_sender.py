@@ -62,10 +62,7 @@ class OneSenderEngine(CheckpointEngine):
         return
 
     def listen(self, secret: str) -> Mapping[str, Any]:
-        """Listen beside the session, as the sender, and return what workers need to connect.
-
-        Only the workers of the session know the ``secret``, which is hexadecimal.
-        """
+        """Listen beside the session; return what workers, who alone know the ``secret`` (in hex), need to connect."""
         return {}
 
     async def met_workers(self, session: TransferSession, workers: int) -> None:
@@ -142,8 +139,7 @@ class OneSenderEngine(CheckpointEngine):
             return
         session = self._required("the sender is not connected", self.connected)
         try:
-            values = await self.send(session, weights)
-            session.tell({**values, "done": True})
+            session.tell({**await self.send(session, weights), "done": True})
             await session.until(lambda peer: "done" in peer.said, "take everything")
         except BaseException as error:
             session.break_off(error)

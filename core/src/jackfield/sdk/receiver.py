@@ -53,8 +53,8 @@ def open_receiver(
     rank, seconds = request.first_worker + worker, request.deadline_seconds
     world: dict[str, Any] = {"rank": rank, "world_size": request.total_workers, "device": device, "host": host}
     context = CheckpointEngineContext(end="receiver", deadline_seconds=seconds, **world)
-    settings = dict(request.checkpoint_engine_config)
-    engine: Any = load_plugin("checkpoint_engine", request.checkpoint_engine).build(settings, context)
+    plugin, settings = load_plugin("checkpoint_engine", request.checkpoint_engine), request.checkpoint_engine_config
+    engine: Any = plugin.build(dict(settings), context)
     if held is not None and request.kind != "delta" and not (request.kind == "full" and request.deltas_follow):
         held.forget()
         held = None

@@ -89,11 +89,8 @@ class TransferSession:
         self._expected, self._version = workers, version
         self.notify()
 
-        def late() -> str:
-            missing = (f"worker {number}" for number in range(workers) if number not in self.peers)
-            return f"{' and '.join(missing)} to connect"
-
-        await self._wait(lambda: len(self.peers) == workers, late)
+        names = {number: f"worker {number} to connect" for number in range(workers)}
+        await self._wait(lambda: [name for number, name in names.items() if number not in self.peers])
 
     async def enter(self, worker: int, version: int) -> int:
         """Admit the calling worker and return the version that is sent. Workers call it."""
@@ -186,11 +183,7 @@ class TransferSession:
             WeightsError: a peer broke off.
             DeadlineExceeded: names the peers that are not ready.
         """
-
-        def late() -> str:
-            return " and ".join(f"{peer.name} to {what}" for peer in self.peers.values() if not ready(peer))
-
-        await self._wait(lambda: all(map(ready, self.peers.values())), late)
+        await self._wait(lambda: [f"{peer.name} to {what}" for peer in self.peers.values() if not ready(peer)])
 
     async def wait_for(self, awaitable: Awaitable[T], who: str) -> T:
         """Await something else until the transfer's deadline, or until a peer breaks off.
@@ -202,7 +195,7 @@ class TransferSession:
         future = asyncio.ensure_future(awaitable)
         future.add_done_callback(lambda _: self.notify())
         try:
-            await self._wait(future.done, lambda: who)
+            await self._wait(lambda: [who] * (not future.done()))
         except BaseException:
             future.cancel()
             if future.done() and not future.cancelled():
@@ -217,19 +210,20 @@ class TransferSession:
             WeightsError: a peer broke off.
         """
         with suppress(DeadlineExceeded):
-            await self._clock.wait_for(self._wait(lambda: False, str), seconds, "")
+            await self._clock.wait_for(self._wait(lambda: ["a peer"]), seconds, "")
 
-    async def _wait(self, ready: Callable[[], bool], who: Callable[[], str]) -> None:
+    async def _wait(self, late: Callable[[], list[str]]) -> None:
+        """Wait until none is late."""
         while True:
             broken = [f"{peer.name} {peer.broken}" for peer in self.peers.values() if peer.broken is not None]
             if broken:
                 raise WeightsError("; ".join(broken))
-            if ready():
+            if not late():
                 return
             try:
                 await self._clock.wait_for(self._changed.wait(), self.remaining(), "a peer")
             except DeadlineExceeded:
-                raise self._late(who()) from None
+                raise self._late(" and ".join(late())) from None
 
     def remaining(self) -> float:
         """Return the seconds to the deadline."""
@@ -260,5 +254,4 @@ TRANSFER = Contract(TransferSession, ["enter", "post"])
 
 
 def _now() -> float:
-    """Return the time of the running loop, which may be a virtual one."""
-    return asyncio.get_running_loop().time()
+    return asyncio.get_running_loop().time()  # which may be virtual
