@@ -33,13 +33,13 @@ __all__ = [
 #: Command to the object that implements it and its line of ``jackfield --help``.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("jackfield.cli.run:run", "Run training from a config file."),
-    "replicas": ("jackfield.cli.replicas:replicas", "List, add or remove the replicas of a running run."),
-    "checkpoint": ("jackfield.cli.checkpoint:checkpoint", "List checkpoints and export models."),
+    "replicas": ("jackfield.cli.run:replicas", "List, add or remove the replicas of a running run."),
+    "checkpoint": ("jackfield.cli.run:checkpoint", "List checkpoints and export models."),
     "queue": ("jackfield.cli.queue:queue", "Inspect, import, export and serve queues."),
     "config": ("jackfield.cli.config:config", "Show, explain and validate a config file."),
     "plugins": ("jackfield.cli.plugins:plugins", "List, check and create plugins."),
-    "env": ("jackfield.cli.env:env", "Create environments for workers."),
-    "algorithms": ("jackfield.cli.algorithms:algorithms", "List algorithms and their parts."),
+    "env": ("jackfield.cli.config:env", "Create environments for workers."),
+    "algorithms": ("jackfield.cli.config:algorithms", "List algorithms and their parts."),
 }
 
 _JSON = "jackfield.json"

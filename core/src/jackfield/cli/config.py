@@ -1,10 +1,21 @@
-"""``jackfield config show|explain|validate FILE``."""
+"""The commands around a config file: ``jackfield config``, ``jackfield env`` and ``jackfield algorithms``."""
 
 from __future__ import annotations
 
+import itertools
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
 import click
 
-from jackfield.cli import config_arguments, json_option, show
+from jackfield.cli import config_arguments, deadline_option, json_option, show
+from jackfield.errors import ConfigError
+
+_LOOK_SECONDS = 120.0  #: for a worker's plugin to be imported in its new environment
+_KINDS = ("algorithm", "advantages", "loss", "kl", "correction", "aggregation", "distillation", "shaping")
+_kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only parts of this kind.")
 
 
 @click.group()
@@ -54,3 +65,110 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name))
     described = {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}
     show({"file": file, "algorithm": described}, [f"{file}: valid"])
+
+
+@click.group()
+def env() -> None:
+    """Create environments for workers."""
+
+
+@env.command()
+@click.argument("name")
+@config_arguments
+@deadline_option(3600.0, "Seconds for all of it.")
+def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) -> None:
+    """Make the environment NAME of the configuration FILE with venv and pip, and try its workers' plugins there.
+
+    Jackfield, the plugins that run there and the checkpoint engine are installed as they are here. An environment that
+    is there as described is left as it is. What a plugin needs and pip did not install is named as missing.
+    """
+    import attrs
+
+    from jackfield.config import load_config
+    from jackfield.plugins import discover
+    from jackfield.plugins.environments import create_environment, requirement_as_installed
+    from jackfield.plugins.interpreters import environment_python, look
+
+    config, registry, started = load_config(file, overrides), discover(), time.monotonic()
+    if name not in config.environments:
+        raise ConfigError(
+            f"the configuration has no environment '{name}'",
+            where="environments",
+            expected=f"one of {', '.join(config.environments) or 'none'}",
+            found=name,
+            fix=f"describe it under environments.{name}",
+        )
+    settings = config.environments[name]
+    workers = [kind for kind, chosen in config.cluster.interpreters.items() if chosen == name]
+    shared = ["checkpoint_engine"] if workers else []
+    if workers and config.cluster.name == "ray":  # its workers read and write rows, and have one version of Ray
+        shared.append("transfer_queue")
+        settings = attrs.evolve(settings, requires=(*settings.requires, *requirement_as_installed("ray")))
+    records = [registry.resolve(getattr(config, kind).name, kind) for kind in (*workers, *shared)]
+    comes_along = tuple(dict.fromkeys(["jackfield", *(record.distribution for record in records)]))
+    folder = settings.path(name)
+    made = create_environment(settings, folder, comes_along, deadline)
+    click.echo(f"{folder}: made in {time.monotonic() - started:.0f} s" if made else f"{folder}: there already")
+    for record in records[: len(workers)]:
+        found = look(environment_python(folder), record, _LOOK_SECONDS, importing=True)
+        attrs.evolve(found, missing=()).check()
+        for error in found.missing:
+            click.echo(f"missing {record.label} needs {error.expected}: install it there")
+        if not found.missing:
+            click.echo(f"ok      {record.label} can run there")
+
+
+@click.group()
+def algorithms() -> None:
+    """List algorithms and their parts."""
+
+
+@algorithms.command("list")
+@_kind_option
+@json_option
+def list_algorithms(kind: str | None, as_json: bool) -> None:
+    """List bundles, estimators, losses and the other parts."""
+    found = _described(kind)
+    show(found, _table(found))
+
+
+@algorithms.command("show")
+@click.argument("name")
+@_kind_option
+@json_option
+def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
+    """Show what NAME is: equation, paper, options, what it needs. One name may stand for parts of several kinds."""
+    from jackfield.algorithms.registry import unknown_part
+
+    known = _described(kind)
+    found = [one for one in known if one["name"] == name]
+    if not found:
+        raise unknown_part(kind or "part", name, sorted({one["name"] for one in known}))
+    show(found, "\n\n".join("\n".join(_lines(one)) for one in found).splitlines())
+
+
+def _described(kind: str | None) -> list[dict[str, Any]]:
+    from jackfield.algorithms import names, part
+    from jackfield.algorithms.named import describe
+
+    return [describe(part(one, name)) for one in _KINDS if kind in (None, one) for name in names(one)]
+
+
+def _table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    width = max(len(one["name"]) for one in found)
+    for number, (kind, ones) in enumerate(itertools.groupby(found, key=lambda one: one["kind"])):
+        yield ("\n" if number else "") + str(kind)
+        for one in ones:
+            yield f"  {one['name'].ljust(width)}  {textwrap.shorten(one['equation'], 110, placeholder=' …')}"
+
+
+def _lines(one: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{one['name']} ({one['kind']})"
+    yield from textwrap.wrap(one["equation"], 110, initial_indent="  ", subsequent_indent="  ")
+    for key, value in one.items():
+        if key in ("kind", "name", "equation") or not value:
+            continue
+        pairs = [f"{name}={default}" for name, default in value.items()] if isinstance(value, Mapping) else value
+        text = ", ".join(pairs) if isinstance(pairs, list) else str(value)
+        label = f"  {key.replace('_', ' ')}: "
+        yield from textwrap.wrap(text, 110, initial_indent=label, subsequent_indent=" " * 4)

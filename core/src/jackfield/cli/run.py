@@ -1,14 +1,20 @@
-"""``jackfield run FILE [--address HOST:PORT] [--role explore|reward|train] [key.path=value ...]``."""
+"""The commands of a run: ``jackfield run``, ``jackfield replicas`` and ``jackfield checkpoint``."""
 
 from __future__ import annotations
 
 import sys
 from asyncio import CancelledError
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from jackfield.cli import config_arguments
+from jackfield.cli import config_arguments, deadline_option, json_option, show
+
+if TYPE_CHECKING:
+    from jackfield.cluster.replica import ReplicaState
+
+_FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 
 
 @click.command()
@@ -53,3 +59,73 @@ def run(
             more = "for more steps raise schedule.steps, else take another folder"
             click.echo(f"{result.folder} holds the finished run; {more}")
         click.echo(f"{result.steps} steps done; model in {result.model}")
+
+
+@click.command()
+@_FOLDER
+@click.argument("count", type=int, required=False)
+@deadline_option(3600.0, "Seconds to wait until the run has COUNT.")
+@json_option
+def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) -> None:
+    """List the replicas of the run that goes on in FOLDER; with COUNT, add or remove some until it has so many.
+
+    A replica that is added gets requests once it has acknowledged the engine's weights. A replica that is removed gets
+    no new requests and ends those that it has; after deadlines.drain seconds they are generated again on the others.
+    """
+    import attrs
+
+    from jackfield.cluster.control import list_replicas, scale_replicas
+
+    states = list_replicas(folder) if count is None else scale_replicas(folder, count, seconds=deadline)
+    show([attrs.asdict(state) for state in states], map(_line, states))
+
+
+def _line(state: ReplicaState) -> str:
+    version = "" if state.weight_version is None else f"  weights of version {state.weight_version}"
+    load = f"  {state.running} running, {state.waiting} waiting"
+    restarts = f"  {state.restarts} restarts" if state.restarts else ""
+    further = "".join(f"  {text}" for text in (state.address, state.detail) if text)
+    return f"replica {state.replica}: {state.state}{version}{load}{restarts}{further}"
+
+
+@click.group()
+def checkpoint() -> None:
+    """List checkpoints and export models."""
+
+
+@checkpoint.command("list")
+@_FOLDER
+@json_option
+def list_checkpoints(folder: Path, as_json: bool) -> None:
+    """List the checkpoints of the run in FOLDER, the oldest first, and name those whose files are not all there."""
+    from jackfield.compose.export import run_checkpoints
+    from jackfield.trainer import Checkpoint
+
+    rows: list[dict[str, Any]] = []
+    lines = []
+    for step, each in run_checkpoints(folder).items():
+        if isinstance(each, Checkpoint):
+            rows.append({"step": step, "folder": str(each.folder), "bytes": each.bytes})
+            lines.append(f"step {step}: {each.folder}, {each.bytes} bytes")
+        else:
+            damaged = {"where": str(each.where), "expected": each.expected, "found": each.found}
+            rows.append({"step": step, "damaged": damaged})
+            lines.append(f"step {step}: damaged: {each.where}: {each.found}, expected {each.expected}")
+    show(rows, lines)
+
+
+@checkpoint.command()
+@_FOLDER
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--merge", is_flag=True, help="Merge the LoRA adapter into its base model, and write the whole model.")
+def export(folder: Path, out: Path, merge: bool) -> None:
+    """Write the model of a checkpoint to OUT, a Hugging Face folder for from_pretrained.
+
+    FOLDER is a checkpoint, or a run's folder, whose newest whole checkpoint is taken. Of a run that trains an adapter,
+    OUT is the adapter's folder, for PEFT, unless --merge is given.
+    """
+    from jackfield.compose.export import export_checkpoint, find_checkpoint
+
+    found = find_checkpoint(folder)
+    export_checkpoint(found, out, merge=merge)
+    click.echo(f"model of step {found.step} in {out}")

@@ -196,11 +196,7 @@ class HookManager(pluggy.PluginManager):
         super().register(_REPORTERS, "jackfield.reporters")
 
     def register(self, plugin: object, name: str | None = None) -> str | None:
-        """Register an object whose methods, or a module whose functions, are marked by ``hookimpl``.
-
-        Raises:
-            PluginError: ``plugin.hooks``, see :func:`hook_manager`.
-        """
+        """Register an object whose methods, or a module whose functions, are marked; see :func:`hook_manager`."""
         label = getattr(plugin, "__name__", None) or f"{type(plugin).__module__}.{type(plugin).__qualname__}"
         problem, registered = "it implements no hook", None
         try:

@@ -98,9 +98,8 @@ class Introduction:
             PluginError: ``plugin.interpreter``, ``plugin.handshake``, ``plugin.requirement``, or what the plugin's
                 manifest or import raises there.
         """
-        for problem in (self.problem, *self.problems, *self.missing):
-            if problem is not None:
-                raise problem
+        for problem in filter(None, (self.problem, *self.problems, *self.missing)):
+            raise problem
 
 
 def resolve_interpreter(python: str | None, where: str | None = None) -> str:
@@ -248,15 +247,10 @@ def _problems(
 
 
 def check_introduction(record: PluginRecord, said: Mapping[str, Any], python: str) -> None:
-    """Refuse a process that would not do what this one expects of the plugin.
+    """Refuse a process of the interpreter ``python`` that would not do what this one expects of the plugin.
 
     Jackfield and the plugin are the same versions on both sides: settings are checked here and used there, and what
     the manifest declares here has to hold there.
-
-    Args:
-        record: The plugin, as it is installed here.
-        said: The introduction of the other process, see :func:`introduce`.
-        python: Its interpreter.
 
     Raises:
         PluginError: ``plugin.handshake``, ``plugin.requirement``, or what the manifest's check raised there.

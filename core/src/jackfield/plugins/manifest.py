@@ -116,10 +116,7 @@ class Manifest:
         return next(named, top)
 
     def missing(self, where: str) -> Iterator[PluginError]:
-        """Find the requirements of ``[env]`` that this interpreter does not meet; nothing is imported.
-
-        Versions are read from metadata, and extras are followed one level down.
-        """
+        """Find, in metadata alone, the requirements of ``[env]`` that this interpreter does not meet."""
         requirements = (_requirement(text) for text in self.env.requires)
         unmet = [lack for each in requirements if not each.marker or each.marker.evaluate() for lack in _unmet(each)]
         for module in self.env.modules:
@@ -150,16 +147,10 @@ def _unmet(requirement: Requirement) -> Iterator[tuple[str, str, str]]:
 
 
 def parse_manifest(content: bytes, *, source: str, kind: str, name: str) -> Manifest:
-    """Read a manifest and check that it is the one its entry point promises.
-
-    Args:
-        content: The file's content.
-        source: The file, for errors.
-        kind: The kind that the entry point's group stands for.
-        name: The entry point's name.
+    """Read a manifest, and check that it has the kind and the name that its entry point promises.
 
     Raises:
-        PluginError: ``plugin.manifest-invalid``, naming the file and the key.
+        PluginError: ``plugin.manifest-invalid``, naming the file ``source`` and the key.
     """
     try:
         values = json.loads(json.dumps(tomllib.loads(content.decode()), default=str))  # TOML's dates become ISO texts
@@ -186,13 +177,9 @@ def parse_version(text: str) -> tuple[int, int]:
 
 
 def check_abi(kind: str, abi: str, where: str, host: str | None = None) -> None:
-    """Accept a plugin of the host's major version and of no newer minor version.
+    """Accept a plugin that was built for the host's major version of a kind's contract, and for no newer minor version.
 
-    Args:
-        kind: The kind of plugin; each kind has versions of its own.
-        abi: The version that the plugin was built for.
-        where: The plugin, for messages.
-        host: The host's version; None: this Jackfield's.
+    ``where`` is the plugin, for messages; ``host`` is the host's version, None: this Jackfield's.
 
     Raises:
         PluginError: ``plugin.abi``.
@@ -214,12 +201,7 @@ def check_abi(kind: str, abi: str, where: str, host: str | None = None) -> None:
 
 
 def require_capability(manifest: Manifest, capability: str, because: str) -> None:
-    """Refuse a request that a plugin cannot serve, instead of letting it be ignored.
-
-    Args:
-        manifest: The manifest of the plugin.
-        capability: The capability that the request needs.
-        because: The setting that needs it, for the message: ``"model.lora is set"``.
+    """Refuse a request that a plugin cannot serve; ``because`` says what needs it: ``"model.lora is set"``.
 
     Raises:
         PluginError: ``plugin.capability`` when the manifest does not declare it, or as ``unsupported``.

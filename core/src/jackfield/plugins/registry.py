@@ -74,11 +74,7 @@ class PluginRecord:
         }
 
     def usable(self) -> Manifest:
-        """Return the manifest of a plugin that can be used.
-
-        Raises:
-            JackfieldError: The reason why it cannot be used.
-        """
+        """Return the manifest of a plugin that can be used; raise the reason where it cannot."""
         if self.error is not None:
             raise self.error.with_traceback(None)
         assert self.manifest is not None, "a record that is not broken has a manifest"
@@ -99,10 +95,7 @@ class LoadedPlugin:
         Args:
             settings: Plain values of the plugin's own section of the configuration.
             context: The kind's context (``EngineContext``, ``RolloutContext``, …).
-            where: The path of ``settings`` in the configuration, for errors.
-
-        Raises:
-            ConfigError: The settings do not fit the plugin's settings class; the error has the path.
+            where: The path of ``settings`` in the configuration, which a ``ConfigError`` names.
         """
         return self.cls(structure(self.settings_class, settings, where), context)
 
@@ -122,8 +115,7 @@ class Registry:
         """Return the manifest of a usable plugin.
 
         Raises:
-            PluginNotFound: No distribution provides it; the message lists the plugins that are installed.
-            PluginError: The plugin is broken; the error says why.
+            PluginError: ``plugin.not-found``, which lists what is installed, or the reason why it is broken.
         """
         return self.resolve(name, kind).usable()
 
@@ -131,8 +123,7 @@ class Registry:
         """Return the record, broken or not, of a plugin that a person has named, perhaps without its kind.
 
         Raises:
-            PluginNotFound: There is none.
-            PluginError: ``plugin.ambiguous`` when plugins of several kinds have the name.
+            PluginError: ``plugin.not-found``; ``plugin.ambiguous`` when plugins of several kinds have the name.
         """
         matches = [record for record in self.records(kind) if record.name == name]
         if not matches:
@@ -152,8 +143,7 @@ class Registry:
         """Import a plugin and check its structure.
 
         Raises:
-            PluginImportError: Its module raised; the original error is chained.
-            PluginError: It cannot be used, or its class or its settings do not fit the contract.
+            PluginError: It cannot be used or imported, or its class or its settings do not fit the contract.
         """
         if (kind, name) not in self._loaded:
             record, manifest = self.resolve(name, kind), self.find(kind, name)
@@ -164,11 +154,7 @@ class Registry:
         return self._loaded[kind, name]
 
     def settings_class(self, kind: str, name: str) -> type:
-        """Return the class of a plugin's settings; imports only the module that holds it.
-
-        Raises:
-            PluginError: As :meth:`load`.
-        """
+        """Return the class of a plugin's settings as :meth:`load` does; only the module that holds it is imported."""
         record, manifest = self.resolve(name, kind), self.find(kind, name)
         return check_settings_class(import_object(manifest.config, manifest, record.label), record.label)
 
@@ -195,8 +181,7 @@ class Registry:
 def discover(path: Sequence[str] | None = None) -> Registry:
     """Look for installed plugins, in the order of kinds and names; imports none. Broken ones carry their error.
 
-    Args:
-        path: Folders to look into, like ``sys.path``; None: this interpreter's.
+    ``path`` has the folders to look into, like ``sys.path``; None: this interpreter's.
     """
     importlib.invalidate_caches()  # something may have been installed since the last look
     found = sorted(_installed(path), key=lambda record: (KINDS.index(record.kind), record.name, record.distribution))
@@ -305,11 +290,10 @@ def find_package(package: str, path: Sequence[str] | None = None) -> ModuleSpec 
 
 
 def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
-    """Import a module of a plugin; an exception that it raises becomes an error that names the plugin.
+    """Import a module of a plugin.
 
     Raises:
-        PluginError: ``plugin.object-missing`` when the module itself does not exist.
-        PluginImportError: It raised; the original error is chained.
+        PluginError: ``plugin.object-missing``, or ``plugin.import``, chained to what the module raised.
     """
     try:
         with collection_paused():
@@ -329,12 +313,7 @@ def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
 
 
 def import_object(reference: str, manifest: Manifest, where: str) -> Any:
-    """Import what ``package.module:Attribute`` names.
-
-    Raises:
-        PluginError: ``plugin.object-missing``.
-        PluginImportError: The module raised.
-    """
+    """Import what ``package.module:Attribute`` names; raises as :func:`import_module`."""
     module_name, _, attribute = reference.partition(":")
     module = import_module(module_name, manifest, where)
     try:

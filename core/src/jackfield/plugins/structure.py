@@ -41,11 +41,7 @@ _CODES = {
 
 
 def check_settings_class(cls: Any, where: str) -> type:
-    """Return a class of settings.
-
-    Raises:
-        PluginError: ``plugin.config-class``: it is not a frozen attrs class.
-    """
+    """Return a class of settings; one that is not a frozen attrs class is refused with ``plugin.config-class``."""
     if inspect.isclass(cls) and attrs.has(cls) and is_frozen(cls):
         return cls
     raise PluginError(
@@ -60,11 +56,6 @@ def check_settings_class(cls: Any, where: str) -> type:
 
 def structure_problems(kind: str, cls: Any, where: str) -> Iterator[PluginError]:
     """Find everything in which a class does not fit the contract of its kind; nothing of the class is run.
-
-    Args:
-        kind: The kind of plugin.
-        cls: The object that the manifest names.
-        where: The plugin, for messages.
 
     Yields:
         ``plugin.not-a-subclass``, ``plugin.abstract-method``, ``plugin.sync-async`` or ``plugin.signature``.
