@@ -43,18 +43,14 @@ class DataConfig:
     eval: str | None = option(None, "JSONL file of held-out tasks")
     format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; GSM8K's own format by default")
     expert: str | None = option(
-        None,
-        "JSONL file of an expert's answers as texts, in the same format (mix, mix_chord); samples of token ids: "
-        "mixing.expert",
+        None, "JSONL file of an expert's answers as texts, in the same format; samples of token ids: mixing.expert"
     )
     expert_samples_per_batch: int = option(0, "answers of the expert in one training batch", ge(0))
     chat_template: str | None = option(None, "a Jinja chat template in the place of the tokenizer's own")
     groups_per_batch: int = option(32, "tasks (groups) in one batch", gt(0))
     rollouts_per_group: int = option(8, "rollouts of each task (the group size)", gt(0))
     max_prompt_tokens: int | None = option(
-        None,
-        "longest prompt allowed, in tokens: a longer one ends the run; null: what leaves room for a response",
-        gt(0),
+        None, "longest prompt, in tokens; a longer one ends the run; null: what leaves room for a response", gt(0)
     )
 
 
@@ -68,9 +64,7 @@ class ScheduleConfig:
     max_retries: int = option(
         8, "retries of one failed group of a batch; and groups in a row that may end without any score", ge(0)
     )
-    reward_retries: int = option(
-        1, "further calls for a sample without a score, before its reward counts as failed", ge(0)
-    )
+    reward_retries: int = option(1, "further calls for a sample without a score, before its reward fails", ge(0))
 
 
 @attrs.frozen(kw_only=True)
@@ -81,15 +75,10 @@ class CheckpointConfig:
     keep: int = option(2, "how many of the newest checkpoints stay", gt(0))
     at_end: bool = option(True, "checkpoint after the last step, too")
     grace_seconds: float = option(
-        25.0,
-        "seconds from SIGTERM or SIGINT to the end of the process: in four fifths of them the step under way is "
-        "finished and a checkpoint written, the rest is for closing",
-        gt(0.0),
+        25.0, "from SIGTERM or SIGINT to the end; four fifths of it for the step under way and a checkpoint", gt(0.0)
     )
     max_recoveries: int = option(
-        3,
-        "times that a run goes on from its newest checkpoint by itself, after a worker whose work is lost died",
-        ge(0),
+        3, "times that a run goes on from its newest checkpoint after a worker died whose work is lost", ge(0)
     )
     resume: bool = option(
         True, "go on from the folder's newest checkpoint; false: remove what is there and start from the beginning"
@@ -101,20 +90,14 @@ class WeightsConfig:
     """How replicas get the weights of each synchronisation."""
 
     kind: Literal["full", "delta"] = option(
-        "full",
-        "full: all of them; delta: the blocks of bytes that have changed since the last synchronisation. A LoRA "
-        "adapter (model.lora) is sent alone in any case",
+        "full", "full: all of them; delta: the blocks of bytes that changed. A LoRA adapter is sent alone in any case"
     )
     block_bytes: int = option(4096, "of a block of a delta; the engine remembers 8 bytes for each", ge(8))
     on_missing_base: Literal["full", "stop"] = option(
-        "full",
-        "where a replica does not hold the weights that a delta changes (it has just come, or was started again); "
-        "full: everything is sent; stop: the run ends (weights.base)",
+        "full", "where a replica lacks the weights that a delta changes; full: send everything; stop: end the run"
     )
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = option(
-        None,
-        "what a replica casts the weights to as it loads them; the engine sends its own. float8_e4m3fn: weights of "
-        "linear layers, with one scale per tensor, the rest in bfloat16; null: model.dtype",
+        None, "cast in replicas; float8_e4m3fn: linear layers, a scale per tensor, else bfloat16; null: model.dtype"
     )
 
 
@@ -185,9 +168,7 @@ class DeadlineConfig:
         gt(0.0),
     )
     drain: float = option(
-        60.0,
-        "for the requests of a replica that is removed to end; then they are generated again on the others",
-        ge(0.0),
+        60.0, "for requests of a replica that is removed to end, before they are generated again elsewhere", ge(0.0)
     )
 
 
@@ -204,9 +185,7 @@ class ReplayConfig(Reuse):
     """Groups that were trained on before, once more beside the new ones of each batch."""
 
     ratio: float = option(help="such groups for each new one, as far as there are any", validator=gt(0.0))
-    capacity: int | None = option(
-        256, "used groups that are kept, the sampler's first choices; null: all", optional(gt(0))
-    )
+    capacity: int | None = option(256, "used groups kept, the sampler's first choices; null: all", optional(gt(0)))
     sampler: SamplerConfig = option(
         factory=partial(SamplerConfig, name="priority"), help="which of them are trained on again"
     )
@@ -229,9 +208,7 @@ class QueueConfig:
     """Where the queue's controller is, how much the queue holds, and what survives a crash."""
 
     durable: bool = option(
-        False,
-        "a run that was killed keeps the rows that it had made since its newest checkpoint; needs a durable "
-        "transfer_queue (sql, redis)",
+        False, "a killed run keeps the samples since its newest checkpoint; needs a durable transfer_queue (sql, redis)"
     )
     address: str | None = option(
         None,
@@ -257,12 +234,8 @@ class MixingConfig:
     """What a batch has beside the groups of its step."""
 
     replay: ReplayConfig | None = option(None, "train again on groups that were trained on before; null: never")
-    expert: MixConfig | None = option(
-        None, "samples that an expert wrote, for a loss with an expert (mix, mix_chord); null: none"
-    )
-    human: MixConfig | None = option(
-        None, "samples with rewards from elsewhere, treated like the policy's own; null: none"
-    )
+    expert: MixConfig | None = option(None, "samples of an expert, for a loss with one (mix, mix_chord); null: none")
+    human: MixConfig | None = option(None, "samples with rewards from elsewhere, like the policy's own; null: none")
 
 
 @attrs.frozen(kw_only=True)
@@ -270,12 +243,8 @@ class RayConfig:
     """The cluster and the workers in it."""
 
     address: str | None = option(None, "of a cluster to join (HOST:PORT); null: start one on this machine")
-    num_cpus: int | None = option(
-        None, "CPUs of a cluster that is started; null: the machine's, or what the run needs", gt(0)
-    )
-    object_store_bytes: int | None = option(
-        None, "shared memory of a cluster that is started; null: as Ray decides", gt(0)
-    )
+    num_cpus: int | None = option(None, "CPUs of a started cluster; null: the machine's, or what the run needs", gt(0))
+    object_store_bytes: int | None = option(None, "shared memory of a started cluster; null: as Ray decides", gt(0))
     engine_ranks: int = option(1, "ranks of the engine", gt(0))
     agent_workers: int = option(1, "processes that run agent loops", gt(0))
     reward_workers: int = option(1, "processes that run reward agents", gt(0))
@@ -296,18 +265,12 @@ class ClusterConfig:
     device: str = option("cpu", "torch device of engine and rollout server")
     threads: int | None = option(None, "torch threads; null: as torch decides", [gt(0), le(4096)])
     replicas: int = option(1, "rollout servers", gt(0))
-    replica_restarts: int = option(
-        3, "how often a rollout server with a process of its own is started again when it dies", ge(0)
-    )
+    replica_restarts: int = option(3, "restarts of a rollout server with a process of its own that dies", ge(0))
     metrics_port: int | None = option(
-        None,
-        "where the controller shows how each replica is, for Prometheus, on loopback; 0: a free port; null: nowhere",
-        [ge(0), le(65535)],
+        None, "port of Prometheus metrics of replicas, on loopback; 0: a free port; null: none", [ge(0), le(65535)]
     )
     max_model_len: int | None = option(
-        None,
-        "prompt and response tokens together that a rollout server makes room for; null: the model's own limit",
-        gt(1),
+        None, "prompt and response tokens that a rollout server has room for; null: the model's own limit", gt(1)
     )
     micro_batch_tokens: int = option(16384, "padded tokens of one training pass, at most", gt(0))
     offload: bool = option(False, "at every hand-over the idle side gives its device memory back")
@@ -350,24 +313,16 @@ class RunConfig:
     environments: Mapping[str, EnvironmentSettings] = option(
         factory=dict, help="by name: what `jackfield env create NAME FILE` makes, for cluster.interpreters"
     )
-    engine: PluginSection = option(
-        factory=partial(PluginSection, name="fsdp"), help="the engine plugin, and its own settings"
-    )
-    rollout: PluginSection = option(
-        factory=partial(PluginSection, name="transformers"), help="the rollout plugin, and its own settings"
-    )
-    agent: PluginSection = option(
-        factory=partial(PluginSection, name="single_turn"), help="the agent plugin, and its own settings"
-    )
-    reward: PluginSection = option(
-        factory=partial(PluginSection, name="rules"), help="the reward plugin, and its own settings"
-    )
+    engine: PluginSection = option(PluginSection(name="fsdp"), "the engine plugin, and its own settings")
+    rollout: PluginSection = option(PluginSection(name="transformers"), "the rollout plugin, and its own settings")
+    agent: PluginSection = option(PluginSection(name="single_turn"), "the agent plugin, and its own settings")
+    reward: PluginSection = option(PluginSection(name="rules"), "the reward plugin, and its own settings")
     transfer_queue: PluginSection = option(
-        factory=partial(PluginSection, name="memory"), help="the transfer_queue plugin, and its own settings"
+        PluginSection(name="memory"), "the transfer_queue plugin, and its own settings"
     )
     checkpoint_engine: PluginSection = option(
-        factory=partial(PluginSection, name="auto"),
-        help="the checkpoint_engine plugin, and its own settings; auto: in_process, nccl with cluster.name: ray, and "
+        PluginSection(name="auto"),
+        "the checkpoint_engine plugin, and its own settings; auto: in_process, nccl with cluster.name: ray, and "
         "shared where the rollout server has an interpreter of its own",
     )
     observe: ObserveSettings = option(factory=ObserveSettings, help="what the run writes and shows")
