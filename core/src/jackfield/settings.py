@@ -107,13 +107,13 @@ def explain(settings: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str]
         if attrs.has(type(value)):
             yield from explain(value, inner)
         else:
-            yield inner, value, default_of(field), field.metadata.get("help", "")
+            yield inner, value, default_of(field, settings), field.metadata.get("help", "")
 
 
-def default_of(field: Any) -> Any:
-    """Return the default of a field as ``jackfield config explain`` shows it."""
+def default_of(field: Any, made: Any = None) -> Any:
+    """Return the default of a field, of the instance ``made``, as ``jackfield config explain`` shows it."""
     if isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
-        return field.default.factory()
+        return field.default.factory(made) if field.default.takes_self else field.default.factory()
     return "(required)" if field.default is attrs.NOTHING else field.default
 
 

@@ -12,9 +12,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jackfield import settings
 from jackfield.config import RunConfig, as_plain, explain, load_config, show
 from jackfield.errors import ConfigError
-from jackfield.settings import apply_override
+from jackfield.settings import apply_override, option
 
 
 @pytest.fixture
@@ -96,6 +97,15 @@ def test_explain_lists_every_setting_with_help_and_default(file: Path) -> None:
     assert (7, 100) == rows["schedule.steps"]
     assert ("some/folder", "(required)") == rows["model.path"]
     assert ("fsdp", "fsdp") == rows["engine.name"]
+
+
+def test_a_default_that_depends_on_another_setting_is_explained() -> None:
+    @attrs.frozen
+    class Config:
+        low: int = option(1, "the lower one")
+        high: int = option(attrs.Factory(lambda made: made.low + 1, takes_self=True), "the higher one")
+
+    assert [("low", 5, 1), ("high", 6, 6)] == [row[:3] for row in settings.explain(Config(low=5))]
 
 
 def test_every_setting_says_what_it_is_for(file: Path) -> None:
