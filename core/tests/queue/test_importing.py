@@ -12,9 +12,8 @@ from weakref import WeakSet
 import pytest
 
 from jackfield.queue import importing
-from jackfield.queue.browse import saved_samples
 from jackfield.queue.importing import ImportedSamples
-from jackfield.queue.sample_files import cell_of, read_samples, write_samples
+from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, write_samples
 from jackfield.sdk.archive import BATCH_ROWS, ArchiveWriter
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.cells import join

@@ -26,7 +26,6 @@ from jackfield.queue import (
     Sequential,
     TransferQueue,
     dense_column,
-    make_sampler,
     register_sampler,
 )
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
@@ -58,10 +57,14 @@ async def use(bench: Any, groups: int, step: int, **options: Any) -> list[int]:
     return versions(batch)
 
 
+def spec_of(sampler: Sampler) -> SamplerSpec:
+    (name,) = [name for name, make in SAMPLERS.items() if make is type(sampler)]
+    fields = attrs.fields(type(sampler))  # type: ignore[misc]
+    return SamplerSpec(name=name, options={field.name: getattr(sampler, field.name) for field in fields if field.init})
+
+
 async def register(bench: Any, sampler: Sampler | None = None, reuse: Reuse | None = None) -> None:
-    await bench.queue.register_consumer(
-        "trainer", "train", ("ids",), sampler=sampler and SamplerSpec.of(sampler), reuse=reuse
-    )
+    await bench.queue.register_consumer("trainer", "train", ("ids",), sampler=sampler and spec_of(sampler), reuse=reuse)
 
 
 # -- Trinity-RFT: the priority queue of its experience buffer
@@ -346,11 +349,11 @@ def test_a_sampler_of_a_plugin_has_typed_options() -> None:
 
     register_sampler("last", Last)
     try:
-        made = make_sampler("last", {"most": 2})
+        made = SamplerSpec(name="last", options={"most": 2}).make()
         assert isinstance(made, Last)
         assert 2 == made.most
         with refused("config.unknown-key", "mots"):
-            make_sampler("last", {"mots": 2}, where="mixing.replay.sampler.options")
+            SamplerSpec(name="last", options={"mots": 2}).make(where="mixing.replay.sampler.options")
         with refused("queue.invalid", "'last'"):
             register_sampler("last", Sequential)
     finally:

@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import click
 
 from jackfield.cli import json_option
 from jackfield.errors import QueueError, RunError
 
 if TYPE_CHECKING:
-    from jackfield.queue.browse import Ancestor
     from jackfield.queue.remote import QueueServer
     from jackfield.sdk.arrow import SavedSample
 
@@ -128,7 +126,7 @@ def ledger(folder: Path, as_json: bool) -> None:
 def trace(folder: Path, key: str, as_json: bool) -> None:
     """Print what the sample KEY was made of, as a tree, from the newest checkpoint and the run's ledger."""
     from jackfield.compose.export import find_queue
-    from jackfield.queue import browse
+    from jackfield.queue.sample_files import trace as find_ancestors
     from jackfield.queue.store import find_store
 
     store, checkpoint = find_store(folder), None
@@ -137,9 +135,9 @@ def trace(folder: Path, key: str, as_json: bool) -> None:
     except RunError:
         if store is None:
             raise
-    root = browse.trace(key, checkpoint, store)
+    root = find_ancestors(key, checkpoint, store)
     if as_json:
-        _print_json(attrs.asdict(root))
+        _print_json(root)
         return
     for line in _branches(root):
         click.echo(line)
@@ -205,12 +203,12 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
     sys.exit(stop.code)
 
 
-def _branches(sample: Ancestor, first: str = "", others: str = "") -> Iterator[str]:
-    made = f"  {sample.operation}" if sample.operation else ""
-    yield f"{first}{sample.key}{made}{'' if sample.in_queue else '  (not in the queue)'}"
-    for number, parent in enumerate(sample.parents, 1):
-        last = number == len(sample.parents)
-        yield from _branches(parent, others + ("└─ " if last else "├─ "), others + ("   " if last else "│  "))
+def _branches(sample: dict[str, Any], first: str = "", others: str = "") -> Iterator[str]:
+    made = f"  {sample['operation']}" if sample["operation"] else ""
+    yield f"{first}{sample['key']}{made}{'' if sample['in_queue'] else '  (not in the queue)'}"
+    for parent in sample["parents"]:
+        mark, below = ("└─ ", "   ") if parent is sample["parents"][-1] else ("├─ ", "│  ")
+        yield from _branches(parent, others + mark, others + below)
 
 
 def _plain(sample: SavedSample, *names: str) -> dict[str, Any]:
@@ -223,6 +221,6 @@ def _print_json(value: Any) -> None:
 
 def _samples(folder: Path, partition: str | None) -> Iterator[SavedSample]:
     from jackfield.compose.export import find_queue
-    from jackfield.queue.browse import saved_samples
+    from jackfield.queue.sample_files import saved_samples
 
     return (sample for sample in saved_samples(find_queue(folder)) if partition in (None, sample.partition))

@@ -22,8 +22,8 @@ from jackfield.config.sections import MixConfig, MixingConfig, ReplayConfig, Run
 from jackfield.data.tasks import Task, TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError
-from jackfield.queue import Reuse, SamplerSpec, TransferQueue, Values, make_sampler
-from jackfield.queue.sample_files import cell_of, read_samples, shape_of
+from jackfield.queue import Reuse, SamplerSpec, TransferQueue, Values
+from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, shape_of
 from jackfield.runtime.samples import TRAIN
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.rotary import length_limits
@@ -168,8 +168,8 @@ def make_sources(settings: MixingConfig) -> tuple[Source, ...]:
 
 def _source(name: str, settings: ReplayConfig | MixConfig) -> Source:
     chosen, partition = settings.sampler, TRAIN if name == "replay" else name
-    make_sampler(chosen.name, chosen.options, f"mixing.{name}.sampler.options")  # refuses what there is not
     sampler = SamplerSpec(name=chosen.name, options=chosen.options)
+    sampler.make(f"mixing.{name}.sampler.options")  # refuses what there is not
     limits = {field.name: getattr(settings, field.name) for field in attrs.fields(Reuse)}
     return Source(partition=partition, ratio=settings.ratio, sampler=sampler, reuse=Reuse(**limits))
 
@@ -210,8 +210,6 @@ def _files(settings: MixingConfig) -> dict[str, str]:
 def _read(file: str) -> Iterator[SavedSample]:
     path = Path(file)
     if path.is_dir():
-        from jackfield.queue.browse import saved_samples
-
         return (sample for sample in saved_samples(find_queue(path)) if sample.batch is not None)
     return read_samples(path)
 

@@ -37,7 +37,6 @@ from jackfield.queue.samplers import (
     Sampler,
     SamplerSpec,
     Sequential,
-    make_sampler,
     register_sampler,
 )
 from jackfield.queue.store import effective_acks, read_ledger
@@ -83,7 +82,6 @@ __all__ = [
     "effective_acks",
     "from_nested",
     "json_column",
-    "make_sampler",
     "read_ledger",
     "register_sampler",
     "row_bytes",

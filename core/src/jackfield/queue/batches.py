@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
 from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
-from jackfield.queue.controller import mutates
+from jackfield.queue.controller import mutates, unfinished
 from jackfield.queue.groups import Groups
 from jackfield.queue.meta import Batch, GroupKey
-from jackfield.queue.missing import unfinished
 from jackfield.queue.records import BatchState, Partition, Place
 
 
@@ -96,7 +95,8 @@ class Batches(Groups):
         again = [place for place in batch.places if place.explorer == explorer and not place.is_made]
         for place in again:
             if place.group is not None:
-                self._end_group(place.group, reason)
+                self._fail(place.group.name, reason)
+                self._forget(place.group)
             place.reissue += 1
             self._vacate(place)
         if not batch.explorers and batch.vacant():
@@ -159,13 +159,9 @@ class Batches(Groups):
         if now is None or (batch.is_final() if until == "final" else batch.is_complete):
             return True
         if now is not batch or explorer not in batch.explorers:
-            raise QueueError(
-                f"batch {batch.number} of partition {batch.partition.name!r} was taken from explorer {explorer!r}",
-                where=batch.name,
-                expected=f"one of {sorted(now.explorers)}",
-                found=explorer,
-                fix="claim a batch",
-            )
+            message = f"batch {batch.number} of partition {batch.partition.name!r} was taken from explorer {explorer!r}"
+            expected = f"one of {sorted(now.explorers)}"
+            raise QueueError(message, where=batch.name, expected=expected, found=explorer, fix="claim a batch")
         return False
 
     def _take(self, batch: BatchState, explorer: str) -> tuple[GroupKey, ...]:
@@ -189,12 +185,11 @@ class Batches(Groups):
         except DeadlineExceeded as error:
             if not batch.vacant():
                 raise
-            state = self._state
             raise QueueFull(
                 f"the queue stayed full for {seconds:.6g} s",
                 where=batch.name,
                 expected=f"room for a group within {self._max_samples} samples and {self._max_bytes} bytes",
-                found=f"{state.samples} samples, {state.bytes} bytes",
+                found=f"{self._state.samples} samples, {self._state.bytes} bytes",
                 fix="look at why consumers do not ack and commit, or raise max_samples, max_bytes or the deadline",
             ) from error
 
@@ -219,7 +214,7 @@ class Batches(Groups):
         if any(batch.number in consumer.awaited for consumer in consumers):
             return True
         busy = {consumer.name for consumer in consumers if consumer.ready or consumer.held}
-        starving = any(consumer.waiting and busy <= {consumer.name} for consumer in consumers)
+        starving = any(None in consumer.awaited and busy <= {consumer.name} for consumer in consumers)
         batches = batch.partition.batches.values()
         return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)
 
@@ -229,7 +224,7 @@ def _coming(place: Place) -> int:
     if place.explorer is None or place.is_made:
         return 0
     group = place.group
-    return place.batch.rollouts if group is None else max(0, group.rollouts - len(group.samples))
+    return place.batch.rollouts if group is None else max(0, group.new.rollouts - len(group.samples))
 
 
 def _not_final(partition: Partition, below: int) -> list[BatchState]:

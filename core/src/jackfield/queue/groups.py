@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError
-from jackfield.queue.controller import mutates
+from jackfield.queue.controller import mutates, some
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import BatchMeta, NewGroup, RolloutReport, Written
-from jackfield.queue.missing import some
 from jackfield.queue.records import Group, Place, Sample, State
 
 _GONE = "its values are gone from the store, or damaged in it"
@@ -38,13 +37,11 @@ class Groups(Leases):
             batch.require_well()
             place = batch.places[key.index]
             if place.key != key or place.explorer is None or place.group is not None or place.is_consumed:
-                raise QueueError(
-                    "the group is not this explorer's to make any more",
-                    where=str(key),
-                    expected=f"{place.key}, handed out and not opened",
-                    found="a group that is open already" if place.key == key and place.group else str(key),
-                )
-            place.group = Group(place, new.task_id, new.rollouts, new.minimum_samples, dict(new.tags))
+                expected = f"{place.key}, handed out and not opened"
+                found = "a group that is open already" if place.key == key and place.group else str(key)
+                message = "the group is not this explorer's to make any more"
+                raise QueueError(message, where=str(key), expected=expected, found=found)
+            place.group = Group(place, new)
             self._state.groups[place.group.name] = place.group
 
     @mutates
@@ -61,17 +58,15 @@ class Groups(Leases):
     def _end(self, report: RolloutReport) -> tuple[str, ...]:
         """Record how a rollout ended, and settle the group with its last one; return the keys that were not taken."""
         group = self._state.group(report.group)
-        if group is not None and not 0 <= report.rollout < group.rollouts:
+        if group is not None and not 0 <= report.rollout < group.new.rollouts:
             raise QueueError("the group has no such rollout", where=report.group, found=report.rollout)
         if group is None or group.is_published or report.rollout in group.ended:
             known = {} if group is None else group.samples
             return tuple(key for key in report.keys if key not in known)  # it was dropped, or reported before
         columns, tags = frozenset(report.columns), report.tags or ({},) * len(report.keys)
-        samples = {
-            key: Sample(report.rollout, _with_lineage(own, report, key), columns, size)
-            for key, size, own in zip(report.keys, report.sizes, tags, strict=True)
-        }
-        self._state.add_samples(group, samples)
+        for key, size, own in zip(report.keys, report.sizes, tags, strict=True):
+            group.samples[key] = Sample(report.rollout, _with_lineage(own, report, key), columns, size)
+            self._state.count(1, size)
         group.ended[report.rollout] = report.error
         if report.error is not None:
             self._fail(f"{group.name}/{report.rollout}", report.error)
@@ -141,7 +136,7 @@ class Groups(Leases):
         found = self._by_group(reasons)
         _require_free(found)
         for group, keys in found.items():
-            self._fail_keys(group, {key: reasons[key] for key in keys})
+            self._fail_keys(group, keys, reasons)
             self._settle(group, reasons[keys[-1]])
 
     def _by_group(self, keys: Iterable[str]) -> dict[Group, list[str]]:
@@ -152,10 +147,10 @@ class Groups(Leases):
                 found.setdefault(group, []).append(key)
         return found
 
-    def _fail_keys(self, group: Group, reasons: Mapping[str, str]) -> None:
-        for key, reason in reasons.items():
-            self._fail(key, reason)
-        self._remove(group, list(reasons))
+    def _fail_keys(self, group: Group, keys: Sequence[str], reasons: Mapping[str, str]) -> None:
+        for key in keys:
+            self._fail(key, reasons.get(key, _GONE))
+        self._remove(group, keys)
 
     @mutates
     async def fail_lost(self, meta: BatchMeta | None = None, keys: Sequence[str] = ()) -> tuple[str, ...]:
@@ -172,7 +167,12 @@ class Groups(Leases):
         there = [key for key in lost if self._state.knows(key)]
         for group, gone in self._by_group(there).items():
             if group in mine or group.is_acked() or not group.holders():
-                self._lose(group, gone)
+                self._record("lose", group=group.name, keys=gone, reason=_GONE)
+                if group.is_acked():
+                    self._consume([group])
+                else:
+                    self._fail_keys(group, gone, {})
+                    self._settle(group, f"{_shortage(group)}; {_GONE}")
         failed = [key for key in there if not self._state.knows(key)]
         if failed:
             logging.getLogger("jackfield").warning(
@@ -192,31 +192,19 @@ class Groups(Leases):
             if not sample.columns <= set(there.get((group.partition.name, key), ()))
         }
 
-    def _lose(self, group: Group, keys: Sequence[str]) -> None:
-        self._record("lose", group=group.name, keys=keys, reason=_GONE)
-        if group.is_acked():
-            self._consume([group])
-        else:
-            self._fail_keys(group, dict.fromkeys(keys, _GONE))
-            self._settle(group, f"{_shortage(group)}; {_GONE}")
-
     def _retry(self, group: Group, reason: str, *, failed: bool = True) -> None:
         """Drop a group and let its index be made once more, or fail its batch."""
         place, batch = group.place, group.batch
-        self._end_group(group, reason, failed=failed)
+        if failed:
+            self._fail(group.name, reason)
+        self._forget(group)
         place.reasons.append(reason)
         place.retry, place.reissue = place.retry + 1, 0
-        self._record("drop", group=group.name, task_id=group.task_id, reason=reason)
+        self._record("drop", group=group.name, task_id=group.new.task_id, reason=reason)
         if place.retry <= self._max_retries:
             self._vacate(place)
         else:
             batch.failure = f"{_counted(place.reasons)}; index {place.index} was made again {self._max_retries} times"
-
-    def _end_group(self, group: Group, reason: str, *, failed: bool = True) -> None:
-        """Take a group out of the queue; its samples are deleted."""
-        if failed:
-            self._fail(group.name, reason)
-        self._forget(group)
 
     def _vacate(self, place: Place) -> None:
         """Let a place be handed out again."""
@@ -245,9 +233,11 @@ class Groups(Leases):
         if len(set(keys)) != len(keys) or len(written.sizes) != len(keys) or len(tags or keys) != len(keys):
             raise QueueError("something is written of each sample once", expected=f"{len(keys)} distinct samples")
         groups = [self._state.group_with(key) for key in keys]
-        for key, group in zip(keys, groups, strict=True):
-            if group is not None and not isinstance(target, BatchMeta):
-                _require_new(key, columns & group.samples[key].columns)
+        for key, group in () if isinstance(target, BatchMeta) else zip(keys, groups, strict=True):
+            if group is not None and (clash := columns & group.samples[key].columns):
+                message = f"column {', '.join(sorted(clash))} of sample {key} is written already"
+                fix = "write each column once, or under a lease"
+                raise QueueError(message, code="queue.column", where=key, fix=fix)
         wider: dict[frozenset[str], frozenset[str]] = {}  # samples share them
         for index, (key, group) in enumerate(zip(keys, groups, strict=True)):
             if group is None:
@@ -256,7 +246,7 @@ class Groups(Leases):
             sample = group.samples[key]
             if not columns <= sample.columns:
                 sample.bytes += written.sizes[index]
-                self._state.bytes += written.sizes[index]
+                self._state.count(0, written.sizes[index])
             sample.columns = wider.setdefault(sample.columns, sample.columns | columns)
             if tags is not None:
                 sample.tags = {**sample.tags, **tags[index]}
@@ -265,25 +255,12 @@ class Groups(Leases):
         return tuple(key for key, group in zip(keys, groups, strict=True) if group is not None)
 
 
-def _require_new(key: str, clash: frozenset[str]) -> None:
-    if clash:
-        raise QueueError(
-            f"column {', '.join(sorted(clash))} of sample {key} is written already",
-            code="queue.column",
-            where=key,
-            fix="write each column once, or under a lease",
-        )
-
-
 def _require_free(groups: Iterable[Group]) -> None:
     for group in groups:
         if names := group.holders():
-            raise QueueError(
-                f"group {group.name} cannot be changed any more",
-                where=group.name,
-                expected="a group that no consumer which acks has leased",
-                found=f"leased or acked by {', '.join(sorted(names))}",
-            )
+            found = f"leased or acked by {', '.join(sorted(names))}"
+            expected = "a group that no consumer which acks has leased"
+            raise QueueError(f"group {group.name} cannot be changed", where=group.name, expected=expected, found=found)
 
 
 def _with_lineage(tags: Mapping[str, object], report: RolloutReport, key: str) -> Mapping[str, object]:
@@ -295,10 +272,10 @@ def _with_lineage(tags: Mapping[str, object], report: RolloutReport, key: str) -
 def _shortage(group: Group) -> str:
     if counted := Counter(why for _, why in sorted(group.ended.items()) if why is not None):
         return "; ".join(f"{count} × {why}" for why, count in counted.most_common(3))
-    if group.minimum_samples is not None:
-        return f"{len(group.samples)} of at least {group.minimum_samples} samples survive"
+    if group.new.minimum_samples is not None:
+        return f"{len(group.samples)} of at least {group.new.minimum_samples} samples survive"
     alive = {sample.rollout for sample in group.samples.values()}
-    lost = [str(rollout) for rollout in range(group.rollouts) if rollout not in alive]
+    lost = [str(rollout) for rollout in range(group.new.rollouts) if rollout not in alive]
     return f"rollouts without a surviving sample: {', '.join(lost)}"
 
 

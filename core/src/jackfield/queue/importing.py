@@ -19,8 +19,8 @@ from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.meta import Batch, GroupKey, Lineage, NewGroup, RolloutReport
 from jackfield.queue.sample_files import read_samples
-from jackfield.queue.store import STORE_FILE
-from jackfield.queue.transfer_queue import VALUES_FOLDER, TransferQueue
+from jackfield.queue.store import STORE_FILE, VALUES_FOLDER
+from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
 from jackfield.sdk.archive import BATCH_BYTES, BATCH_ROWS, ArchiveWriter, read_archive
 from jackfield.sdk.arrow import SavedSample

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from jackfield.errors import LeaseError, QueueError
-from jackfield.queue.controller import Controller, mutates
+from jackfield.queue.controller import Controller, missing_batch, missing_groups, mutates, some
 from jackfield.queue.meta import BatchMeta, Lease, Reuse
-from jackfield.queue.missing import missing_batch, missing_groups, some
 from jackfield.queue.records import Consumer, Group, Hold, Use
 from jackfield.queue.samplers import Ready, SamplerSpec
 
@@ -49,13 +49,8 @@ class Leases(Controller):
                 self._offer(consumer, group)
         found = (consumer.partition.name, set(consumer.columns), set(consumer.writes))
         if found != (wanted := (partition, set(columns), set(writes))):
-            what = "(partition, columns, written columns)"
-            raise QueueError(
-                f"consumer {name!r} is registered already, for something else {what}",
-                where=name,
-                expected=found,
-                found=wanted,
-            )
+            message = f"consumer {name!r} is registered already, for another partition or other columns"
+            raise QueueError(message, where=name, expected=found, found=wanted)
         consumer.sampler = consumer.sampler if made is None else made
         consumer.reuse = consumer.reuse if reuse is None else reuse
 
@@ -99,16 +94,44 @@ class Leases(Controller):
             DeadlineExceeded: naming groups that are not there, rollouts that go on, columns that samples lack.
             QueueError: when the batch has failed, or has been consumed.
         """
-        mine, until = self._state.consumer(consumer), self.clock.time() + deadline_seconds
-        _require_some(groups)
-        mine.awaited.append(batch)
+        mine = self._state.consumer(consumer)
+        ready = functools.partial(self._ready, mine, batch, groups)
+        return await self._lease(mine, batch, groups, ready, deadline_seconds, lambda: missing_batch(mine, batch))
+
+    async def _lease(
+        self,
+        consumer: Consumer,
+        batch: int | None,
+        count: int | None,
+        ready: Callable[[], list[Group] | None],
+        seconds: float,
+        missing: Callable[[], str],
+    ) -> BatchMeta:
+        """Lease groups as soon as they are ready, of one batch or (None) of any."""
+        if count is not None and count < 1:
+            raise QueueError("at least one group is leased", expected="1 or more", found=count)
+        until = self.clock.time() + seconds
+        consumer.awaited.append(batch)
         self._wake()  # a producer that is held back may make what this call waits for
         try:
-            while (ready := self._ready(mine, batch, groups)) is None:
-                await self._wait(until, lambda: missing_batch(mine, batch))
+            while (groups := ready()) is None:
+                await self._wait(until, missing)
         finally:
-            mine.awaited.remove(batch)
-        return self._grant(mine, ready)
+            consumer.awaited.remove(batch)
+        consumer.epoch += bool(groups)
+        hold, samples = Hold(consumer.epoch, self.caller()), []
+        for group in groups:
+            consumer.ready.pop(group, None)
+            consumer.used.pop(group, None)
+            consumer.held[group] = hold
+            group.batch.moved = self.clock.time()
+            samples += [(group, key) for key in group.samples]
+        return BatchMeta(
+            keys=tuple(key for _, key in samples),
+            tags=tuple(group.tags_of(key) for group, key in samples),
+            groups=tuple(group.name for group, _ in samples),
+            leases=(Lease(consumer.partition.name, consumer.name, consumer.epoch),) * len(samples),
+        )
 
     @staticmethod
     def _ready(consumer: Consumer, number: int, count: int | None) -> list[Group] | None:
@@ -116,12 +139,9 @@ class Leases(Controller):
         partition = consumer.partition
         batch = partition.batches.get(number)
         if number < 0 or (batch is None and number < partition.next_batch):
-            raise QueueError(
-                f"batch {number} of partition {partition.name!r} has been consumed",
-                where=f"{partition.name}/{number}",
-                expected=f"one of {sorted(partition.batches)} or a later one",
-                found=number,
-            )
+            message = f"batch {number} of partition {partition.name!r} has been consumed"
+            expected = f"one of {sorted(partition.batches)} or a later one"
+            raise QueueError(message, where=f"{partition.name}/{number}", expected=expected, found=number)
         if batch is None:
             return None  # no explorer has claimed it
         batch.require_well()
@@ -157,17 +177,10 @@ class Leases(Controller):
         Raises:
             DeadlineExceeded: naming rollouts that go on, columns that samples lack, and groups that are used up.
         """
-        mine, until = self._state.consumer(consumer), self.clock.time() + deadline_seconds
-        _require_some(groups)
-        wanted = groups or 1
-        mine.waiting += 1
-        self._wake()  # a producer that is held back may make what this call waits for
-        try:
-            while (chosen := self._chosen(mine, groups, step, fresh)) is None:
-                await self._wait(until, lambda: missing_groups(mine, wanted, len(_usable(mine, step, fresh))))
-        finally:
-            mine.waiting -= 1
-        return self._grant(mine, chosen)
+        mine = self._state.consumer(consumer)
+        chosen = functools.partial(self._chosen, mine, groups, step, fresh)
+        missing = lambda: missing_groups(mine, groups or 1, len(_usable(mine, step, fresh)))  # noqa: E731
+        return await self._lease(mine, None, groups, chosen, deadline_seconds, missing)
 
     def _chosen(self, consumer: Consumer, count: int | None, step: int | None, fresh: bool) -> list[Group] | None:
         """Return what the sampler of a consumer chooses; None: not enough yet."""
@@ -175,22 +188,6 @@ class Leases(Controller):
         groups, wanted = _usable(consumer, step, fresh), (count or 1) if fresh else 0
         chosen = _drawn(consumer, groups, step, count) if len(groups) >= wanted else []
         return chosen if len(chosen) >= wanted else None
-
-    def _grant(self, consumer: Consumer, groups: Sequence[Group]) -> BatchMeta:
-        consumer.epoch += bool(groups)
-        hold = Hold(consumer.epoch, self.caller())
-        for group in groups:
-            consumer.ready.pop(group, None)
-            consumer.used.pop(group, None)
-            consumer.held[group] = hold
-            group.batch.moved = self.clock.time()
-        samples = [(group, key) for group in groups for key in group.samples]
-        return BatchMeta(
-            keys=tuple(key for _, key in samples),
-            tags=tuple(group.tags_of(key) for group, key in samples),
-            groups=tuple(group.name for group, _ in samples),
-            leases=(Lease(consumer.partition.name, consumer.name, consumer.epoch),) * len(samples),
-        )
 
     def _held(self, meta: BatchMeta, *, whole: bool = True) -> dict[tuple[Consumer, int], list[Group]]:
         """Find the living groups of a batch by lease.
@@ -215,11 +212,8 @@ class Leases(Controller):
                     fix="lease the groups again",
                 )
             if whole and not named.issuperset(group.samples):
-                raise QueueError(
-                    f"group {name} is leased as a whole and cannot be acked or given back in part",
-                    where=name,
-                    expected=f"all of its {len(group.samples)} samples",
-                )
+                message = f"group {name} is leased as a whole and cannot be acked or given back in part"
+                raise QueueError(message, where=name, expected=f"all of its {len(group.samples)} samples")
             found.setdefault((consumer, lease.epoch), []).append(group)
         return found
 
@@ -281,9 +275,8 @@ class Leases(Controller):
                 group.uses.setdefault(consumer.name, Use()).steps.append(step)
                 self._return(consumer, group)
             self._record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=_keys(groups))
-            if step is not None:
-                self._state.provisional |= dict.fromkeys(groups)
-                self._trim(consumer, step)
+            self._state.provisional |= dict.fromkeys(groups)
+            self._trim(consumer, step)
             self._finish(groups)
 
     @mutates
@@ -293,8 +286,8 @@ class Leases(Controller):
 
     def _commit(self, step: int) -> None:
         state = self._state
-        committed = state.committed = step if state.committed is None else max(step, state.committed)
-        final = [group for group in state.provisional if group.last_step() <= committed]
+        state.committed = max(step, state.committed)
+        final = [group for group in state.provisional if group.last_step() <= state.committed]
         for group in final:
             del state.provisional[group]
         self._record("commit", step=step, keys=self._finish(final))
@@ -303,7 +296,7 @@ class Leases(Controller):
         """Take back every ack after ``step``: the weights that are restored do not contain it."""
         for group in self._state.provisional:
             for name, use in list(group.uses.items()):
-                if max(use.noted(), default=step) <= step:
+                if use.last_step() <= step:
                     continue
                 use.steps = [each for each in use.steps if each is None or each <= step]
                 use.retired = None if use.retired is not None and use.retired > step else use.retired
@@ -315,14 +308,10 @@ class Leases(Controller):
 
     def _finish(self, groups: Iterable[Group]) -> list[str]:
         """Forget groups that every consumer is done with; return the keys of their samples."""
-        done = [group for group in groups if self._is_finished(group)]
+        done = [group for group in groups if group.is_done(self._state.committed)]
         keys = _keys(done)
         self._consume(done)
         return keys
-
-    def _is_finished(self, group: Group) -> bool:
-        consumers, committed = group.partition.consumers, self._state.committed
-        return group.is_published and bool(consumers) and all(each.is_done(group, committed) for each in consumers)
 
     def _consume(self, groups: Sequence[Group]) -> None:
         """Forget groups that every consumer is done with, and batches without any."""
@@ -346,7 +335,9 @@ class Leases(Controller):
         self._touch(group.place)
 
     def _remove(self, group: Group, keys: Sequence[str]) -> None:
-        self._state.remove_samples(group, keys)
+        """Remove samples from their group; their values are deleted."""
+        for key in keys:
+            self._state.count(-1, -group.samples.pop(key).bytes)
         self._discard(keys)
 
     # -- using groups again
@@ -359,30 +350,24 @@ class Leases(Controller):
         groups = [*consumer.used, *(consumer.ready if fresh else ())]
         self._retire(consumer, [group for group in groups if _oldest_version(group, oldest) < oldest], step)
 
-    def _trim(self, consumer: Consumer, step: int) -> None:
+    def _trim(self, consumer: Consumer, step: int | None) -> None:
         """Keep as many used groups as the consumer may: those that its sampler chooses first."""
         capacity = None if consumer.reuse is None else consumer.reuse.capacity
-        if capacity is not None and len(consumer.used) > capacity:
+        if step is not None and capacity is not None and len(consumer.used) > capacity:
             used = sorted(consumer.used, key=_place_of)
             best = set(_drawn(consumer, used, step, capacity))
             self._retire(consumer, [group for group in used if group not in best], step)
 
     def _retire(self, consumer: Consumer, groups: Sequence[Group], step: int) -> None:
         """Give up groups though the limits leave further uses; like an ack, final with the commit of ``step``."""
-        if not groups:
-            return
         for group in groups:
             group.uses.setdefault(consumer.name, Use()).retired = step
             consumer.used.pop(group, None)
             self._return(consumer, group)
-        self._state.provisional |= dict.fromkeys(groups)
-        self._record("retire", consumer=consumer.name, step=step, keys=_keys(groups))
-        self._finish(groups)
-
-
-def _require_some(count: int | None) -> None:
-    if count is not None and count < 1:
-        raise QueueError("at least one group is leased", expected="1 or more", found=count)
+        if groups:
+            self._state.provisional |= dict.fromkeys(groups)
+            self._record("retire", consumer=consumer.name, step=step, keys=_keys(groups))
+            self._finish(groups)
 
 
 def _keys(groups: Iterable[Group]) -> list[str]:
@@ -390,7 +375,7 @@ def _keys(groups: Iterable[Group]) -> list[str]:
 
 
 def _place_of(group: Group) -> tuple[int, int]:
-    return group.key.batch, group.key.index
+    return group.new.key.batch, group.new.key.index
 
 
 def _oldest_version(group: Group, otherwise: int) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 
 from jackfield.errors import QueueError
-from jackfield.queue.meta import Batch, GroupKey, Reuse, group_of
+from jackfield.queue.meta import Batch, GroupKey, NewGroup, Reuse, group_of
 from jackfield.queue.samplers import Sampler, Sequential
 
 
@@ -29,9 +29,9 @@ class Use:
     steps: list[int | None] = attrs.field(factory=list)  #: of its acks; None: final at once
     retired: int | None = None  #: the step at which the group was given up
 
-    def noted(self) -> list[int]:
-        """Return the steps that need a commit."""
-        return [step for step in (*self.steps, self.retired) if step is not None]
+    def last_step(self) -> int:
+        """Return the last step that needs a commit, -1 without any."""
+        return max((step for step in (*self.steps, self.retired) if step is not None), default=-1)
 
     def is_spent(self, reuse: Reuse | None) -> bool:
         """Tell whether the consumer may not use the group again."""
@@ -45,16 +45,12 @@ class Group:
     """Sibling rollouts of one task. It is leased, acked and deleted as a whole."""
 
     place: Place
-    task_id: str
-    rollouts: int
-    minimum_samples: int | None
-    tags: Mapping[str, Any]
+    new: NewGroup  #: as it was announced
     ended: dict[int, str | None] = attrs.field(factory=dict)  #: by rollout: why it failed
     samples: dict[str, Sample] = attrs.field(factory=dict)
     uses: dict[str, Use] = attrs.field(factory=dict)  #: by consumer
     is_published: bool = False  #: otherwise its rollouts go on
-    key: GroupKey = attrs.field(default=attrs.Factory(lambda group: group.place.key, takes_self=True), init=False)
-    name: str = attrs.field(default=attrs.Factory(lambda group: str(group.key), takes_self=True), init=False)
+    name: str = attrs.field(default=attrs.Factory(lambda group: str(group.new.key), takes_self=True), init=False)
 
     @property
     def batch(self) -> BatchState:
@@ -70,9 +66,9 @@ class Group:
 
     def is_satisfied(self) -> bool:
         """Tell whether the surviving samples are enough to publish the group."""
-        if self.minimum_samples is not None:
-            return len(self.samples) >= self.minimum_samples
-        return len({sample.rollout for sample in self.samples.values()}) == self.rollouts
+        if self.new.minimum_samples is not None:
+            return len(self.samples) >= self.new.minimum_samples
+        return len({sample.rollout for sample in self.samples.values()}) == self.new.rollouts
 
     def publish(self) -> None:
         """Order the samples by rollout and sequence, and let consumers see them."""
@@ -88,19 +84,24 @@ class Group:
         """Tell whether a consumer that is no stage has acked the group, be it provisionally."""
         return any(not each.writes and each.name in self.uses for each in self.partition.consumers)
 
+    def is_done(self, committed: int) -> bool:
+        """Tell whether every consumer is done with a published group."""
+        consumers = self.partition.consumers
+        return self.is_published and bool(consumers) and all(each.is_done(self, committed) for each in consumers)
+
     def last_step(self) -> int:
         """Return the last step that needs a commit, -1 without any."""
-        return max((step for use in self.uses.values() for step in use.noted()), default=-1)
+        return max((use.last_step() for use in self.uses.values()), default=-1)
 
     def tags_of(self, key: str) -> dict[str, Any]:
         """Return a sample's tags, its group's, and what the queue knows."""
-        sample, place = self.samples[key], self.key
-        own = {"task_id": self.task_id, "batch": place.batch, "group": place.index, "retry": place.retry}
-        return {**own, "rollout": sample.rollout, "sequence": _sequence(key), **self.tags, **sample.tags}
+        sample, place = self.samples[key], self.new.key
+        own = {"task_id": self.new.task_id, "batch": place.batch, "group": place.index, "retry": place.retry}
+        return {**own, "rollout": sample.rollout, "sequence": _sequence(key), **self.new.tags, **sample.tags}
 
     def running(self) -> list[int]:
         """Return the rollouts that have not ended."""
-        return [rollout for rollout in range(self.rollouts) if rollout not in self.ended]
+        return [rollout for rollout in range(self.new.rollouts) if rollout not in self.ended]
 
 
 def _sequence(key: str) -> int:
@@ -186,12 +187,9 @@ class BatchState:
             QueueError: ``queue.batch-failed``.
         """
         if self.failure is not None:
-            raise QueueError(
-                f"{self.failure}: batch {self.number} of partition {self.partition.name!r} has failed",
-                code="queue.batch-failed",
-                where=self.name,
-                fix="correct what failed; where it fails only now and then, raise schedule.max_retries",
-            )
+            message = f"{self.failure}: batch {self.number} of partition {self.partition.name!r} has failed"
+            fix = "correct what failed; where it fails only now and then, raise schedule.max_retries"
+            raise QueueError(message, code="queue.batch-failed", where=self.name, fix=fix)
 
 
 @attrs.frozen
@@ -220,8 +218,7 @@ class Consumer:
     ready: dict[Group, None] = attrs.field(factory=dict)  #: never used, and could be leased now
     used: dict[Group, None] = attrs.field(factory=dict)  #: may be used again
     held: dict[Group, Hold] = attrs.field(factory=dict)  #: leased
-    waiting: int = 0  #: calls that wait for any groups
-    awaited: list[int] = attrs.field(factory=list)  #: batches that calls wait for
+    awaited: list[int | None] = attrs.field(factory=list)  #: batches that calls wait for; None: any groups
 
     def has_written(self, group: Group) -> bool:
         """Tell whether a stage's columns are there."""
@@ -231,16 +228,12 @@ class Consumer:
         """Tell whether it has a group, or has used or written it."""
         return group in self.held or self.name in group.uses or self.has_written(group)
 
-    def is_done(self, group: Group, committed: int | None) -> bool:
+    def is_done(self, group: Group, committed: int) -> bool:
         """Tell whether it will not need the group again, whatever is rolled back."""
+        if group in self.held or self.writes:
+            return group not in self.held and self.has_written(group)
         use = group.uses.get(self.name)
-        if group in self.held:
-            return False
-        if self.writes:
-            return self.has_written(group)
-        if use is None or not use.is_spent(self.reuse):
-            return False
-        return all(committed is not None and step <= committed for step in use.noted())
+        return use is not None and use.is_spent(self.reuse) and use.last_step() <= committed
 
 
 @attrs.define(eq=False, repr=False)
@@ -271,7 +264,7 @@ class State:
     partitions: dict[str, Partition] = attrs.field(factory=dict)
     consumers: dict[str, Consumer] = attrs.field(factory=dict)
     groups: dict[str, Group] = attrs.field(factory=dict)  #: open and published
-    committed: int | None = None  #: the last step whose acks are final
+    committed: int = -1  #: the last step whose acks are final
     provisional: dict[Group, None] = attrs.field(factory=dict)  #: groups with acks that a commit makes final
     marks: list[str] = attrs.field(factory=list)  #: of the last checkpoints, also of those that were broken off
     samples: int = 0
@@ -286,13 +279,9 @@ class State:
 
     def consumer(self, name: str) -> Consumer:
         if name not in self.consumers:
-            raise QueueError(
-                f"no consumer {name!r} is registered",
-                code="queue.unknown-consumer",
-                where=name,
-                expected=f"one of {', '.join(sorted(self.consumers)) or '(none)'}",
-                fix="call register_consumer first",
-            )
+            message, fix = f"no consumer {name!r} is registered", "call register_consumer first"
+            expected = f"one of {', '.join(sorted(self.consumers)) or '(none)'}"
+            raise QueueError(message, code="queue.unknown-consumer", where=name, expected=expected, fix=fix)
         return self.consumers[name]
 
     def add_consumer(self, consumer: Consumer) -> None:
@@ -341,14 +330,7 @@ class State:
         place = batch.places[key.index]
         return (key.retry, key.reissue) < (place.retry, place.reissue + place.is_consumed)
 
-    def add_samples(self, group: Group, samples: Mapping[str, Sample]) -> None:
-        """Add samples to their group."""
-        group.samples |= samples
-        self.samples += len(samples)
-        self.bytes += sum(sample.bytes for sample in samples.values())
-
-    def remove_samples(self, group: Group, keys: Iterable[str]) -> None:
-        """Remove samples from their group."""
-        for key in keys:
-            self.samples -= 1
-            self.bytes -= group.samples.pop(key).bytes
+    def count(self, samples: int, size: int) -> None:
+        """Note that samples, or bytes of them, have come or (negative) gone."""
+        self.samples += samples
+        self.bytes += size

@@ -16,7 +16,7 @@ _LOCAL = {"start", "close", "end_holder", "release_batches"}
 QUEUE = Contract(TransferQueue, without=_LOCAL, undo={"lease_batch": "release", "lease_groups": "release"})
 
 
-class QueueServer:
+class QueueServer(Server):
     """Serves a queue. What a client holds ends with it: leases, batches of its explorers, and iterations."""
 
     def __init__(self, queue: TransferQueue, clock: Clock, heartbeat_seconds: float) -> None:
@@ -27,40 +27,31 @@ class QueueServer:
             heartbeat_seconds: a client that is silent for so long is dead.
         """
         service = {_SERVICE: Service(target=queue, contract=QUEUE)}
-        self._server = Server(_SERVER, service, clock, heartbeat_seconds, self._client_ended)
+        super().__init__(_SERVER, service, clock, heartbeat_seconds, self._client_ended)
         self._queue, self._endings = queue, set[asyncio.Task[None]]()
         queue.caller = lambda: caller().session
         queue.on_reset = self._end_others
-        queue.served = lambda: {"clients": len(self._server.clients), "refused": self._server.refused}
+        queue.served = lambda: {"clients": len(self.clients), "refused": self.refused}
 
-    @property
-    def refused(self) -> int:
-        """Connections that did not prove to know the secret."""
-        return self._server.refused
-
-    async def listen(self, host: str, port: int) -> Address:
+    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Listen for clients.
 
         Raises:
             QueueError: ``queue.store``: the address is taken, or none of this machine's.
         """
         try:
-            return await self._server.listen(host, port)
+            return await super().listen(host, port)
         except RpcError as error:
             raise QueueError(error.message, code="queue.store", where=error.where, fix=error.fix) from error
-
-    async def close(self) -> None:
-        """Say goodbye to the clients and stop listening. Idempotent."""
-        await self._server.close()
 
     async def _client_ended(self, connection: Connection, _: str) -> None:
         await self._queue.end_holder(connection.session)
 
     def _end_others(self, reason: str, explorers: frozenset[str]) -> None:
         """End the clients that have begun something with the queue that was: it is another one now."""
-        now = self._queue.caller()
-        for client in list(self._server.clients.values()):
-            if client.session != now and (client.session in explorers or client.iterates):
+        for client in list(self.clients.values()):
+            begun = client.session in explorers or client.iterates
+            if begun and client.session != self._queue.caller():
                 task = asyncio.get_running_loop().create_task(client.close(reason))
                 self._endings.add(task)
                 task.add_done_callback(self._endings.discard)

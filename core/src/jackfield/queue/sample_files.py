@@ -1,4 +1,4 @@
-"""Samples in files that people and other programs read and write: JSON lines and Parquet.
+"""Samples in files: those of checkpoints, and JSON lines and Parquet that people and other programs read and write.
 
 A line of JSONL, like a record of Parquet, has a sample's key, group, task, tags and columns. What the queue wrote
 carries each column's type and comes back bit for bit. What another program wrote may leave out everything but the
@@ -11,7 +11,7 @@ import base64
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ import attrs
 
 from jackfield.errors import QueueError
 from jackfield.files import replacing
-from jackfield.sdk.archive import BATCH_ROWS, batches
+from jackfield.queue.meta import Lineage, group_of
+from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, read_checkpoint, read_lineage
+from jackfield.sdk.archive import BATCH_ROWS, batches, read_archive
 from jackfield.sdk.arrow import SavedSample, column_types, from_arrow, import_pyarrow, to_arrow
 from jackfield.sdk.cells import Cell, ColumnType, join, split
 from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
-
-#: Dtypes whose finite values are the same numbers in JSON.
-_EXACT = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
 
 #: Dtypes of well-known columns, where a file does not say them.
 _KNOWN = {"prompt_ids": "int64", "response_ids": "int64", "response_mask": "bool", "task": "json"}
@@ -79,13 +78,10 @@ def plain_values(cell: Cell) -> Any:
 
 def to_plain(cell: Cell) -> Any:
     """Return a cell as JSON that is exactly its value: a JSON column's value, nested lists, a number, or base64."""
-    kind = ColumnType.parse(cell[0])
-    if kind.kind == "json":
-        value = json.loads(bytes(cell[1]))
-        if cell_of("task", value)[1] == cell[1] and not _is_base64(value):
+    value = plain_values(cell)
+    with suppress(ValueError, TypeError, RuntimeError, QueueError):
+        if from_plain(cell[0], json.loads(json.dumps(value, allow_nan=False)))[1] == cell[1]:
             return value
-    elif kind.dtype in _EXACT and ("float" not in kind.dtype or bool(rows_of(join("", [cell]))[0].isfinite().all())):
-        return plain_values(cell)
     return {"base64": base64.b64encode(cell[1]).decode()}
 
 
@@ -139,6 +135,68 @@ def _is_numeric(value: Any) -> bool:
 
 def _is_base64(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"base64"}
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def saved_samples(folder: Path) -> Iterator[SavedSample]:
+    """Read the samples that :meth:`~jackfield.queue.TransferQueue.checkpoint` wrote to ``folder``.
+
+    Raises:
+        QueueError: ``queue.invalid`` where there is no whole checkpoint, or one of another format.
+    """
+    state = read_checkpoint(folder / STORE_FILE).state()
+    for sample in read_archive(folder / VALUES_FOLDER):
+        group = state.groups.get(group_of(sample.key))
+        if group is None or sample.key not in group.samples:
+            yield attrs.evolve(sample, tags={})  # it waited to be deleted
+            continue
+        yield attrs.evolve(
+            sample,
+            batch=group.new.key.batch,
+            group=group.name,
+            task=group.new.task_id,
+            tags={**group.new.tags, **group.samples[sample.key].tags},
+            acked_by=tuple(sorted(group.uses)),
+        )
+
+
+def trace(key: str, checkpoint: Path | None, store: Path | None) -> dict[str, Any]:
+    """Find the samples that a sample was made of, and those that they were made of, as a tree of plain values.
+
+    Args:
+        key: of the sample, which need not be in the queue any more.
+        checkpoint: of the queue: samples that were there, and their ancestors.
+        store: file of the run's queue: every derivation there ever was.
+
+    Returns:
+        ``key``, ``in_queue``, ``operation`` (None: it was not made of other samples, or that is unknown), ``parents``.
+
+    Raises:
+        QueueError: ``queue.unknown-sample``: neither knows the sample; ``queue.ledger``, ``queue.invalid``: damage.
+    """
+    derived: dict[str, Lineage] = {} if store is None else read_lineage(store)
+    living: set[str] = set()
+    if checkpoint is not None:
+        saved = read_checkpoint(checkpoint / STORE_FILE)
+        derived |= saved.lineage
+        living = saved.state().keys()
+    if key not in derived and key not in living and not any(key in made.parents for made in derived.values()):
+        where = ", ".join(str(each) for each in (checkpoint, store) if each is not None)
+        raise QueueError(f"the sample {key!r} is unknown", code="queue.unknown-sample", where=where)
+
+    def ancestor(key: str, below: frozenset[str]) -> dict[str, Any]:
+        made = derived.get(key)
+        parents = () if made is None or key in below else made.parents  # an imported sample may have its parent's key
+        return {
+            "key": key,
+            "operation": None if made is None else made.operation,
+            "in_queue": key in living,
+            "parents": [ancestor(parent, below | {key}) for parent in parents],
+        }
+
+    return ancestor(key, frozenset())
 
 
 # -- JSON lines --------------------------------------------------------------------------------------------------------

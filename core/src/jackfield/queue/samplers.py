@@ -134,8 +134,7 @@ def register_sampler(name: str, make: Callable[..., Sampler]) -> None:
 
     Args:
         name: of the sampler, in configurations.
-        make: makes one from its options: an attrs class, whose options are then checked against its fields, or any
-            function.
+        make: an attrs class, whose fields the options are checked against, or a function of them.
 
     Raises:
         QueueError: ``queue.invalid`` where the name is taken by another one.
@@ -151,44 +150,20 @@ class SamplerSpec:
     name: str
     options: Mapping[str, Any] = attrs.field(factory=dict)
 
-    @classmethod
-    def of(cls, sampler: Sampler) -> SamplerSpec:
-        """
+    def make(self, where: str = "") -> Sampler:
+        """Make a new one.
+
+        Args:
+            where: The path of the options, for messages.
+
         Raises:
-            QueueError: ``queue.invalid`` for one that is not registered as an attrs class of settings.
+            QueueError: ``queue.invalid`` for an unknown name.
+            ConfigError: for options that it does not have.
         """
-        made = type(sampler)
-        name = next((name for name, make in SAMPLERS.items() if make is made), None)
-        if name is None or not attrs.has(made):
-            raise QueueError(
-                "a sampler cannot go to the queue's controller in another process",
-                expected=f"an instance of one of {', '.join(sorted(SAMPLERS))}",
-                found=made.__name__,
-                fix="register_sampler(name, class), an attrs class whose fields are its settings, in both processes",
-            )
-        return cls(name=name, options={f.name: getattr(sampler, f.name) for f in attrs.fields(made) if f.init})
-
-    def make(self) -> Sampler:
-        """Make a new one."""
-        return make_sampler(self.name, self.options)
-
-
-def make_sampler(name: str, options: Mapping[str, Any] | None = None, where: str = "") -> Sampler:
-    """Make a sampler by name.
-
-    Args:
-        name: as registered.
-        options: its settings, plain values.
-        where: the path of ``options``, for messages.
-
-    Raises:
-        QueueError: ``queue.invalid`` for an unknown name.
-        ConfigError: for options that it does not have.
-    """
-    if name not in SAMPLERS:
-        known = ", ".join(sorted(SAMPLERS))
-        raise QueueError(f"no sampler is named {name!r}", where=where or None, expected=f"one of {known}", found=name)
-    make = SAMPLERS[name]
-    if isinstance(make, type) and attrs.has(make):
-        return cast(Sampler, structure(make, dict(options or {}), where=where))
-    return make(**(options or {}))
+        if self.name not in SAMPLERS:
+            known = f"one of {', '.join(sorted(SAMPLERS))}"
+            raise QueueError(f"no sampler is named {self.name!r}", where=where or None, expected=known, found=self.name)
+        make = SAMPLERS[self.name]
+        if isinstance(make, type) and attrs.has(make):
+            return cast(Sampler, structure(make, dict(self.options), where=where))
+        return make(**self.options)

@@ -13,15 +13,15 @@ import attrs
 import msgspec
 
 from jackfield.errors import QueueError
-from jackfield.queue.meta import Lineage, Reuse
+from jackfield.queue.meta import Lineage, NewGroup, Reuse
 from jackfield.queue.records import BatchState, Consumer, Group, Partition, Place, Sample, State, Use
 
 FORMAT = 7
 HEAD = "head"  #: the key of the row beside those of places
 Row = tuple[str, str]  #: key and JSON
 
-#: Task, rollouts, minimum of samples, tags, ends of rollouts, samples and uses.
-_Group = tuple[str, int, int | None, dict[str, Any], dict[int, str | None], dict[str, Sample], dict[str, Use]]
+#: What was announced, ends of rollouts, samples and uses.
+_Group = tuple[NewGroup, dict[int, str | None], dict[str, Sample], dict[str, Use]]
 #: Retry, reissue, explorer, whether consumed, reasons, and the group where it is published.
 _Place = tuple[int, int, str | None, bool, list[str], _Group | None]
 #: Partition, columns that are read and written, reuse, epoch and the state of the sampler.
@@ -40,7 +40,7 @@ class LedgerEnd:
 class Head:
     """Everything but places."""
 
-    committed: int | None
+    committed: int
     marks: list[str]
     consumers: dict[str, _Consumer]
     partitions: dict[str, tuple[int, dict[int, tuple[int, int, str | None]]]]  #: the next batch; of each batch: places,
@@ -83,9 +83,8 @@ def _batches(partition: Partition, below: Mapping[str, int] | None) -> Iterator[
 
 def place_row(place: Place) -> Row:
     """Save a place, with its group where it is published."""
-    saved = None
-    if (made := place.published) is not None:
-        saved = made.task_id, made.rollouts, made.minimum_samples, made.tags, made.ended, made.samples, made.uses
+    made = place.published
+    saved = None if made is None else (made.new, made.ended, made.samples, made.uses)
     value = (place.retry, place.reissue, place.explorer, place.is_consumed, place.reasons, saved)
     return place_key(place), _encode(value)
 
@@ -149,10 +148,9 @@ class Saved:
             place.reissue += place.explorer is not None and not place.is_consumed
             place.explorer = None
             return place
-        task_id, rollouts, minimum, tags, ended, samples, uses = saved
-        group = Group(place, task_id, rollouts, minimum, tags, ended, uses=uses, is_published=True)
-        state.add_samples(group, samples)
+        new, ended, samples, uses = saved
+        group = Group(place, new, ended, samples, uses, is_published=True)
+        state.count(len(samples), sum(sample.bytes for sample in samples.values()))
         place.group = state.groups[group.name] = group
-        if any(state.committed is None or step > state.committed for use in uses.values() for step in use.noted()):
-            state.provisional[group] = None
+        state.provisional |= {group: None} if group.last_step() > state.committed else {}
         return place

@@ -17,11 +17,12 @@ from typing import Any
 import xxhash
 
 from jackfield.errors import QueueError
+from jackfield.files import replacing
 from jackfield.queue.meta import Lineage
 from jackfield.queue.records import Place, State
 from jackfield.queue.saving import LedgerEnd, Row, Saved, head_row, place_key, place_row
 
-STORE_FILE = "controller.sqlite"
+STORE_FILE, VALUES_FOLDER = "controller.sqlite", "values"  #: in the folder of a checkpoint
 _SCHEMA = """
 create table if not exists state(key text primary key, value text not null, digest text not null) without rowid;
 create table if not exists lineage(key text primary key, operation text not null, parents text not null) without rowid;
@@ -30,7 +31,6 @@ create table if not exists ledger(number integer primary key, event text not nul
 create view if not exists uses as select step, consumer, event, key.value as key from ledger,
     json_each(ledger.value, '$.keys') key where event in ('ack', 'rollback');
 """
-_SETTINGS = ("journal_mode=wal", "synchronous=normal", "wal_autocheckpoint=4000")
 _ANCESTORS = """
 with recursive found(key) as (select value from json_each(?) union
     select parent.value from found join lineage using(key), json_each(lineage.parents) parent)
@@ -108,10 +108,12 @@ class Store:
     def _writing(self) -> Iterator[None]:
         """Write ledger and lineage, and what the block writes."""
         try:
-            with _translated_errors(self.path), _transaction(self._db):
+            with _translated_errors(self.path), self._db as db:  # which commits, or rolls back
+                db.execute("begin immediate")
                 for entry in self.coming:
                     self._append(entry)
-                self._derive(self.derived)
+                rows = [(key, made.operation, _encode(made.parents)) for key, made in self.derived.items()]
+                db.executemany("insert or replace into lineage values(?, ?, ?)", rows)
                 yield
         except QueueError as error:
             self._failure = error
@@ -126,10 +128,6 @@ class Store:
         self._db.execute("insert into ledger values(?, ?, ?, ?, ?, ?)", row)
         self._end = end
 
-    def _derive(self, lineage: Mapping[str, Lineage]) -> None:
-        rows = [(key, made.operation, _encode(made.parents)) for key, made in lineage.items()]
-        self._db.executemany("insert or replace into lineage values(?, ?, ?)", rows)
-
     def _insert(self, rows: Iterable[Row]) -> None:
         self._db.executemany("insert or replace into state values(?, ?, ?)", [(*row, _digest(*row)) for row in rows])
 
@@ -141,15 +139,12 @@ class Store:
             rows: of the state.
             keys: of the samples whose ancestors it has.
         """
-        saved = Store(path.with_suffix(".partial"), durable=True)
-        saved.clear()
-        saved.derived = self._ancestors(keys)
-        try:
+        with _translated_errors(self.path):
+            ancestors = _lineage(self._db, _ANCESTORS, _encode(keys))
+        with replacing(path) as partial, closing(Store(partial, durable=True)) as saved:
+            saved.derived = ancestors
             saved.begin(rows)
             saved.sync()
-        finally:
-            saved.close()
-        path.with_suffix(".partial").replace(path)
 
     def clear(self) -> None:
         """Begin with an empty file."""
@@ -162,9 +157,8 @@ class Store:
     def sync(self) -> None:
         """Return when everything is on the disk."""
         with _translated_errors(self.path):
-            self._db.execute("pragma synchronous=full")
-            self._db.execute("pragma wal_checkpoint(truncate)")
-            self._db.execute("pragma synchronous=normal")
+            steps = "pragma synchronous=full; pragma wal_checkpoint(truncate); pragma synchronous=normal"
+            self._db.executescript(steps)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -182,13 +176,6 @@ class Store:
         """
         rows = _rows(self._db, self.path)
         return Saved(rows, {}) if rows else None
-
-    def _ancestors(self, keys: Sequence[str]) -> dict[str, Lineage]:
-        """Find what is known of samples, of their parents, and so on."""
-        with _translated_errors(self.path):
-            if self._db.execute("select 1 from lineage limit 1").fetchone() is None:
-                return {}
-            return _lineage(self._db, _ANCESTORS, _encode(keys))
 
     def entries(self, after: int = 0) -> Iterator[dict[str, Any]]:
         """Read the entries of the ledger behind a number.
@@ -281,16 +268,13 @@ def uses(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int |
     for entry in entries:
         if entry["event"] == "clear":
             found.clear()
-        elif entry["event"] == "ack":
+        elif entry["event"] in ("ack", "rollback"):
+            mine = found.setdefault(entry["consumer"], {})
             for key in entry["keys"]:
-                found.setdefault(entry["consumer"], {}).setdefault(key, []).append(entry["step"])
-        elif entry["event"] == "rollback":
-            for key in entry["keys"]:
-                steps = found.get(entry["consumer"], {}).get(key)
-                if steps:
-                    steps.pop()
-    used = {name: {key: steps for key, steps in keys.items() if steps} for name, keys in found.items()}
-    return {name: keys for name, keys in used.items() if keys}
+                steps = mine.pop(key, [])
+                steps = [*steps, entry["step"]] if entry["event"] == "ack" else steps[:-1]
+                mine |= {key: steps} if steps else {}
+    return {name: keys for name, keys in found.items() if keys}
 
 
 # -- SQLite
@@ -299,12 +283,9 @@ def uses(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int |
 def _opened(path: Path | None) -> sqlite3.Connection:
     """Open the file to write it; None: in memory."""
     db = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, timeout=5.0)
-    for setting in _SETTINGS:
-        found = db.execute(f"pragma {setting}").fetchone()
-        if path is not None and setting == "journal_mode=wal" and found != ("wal",):
-            db.execute("pragma locking_mode=exclusive")  # a file system without shared memory
-            db.execute("pragma journal_mode=wal")
-    db.executescript(_SCHEMA)
+    if path is not None and db.execute("pragma journal_mode=wal").fetchone() != ("wal",):
+        db.executescript("pragma locking_mode=exclusive; pragma journal_mode=wal")  # no shared memory there
+    db.executescript("pragma synchronous=normal; pragma wal_autocheckpoint=4000;" + _SCHEMA)
     return db
 
 
@@ -377,19 +358,6 @@ def _damaged(path: Path | None, expected: object, found: object) -> QueueError:
         fix="restore the file from a copy; without one, take the model out (jackfield checkpoint export) and begin a "
         "run with it in another folder, or begin again here with checkpoint.resume=false",
     )
-
-
-@contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Commit at the end of the block, or roll back."""
-    db.execute("begin immediate")
-    try:
-        yield
-        db.execute("commit")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("rollback")
-        raise
 
 
 @contextmanager

@@ -11,14 +11,12 @@ from pathlib import Path
 from jackfield.abc.transfer_queue import DeleteRequest, KeysRequest, SnapshotRequest
 from jackfield.errors import QueueError
 from jackfield.queue.batches import Batches
-from jackfield.queue.controller import mutates
+from jackfield.queue.controller import mutates, some
 from jackfield.queue.meta import group_of
-from jackfield.queue.missing import some
 from jackfield.queue.records import State
 from jackfield.queue.saving import Row, Saved, every_row
-from jackfield.queue.store import STORE_FILE, read_checkpoint, uses
+from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, read_checkpoint, uses
 
-VALUES_FOLDER = "values"  #: in the folder of a checkpoint
 _MARKS = 8  #: of checkpoints that a state remembers
 
 
@@ -154,7 +152,7 @@ class TransferQueue(Batches):
     async def _newer(self, saved: Saved, step: int) -> State | None:
         """Find a state that came after a checkpoint, can go back to ``step``, and has all samples of the checkpoint."""
         state = self._state if saved.head.mark in self._state.marks else self._stored(saved)
-        if state is None or (state.committed is not None and state.committed > step):
+        if state is None or state.committed > step:
             return None
         known = saved.state().keys()
         lost = await self._lost(state) & known

@@ -34,7 +34,11 @@ class Values:
         """
         places = meta.by_partition()
         parts = [await self.get(name, [meta.keys[at] for at in ours], names) for name, ours in places.items()]
-        return _in_order(list(places.values()), parts)
+        if len(parts) == 1:
+            return parts[0]
+        joined = [at for ours in places.values() for at in ours]
+        order = sorted(range(len(joined)), key=joined.__getitem__)
+        return {name: take(concatenate([part[name] for part in parts]), order) for name in names}
 
     async def put(
         self,
@@ -62,15 +66,6 @@ class Values:
             part = columns if len(ours) == len(meta) else {name: take(each, ours) for name, each in columns.items()}
             await self.put(partition, [meta.keys[at] for at in ours], part)
         return Written(columns=tuple(columns), sizes=sizes)
-
-
-def _in_order(places: Sequence[Sequence[int]], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """Join columns that were read in parts: sample ``i`` of part ``p`` comes to place ``places[p][i]``."""
-    if len(parts) == 1:
-        return dict(parts[0])
-    inverse = {place: index for index, place in enumerate(place for ours in places for place in ours)}
-    order = [inverse[place] for place in range(len(inverse))]
-    return {name: take(concatenate([part[name] for part in parts]), order) for name in parts[0]}
 
 
 def _check_columns(columns: Mapping[str, Column], samples: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
 from jackfield.queue import Lineage, TransferQueue, column_from_rows, dense_column
-from jackfield.queue.browse import trace
+from jackfield.queue.sample_files import trace
 from jackfield_queue_bench import Bench
 from jackfield_transport_sql.backend import SQLBackend
 from jackfield_transport_sql.config import Config
@@ -128,7 +128,8 @@ def test_what_a_row_was_made_of_survives_in_database_and_checkpoint(killed: Path
 
     asyncio.run(main())
     root = trace("train/1/0/0/0/0", folder / "again", None)
-    assert ("repair", True, ["train/0/0/0/0/0"]) == (root.operation, root.in_queue, [each.key for each in root.parents])
+    made = root["operation"], root["in_queue"], [each["key"] for each in root["parents"]]
+    assert ("repair", True, ["train/0/0/0/0/0"]) == made
 
 
 def kill(moment: str, folder: Path) -> None:
