@@ -42,7 +42,6 @@ from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.samples import TRAIN
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import (
-    Answers,
     BatchSource,
     Checkpointer,
     CheckpointStore,
@@ -328,6 +327,7 @@ class Simulation:
             loss_options=self.loss_options,
             advantages=self.advantages,
             mixes=self.experts > 0,
+            experts=self.experts,
             greedy_baseline=self.greedy_baseline,
             dynamic_sampling=self.replaces_equal_groups,
         )
@@ -393,7 +393,7 @@ class Simulation:
             name="explorer-0",
             placement=lease,
             task_for=_task,
-            answers=Answers(groups=self.experts, task_for=_expert) if self.experts else None,
+            expert_for=_expert,
         )
         try:
             if newest is None:

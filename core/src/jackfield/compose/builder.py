@@ -30,7 +30,6 @@ from jackfield.runtime.workers import resubmitted
 from jackfield.trainer import (
     FINISHED,
     WEIGHTS,
-    Answers,
     BatchSource,
     Checkpoint,
     Checkpointer,
@@ -176,14 +175,12 @@ class RunBuilder:
         return pipeline
 
     def _explorer(self, name: str) -> Explorer:
-        """Make an explorer; answers of the data fill an offline run, or an expert's stand beside the rollouts."""
+        """Make an explorer; in an offline run it copies the answers of the data."""
         data, experts = self.role.config.data, self.role.algorithm.experts
-        task_for, answers = self._task_order("train", data.groups_per_batch), None
-        if not self.role.explores:
-            answers = Answers(groups=data.groups_per_batch, task_for=task_for)
-        elif experts:
-            answers = Answers(groups=experts, task_for=self._task_order("expert", experts, data.groups_per_batch))
-        return Explorer(role=self.role, name=name, placement=self.placement, task_for=task_for, answers=answers)
+        task_for, expert_for = self._task_order("train", data.groups_per_batch), None
+        if self.role.explores and experts:
+            expert_for = self._task_order("expert", experts, data.groups_per_batch)
+        return Explorer(role=self.role, name=name, placement=self.placement, task_for=task_for, expert_for=expert_for)
 
     def _task_order(self, which: str, groups: int, first: int = 0) -> Callable[[GroupKey], Task]:
         """Order tasks by group: the same for any number of explorers, and for a run that resumes.

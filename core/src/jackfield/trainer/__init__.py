@@ -5,17 +5,15 @@ from __future__ import annotations
 from jackfield.trainer.batches import BatchSource, Source
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore, open_checkpoint
 from jackfield.trainer.distributed import FINISHED, WEIGHTS, WeightSubscriber, noticed
-from jackfield.trainer.evaluation import Evaluator
-from jackfield.trainer.explorer import Answers, Explorer
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import Progress, Role, RoleName, RunWorkers, Schedule
+from jackfield.trainer.rollouts import Evaluator, Explorer
 from jackfield.trainer.trainer import Trainer
 
 __all__ = [
     "FINISHED",
     "WEIGHTS",
-    "Answers",
     "BatchSource",
     "Checkpoint",
     "CheckpointStore",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -16,13 +16,13 @@ from jackfield.cluster.pool import Places
 from jackfield.config import RunConfig
 from jackfield.config.sections import ScheduleConfig
 from jackfield.errors import ScheduleError
-from jackfield.plugins.hooks import StageEnded
+from jackfield.plugins.hooks import SampleRecord, StageEnded
 from jackfield.queue import TransferQueue
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.workers import Workers
+from jackfield.runtime.workers import Workers, resubmitted, suppress_lost
 
 #: What of a run this process does.
 RoleName: TypeAlias = Literal["all", "train", "explore", "reward"]
@@ -166,6 +166,21 @@ class Role:
         """Return what was measured and noted since the last call."""
         drained, self._measured = self._measured, {}
         return drained
+
+    async def records(
+        self, partition: str, keys: Sequence[str], tags: Sequence[Mapping[str, Any]], *, with_reward: bool = False
+    ) -> tuple[SampleRecord, ...]:
+        """Read samples that are only to be shown: none where some of them went with a part of the store."""
+        seconds, who = self.config.deadlines.batch, f"an agent worker to read {len(keys)} samples, {keys[:1]} first"
+
+        def read() -> Awaitable[tuple[SampleRecord, ...]]:
+            reading = self.workers.agents.of("".join(keys[:1])).records(partition, keys, tags, with_reward=with_reward)
+            return self.clock.wait_for(reading, seconds, who)
+
+        found: tuple[SampleRecord, ...] = ()
+        with suppress_lost():
+            found = await resubmitted(read, "a table of samples") if keys else ()
+        return found
 
     @property
     def explores(self) -> bool:

@@ -11,7 +11,7 @@ import attrs
 from jackfield.algorithms import VALUE_LOSS, KLController, LossSpec
 from jackfield.cluster.device import DeviceLease
 from jackfield.errors import QueueError, RunError
-from jackfield.plugins.hooks import SampleRecord, SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
+from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue import BatchMeta
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.samples import (
@@ -23,13 +23,12 @@ from jackfield.runtime.samples import (
     said_metrics,
     trained,
 )
-from jackfield.runtime.workers import resubmitted, suppress_lost
 from jackfield.trainer.batches import BatchSource
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.distributed import publish
-from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.role import Role
+from jackfield.trainer.rollouts import Evaluator
 from jackfield.weights import SyncReport
 
 _SHARED = ("aggregation", "length_norm")  #: options of the policy's loss that are the critic's, too
@@ -215,8 +214,7 @@ class Trainer:
             hooks.samples_failed(event=SamplesFailed(step=done, reasons=failed))
         if shown := role.config.observe.samples_per_step:
             chosen = step.batch.select(step.batch.by_partition()[TRAIN][:shown])
-            with suppress_lost():
-                samples = await resubmitted(lambda: self._read(chosen), "a table of samples")
+            if samples := await role.records(TRAIN, chosen.keys, chosen.tags, with_reward=role.explores):
                 hooks.samples_recorded(event=SamplesRecorded(step=done, partition=TRAIN, samples=samples))
 
     async def evaluate(self, steps_done: int) -> None:
@@ -300,12 +298,6 @@ class Trainer:
                     name = f"samples/{'replayed' if lease.partition == TRAIN else lease.partition}"
                     measured[name] = measured.get(name, 0.0) + 1.0
         return measured
-
-    async def _read(self, shown: BatchMeta) -> tuple[SampleRecord, ...]:
-        agent = self.role.workers.agents.of(shown.keys[0])
-        reading = agent.records(TRAIN, shown.keys, shown.tags, with_reward=self.role.explores)
-        who = f"an agent worker to read {len(shown)} samples, {shown.keys[0]} first"
-        return await self.role.clock.wait_for(reading, self.role.config.deadlines.batch, who)
 
 
 def _finite(update: Mapping[str, float], loss: str, step: Step) -> Mapping[str, float]:

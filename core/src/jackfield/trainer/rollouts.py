@@ -1,0 +1,251 @@
+"""Rollouts: the explorer makes the samples of each batch, and the evaluator runs held-out tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import count
+from typing import Any
+
+import attrs
+
+from jackfield.abc.transfer_queue import DeleteRequest
+from jackfield.cluster.device import DeviceLease
+from jackfield.data.tasks import Task
+from jackfield.errors import JackfieldError, RewardError, WorkerLost
+from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
+from jackfield.queue import Batch, GroupKey, NewGroup, RolloutReport
+from jackfield.runtime.agent_worker import RolloutJob, ends_the_run
+from jackfield.runtime.reward_worker import Scored
+from jackfield.runtime.samples import TRAIN, evaluation_seed, metric_tags, rollout_seed, said, said_metrics
+from jackfield.runtime.workers import is_lost, resubmitted
+from jackfield.trainer.role import Role
+
+EVAL = "eval"  #: the partition whose samples live as long as an evaluation; the queue's controller does not know them
+
+
+@attrs.define(kw_only=True, eq=False)
+class Explorer:
+    """Fills the batches that the schedule lets it start: with rollouts of agents, and with answers of the data."""
+
+    role: Role
+    name: str
+    placement: DeviceLease
+    task_for: Callable[[GroupKey], Task]
+    expert_for: Callable[[GroupKey], Task] | None = None  #: the expert's tasks; an offline run copies its own answers
+    _groups: int = attrs.field(init=False)  #: of a batch for which agents run; answers of the data are behind them
+    _rollouts: int = attrs.field(init=False)  #: of such a group
+    _running: int = attrs.field(default=0, init=False)
+    _idle: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Read what a batch consists of: an offline run has no rollouts, and a greedy one may be the baseline."""
+        data, explores = self.role.config.data, self.role.explores
+        self._groups, self._rollouts = (data.groups_per_batch, data.rollouts_per_group) if explores else (0, 1)
+        self._rollouts += self.role.algorithm.greedy_baseline
+
+    async def run(self) -> None:
+        """Explore until every batch of the schedule is finished; what others have given back comes first."""
+        role, seconds = self.role, self.role.config.deadlines.batch
+        progress = role.version if self._groups else role.steps_done
+        async with asyncio.TaskGroup() as batches:
+            while (batch := await self._claim()) is not None:
+                number = batch.number
+                who = f"the trainer, by {self.name} to start batch {number}"
+                await progress.until(partial(role.schedule.may_start, number), seconds, who)
+                if not self._groups or not batch.vacant:  # restored with all its groups: it may still lose one
+                    batches.create_task(self._fill(batch))
+                    continue
+                self._idle.clear()
+                async with role.measure("rollout", "explorer", number):
+                    batches.create_task(self._fill(batch))
+                    # the next batch starts when every rollout of this one has ended; its rewards may still be pending
+                    await role.clock.wait_for(self._idle.wait(), seconds, f"the rollouts of batch {number}")
+
+    async def _claim(self) -> Batch | None:
+        return await self.role.queue.claim_batch(
+            TRAIN,
+            self.name,
+            self.role.config.data.groups_per_batch + (self.role.algorithm.experts if self.role.explores else 0),
+            rollouts=self._rollouts,
+            below=self.role.schedule.steps,
+            deadline_seconds=self.role.config.deadlines.batch,
+        )
+
+    async def _fill(self, batch: Batch) -> None:
+        """Make the groups of a batch; one that is dropped later, for want of a reward, comes again."""
+        async with asyncio.TaskGroup() as groups:
+            async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch):
+                self._running += len(keys)
+                for key in keys:
+                    groups.create_task(self._make_group(key))
+
+    async def _make_group(self, key: GroupKey) -> None:
+        copies = key.index >= self._groups
+        task = (self.expert_for if copies and self.expert_for else self.task_for)(key)
+        rollouts, tags = 1 if copies else self._rollouts, dict[str, Any]()
+        if copies and self._groups:
+            tags = {"expert": True}
+        elif not copies and self.role.algorithm.greedy_baseline:
+            tags = {"greedy_rollout": rollouts - 1}
+        try:
+            await self.role.queue.open_groups([NewGroup(key=key, task_id=task.id, rollouts=rollouts, tags=tags)])
+            await asyncio.gather(*(self._roll_out(key, task, number, not copies) for number in range(rollouts)))
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    async def _roll_out(self, key: GroupKey, task: Task, rollout: int, generates: bool) -> None:
+        """Have a worker make the samples of a rollout, again where workers die, and report how it ended."""
+        config, attempts, sampling = self.role.config, count(), None
+        if generates:
+            seed = rollout_seed(config.seed_of(config.sampling), key.batch, key.index, key.retry, rollout)
+            sampling = {**attrs.asdict(config.sampling, recurse=False), "seed": seed}
+            if self.role.algorithm.greedy_baseline and rollout == self._rollouts - 1:
+                sampling["temperature"] = 0.0
+        job = RolloutJob(
+            id=key.rollout(rollout),
+            partition=key.partition,
+            group=str(key),
+            rollout=rollout,
+            task=task,
+            sampling=sampling,
+            seconds=config.deadlines.rollout,
+            expert=bool(self._groups),
+        )
+        try:
+            report = await resubmitted(
+                lambda: self._make(attrs.evolve(job, id=key.rollout(rollout, next(attempts)))), f"sample {job.id}"
+            )
+        except WorkerLost as error:
+            report = RolloutReport(group=str(key), rollout=rollout, error=_summary(error))
+        await self.role.queue.end_rollouts([report])
+
+    async def _make(self, job: RolloutJob) -> RolloutReport:
+        worker = self.role.workers.agents.of(f"{job.group}/{job.rollout}")
+        # the worker keeps the rollout's own deadline; this one adds RPC slack to it
+        seconds, who = 1.1 * job.seconds + 10, f"the agent worker of sample {job.id}, task {job.task.id}"
+        async with nullcontext() if job.sampling is None else self.placement.hold("rollout"):
+            try:
+                return await self.role.clock.wait_for(worker.run(job), seconds, who)
+            except WorkerLost:
+                raise
+            except JackfieldError as error:
+                if job.sampling is None or ends_the_run(error):
+                    raise
+                return RolloutReport(group=job.group, rollout=job.rollout, error=_summary(error))
+
+
+def _summary(error: JackfieldError) -> str:
+    """Say what went wrong without the place, so that equal failures have equal texts."""
+    found = "" if error.found is None else f", found {error.found}"
+    return f"{error.message}{found} [{error.code}]"
+
+
+@attrs.frozen
+class _Outcome:
+    """How a held-out task went."""
+
+    task: Task
+    scored: Scored
+    tags: Mapping[str, Any] | None = None  #: of its sample; None: there is none
+
+
+@attrs.define(kw_only=True, eq=False)
+class Evaluator:
+    """Runs every held-out task once and tells the hooks the mean score."""
+
+    role: Role
+    tasks: Sequence[Task] = ()  #: without any, nothing is evaluated
+    placement: DeviceLease
+
+    def is_due(self, steps_done: int) -> bool:
+        """Return whether the weights of ``steps_done`` steps are evaluated: at weight syncs, and at both ends."""
+        schedule, every = self.role.schedule, self.role.config.evaluation.every
+        return bool(self.tasks) and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
+
+    async def evaluate(self, version: int) -> dict[str, float]:
+        """Evaluate the weights ``version`` that the replicas serve now.
+
+        Returns:
+            ``score``: the mean over all tasks whose score is known; ``failed``: the fraction without one;
+            ``response_tokens``: mean length.
+
+        Raises:
+            RewardError: ``reward.too-many-failures`` when no task has a score.
+            JackfieldError: what would fail every other run, too (``ends_the_run``).
+        """
+        async with self.role.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
+            outcomes = await asyncio.gather(*(self._run(task, version) for task in self.tasks))
+        scores = [outcome.scored.score for outcome in outcomes if outcome.scored.score is not None]
+        if not scores:
+            raise RewardError(
+                "no task of the evaluation has a score",
+                code="reward.too-many-failures",
+                where=f"evaluation of weights {version}",
+                expected="a score for one task at least",
+                found=outcomes[0].scored.error,
+                fix="correct what the first task met",
+            )
+        tags = [outcome.tags for outcome in outcomes if outcome.tags is not None]
+        metrics = {
+            "score": sum(scores) / len(scores),
+            "failed": 1.0 - len(scores) / len(outcomes),
+            "response_tokens": sum(each["response_tokens"] for each in tags) / len(outcomes),
+            "tasks": float(len(outcomes)),
+            **said_metrics(tags),
+        }
+        shown = outcomes[: self.role.config.observe.samples_per_evaluation]
+        keys = [outcome.scored.key for outcome in shown if outcome.tags is not None]
+        records = {record.key: record for record in await self.role.records(EVAL, keys, [{}] * len(keys))}
+        samples = tuple(_record(outcome, records.get(outcome.scored.key)) for outcome in shown)
+        stored = tuple(outcome.scored.key for outcome in outcomes if outcome.tags is not None)
+        await self.role.workers.backend.delete(DeleteRequest(partition=EVAL, keys=stored))
+        hooks = self.role.hooks
+        hooks.samples_recorded(event=SamplesRecorded(step=version, partition=EVAL, samples=samples))
+        hooks.evaluation_ended(event=EvaluationEnded(step=version, metrics=metrics))
+        return metrics
+
+    async def _run(self, task: Task, version: int) -> _Outcome:
+        """Run a task; an error that says nothing of other tasks is its outcome."""
+        key, config = f"{EVAL}/{version}/{task.id}", self.role.config
+        sampling, seconds = attrs.asdict(config.evaluation.sampling, recurse=False), config.deadlines.rollout
+        sampling["seed"] = evaluation_seed(config.seed_of(config.evaluation.sampling), version, task.id)
+        job = RolloutJob(id=key, partition=EVAL, group=key, task=task, sampling=sampling, seconds=seconds, last=True)
+        try:
+            return await resubmitted(lambda: self._attempt(job), f"sample {key}/0")
+        except WorkerLost as error:
+            return _failed(job, error)
+
+    async def _attempt(self, job: RolloutJob) -> _Outcome:
+        workers, clock, key = self.role.workers, self.role.clock, f"{job.id}/0"
+        assert workers.rewards is not None
+        agent, rewards, who = workers.agents.of(job.id), workers.rewards.of(job.id), f"held-out task {job.task.id}"
+        try:
+            report = await clock.wait_for(agent.run(job), 1.1 * job.seconds + 10, f"the agent worker of {who}")
+            if not report.keys:
+                return _failed(job, "the agent loop returned no sequence")
+        except JackfieldError as error:
+            if isinstance(error, WorkerLost) or is_lost(error) or ends_the_run(error):
+                raise
+            return _failed(job, error)
+        longest = 2 * self.role.score_seconds * len(self.tasks)  # one after the other
+        (scored,) = await clock.wait_for(rewards.score(EVAL, [key]), longest, f"the reward worker of {who}")
+        await rewards.forget([key])
+        return _Outcome(job.task, scored, {**report.tags[0], **metric_tags("reward", scored.metrics)})
+
+
+def _record(outcome: _Outcome, record: SampleRecord | None) -> SampleRecord:
+    """Make a row of the table, empty where there is no sample."""
+    key, error = f"{EVAL}/{outcome.task.id}", outcome.scored.error
+    empty = SampleRecord(key=key, prompt="", response="", reward=None, response_ids=(), response_mask=())
+    tags: dict[str, Any] = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
+    tags |= said(outcome.tags or {}) | ({} if error is None else {"error": error})
+    return attrs.evolve(record or empty, key=key, reward=outcome.scored.score, tags=tags)
+
+
+def _failed(job: RolloutJob, error: object) -> _Outcome:
+    return _Outcome(job.task, Scored(key=f"{job.id}/0", score=None, error=str(error)))
