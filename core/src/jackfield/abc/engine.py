@@ -242,9 +242,7 @@ class BaseEngine(ABC):
         """Advance the schedule by one step; return the learning rate that the next step will use."""
 
     @abstractmethod
-    def get_per_tensor_param(
-        self,
-    ) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
+    def get_per_tensor_param(self) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
         """The weights to publish, one full tensor at a time, under Hugging Face names.
 
         With an adapter: the adapter's tensors under PEFT's names and the PEFT config (the base does not change);

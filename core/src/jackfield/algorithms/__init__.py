@@ -10,10 +10,17 @@ from __future__ import annotations
 
 from jackfield.algorithms.advantages import advantages
 from jackfield.algorithms.aggregation import aggregate
-from jackfield.algorithms.composed import VALUE_LOSS, LossSpec, resolve_loss
 from jackfield.algorithms.correction import Correction
 from jackfield.algorithms.kl import KLController, kl
-from jackfield.algorithms.losses import distillation_loss, policy_loss, prepare, value_loss
+from jackfield.algorithms.losses import (
+    VALUE_LOSS,
+    LossSpec,
+    distillation_loss,
+    policy_loss,
+    prepare,
+    resolve_loss,
+    value_loss,
+)
 from jackfield.algorithms.losses.supervised import chord_mu
 from jackfield.algorithms.named import Algorithm, algorithm
 from jackfield.algorithms.registry import Part, names, part, register, register_part

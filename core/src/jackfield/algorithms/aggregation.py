@@ -23,7 +23,7 @@ def aggregate(
 ) -> Tensor:
     """Return the share of these rows in the batch's mean.
 
-    Shares of micro-batches and ranks add up to the batch's value, because the counts are those of the whole batch.
+    Shares of micro-batches and ranks add up to the batch's value: 0 for a batch without tokens (or sequences).
 
     Args:
         values: float ``[B, T]``; or one per sequence, ``[B]``: then each sequence counts as one token.
@@ -35,25 +35,17 @@ def aggregate(
             response that may be generated). None: the width T of ``values``, which is only right where every part of
             the batch is padded to one width.
 
-    Returns:
-        A scalar. A batch without tokens (or sequences) gives 0.
-
     Raises:
         ConfigError: ``algorithm.unknown`` or ``algorithm.input``.
     """
     if values.dim() == 1:
-        values, mask, global_tokens = values.unsqueeze(-1), mask.new_ones((len(values), 1)), global_sequences
+        values, mask, global_tokens = (values.unsqueeze(-1), mask.new_ones((len(values), 1)), global_sequences)
     length_norm = length_norm if length_norm is not None else values.shape[-1] or 1
     if not length_norm > 0:
         raise ConfigError("length_norm must be positive", code="algorithm.input", found=length_norm)
-    offered = {
-        "kept": values.masked_fill(mask == 0, 0.0),
-        "mask": mask.to(values.dtype),
-        "global_tokens": global_tokens,
-        "global_sequences": global_sequences,
-        "length_norm": length_norm,
-    }
-    share: Tensor = part("aggregation", mode)(offered)
+    offered = {"kept": values.masked_fill(mask == 0, 0.0), "mask": mask.to(values.dtype), "length_norm": length_norm}
+    counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
+    share: Tensor = part("aggregation", mode)({**offered, **counts})
     return share
 
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 @register("correction", "importance_weights", "token", batch_options={"batch_normalize": True})
 @attrs.frozen(kw_only=True)
 class Correction:
-    """w_t = rho_t = pi_t / pi_rollout_t, or of the sequence prod(rho), bounded; and a
-    mask without what is rejected. [TIS: Yao et al., fengyao.notion.site/off-policy-rl, 2025; MIS: Liu, Li et al.,
-    richardli.xyz/rl-collapse, 2025; IcePop: Ring-1T, arXiv:2510.18855]
+    """w_t = rho_t = pi_t / pi_rollout_t, or of the sequence prod(rho), bounded; and a mask without what is rejected.
+    [TIS: Yao et al., fengyao.notion.site/off-policy-rl, 2025; MIS: Liu, Li et al., richardli.xyz/rl-collapse, 2025;
+    IcePop: Ring-1T, arXiv:2510.18855]
 
     Differs: IcePop's published bounds are 0.5 and 5; the default upper bound here is 2 for all forms. Weights carry no
     gradient.
@@ -64,8 +64,7 @@ class Correction:
         kept, or of the sequences that have any: it needs the whole batch.
 
         Args:
-            log_probs: of the policy that is corrected for, float ``[B, T]``: pi_old (decoupled PPO) or pi (policy
-                gradient).
+            log_probs: of pi_old (decoupled PPO) or pi (policy gradient), float ``[B, T]``.
             rollout_log_probs: of the policy that generated, float ``[B, T]``.
             response_mask: bool or float ``[B, T]``.
 
@@ -91,8 +90,10 @@ class Correction:
         weights = weights.masked_fill(~keep, 0.0)
         accepted = self._accepted(logs, keep)
         diagnostics = self._diagnostics(logs, raw, weights, keep, accepted)
-        if self.batch_normalize:
-            weights, diagnostics["batch_norm"] = _normalised(weights, accepted, self.level)
+        if self.batch_normalize:  # to a mean of 1 over accepted tokens or sequences; weights that are all 0 stay so
+            parts = (weights, accepted) if self.level == "token" else (row_means(weights, accepted), accepted.any(-1))
+            diagnostics["batch_norm"] = mean = masked_mean_std(*parts)[0].to(weights.dtype)
+            weights = weights / mean.where(mean > 0, mean.new_ones(()))
         return weights, response_mask.masked_fill(~accepted, 0), diagnostics
 
     def _accepted(self, logs: Tensor, keep: Tensor) -> Tensor:
@@ -132,13 +133,3 @@ def _ratio(logs: Tensor, keep: Tensor, level: str) -> Tensor:
         rows = logs.sum(-1) if level == "sequence" else row_means(logs, keep)
         logs = rows.unsqueeze(-1).expand(logs.shape)
     return logs.clamp(-CLAMP, CLAMP).exp()
-
-
-def _normalised(weights: Tensor, accepted: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """Weights of mean 1 over accepted tokens or sequences; weights that are all 0 stay so."""
-    if level == "token":
-        mean = masked_mean_std(weights, accepted)[0]
-    else:
-        mean = masked_mean_std(row_means(weights, accepted), accepted.any(-1))[0]
-    mean = mean.to(weights.dtype)
-    return weights / mean.where(mean > 0, mean.new_ones(())), mean

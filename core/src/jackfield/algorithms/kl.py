@@ -13,26 +13,22 @@ import attrs
 from attrs.validators import gt, optional
 
 from jackfield.algorithms.registry import part, register
+from jackfield.algorithms.tensors import CLAMP, log_ratio
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_CLAMP = 20.0  # of a log-ratio, before it is exponentiated in the clipped form
-
 
 def kl(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Tensor | None = None) -> Tensor:
-    """Estimate the KL per token.
+    """Estimate the KL per token, float ``[B, T]``, of log-probs ``[B, T]``.
 
     Args:
         name: ``k1``, ``k2``, ``k3``, ``abs``, ``low_var_kl``, the value of one of them with the gradient of k2
             (``k1+``, ``k3+``, ``abs+``, ``low_var_kl+``), or ``k3_corrected``.
-        log_probs: of the policy, ``[B, T]``.
-        ref_log_probs: of the reference, ``[B, T]``.
+        log_probs: of the policy.
+        ref_log_probs: of the reference.
         old_log_probs: of the behaviour policy; only estimators that correct for it use it.
-
-    Returns:
-        float ``[B, T]``.
 
     Raises:
         ConfigError: ``algorithm.unknown`` or ``algorithm.input``.
@@ -49,7 +45,7 @@ def _register(name: str, text: str, estimate: Callable[[Tensor], Tensor]) -> Non
         return estimate(ref_log_probs - log_probs)
 
     def straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        value, gradient = function(log_probs, ref_log_probs), 0.5 * (log_probs - ref_log_probs).square()
+        value, gradient = (function(log_probs, ref_log_probs), 0.5 * (log_probs - ref_log_probs).square())
         return value.detach() + (gradient - gradient.detach())
 
     function.__doc__ = text
@@ -80,7 +76,7 @@ _register("abs", "|log r|.", lambda log_r: log_r.abs())
 _register(
     "low_var_kl",
     "clip(r - 1 - log r, -10, 10) with log r clipped to [-20, 20]. Beyond the bounds there is no gradient. " + _PAPER,
-    lambda log_r: _k3(log_r.clamp(-_CLAMP, _CLAMP)).clamp(-10.0, 10.0),
+    lambda log_r: _k3(log_r.clamp(-CLAMP, CLAMP)).clamp(-10.0, 10.0),
 )
 
 
@@ -89,7 +85,7 @@ def _k3_corrected(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tenso
     """(pi / pi_old) (r - 1 - log r): unbiased, in value and gradient, for samples from pi_old. [DeepSeek-V3.2,
     arXiv:2512.02556]
     """
-    return (log_probs - old_log_probs).clamp(-_CLAMP, _CLAMP).exp() * _k3(ref_log_probs - log_probs)
+    return log_ratio(log_probs, old_log_probs).exp() * _k3(ref_log_probs - log_probs)
 
 
 @attrs.define(kw_only=True)

@@ -35,8 +35,8 @@ class Algorithm:
     @property
     def parts(self) -> tuple[Part, ...]:
         """The registered parts."""
-        chosen = [part("loss", self.loss), part("aggregation", self.aggregation)]
-        return (*chosen, part("advantages", self.advantages)) if self.advantages else tuple(chosen)
+        chosen = {"loss": self.loss, "aggregation": self.aggregation, "advantages": self.advantages}
+        return tuple(part(kind, name) for kind, name in chosen.items() if name)
 
     @property
     def scope(self) -> Scope:
@@ -47,11 +47,7 @@ class Algorithm:
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the algorithm of this name.
-
-    Raises:
-        ConfigError: ``algorithm.unknown``.
-    """
+    """Return the algorithm of this name; an unknown one is refused (``algorithm.unknown``)."""
     found: Algorithm = part("algorithm", name).function()
     return found
 
@@ -85,9 +81,7 @@ def _named(
     chosen = Algorithm(loss=loss, advantages=advantages, aggregation=aggregation, **fields)
 
     def describe(text: str, paper: str = "", differs: str = "") -> None:
-        def make() -> Algorithm:
-            return chosen
-
+        make = lambda: chosen  # noqa: E731 (its docstring is set)
         make.__doc__ = f"{text} [{paper}]\n\nDiffers: {differs}"
         register("algorithm", name, chosen.scope)(make)
 
@@ -103,13 +97,8 @@ _named("dr_grpo", "ppo", "dr_grpo", _SUM, loss_options={"clip_dual": None})(
     "The paper also divides by a constant, a factor of the learning rate: aggregation seq-mean-token-sum-norm with "
     "the loss option length_norm.",
 )
-_named(
-    "dapo",
-    "ppo",
-    "grpo",
-    loss_options={"clip_low": 0.2, "clip_high": 0.28, "clip_dual": None},
-    needs=("dynamic_sampling",),
-)(
+_DAPO = {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": None}
+_named("dapo", "ppo", "grpo", loss_options=_DAPO, needs=("dynamic_sampling",))(
     "GRPO with a higher upper clip, a token mean and groups of mixed results only.",
     "arXiv:2503.14476",
     "The overlong penalty is a reward shaping of its own (overlong_penalty).",
@@ -150,15 +139,11 @@ _named("asymre", "reinforce", "asymre", _SUM)(
     "a baseline below the group's mean, policy gradient of whole responses.", "arXiv:2506.20520"
 )
 _named("opmd", "opmd", "opmd")("online policy mirror descent, the simple form.", "arXiv:2505.17826, appendix A.3")
-_named(
-    "opmd_kimi",
-    "opmd_kimi",
-    "opmd",
-    _SUM,
-    advantages_options={"baseline": "log_avg_exp"},
-    loss_options={"reference": "old"},
-)("online policy mirror descent, Kimi's squared form.", "arXiv:2505.17826, appendix A.1")
-_named("opmd_pairwise", "opmd_pairwise", "opmd", _SUM, loss_options={"reference": "old"}, needs=("prepare",))(
+_OLD, _LOG = {"reference": "old"}, {"baseline": "log_avg_exp"}
+_named("opmd_kimi", "opmd_kimi", "opmd", _SUM, advantages_options=_LOG, loss_options=_OLD)(
+    "online policy mirror descent, Kimi's squared form.", "arXiv:2505.17826, appendix A.1"
+)
+_named("opmd_pairwise", "opmd_pairwise", "opmd", _SUM, loss_options=_OLD, needs=("prepare",))(
     "online policy mirror descent, pairs of responses.", "arXiv:2505.17826, appendix A.2"
 )
 _named("mix", "mix", "grpo", needs=("expert_data",))(

@@ -60,8 +60,7 @@ class Part:
     scope: Scope
     whole_batch: tuple[str, ...] = ()  #: inputs that have to be precomputed when the batch is split
     per_sequence: bool = False  #: a loss with one value per row, so that nothing per token can weigh it
-    #: Makes the columns of ``whole_batch`` by name. It takes inputs and options of the loss, the latter without
-    #: defaults.
+    #: Makes the columns of ``whole_batch`` by name, of inputs and options of the loss; the latter have no defaults.
     prepare: Callable[..., Mapping[str, Any]] | None = None
     batch_options: Mapping[str, Any] = attrs.field(factory=dict)  #: option values that make its scope ``batch``
 
@@ -72,10 +71,7 @@ class Part:
 
     @property
     def text(self) -> tuple[str, str, str]:
-        """The equation, the paper that it is from, and how this differs from well-known implementations.
-
-        They are the first paragraph of the function's docstring, without and within brackets, and ``Differs:``.
-        """
+        """The equation, its paper (in brackets), and how this differs from others, by the function's docstring."""
         first, *others = (inspect.getdoc(self.function) or "").split("\n\n")
         equation, paper = re.fullmatch(r"(.*?)(?:(?<=\.) \[(.*)\])?", " ".join(first.split())).groups()  # type: ignore[union-attr]
         differs = next((" ".join(one.split()[1:]) for one in others if one.startswith("Differs: ")), "")
@@ -89,9 +85,8 @@ class Part:
     @property
     def inputs(self) -> Mapping[str, bool]:
         """The inputs, and whether each is required."""
-        known = {name: one for name, one in _parameters(self.function).items() if not _is_option(one)}
-        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        return {name: one.default is one.empty for name, one in known.items() if one.kind not in variable}
+        known = (one for one in _parameters(self.function).values() if not _is_option(one))
+        return {one.name: one.default is one.empty for one in known if "VAR_" not in one.kind.name}
 
     @property
     def open(self) -> bool:
@@ -121,25 +116,16 @@ class Part:
         return {name: text for name in self.options if (text := range_of(fields[name].validator))}
 
     def checked(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Check and convert the options that a configuration gives.
-
-        Raises:
-            ConfigError: ``config.unknown-key``, ``config.wrong-type`` or ``config.invalid-value``, with the option's
-                path.
-        """
+        """Check and convert the options that a configuration gives; an error names the option's path in it."""
         if self.open or not given:
             return dict(given)
         made = attrs.asdict(structure(_settings(self.kind, self.function), given, where), recurse=False)
         return {name: made[name] for name in given}
 
     def split(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Tell what a caller gives apart, and check the options.
+        """Tell inputs and options that a caller gives apart, and check the options (``algorithm.input``).
 
-        Returns:
-            ``(inputs, options)``. Every part may be offered every known input.
-
-        Raises:
-            ConfigError: ``algorithm.input``: the part has no such option, or not with this value.
+        Every part may be offered every known input.
         """
         taken = INPUTS.union(self.inputs)
         options = {name: value for name, value in given.items() if name not in taken}
@@ -151,12 +137,9 @@ class Part:
         return {name: value for name, value in given.items() if name in taken}, checked
 
     def __call__(self, offered: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Any:
-        """Call the function with those of the offered inputs that it takes, and with its options.
+        """Call the function with those of the offered inputs that it takes and that are not None, and with its options.
 
-        An input that is None counts as not offered.
-
-        Raises:
-            ConfigError: ``algorithm.input``: a required input is missing.
+        A required input that is missing is refused (``algorithm.input``).
         """
         known, takes_all = self.inputs, self.open
         given = {key: value for key, value in offered.items() if value is not None and (takes_all or key in known)}
@@ -204,11 +187,7 @@ def register_part(kind: str, name: str, candidate: Part | Callable[..., Any]) ->
 
 
 def part(kind: str, name: str) -> Part:
-    """Return the part of this kind and name.
-
-    Raises:
-        ConfigError: ``algorithm.unknown``, with what there is.
-    """
+    """Return the part of this kind and name; an unknown one is refused (``algorithm.unknown``), with what there is."""
     if (kind, name) in _PARTS:
         return _PARTS[kind, name]
     raise unknown_part(f"part of kind {kind}", name, names(kind))

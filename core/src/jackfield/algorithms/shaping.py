@@ -39,11 +39,7 @@ class Shaping:
         return self.clip is not None or self.normalize or self.overlong_length is not None
 
     def shape(self, totals: Tensor, lengths: Tensor) -> Tensor:
-        """Shaped rewards of whole responses.
-
-        Args:
-            totals: float ``[B]``, the sums of the rows' rewards.
-            lengths: of the responses in tokens, int ``[B]``.
+        """Shape the rewards of whole responses: ``totals`` float ``[B]``, ``lengths`` in tokens, int ``[B]``.
 
         Raises:
             ConfigError: ``algorithm.input``.
@@ -53,9 +49,8 @@ class Shaping:
         if self.normalize:
             totals = normalize_rewards(totals)
         if self.overlong_length is not None:
-            totals = totals + overlong_penalty(
-                lengths, max_length=self.overlong_length, buffer=self.overlong_buffer, factor=self.overlong_factor
-            )
+            bounds = {"max_length": self.overlong_length, "buffer": self.overlong_buffer}
+            totals = totals + overlong_penalty(lengths, **bounds, factor=self.overlong_factor)
         return totals
 
 
@@ -69,17 +64,11 @@ def kl_in_reward(
     coefficient: float,
     estimator: str = "k1",
 ) -> tuple[Tensor, Tensor]:
-    """r_t - coefficient kl_t on each model token.
-    [InstructGPT, arXiv:2203.02155, equation 2; Ziegler et al.,
+    """r_t - coefficient kl_t on each model token. [InstructGPT, arXiv:2203.02155, equation 2; Ziegler et al.,
     arXiv:1909.08593]
 
-    Args:
-        token_rewards: float ``[B, T]``.
-        log_probs: of the policy that generated (or of pi_old), ``[B, T]``.
-        ref_log_probs: of the reference, ``[B, T]``.
-        response_mask: bool or float ``[B, T]``; rewards of observation tokens stay as they are.
-        coefficient: constant, or of a controller.
-        estimator: see :func:`jackfield.algorithms.kl`.
+    All tensors are ``[B, T]``; ``log_probs`` are those of the policy that generated (or of pi_old). Rewards of
+    observation tokens stay as they are. ``estimator`` is a name of :func:`jackfield.algorithms.kl`.
 
     Returns:
         ``(token_rewards, kl)``: ``[B, T]``, and the mean KL per model token, a scalar, for a controller.
@@ -97,27 +86,18 @@ def kl_in_reward(
 
 @register("shaping", "overlong_penalty", "sequence")
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: NotNegative = 1.0) -> Tensor:
-    """factor * clip((max_length - buffer - length) / buffer, -1, 0): to be added to the
-    reward of a response. [DAPO, arXiv:2503.14476, equation 13]
+    """factor * clip((max_length - buffer - length) / buffer, -1, 0): to be added to the reward of a response. [DAPO,
+    arXiv:2503.14476, equation 13]
 
-    Args:
-        lengths: of the responses in tokens, int ``[B]``.
-        max_length: from here on the penalty is ``-factor``.
-        buffer: over how many tokens before it the penalty grows from 0.
-        factor: the largest penalty.
-
-    Returns:
-        float ``[B]``, never positive.
+    ``lengths`` (int ``[B]``), ``max_length``, from which on the penalty is ``-factor``, and ``buffer``, over which it
+    grows from 0, are in tokens. The result is float ``[B]``, never positive.
 
     Raises:
         ConfigError: ``algorithm.input``.
     """
     if not 0 < buffer <= max_length:
-        raise ConfigError(
-            "overlong_penalty needs 0 < buffer <= max_length",
-            code="algorithm.input",
-            found=f"buffer {buffer}, max_length {max_length}",
-        )
+        found = f"buffer {buffer}, max_length {max_length}"
+        raise ConfigError("overlong_penalty needs 0 < buffer <= max_length", code="algorithm.input", found=found)
     return factor * ((max_length - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
 
 
@@ -126,13 +106,7 @@ def dynamic_sampling_filter(scores: Tensor, group_ids: Tensor, *, min_spread: No
     """Keep rows of groups with max(score) - min(score) > min_spread: the others give no group-relative gradient. [DAPO,
     arXiv:2503.14476, equation 11]
 
-    Args:
-        scores: float ``[B]``.
-        group_ids: int ``[B]``.
-        min_spread: a larger one leaves out groups that hardly differ.
-
-    Returns:
-        bool ``[B]``. A group of one is left out.
+    ``scores`` float and ``group_ids`` int ``[B]`` give bool ``[B]``. A group of one is left out.
     """
     groups, values = Groups(group_ids), scores.double()
     return groups.maxima(values) + groups.maxima(-values) > min_spread
@@ -147,9 +121,7 @@ def normalize_rewards(scores: Tensor, *, center: bool = True, eps: Epsilon = 1e-
     mean, deviation = masked_mean_std(scores, scores == scores)
     if center:
         return ((scores.double() - mean) / (deviation + eps)).to(scores.dtype)
-    if not float(deviation):
-        return scores
-    return (scores / (deviation + eps)).to(scores.dtype)
+    return (scores / (deviation + eps)).to(scores.dtype) if float(deviation) else scores
 
 
 @register("shaping", "clip_rewards", "token")
@@ -171,13 +143,8 @@ def fill_failed(scores: Tensor, failed: Tensor, group_ids: Tensor) -> tuple[Tens
 
     Differs: A group that failed as a whole has no mean: its rows are reported, not scored 0.
 
-    Args:
-        scores: float ``[B]``; what a failed row holds does not matter, NaN included.
-        failed: bool ``[B]``.
-        group_ids: int ``[B]``.
-
-    Returns:
-        ``(scores, failed)``: ``[B]``; still failed (and 0) are the rows of groups without any score.
+    ``scores`` float, ``failed`` bool and ``group_ids`` int are ``[B]``; what a failed row holds does not matter, NaN
+    included. It returns both, ``[B]``: still failed (and 0) are the rows of groups without any score.
 
     Raises:
         ConfigError: ``algorithm.not-finite``: a score that has not failed is NaN or infinite (names the first row).

@@ -111,10 +111,9 @@ def row_means(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_sums(values: Tensor) -> Tensor:
-    """Return ``[B]``: the sum of each row, in float64.
+    """Return ``[B]``: the sum of each row, in float64: equal rewards differ from their mean by far less than any eps.
 
-    So equal rewards differ from their mean by far less than any eps. In blocks that fit a cache: a sum in another dtype
-    converts all that it is given first.
+    In blocks that fit a cache: a sum in another dtype converts all that it is given first.
     """
     sums = values.new_empty(len(values)).double()
     rows = max(1, _BLOCK // max(values.shape[-1], 1))
@@ -133,13 +132,9 @@ def masked_mean_std(values: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ModelTokens:
-    """Rows packed to the left, so that a recurrence meets no gap.
-
-    The t-th model token of each row is in column t.
-    """
+    """Rows of a mask ``[B, T]`` packed to the left, so that a recurrence meets no gap: column t has each t-th token."""
 
     def __init__(self, mask: Tensor) -> None:
-        """``mask``: ``[B, T]``."""
         self.keep: Tensor = mask != 0
         self._position: Tensor | None = None
         if bool((self.keep[:, 1:] & ~self.keep[:, :-1]).any()) or not bool(self.keep[:, :1].all()):
@@ -151,10 +146,7 @@ class ModelTokens:
         return kept if self._position is None else self._scatter(kept)
 
     def credit(self, rewards: Tensor) -> Tensor:
-        """Packed rewards, each with those of the observations up to the next model token.
-
-        What stands before the first model token is credited to no token.
-        """
+        """Packed rewards, each with those of the observations up to the next model token; none for those before."""
         if self._position is not None:
             return self._scatter(rewards.masked_fill(self._position < 0, 0.0))
         kept = rewards.masked_fill(~self.keep, 0.0)
@@ -186,8 +178,7 @@ def discounted_sums(values: Tensor, factor: float) -> Tensor:
 def credited_returns(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """Reward to go on each model token, float ``[B, T]``; 0 where the mask is 0.
 
-    Only model tokens discount. A reward on an observation token is credited to the model token before it: nothing
-    that an environment returns is lost.
+    Only model tokens discount. A reward on an observation token is credited to the model token before it.
     """
     if gamma == 1.0:
         return discounted_sums(token_rewards, 1.0).masked_fill(mask == 0, 0.0)
@@ -205,25 +196,17 @@ def row_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     return (log_probs - old_log_probs).sum(-1)
 
 
-def clean(tensors: Mapping[str, Tensor | None], mask: Tensor) -> dict[str, Tensor]:
-    """Return tensors (``[B, T]``) with 0 where the mask is 0, those that are there.
-
-    Raises:
-        ConfigError: ``algorithm.input`` or ``algorithm.not-finite``.
-    """
+def clean(tensors: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Check shapes and values of tensors (``[B, T]``), and return them with 0 where the mask is 0."""
     require_shapes(tensors, mask.shape)
     require_finite(tensors, mask)
-    return {name: value.masked_fill(mask == 0, 0.0) for name, value in tensors.items() if value is not None}
+    return {name: value.masked_fill(mask == 0, 0.0) for name, value in tensors.items()}
 
 
-def require_shapes(tensors: Mapping[str, Tensor | None], *shapes: Sequence[int]) -> None:
-    """Refuse tensors of another shape than these: that of the response mask, or of its rows.
-
-    Raises:
-        ConfigError: ``algorithm.input``.
-    """
+def require_shapes(tensors: Mapping[str, Tensor], *shapes: Sequence[int]) -> None:
+    """Refuse (``algorithm.input``) tensors of another shape than these: that of the response mask, or of its rows."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape not in shapes:
+        if tensor.shape not in shapes:
             raise ConfigError(
                 f"{name} does not have the shape of response_mask",
                 code="algorithm.input",
@@ -233,22 +216,18 @@ def require_shapes(tensors: Mapping[str, Tensor | None], *shapes: Sequence[int])
             )
 
 
-def require_finite(tensors: Mapping[str, Tensor | None], mask: Tensor | None, fix: str = _FIX) -> None:
-    """Refuse NaN and infinity on masked tokens (``[B, T]``), with one look at the device when all is well.
+def require_finite(tensors: Mapping[str, Tensor], mask: Tensor | None, fix: str = _FIX) -> None:
+    """Refuse (``algorithm.not-finite``) NaN and infinity on masked tokens (``[B, T]``), naming the first.
 
-    Without a mask the first dimension are rows, and all values of a row count.
-
-    Raises:
-        ConfigError: ``algorithm.not-finite``, naming the tensor, the row and the token.
+    There is one look at the device when all is well. Without a mask the first dimension are rows.
     """
-    there = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
-    bad = {
-        name: ~tensor.isfinite() if mask is None else ~tensor.isfinite() & (mask != 0) for name, tensor in there.items()
-    }
+    bad = {name: ~tensor.detach().isfinite() for name, tensor in tensors.items()}
+    if mask is not None:
+        bad = {name: flags & (mask != 0) for name, flags in bad.items()}
     if not bad or not bool(sum(flags.sum() for flags in bad.values())):
         return
     name = next(name for name, flags in bad.items() if bool(flags.any()))
     place = bad[name].nonzero()[0].tolist()
     where = f"row {place[0]}" if mask is None else f"row {place[0]}, response token {place[1]}"
-    message = f"{name} is {float(there[name][tuple(place)])}"
+    message = f"{name} is {float(tensors[name].detach()[tuple(place)])}"
     raise ConfigError(message, code="algorithm.not-finite", where=where, fix=fix)

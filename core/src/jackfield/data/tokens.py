@@ -40,11 +40,7 @@ class HuggingFaceChatTokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        chat_template: str | None = None,
-        end_token_ids: Sequence[int] = (),
+        self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None, end_token_ids: Sequence[int] = ()
     ) -> None:
         self.tokenizer = tokenizer
         own = tokenizer.chat_template

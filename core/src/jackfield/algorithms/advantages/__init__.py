@@ -43,7 +43,7 @@ def advantages(
     inputs, options = chosen.split(options)
     if not token_rewards.is_floating_point():
         token_rewards = token_rewards.float()
-    used = {key: value for key, value in inputs.items() if key in chosen.inputs}
+    used = {key: value for key, value in inputs.items() if value is not None and key in chosen.inputs}
     rows = {"reward": row_sums(token_rewards)}  # a sum of float32 does not overflow in float64
     rows |= {key: used[key] for key in ("reward_dimensions", "baseline_rewards") if key in used}
     require_finite(rows, None, "return a failure status from the reward agent in the place of such a score")

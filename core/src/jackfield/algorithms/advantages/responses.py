@@ -183,11 +183,7 @@ def _asymre(token_rewards: Tensor, group_ids: Tensor, *, baseline_shift: float =
 
 @register("advantages", "opmd", "group")
 def _opmd(
-    token_rewards: Tensor,
-    group_ids: Tensor,
-    *,
-    baseline: Literal["mean", "log_avg_exp"] = "mean",
-    tau: Positive = 1.0,
+    token_rewards: Tensor, group_ids: Tensor, *, baseline: Literal["mean", "log_avg_exp"] = "mean", tau: Positive = 1.0
 ) -> Estimate:
     """A_i = R_i - b, b = mean_group(R) (``mean``) or tau log(mean_group(exp(R / tau))) (``log_avg_exp``). [Trinity-RFT
     report, arXiv:2505.17826, appendix A.1 and A.3]

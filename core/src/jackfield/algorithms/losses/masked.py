@@ -92,12 +92,7 @@ def _m2po_mask(
 
 @register("loss", "m2po", "batch", whole_batch=("m2po_mask",), prepare=_m2po_mask)
 def _m2po(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    m2po_mask: Tensor,
-    *,
-    m2_threshold: NotNegative = 0.04,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, m2po_mask: Tensor, *, m2_threshold: NotNegative = 0.04
 ) -> LossResult:
     """-M r A; M leaves out the largest (log r)^2 among outward tokens until the mean of the others is <= m2_threshold.
     [M2PO, arXiv:2510.01161, algorithm 1]
