@@ -125,7 +125,7 @@ def ledger(folder: Path, as_json: bool) -> None:
 @json_option
 def trace(folder: Path, key: str, as_json: bool) -> None:
     """Print what the sample KEY was made of, as a tree, from the newest checkpoint and the run's ledger."""
-    from jackfield.compose.export import find_queue
+    from jackfield.compose.folder import find_queue
     from jackfield.queue.sample_files import trace as find_ancestors
     from jackfield.queue.store import find_store
 
@@ -220,7 +220,7 @@ def _print_json(value: Any) -> None:
 
 
 def _samples(folder: Path, partition: str | None) -> Iterator[SavedSample]:
-    from jackfield.compose.export import find_queue
+    from jackfield.compose.folder import find_queue
     from jackfield.queue.sample_files import saved_samples
 
     return (sample for sample in saved_samples(find_queue(folder)) if partition in (None, sample.partition))

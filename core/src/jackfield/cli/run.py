@@ -98,7 +98,7 @@ def checkpoint() -> None:
 @json_option
 def list_checkpoints(folder: Path, as_json: bool) -> None:
     """List the checkpoints of the run in FOLDER, the oldest first, and name those whose files are not all there."""
-    from jackfield.compose.export import run_checkpoints
+    from jackfield.compose.folder import run_checkpoints
     from jackfield.trainer import Checkpoint
 
     rows: list[dict[str, Any]] = []
@@ -124,7 +124,7 @@ def export(folder: Path, out: Path, merge: bool) -> None:
     FOLDER is a checkpoint, or a run's folder, whose newest whole checkpoint is taken. Of a run that trains an adapter,
     OUT is the adapter's folder, for PEFT, unless --merge is given.
     """
-    from jackfield.compose.export import export_checkpoint, find_checkpoint
+    from jackfield.compose.folder import export_checkpoint, find_checkpoint
 
     found = find_checkpoint(folder)
     export_checkpoint(found, out, merge=merge)

@@ -15,10 +15,9 @@ from jackfield.cluster.control import serve_control, serve_metrics
 from jackfield.cluster.device import DeviceLease, SharedDevice
 from jackfield.cluster.pool import ReplicaPool, WeightSource
 from jackfield.compose.checks import address_file
-from jackfield.compose.export import export_model
+from jackfield.compose.folder import checkpoint_store, export_model, mark_finished
 from jackfield.compose.inputs import digests, make_sources, mixed_samples
 from jackfield.compose.resolve import log_prob_check_options, rollout_bound
-from jackfield.compose.resume import checkpoint_store, mark_finished
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import as_plain
@@ -79,12 +78,16 @@ class RunBuilder:
         Raises:
             JackfieldError: the first part that does not work.
         """
+        role = self.role
         async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._loops:
-            await self._begin()
-            if self.role.trains:
+            self.placement = DeviceLease(role.clock, role.config.deadlines.batch)
+            role.workers = await self.make_workers(role, self.stack)
+            await self._open_queue()
+            if role.trains:
                 count = await self._train(checkpoint)
             else:
-                count = await (self._explore() if self.role.name == "explore" else self._reward())
+                count = await (self._explore() if role.name == "explore" else self._reward())
+            self._finished = not role.trains or count == role.config.schedule.steps
             for task in self._background:
                 task.cancel()
         return count
@@ -93,18 +96,15 @@ class RunBuilder:
         """Run loops until the role has ended; an error of theirs ends the role."""
         self._background += [self._loops.create_task(loop()) for loop in loops]
 
-    async def _begin(self) -> None:
-        """Start the workers of this role and its queue."""
-        role, config = self.role, self.role.config
-        self.placement = DeviceLease(role.clock, config.deadlines.batch)
-        role.workers = await self.make_workers(role, self.stack)
+    async def _open_queue(self) -> None:
+        role, config, backend = self.role, self.role.config, self.role.workers.backend
         if config.queue.address is None:
-            role.queue = self.factory.queue(role.workers.backend)
+            role.queue = self.factory.queue(backend)
             self.stack.push_async_callback(role.queue.close)
             await role.queue.start()
         else:
-            self.stack.push_async_callback(role.workers.backend.close)
-            await role.workers.backend.start()
+            self.stack.push_async_callback(backend.close)
+            await backend.start()
             name = f"{_CLIENTS[role.name]} {config.name}"
             role.queue, connection = await connect_queue(address_file(config), name, role.clock)
             self.stack.push_async_callback(lambda: connection.close(early=not self._finished))
@@ -127,9 +127,13 @@ class RunBuilder:
         first_step = 0 if checkpoint is None else checkpoint.step
         await trainer.begin(first_step, restored)
         await self._open_control()
-        rewards = [(await self._rewards()).run] if role.scores else []
-        explorers = [self._explorer("explorer-0").run] if role.name == "all" else []
-        self._run(*explorers, *rewards, *(samples.keep for samples in mixed))
+        if role.scores:
+            pipeline = RewardPipeline(role=role)
+            await pipeline.register()
+            self._run(pipeline.run)
+        if role.name == "all":
+            self._run(self._explorer("explorer-0").run)
+        self._run(*(samples.keep for samples in mixed))
         with self.stop.boundary("with a checkpoint after this step"):
             steps = await trainer.run(first_step)
             if steps == config.schedule.steps:
@@ -137,7 +141,6 @@ class RunBuilder:
                 if role.name == "train":
                     await role.queue.post(FINISHED, {"steps": steps})
                 mark_finished(folder, steps)
-                self._finished = True
         return steps
 
     async def _explore(self) -> int:
@@ -152,27 +155,19 @@ class RunBuilder:
         await self.role.version.until(lambda version: version >= 0, seconds, who)
         await self._open_control()
         await self._explorer(self.role.config.name).run()
-        self._finished = True
         return self.role.version.value
 
     async def _reward(self) -> int:
         """Score samples for a trainer in another process until its last step. Returns the number of groups."""
         role, deadlines = self.role, self.role.config.deadlines
         await noticed(role, WEIGHTS, deadlines.batch, "the trainer to begin")
-        pipeline = await self._rewards()
+        pipeline = RewardPipeline(role=role)
+        await pipeline.register()
         self.stop.begun()
         self._run(pipeline.run)
         await pipeline.until_finished()
-        self._finished = True
         await role.steps_done.advance(pipeline.groups)
         return pipeline.groups
-
-    # -- producers
-
-    async def _rewards(self) -> RewardPipeline:
-        pipeline = RewardPipeline(role=self.role)
-        await pipeline.register()
-        return pipeline
 
     def _explorer(self, name: str) -> Explorer:
         """Make an explorer; in an offline run it copies the answers of the data."""
@@ -183,12 +178,9 @@ class RunBuilder:
         return Explorer(role=self.role, name=name, placement=self.placement, task_for=task_for, expert_for=expert_for)
 
     def _task_order(self, which: str, groups: int, first: int = 0) -> Callable[[GroupKey], Task]:
-        """Order tasks by group: the same for any number of explorers, and for a run that resumes.
+        """Order a file's tasks by group: the same for any number of explorers, and for a run that resumes.
 
-        Args:
-            which: the file of the tasks.
-            groups: of each batch that they fill.
-            first: the index of the first of them in the batch.
+        In each batch they fill so many ``groups``, from the index ``first`` on.
         """
         tasks, config = self.tasks[which], self.role.config
         order, retries = (SeededOrder(size=len(tasks), seed=seed) for seed in (config.seed, config.seed + 1))
@@ -311,10 +303,9 @@ class RunBuilder:
         config, agents, task = self.role.config, self.role.workers.agents, cast(Task, self.tasks["train"][0])
         if not config.log_prob_check.probe_tokens:
             return None
+        ask = lambda: agents.of("probe").prompt_ids(task, _PROBE_PROMPT)  # noqa: E731
         return ReplicaProbe(
-            prompt=lambda: resubmitted(
-                lambda: agents.of("probe").prompt_ids(task, _PROBE_PROMPT), "the probe's prompt"
-            ),
+            prompt=lambda: resubmitted(ask, "the probe's prompt"),
             score=actor.score,
             clock=self.role.clock,
             tokens=config.log_prob_check.probe_tokens,

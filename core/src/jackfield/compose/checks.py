@@ -23,7 +23,6 @@ from jackfield.queue import register_sampler
 from jackfield.trainer import RoleName
 
 HEAVY = ("engine", "rollout")  #: kinds whose plugins import torch: they come last
-PROCESS_KINDS = ("rollout",)  #: can have a process of their own with the cluster ``inline``
 _PROBE_SECONDS = 30.0
 
 
@@ -50,24 +49,21 @@ def role_config(config: RunConfig, role: RoleName) -> RunConfig:
     Raises:
         ConfigError: the run is one that roles cannot share, or that has to be shared.
     """
-    distributed = config.queue.rewards == "distributed"
-    if role == "all":
-        if distributed:
-            what = "in a run in one process, that process scores the samples"
-            raise refusal(config, "queue.rewards", what, "train, or each role launched with --role")
-        return config
-    if config.mode != "online":
+    shared, distributed = role != "all", config.queue.rewards == "distributed"
+    if distributed and not shared:
+        what = "in a run in one process, that process scores the samples"
+        raise refusal(config, "queue.rewards", what, "train, or each role launched with --role")
+    if shared and config.mode != "online":
         raise refusal(config, "mode", "there are roles where samples are explored", "online")
-    if config.weights.kind != "full":
+    if shared and config.weights.kind != "full":
         raise refusal(config, "weights.kind", "explorers that come and go get whole weights", "full")
     if role == "reward" and not distributed:
         what = "the role train scores the samples of this run, unless all roles have the setting"
         raise refusal(config, "queue.rewards", what, "distributed")
-    config = with_address(config)
-    if role == "explore":
-        name = f"explorer-{socket.gethostname()}-{os.getpid()}"
-        return attrs.evolve(config, name=name, folder=str(Path(config.folder) / "explorers" / name))
-    return attrs.evolve(config, name="rewards", folder=f"{config.folder}/rewards") if role == "reward" else config
+    name = f"explorer-{socket.gethostname()}-{os.getpid()}" if role == "explore" else "rewards"
+    folder = Path(config.folder, "explorers", name) if role == "explore" else Path(config.folder, name)
+    config = with_address(config) if shared else config
+    return attrs.evolve(config, name=name, folder=str(folder)) if role in ("explore", "reward") else config
 
 
 def chosen(config: RunConfig) -> list[tuple[str, str]]:
@@ -177,15 +173,10 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
         path = os.path.abspath(sys.executable) if wanted is None else resolve_interpreter(wanted, where)
         if path == os.path.abspath(sys.executable):
             continue
-        if config.cluster.name == "inline" and kind not in PROCESS_KINDS:
-            raise PluginError(
-                f"a worker of the kind '{kind}' cannot have a process of its own with the cluster 'inline'",
-                code="plugin.interpreter",
-                where=where,
-                expected=f"{sys.executable}; or an interpreter for {', '.join(PROCESS_KINDS)}",
-                found=path,
-                fix="use cluster.name: ray, or give the rollout server the interpreter of its own",
-            )
+        if config.cluster.name == "inline" and kind != "rollout":
+            what = f"a worker of the kind '{kind}' cannot have a process of its own with the cluster 'inline'"
+            fix = "use cluster.name: ray, or give the rollout server the interpreter of its own"
+            raise _no_interpreter(what, where, f"{sys.executable}; or an interpreter for rollout", path, fix)
         found[kind] = path
     return found
 
@@ -194,14 +185,12 @@ def _python_of(config: RunConfig, name: str, where: str) -> str:
     python = environment_python(config.environments[name].path(name))
     if Path(python).exists():
         return python
-    raise PluginError(
-        f"the environment '{name}' has not been made",
-        code="plugin.interpreter",
-        where=where,
-        expected=python,
-        found="no such file",
-        fix=f"jackfield env create {name} FILE, with the file of this configuration",
-    )
+    what, fix = f"the environment '{name}' has not been made", f"jackfield env create {name} FILE, with this file"
+    raise _no_interpreter(what, where, python, "no such file", fix)
+
+
+def _no_interpreter(what: str, where: str, expected: str, found: str, fix: str) -> PluginError:
+    return PluginError(what, code="plugin.interpreter", where=where, expected=expected, found=found, fix=fix)
 
 
 def _add_failures(error: PluginNotFound, registry: Registry, kind: str, name: str) -> None:

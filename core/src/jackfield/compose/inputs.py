@@ -17,7 +17,7 @@ import attrs
 
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.compose.checks import refusal
-from jackfield.compose.export import find_queue
+from jackfield.compose.folder import find_queue
 from jackfield.config.sections import MixConfig, MixingConfig, ReplayConfig, RunConfig
 from jackfield.data.tasks import Task, TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt

@@ -16,9 +16,7 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
 from jackfield.compose.checks import check_plugins, hooks_of, import_plugins, role_config, with_address
-from jackfield.compose.inputs import check_rows, check_tokens, digests, make_sources, prompt_limit, read_tasks
-from jackfield.compose.resolve import resolve_algorithm
-from jackfield.compose.resume import (
+from jackfield.compose.folder import (
     DISK_ERRORS,
     folder_lock,
     is_finished,
@@ -26,6 +24,8 @@ from jackfield.compose.resume import (
     storage_error,
     storage_errors,
 )
+from jackfield.compose.inputs import check_rows, check_tokens, digests, make_sources, prompt_limit, read_tasks
+from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import InlineWorkers, WorkerFactory
 from jackfield.config import RunConfig, as_plain, resolve_defaults, show

@@ -1,0 +1,273 @@
+"""The folder of a run: its lock, what an earlier start of the run left in it, its checkpoints and its models."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import attrs
+
+from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
+from jackfield.config import RunConfig, as_plain, make_config
+from jackfield.errors import EngineError, JackfieldError, RunError
+from jackfield.files import replace_file, seal, unseal
+from jackfield.plugins import discover
+from jackfield.queue.store import STORE_FILE, check_ledger
+from jackfield.runtime.engine_group import EngineGroup
+from jackfield.sdk.archive import NAME_FILE
+from jackfield.settings import flatten
+from jackfield.trainer import Checkpoint, CheckpointStore, open_checkpoint
+
+T = TypeVar("T")
+
+_FINISHED = "finished.json"
+
+#: What a disk answers, rather than a connection or a program.
+DISK_ERRORS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EROFS})
+_ROOM = "look at the disk's room and permissions, then give the same command: it goes on from the newest checkpoint"
+
+#: What may change between two starts of one run: nothing of it decides what is learnt. The data's paths may change
+#: because its contents are compared.
+_FREE = (
+    "name folder observe deadlines checkpoint cluster environments checkpoint_engine log_prob_check schedule.steps "
+    "evaluation.every queue.address queue.durable queue.host queue.max_bytes queue.max_samples queue.port "
+    "queue.rewards data.train data.eval data.expert"
+)
+
+
+def storage_error(folder: Path, error: OSError) -> RunError:
+    """Return the error of a disk that fails: ``run.storage``."""
+    room, expected = "", "room on the disk, and permission to write"
+    with suppress(OSError):
+        room = f" ({shutil.disk_usage(folder).free >> 20} MB of the disk are free)"
+    what, where, fix = "the run's folder cannot be written", str(folder), f"{_ROOM}; or choose another folder"
+    return RunError(what, code="run.storage", where=where, expected=expected, found=f"{error}{room}", fix=fix)
+
+
+@contextmanager
+def storage_errors(folder: Path) -> Iterator[None]:
+    """Turn an error of the system into ``run.storage``."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(folder, error) from error
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process; the lock ends with the process, however it ends.
+
+    Raises:
+        RunError: ``run.folder-in-use``, naming the process that holds it.
+    """
+    with (folder / ".lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read() or "a process that does not say who it is"
+            what, fix = "another run is using this folder", "wait for it, end it, or give this run another folder"
+            raise RunError(what, code="run.folder-in-use", where=str(folder), found=holder, fix=fix) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+# -- where a run begins
+
+
+def checkpoint_store(config: RunConfig) -> CheckpointStore:
+    """Return the store of the run's checkpoints."""
+    return CheckpointStore(Path(config.folder) / "checkpoints", config.checkpoint.keep)
+
+
+def starting_point(config: RunConfig, digests: Mapping[str, str] | None = None) -> Checkpoint | None:
+    """Find the checkpoint to go on from: the newest whole one. What earlier starts left half done is removed.
+
+    Without ``checkpoint.resume`` nothing is read of what is there. A refusal leaves the folder as it was.
+
+    Args:
+        config: of the run.
+        digests: of the data, by the names of the files; None: it has been compared.
+
+    Raises:
+        RunError: ``run.changed`` when the folder's run is another one; ``run.checkpoint-damaged``,
+            ``run.checkpoint-format``.
+        QueueError: ``queue.ledger``.
+    """
+    folder, store, served = Path(config.folder), checkpoint_store(config), config.queue.address is not None
+    if not config.checkpoint.resume:
+        store.clean(everything=True)
+        if not served:  # else a controller works there
+            _clear_queue(folder / "queue")
+
+    def check(found: Checkpoint) -> None:
+        _check_same(found, config, digests or {})
+        if not served:
+            check_ledger(folder / "queue" / STORE_FILE, found.folder / "queue" / STORE_FILE)
+
+    checkpoint = store.newest(check=check)
+    store.clean()
+    if not is_finished(config, checkpoint):
+        for name in (_FINISHED, "error.txt"):
+            (folder / name).unlink(missing_ok=True)
+    return checkpoint
+
+
+def _clear_queue(folder: Path) -> None:
+    """Remove what an earlier run's queue kept here, damaged or not; its name stays, under which servers know it."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != NAME_FILE:
+            path.unlink()
+
+
+def _check_same(checkpoint: Checkpoint, config: RunConfig, digests: Mapping[str, str]) -> None:
+    """Compare settings and data with those of the checkpoint's run."""
+    state, steps = checkpoint.state(), config.schedule.steps
+    before, now = flatten(state["config"]), flatten(as_plain(config))
+    pairs = [(path, before.get(path), now.get(path)) for path in {**before, **now}]
+    changed = [(path, repr(old), repr(new)) for path, old, new in pairs if not _is_free(path, old, new)]
+    if checkpoint.step > steps:
+        changed.append(("schedule.steps", f"{checkpoint.step} or more: so many are done", f"{steps}"))
+    data = {which: digest for which, digest in state["data"].items() if digest != digests.get(which, digest)}
+    changed += [(f"data.{which}", f"records of digest {data[which]}", digests[which]) for which in data]
+    for path, expected, found in changed[:1]:
+        what = "the folder holds a run with other settings, and results of both would be mixed"
+        where, fix = f"{path}, {checkpoint.folder}", "give the run another folder, or the settings it had; "
+        fix += "checkpoint.resume=false removes what is there and starts from the beginning"
+        raise RunError(what, code="run.changed", where=where, expected=expected, found=found, fix=fix)
+
+
+def _is_free(path: str, before: object, now: object) -> bool:
+    """Return whether a setting is as it was or may change; ``correct`` decides on the correction."""
+    if path == "log_prob_check.on_mismatch" and "correct" in (before, now):
+        return before == now
+    return before == now or any(f"{path}.".startswith(f"{free}.") for free in _FREE.split())
+
+
+def mark_finished(folder: Path, steps: int) -> None:
+    """Note that the model of the last step is in its place."""
+    replace_file(folder / _FINISHED, seal(json.dumps({"steps": steps})))
+
+
+def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
+    """Return whether the run has done its last step, and its model is there."""
+    marker, model = (Path(config.folder) / name for name in (_FINISHED, "model"))
+    if checkpoint is None or not marker.is_file() or not model.is_dir():
+        return False
+    try:
+        return checkpoint.step == unseal(marker.read_bytes()).get("steps") == config.schedule.steps
+    except ValueError as error:
+        what = "%s is damaged (%s); the run goes on from its newest checkpoint, and writes its model again"
+        logging.getLogger("jackfield").warning(what, marker, error)
+        return False
+
+
+# -- checkpoints and models
+
+
+def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
+    """List the checkpoints of a run's folder by their steps, the oldest first, or the error of one that is damaged.
+
+    Manifests and sizes are looked at, not contents.
+
+    Raises:
+        RunError: ``run.no-checkpoint``, ``run.checkpoint-format``.
+    """
+    return _found(CheckpointStore(folder / "checkpoints").checkpoints(), folder)
+
+
+def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
+    """Find a checkpoint by its own folder, or the newest whole one of a run by the run's folder.
+
+    Args:
+        folder: of the checkpoint, or of the run.
+        part: the folder in the checkpoint that is verified; all, where it is not given.
+
+    Raises:
+        RunError: ``run.no-checkpoint``, ``run.checkpoint-damaged``, ``run.checkpoint-format``.
+    """
+    if (folder / "manifest.json").is_file():
+        return open_checkpoint(folder, part)
+    return _found(CheckpointStore(folder / "checkpoints").newest(part), folder)
+
+
+def _found(found: T | None, folder: Path) -> T:
+    if found:
+        return found
+    what, expected = "the folder holds no checkpoint", "the folder of a run with checkpoints, or one of its checkpoints"
+    raise RunError(what, code="run.no-checkpoint", where=str(folder), expected=expected)
+
+
+def find_queue(folder: Path) -> Path:
+    """Find the folder of a checkpointed queue: itself, or that of a run's (newest whole) checkpoint."""
+    return folder if (folder / STORE_FILE).is_file() else find_checkpoint(folder, "queue/").folder / "queue"
+
+
+def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False) -> None:
+    """Write the actor's weights, as they were at a verified ``checkpoint``, to the Hugging Face folder ``out``.
+
+    The run's model folder is needed for the model's shape and the tokenizer; one process of this machine must hold the
+    model.
+
+    Args:
+        checkpoint: of a run.
+        out: an empty or absent folder.
+        merge: write base model and adapter as one model; False: the adapter alone, where one was trained.
+
+    Raises:
+        RunError: ``run.no-adapter``: there is nothing to merge.
+        EngineError: when ``out`` is not empty, or the engine cannot load or save.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise EngineError("the folder for the model is not empty", where=str(out), expected="an empty or absent folder")
+    config, where = make_config(checkpoint.state()["config"]), str(checkpoint.folder)
+    if merge and config.model.lora is None:
+        what, fix = "the run has not trained an adapter", "leave out --merge: the exported folder holds the whole model"
+        raise RunError(what, code="run.no-adapter", where=where, expected="a run with model.lora", fix=fix)
+    context = EngineContext(role="actor", model=attrs.evolve(config.model, gradient_checkpointing=False))
+    plugin = discover().load("engine", config.engine.name)
+    engine: BaseEngine = plugin.build(config.engine.settings, context, "engine")
+    try:
+        engine.initialize()
+        engine.load_checkpoint(LoadCheckpointRequest(folder=str(checkpoint.folder / "actor"), model_only=True))
+        engine.save_checkpoint(SaveCheckpointRequest(folder=str(out), format="huggingface", merge_adapter=merge))
+        if merge and (out / "adapter_config.json").is_file():
+            message = f"the engine {config.engine.name} does not merge adapters"
+            raise EngineError(message, code="plugin.capability", where=str(out), fix="leave out --merge")
+    except OSError as error:
+        raise EngineError(f"the model could not be written: {error}", where=str(out)) from error
+    finally:
+        engine.close()
+
+
+async def export_model(actor: EngineGroup, model: Path) -> None:
+    """Write the model beside its place, then put it there: an earlier model is replaced by a whole one.
+
+    Raises:
+        RunError: ``run.checkpoint-write``.
+    """
+    partial = model.with_name(f"{model.name}.partial")
+    try:
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+        await actor.save(str(partial), "huggingface")
+        shutil.rmtree(model, ignore_errors=True)
+        partial.replace(model)
+    except (OSError, JackfieldError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        what, code = "the trained model could not be written", "run.checkpoint-write"
+        found = error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}"
+        raise RunError(what, code=code, where=str(model), found=found, fix=_ROOM) from error
