@@ -228,11 +228,7 @@ def _coming(place: Place) -> int:
 
 
 def _not_final(partition: Partition, below: int) -> list[BatchState]:
-    """Return the batches that could still lose a group.
-
-    Raises:
-        QueueError: ``queue.batch-failed`` where one of them has failed.
-    """
+    """Return the batches that could still lose a group; none of them may have failed."""
     left = [batch for number, batch in partition.batches.items() if number < below and not batch.is_final()]
     for batch in left:
         batch.require_well()

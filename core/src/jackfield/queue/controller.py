@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
-from jackfield.queue.meta import Lineage, Notice, partition_of
+from jackfield.queue.meta import Notice, partition_of
 from jackfield.queue.records import BatchState, Consumer, Group, Place, State
 from jackfield.queue.store import Store
 
@@ -65,9 +65,9 @@ class Controller:
         self.served: Callable[[], Mapping[str, int]] = dict  #: further counts for :meth:`stats`
         self._max_samples, self._max_bytes, self._max_retries = max_samples, max_bytes, max_retries
         self._mean = 0.0  #: bytes of a sample, the last time that there was one
-        self._state, self._store, self._is_closed = State(), Store(store, durable=durable), True
+        self._state, self._store, self._is_closed = State(), Store(store, durable=durable and store is not None), True
         self._moved = 0.0  #: time of the last change of any place
-        self._waiting = set[asyncio.Future[None]]()
+        self._change = asyncio.Event()
         self._clients: dict[str, str] = {}  #: of explorers that have claimed batches
         self._feeds: list[tuple[str, list[str]]] = []  #: partition and keys to come, of ``new_samples`` iterations
         self._discarded: dict[str, list[str]] = {}  #: keys by partition whose values nothing needs
@@ -130,32 +130,17 @@ class Controller:
 
     def _wake(self) -> None:
         """Let all who wait look again."""
-        waiting, self._waiting = self._waiting, set()
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
-
-    def _next_change(self) -> asyncio.Future[None]:
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
-        return future
+        self._change.set()
+        self._change = asyncio.Event()
 
     async def _wait(self, until: float, describe: Callable[[], str]) -> None:
-        """Wait for the next change, until a time of the clock.
-
-        Raises:
-            DeadlineExceeded: naming what ``describe`` says *then*.
-            QueueError: ``queue.closed``.
-        """
+        """Wait for the next change, until a time of the clock; the error of the deadline says what is lacking then."""
         start = self.clock.time()
         try:
-            await self.clock.wait_for(self._next_change(), max(until - start, 0.0), "the TransferQueue")
+            await self.clock.wait_for(self._change.wait(), max(until - start, 0.0), "the TransferQueue")
         except DeadlineExceeded:
-            raise DeadlineExceeded(
-                f"waited {until - start:.6g} s for {describe()}",
-                fix="look at why it did not come, or raise the deadline",
-            ) from None
+            message, fix = f"waited {until - start:.6g} s for", "look at why it did not come, or raise the deadline"
+            raise DeadlineExceeded(f"{message} {describe()}", fix=fix) from None
         self._require_open()
 
     # -- changes
@@ -168,12 +153,6 @@ class Controller:
     def _record(self, event: str, **fields: Any) -> None:
         """Add an entry to the ledger."""
         self._store.coming.append({"event": event, "time": self.clock.time(), **fields})
-
-    def _derive(self, lineage: Mapping[str, Lineage]) -> None:
-        """Remember what samples were made of."""
-        for key, made in lineage.items():
-            self._store.derived[key] = made
-            self._record("derive", key=key, operation=made.operation, parents=list(made.parents))
 
     def _fail(self, subject: str, reason: str) -> None:
         """Remember what will not become training data."""

@@ -70,7 +70,9 @@ class Groups(Leases):
         group.ended[report.rollout] = report.error
         if report.error is not None:
             self._fail(f"{group.name}/{report.rollout}", report.error)
-        self._derive(report.lineage)
+        for key, made in report.lineage.items():
+            self._store.derived[key] = made
+            self._record("derive", key=key, operation=made.operation, parents=list(made.parents))
         for partition, feed in self._feeds:
             if partition == group.partition.name:
                 feed += report.keys
@@ -101,7 +103,7 @@ class Groups(Leases):
                 if coming:
                     yield coming
                 else:
-                    await self._next_change()
+                    await self._change.wait()
         finally:
             self._feeds = [each for each in self._feeds if each is not entry]
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import attrs
+
 from jackfield.abc.transfer_queue import (
     PutRequest,
     PutResult,
@@ -30,6 +32,7 @@ _WHO = "import"
 _SECONDS = 600.0  #: for room in the queue
 
 
+@attrs.define(eq=False)
 class ImportedSamples:
     """Samples of a file, or of a queue's folder, as one batch of published groups, and again where they are lost.
 
@@ -38,27 +41,13 @@ class ImportedSamples:
     were read, only the names of their groups are kept.
     """
 
-    def __init__(
-        self,
-        queue: TransferQueue,
-        values: Values,
-        partition: str,
-        read: Callable[[], Iterable[SavedSample]],
-        origin: str,
-        complete: Callable[[SavedSample], SavedSample] = lambda sample: sample,
-    ) -> None:
-        """
-        Args:
-            queue: started.
-            values: writes to the queue's backend.
-            partition: where the samples go.
-            read: reads the samples from the first one on, in an order that stays.
-            origin: the file or folder that they are from.
-            complete: adds to each sample what is missing.
-        """
-        self._queue, self._values, self._partition = queue, values, partition
-        self._read, self._origin, self._complete = read, origin, complete
-        self._sizes: dict[object, int] = {}  #: of groups, by what they were called, in the order of first samples
+    queue: TransferQueue  #: started
+    values: Values  #: of the queue's backend
+    partition: str  #: where the samples go
+    read: Callable[[], Iterable[SavedSample]]  #: reads the samples from the first one on, in an order that stays
+    origin: str  #: the file or folder that they are from
+    complete: Callable[[SavedSample], SavedSample] = lambda sample: sample  #: adds to each sample what is missing
+    _sizes: Counter[object] = attrs.field(factory=Counter, init=False)  # of groups, in the order of first samples
 
     async def put(self) -> int:
         """Put all samples. Returns their number.
@@ -89,42 +78,42 @@ class ImportedSamples:
     async def _claim(self, below: int | None = None) -> Batch | None:
         """Claim the batch of these samples; None where there are none, or none are left to make."""
         if not self._sizes:
-            self._sizes = Counter(_group_of(sample, number) for number, sample in enumerate(self._read()))
-        groups, partition = len(self._sizes), self._partition
+            self._sizes = Counter(_group_of(sample, number) for number, sample in enumerate(self.read()))
+        groups, partition = len(self._sizes), self.partition
         if not groups:
             return None
-        return await self._queue.claim_batch(partition, _WHO, groups, below=below, deadline_seconds=_SECONDS)
+        return await self.queue.claim_batch(partition, _WHO, groups, below=below, deadline_seconds=_SECONDS)
 
     async def _fill(self, batch: Batch) -> None:
         """Fill the places of a batch that have no group, as many at a time as there is room for."""
         places = {group: place for place, group in enumerate(self._sizes)}
-        async for keys in self._queue.groups_to_fill(batch, _SECONDS, until="published"):
+        async for keys in self.queue.groups_to_fill(batch, _SECONDS, until="published"):
             wanted, opened = {key.index: key for key in keys}, Counter[int]()
-            for number, sample in enumerate(self._read()):
+            for number, sample in enumerate(self.read()):
                 place = places[name := _group_of(sample, number)]
                 if place not in wanted:
                     continue
                 if not opened[place]:
                     task = sample.task if sample.task is not None else f"row-{place}"
                     new = NewGroup(key=wanted[place], task_id=task, rollouts=self._sizes[name])
-                    await self._queue.open_groups([new])
-                await self._put(wanted[place], opened[place], self._complete(sample))
+                    await self.queue.open_groups([new])
+                await self._put(wanted[place], opened[place], self.complete(sample))
                 opened[place] += 1
 
     async def _put(self, group: GroupKey, rollout: int, sample: SavedSample) -> None:
-        parent = self._origin if not sample.key else f"{self._origin}:{sample.key}"
+        parent = self.origin if not sample.key else f"{self.origin}:{sample.key}"
         key = group.sample(rollout, 0)
         lineage = {key: Lineage(_WHO, (parent,))}
         if "operation" in sample.tags and "parents" in sample.tags:
             lineage[parent] = Lineage(sample.tags["operation"], tuple(sample.tags["parents"]))
         columns = {name: join(name, [cell]) for name, cell in sample.cells.items()}
         tags = {**sample.tags, "operation": _WHO, "parents": [parent]}
-        written = await self._values.put(self._partition, [key], columns, [tags])
+        written = await self.values.put(self.partition, [key], columns, [tags])
         report = RolloutReport(
             group=str(group), rollout=rollout, keys=(key,), columns=written.columns, sizes=written.sizes,
             tags=(sample.tags,), lineage=lineage,
         )  # fmt: skip
-        await self._queue.end_rollouts([report])
+        await self.queue.end_rollouts([report])
 
 
 def _group_of(sample: SavedSample, number: int) -> object:

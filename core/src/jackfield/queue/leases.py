@@ -190,12 +190,7 @@ class Leases(Controller):
         return chosen if len(chosen) >= wanted else None
 
     def _held(self, meta: BatchMeta, *, whole: bool = True) -> dict[tuple[Consumer, int], list[Group]]:
-        """Find the living groups of a batch by lease.
-
-        Raises:
-            LeaseError: a lease does not hold any more.
-            QueueError: a group is named in part, and ``whole``.
-        """
+        """Find the living groups of a batch by lease; each lease has to hold, and each group to be named whole."""
         found: dict[tuple[Consumer, int], list[Group]] = {}
         named = set(meta.keys)
         for name, lease in dict(zip(meta.groups, meta.leases, strict=True)).items():

@@ -182,10 +182,6 @@ class BatchState:
         return Batch(self.partition.name, self.number, len(self.places), explorer, len(self.vacant()))
 
     def require_well(self) -> None:
-        """
-        Raises:
-            QueueError: ``queue.batch-failed``.
-        """
         if self.failure is not None:
             message = f"{self.failure}: batch {self.number} of partition {self.partition.name!r} has failed"
             fix = "correct what failed; where it fails only now and then, raise schedule.max_retries"
@@ -292,22 +288,14 @@ class State:
         consumer.partition.consumers = mine
 
     def group(self, name: str) -> Group | None:
-        """Find a group; None when it was there once.
-
-        Raises:
-            QueueError: ``queue.unknown-sample`` when it never was.
-        """
+        """Find a group; None when it was there once, and an error when it never was."""
         found = self.groups.get(name)
         if found is None and not self._was_there(GroupKey.of(name)):
             raise QueueError(f"{name!r} is not in the queue", code="queue.unknown-sample", where=name)
         return found
 
     def group_with(self, key: str) -> Group | None:
-        """Find the group of a sample; None when the sample was there once.
-
-        Raises:
-            QueueError: ``queue.unknown-sample`` when its group never was there.
-        """
+        """Find the group of a sample; None when the sample was there once, and an error when its group never was."""
         group = self.group(group_of(key))
         return None if group is None or key not in group.samples else group
 

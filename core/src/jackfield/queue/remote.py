@@ -20,12 +20,7 @@ class QueueServer(Server):
     """Serves a queue. What a client holds ends with it: leases, batches of its explorers, and iterations."""
 
     def __init__(self, queue: TransferQueue, clock: Clock, heartbeat_seconds: float) -> None:
-        """
-        Args:
-            queue: started and closed by the caller.
-            clock: of the queue.
-            heartbeat_seconds: a client that is silent for so long is dead.
-        """
+        """Make a server, not listening; a client that sends no heartbeat for so long is dead."""
         service = {_SERVICE: Service(target=queue, contract=QUEUE)}
         super().__init__(_SERVER, service, clock, heartbeat_seconds, self._client_ended)
         self._queue, self._endings = queue, set[asyncio.Task[None]]()
@@ -61,12 +56,12 @@ async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQu
     """Connect to a served queue. Waits end by the deadlines of the queue itself, or with the connection.
 
     Args:
-        file: the server's address.
-        name: of this process, as the server calls it.
-        clock: through which every wait goes.
+        file: The address file of the server.
+        name: The name of this process, for the server's messages.
+        clock: Time source for all waits.
 
     Returns:
-        the queue, and the connection, which the caller closes.
+        The queue, and the connection, which the caller closes.
 
     Raises:
         QueueError: ``queue.unreachable``: the file is not there; ``queue.session``: no controller answers.
@@ -74,13 +69,8 @@ async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQu
     try:
         address = Address.read(file)
     except RpcError as error:
-        raise QueueError(
-            "no controller of a queue is served there",
-            code="queue.unreachable",
-            where=str(file),
-            found=error.found,
-            fix="start `jackfield queue serve` first",
-        ) from error
+        message, fix = "no controller of a queue is served there", "start `jackfield queue serve` first"
+        raise QueueError(message, code="queue.unreachable", where=str(file), found=error.found, fix=fix) from error
     lost = lambda reason: _lost(reason, address)  # noqa: E731
     connection = await connect(address, name, clock, {_SERVICE: QUEUE}, lost_error=lost)
     return stub(connection, _SERVICE, QUEUE, TransferQueue, math.inf), connection

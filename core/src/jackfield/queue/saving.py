@@ -94,13 +94,7 @@ def place_key(place: Place) -> str:
 
 
 def every_row(state: State, below: Mapping[str, int] | None = None, **checkpoint: Any) -> list[Row]:
-    """Save the whole state.
-
-    Args:
-        state: what is saved.
-        below: By partition the first batch that is saved as if nothing of it had been made.
-        checkpoint: ``mark`` and ``ledger`` of a checkpoint.
-    """
+    """Save the whole state; ``below``: by partition the first batch that is saved as if nothing of it had been made."""
     batches = [batch for partition in state.partitions.values() for batch in _batches(partition, below)]
     return [head_row(state, below, **checkpoint), *(place_row(place) for batch in batches for place in batch.places)]
 
@@ -121,11 +115,7 @@ class Saved:
         return msgspec.convert(head, Head, str_keys=True)
 
     def state(self) -> State:
-        """Make a new state of it.
-
-        Raises:
-            QueueError: ``queue.invalid`` where a row is missing.
-        """
+        """Make a new state of it; an error where a row is missing."""
         state = State(committed=self.head.committed, marks=list(self.head.marks))
         for name, (partition, columns, writes, reuse, epoch, _) in self.head.consumers.items():
             state.add_consumer(Consumer(name, Partition(partition), columns, writes, reuse, epoch))

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import xxhash
 
 from jackfield.errors import QueueError
@@ -39,24 +40,19 @@ select key, operation, parents from lineage join found using(key)
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
+@attrs.define(eq=False)
 class Store:
     """The file, with one writer; others may read it meanwhile. It is opened when it is first needed."""
 
-    def __init__(self, path: Path | None, *, durable: bool = False) -> None:
-        """
-        Args:
-            path: of the file; None: in memory.
-            durable: write the state with every call once :meth:`begin` was called, not only the ledger.
-        """
-        self.path = path
-        self.durable = durable and path is not None
-        self.coming: list[dict[str, Any]] = []  #: entries for the ledger
-        self.derived: dict[str, Lineage] = {}  #: what is new
-        self.places: dict[Place, None] = {}  #: that have changed
-        self._connection: sqlite3.Connection | None = None
-        self._head: Row | None = None  #: that was written; None: not begun
-        self._end = LedgerEnd()
-        self._failure: QueueError | None = None
+    path: Path | None  #: None: in memory
+    durable: bool = attrs.field(default=False, kw_only=True)  #: once begun, it has the state, not only the ledger
+    coming: list[dict[str, Any]] = attrs.field(factory=list, init=False)  #: entries for the ledger
+    derived: dict[str, Lineage] = attrs.field(factory=dict, init=False)  #: what is new
+    places: dict[Place, None] = attrs.field(factory=dict, init=False)  #: that have changed
+    _connection: sqlite3.Connection | None = attrs.field(default=None, init=False)
+    _head: Row | None = attrs.field(default=None, init=False)  # that was written; None: not begun
+    _end: LedgerEnd = attrs.field(factory=LedgerEnd, init=False)
+    _failure: QueueError | None = attrs.field(default=None, init=False)
 
     @property
     def _db(self) -> sqlite3.Connection:
@@ -132,13 +128,7 @@ class Store:
         self._db.executemany("insert or replace into state values(?, ?, ?)", [(*row, _digest(*row)) for row in rows])
 
     def save(self, path: Path, rows: Sequence[Row], keys: Sequence[str]) -> None:
-        """Write a checkpoint, which is whole when it has its name.
-
-        Args:
-            path: of the file.
-            rows: of the state.
-            keys: of the samples whose ancestors it has.
-        """
+        """Write a checkpoint: rows of a state, and the lineage of samples; the file is whole when it is there."""
         with _translated_errors(self.path):
             ancestors = _lineage(self._db, _ANCESTORS, _encode(keys))
         with replacing(path) as partial, closing(Store(partial, durable=True)) as saved:
@@ -169,11 +159,7 @@ class Store:
     # -- reading
 
     def saved(self) -> Saved | None:
-        """Read the state that the file has.
-
-        Raises:
-            QueueError: ``queue.invalid`` where one of its rows is not what was written.
-        """
+        """Read the state that the file has; an error where one of its rows is not what was written."""
         rows = _rows(self._db, self.path)
         return Saved(rows, {}) if rows else None
 

@@ -50,7 +50,7 @@ class TransferQueue(Batches):
         """Delete values in the background. After a failure, which the next call raises, only room is lost."""
         while True:
             while not self._discarded:
-                await self._next_change()
+                await self._change.wait()
             async with self._deleting:
                 await self._forget_discarded()
 
