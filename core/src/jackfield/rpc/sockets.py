@@ -119,7 +119,7 @@ class _Guarded(Connection):
             }
             self.send(msgspec.structs.replace(self._own, **own))
         elif isinstance(message, Welcome) and self._challenge and self._is_proof(message.proof):
-            self.limit, self.name, self.process = LIMIT, message.name, Process(**message.process)
+            self.limit, self.name, self.process = LIMIT, message.name, message.process
             self.admitted.set_result(message)
         else:
             self.refused(RpcError("it has not proved that it knows the secret"))
@@ -130,7 +130,7 @@ class _Guarded(Connection):
 
 def _welcome(name: str, services: Mapping[str, Service]) -> Welcome:
     fingerprints = {each: service.contract.fingerprint for each, service in services.items()}
-    return Welcome(b"", name, attrs.asdict(Process.of(os.getpid())), fingerprints)
+    return Welcome(b"", name, Process.of(os.getpid()), fingerprints)
 
 
 @attrs.define(eq=False)
@@ -148,9 +148,9 @@ class Server:
     clients: dict[str, Connection] = attrs.field(factory=dict, init=False)  #: by session
     refused: int = attrs.field(default=0, init=False)  #: connections that were not admitted
     address: Address = attrs.field(init=False)
-    _strangers: set[_Guarded] = attrs.field(factory=set, init=False)  #: connections that have proved nothing yet
+    _strangers: int = attrs.field(default=0, init=False)  #: connections that have proved nothing yet
     _server: asyncio.Server | None = attrs.field(default=None, init=False)
-    _tasks: set[asyncio.Task[None]] = attrs.field(factory=set, init=False)
+    _kept: dict[Connection, asyncio.Task[None]] = attrs.field(factory=dict, init=False)
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Listen: within this host where ``host`` is loopback and no port is asked for, else with TLS.
@@ -181,31 +181,29 @@ class Server:
 
     def _stranger(self) -> asyncio.BaseProtocol:
         """Make the protocol of a connection that may turn out to be a client's."""
-        own, loop = _welcome(self._name, self._services), asyncio.get_running_loop()
-        guarded = _Guarded("a stranger", self._services, self._clock, address=self.address, own=own)
-        self._strangers.add(guarded)
-        seconds = _PROOF_SECONDS if len(self._strangers) <= _STRANGERS else 0.0
-        late = loop.call_later(seconds, guarded.end, "did not prove in time who it is")
-        guarded.admitted.add_done_callback(lambda done: self._known(guarded, late, done))
-        return guarded
+        own = _welcome(self._name, self._services)
+        connection = _Guarded("a stranger", self._services, self._clock, address=self.address, own=own)
+        task = self._kept[connection] = asyncio.get_running_loop().create_task(self._keep(connection))
+        task.add_done_callback(lambda _: self._kept.pop(connection))
+        return connection
 
-    def _known(self, connection: _Guarded, late: asyncio.TimerHandle, admitted: asyncio.Future[Welcome]) -> None:
-        """Take note that a stranger has ended, or is a client."""
-        late.cancel()
-        self._strangers.discard(connection)
-        if admitted.cancelled():
+    async def _keep(self, connection: _Guarded) -> None:
+        """Admit a client, watch it until it ends, and report its death to the others."""
+        self._strangers += 1
+        seconds = _PROOF_SECONDS if self._strangers <= _STRANGERS else 0.0
+        try:
+            welcome = await self._clock.wait_for(asyncio.shield(connection.admitted), seconds, "a proof")
+        except (asyncio.CancelledError, DeadlineExceeded):
             self.refused += 1
-        elif owner := self.clients.get(admitted.result().session):  # over this connection its thread sends heartbeats
+            connection.end("did not prove in time that it knows the secret")
+            return
+        finally:
+            self._strangers -= 1
+        if owner := self.clients.get(welcome.session):  # over this connection its thread sends heartbeats
             connection.handle = lambda *_: setattr(owner, "heard", True)  # type: ignore[method-assign]
-            owner.lost.add_done_callback(lambda _: connection.end("its client has ended"))
-        else:
-            self.clients[connection.session] = connection
-            task = asyncio.get_running_loop().create_task(self._keep(connection))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _keep(self, connection: Connection) -> None:
-        """Watch a client until it ends; then report it to the others, unless it has done its work."""
+            connection.end(f"its client {await asyncio.shield(owner.lost)}")
+            return
+        self.clients[connection.session] = connection
         watching = watch(connection, self._heartbeat_seconds, self._clock) if self._watches else None
         reason = await (watching or asyncio.shield(connection.lost))
         del self.clients[connection.session]
@@ -222,9 +220,10 @@ class Server:
         """Say goodbye to the clients and stop listening. Idempotent."""
         if self._server is not None:
             self._server.close()
-        for each in [*self.clients.values(), *self._strangers]:
-            await each.close(f"{self._name} has ended")
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        kept = list(self._kept.items())
+        for connection, _ in kept:
+            await connection.close(f"{self._name} has ended")
+        await asyncio.gather(*(task for _, task in kept), return_exceptions=True)
 
 
 async def connect(

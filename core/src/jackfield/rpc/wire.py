@@ -32,6 +32,63 @@ _SUBJECTS = ("request_id", "id", "version", "keys")  #: fields that say what an 
 _CAN_RUN = "RSI"  #: states of a thread that is neither stopped, frozen nor waiting for a device
 
 
+@attrs.frozen(kw_only=True)
+class Process:
+    """One process, distinguished from later ones with its number."""
+
+    pid: int
+    host: str = attrs.field(factory=socket.gethostname)
+    place: str = ""  #: processes with the same place see each other: boot and process namespace
+    began: int = 0  #: ticks between the boot and its start
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """Return the process of this machine with a number."""
+        return cls(pid=pid, place=_place(), began=_stat(f"/proc/{pid}/stat")[1])
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    @property
+    def is_near(self) -> bool:
+        """Return whether the kernel can be asked about it."""
+        return bool(self.place) and self.place == _place()
+
+    def can_run(self) -> bool:
+        """Return whether any thread of a near process can run."""
+        folder = f"/proc/{self.pid}/task"
+        try:
+            return any(_stat(f"{folder}/{thread}/stat")[0] in _CAN_RUN for thread in os.listdir(folder))
+        except OSError:  # it has ended
+            return False
+
+    def kill(self) -> bool:
+        """Kill the process if it is near and still the same. Returns whether it was killed."""
+        state, began = _stat(f"/proc/{self.pid}/stat")
+        if self.is_near and began == self.began and state not in "ZX":
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGKILL)
+                return True
+        return False
+
+
+def _place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # not Linux
+        return ""
+
+
+def _stat(file: str) -> tuple[str, int]:
+    """Read the state of a process or thread, and when it began; ``X`` and 0 where there is none."""
+    try:
+        fields = Path(file).read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0], int(fields[19])
+
+
 class Hello(msgspec.Struct, array_like=True, tag=1):
     """The first message of both ends of a socket: a challenge."""
 
@@ -43,7 +100,7 @@ class Welcome(msgspec.Struct, array_like=True, tag=2):
 
     proof: bytes  #: HMAC of both nonces
     name: str
-    process: dict[str, Any]
+    process: Process
     contracts: dict[str, str] = {}  #: fingerprint by service
     session: str = ""  #: the server's name for the connection; from a client: the session that sends heartbeats here
 
@@ -223,60 +280,3 @@ def _is_remote(cls: type, name: str) -> bool:
     function = inspect.getattr_static(cls, name)
     yields = str(getattr(function, "__annotations__", {}).get("return", "")).startswith("AsyncIterator")
     return not name.startswith("_") and (yields or inspect.iscoroutinefunction(function))
-
-
-@attrs.frozen(kw_only=True)
-class Process:
-    """One process, distinguished from later ones with its number."""
-
-    pid: int
-    host: str = attrs.field(factory=socket.gethostname)
-    place: str = ""  #: processes with the same place see each other: boot and process namespace
-    began: int = 0  #: ticks between the boot and its start
-
-    @classmethod
-    def of(cls, pid: int) -> Process:
-        """Return the process of this machine with a number."""
-        return cls(pid=pid, place=_place(), began=_stat(f"/proc/{pid}/stat")[1])
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
-
-    @property
-    def is_near(self) -> bool:
-        """Return whether the kernel can be asked about it."""
-        return bool(self.place) and self.place == _place()
-
-    def can_run(self) -> bool:
-        """Return whether any thread of a near process can run."""
-        folder = f"/proc/{self.pid}/task"
-        try:
-            return any(_stat(f"{folder}/{thread}/stat")[0] in _CAN_RUN for thread in os.listdir(folder))
-        except OSError:  # it has ended
-            return False
-
-    def kill(self) -> bool:
-        """Kill the process if it is near and still the same. Returns whether it was killed."""
-        state, began = _stat(f"/proc/{self.pid}/stat")
-        if self.is_near and began == self.began and state not in "ZX":
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pid, signal.SIGKILL)
-                return True
-        return False
-
-
-def _place() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # not Linux
-        return ""
-
-
-def _stat(file: str) -> tuple[str, int]:
-    """Read the state of a process or thread, and when it began; ``X`` and 0 where there is none."""
-    try:
-        fields = Path(file).read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "X", 0
-    return fields[0], int(fields[19])
