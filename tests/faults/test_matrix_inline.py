@@ -68,7 +68,7 @@ def test_a_replica_and_a_reward_of_a_run_that_die_are_replaced(
     command, sent = jackfield.start("run", *settings), []
     for step, name in enumerate(("STOP", "KILL", "TERM"), 1):
         after(command, tmp_path / "run", step)
-        for role, mark in (("reward", "jackfield_user_code/_child.py"), ("replica", "runtime.process.host")):
+        for role, mark in (("reward", "jackfield_user_code/_child.py"), ("replica", "jackfield.runtime.process")):
             pid = child(command, mark)
             send(name, pid)
             sent.append((role, name, pid))

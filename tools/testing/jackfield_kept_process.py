@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 from jackfield.plugins.interpreters import environment_of
 from jackfield.rpc import Connection, Process
-from jackfield.runtime.process.rollout import RolloutProcess
+from jackfield.runtime.process import RolloutProcess
 
 _END_SECONDS = 15.0
 
@@ -23,7 +23,7 @@ class _Kept:
 
     def __init__(self, python: str, environment: dict[str, str]) -> None:
         self._socket, other = socket.socketpair()
-        command = [python, "-m", "jackfield.runtime.process.host", str(other.fileno()), str(os.getpid())]
+        command = [python, "-m", "jackfield.runtime.process", str(other.fileno()), str(os.getpid())]
         with other:
             self._process = subprocess.Popen(
                 command,

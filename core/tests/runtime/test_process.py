@@ -39,7 +39,7 @@ from jackfield.errors import (
     WeightsError,
 )
 from jackfield.plugins import PluginRecord, discover
-from jackfield.runtime.process.rollout import RolloutProcess
+from jackfield.runtime.process import RolloutProcess
 
 SERVER = '''
 import asyncio, os, subprocess, sys

@@ -24,7 +24,7 @@ from jackfield.rpc import Address, Connection, Contract, Service, stub
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.process.host import ROLLOUT
+from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray import connect_worker, remote_backend, rollout_service, store_services
 from jackfield.runtime.ray.host import interface_of, node_address
 from jackfield.runtime.reward_worker import RewardWorker

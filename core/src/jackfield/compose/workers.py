@@ -30,7 +30,7 @@ from jackfield.routing.router import Generates, Router
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.process.rollout import RolloutProcess
+from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import Role, RunWorkers

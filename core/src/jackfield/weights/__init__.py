@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from jackfield.weights.sender import PreparedSender, WeightSender, WeightSource
+from jackfield.weights.sender import WeightSender
 from jackfield.weights.synchronizer import ProbeAnswer, Replica, ReplicaProbe, SyncReport, WeightSynchronizer, verify
 
-__all__ = [
-    "PreparedSender",
-    "ProbeAnswer",
-    "Replica",
-    "ReplicaProbe",
-    "SyncReport",
-    "WeightSender",
-    "WeightSource",
-    "WeightSynchronizer",
-    "verify",
-]
+__all__ = ["ProbeAnswer", "Replica", "ReplicaProbe", "SyncReport", "WeightSender", "WeightSynchronizer", "verify"]

@@ -114,29 +114,31 @@ class WeightSender:
         self, weights: Tensors, digests: dict[str, str], blocks: dict[str, Blocks], base: int | None
     ) -> Tensors:
         """Yield what is sent of each tensor; note the digests of all on the way."""
+
+        def note(name: str, tensor: torch.Tensor) -> None:
+            if self._block_bytes:
+                tensor = tensor.detach().cpu()
+                blocks[name] = Blocks.of(tensor, self._block_bytes)
+            digests[name] = digest(tensor)
+
         with ThreadPoolExecutor(1, thread_name_prefix="weights-digest") as thread:
             for name, tensor in weights:
                 if name in digests:
                     raise WeightsError(f"the engine exports tensor {name!r} twice", code="weights.missing", where=name)
-                noted = None
+                noting = None
                 part: tuple[str, torch.Tensor] | None = (name, tensor)
                 if base is None and tensor.nbytes >= _LARGE and tensor.device.type == "cpu":  # while it is sent
-                    noted = thread.submit(self._note, name, tensor, digests, blocks)
+                    noting = thread.submit(note, name, tensor)
                 else:  # a device's tensors stay with the stream of this thread
-                    self._note(name, tensor, digests, blocks)
+                    note(name, tensor)
                 if base is not None:
-                    part = delta_of(name, tensor, self._sent[base].get(name), blocks[name], self._block_bytes)
+                    before = self._sent[base].get(name)
+                    part = delta_of(name, tensor, before, blocks[name], self._block_bytes)
                 if part is not None:
                     self.sent_bytes += part[1].nbytes
                     yield part
-                if noted is not None:
-                    noted.result()
-
-    def _note(self, name: str, tensor: torch.Tensor, digests: dict[str, str], blocks: dict[str, Blocks]) -> None:
-        if self._block_bytes:
-            tensor = tensor.detach().cpu()
-            blocks[name] = Blocks.of(tensor, self._block_bytes)
-        digests[name] = digest(tensor)
+                if noting is not None:
+                    noting.result()
 
     async def finalize(self) -> None:
         """Release what the transfer took; idempotent."""

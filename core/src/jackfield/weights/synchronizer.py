@@ -99,11 +99,9 @@ class WeightSynchronizer:
         return self.last
 
     async def catch_up(self, replica: Replica, version: int) -> SyncReport:
-        """Bring the engine's weights, whole, to one replica that was restarted or joins.
+        """Bring the engine's weights, which are of ``version``, whole to one replica that was restarted or joins.
 
-        Args:
-            replica: A started replica.
-            version: The version of the weights that the engine has; it must not train meanwhile.
+        The engine must not train meanwhile.
         """
         return await self._proved([replica], version, delta=False)
 
@@ -316,16 +314,15 @@ class ReplicaProbe:
     _prompt_ids: tuple[int, ...] = attrs.field(default=(), init=False)
 
     async def check(self, servers: Mapping[int, BaseRolloutServer], version: int) -> None:
-        """Ask and compare, where engine and replicas can both work.
-
-        Raises:
-            WeightsError: as :meth:`compare`.
-            DeadlineExceeded: a replica has not answered.
-        """
+        """Ask and compare, where engine and replicas can both work."""
         await self.compare(await self.ask(servers, version))
 
     async def ask(self, servers: Mapping[int, BaseRolloutServer], version: int) -> list[ProbeAnswer]:
-        """Have every replica (by number) generate; one that has older weights refuses."""
+        """Have every replica (by number) generate; one that has older weights refuses.
+
+        Raises:
+            DeadlineExceeded: a replica has not answered.
+        """
         self._prompt_ids = self._prompt_ids or tuple(await self.prompt())
         sampling = SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True)
         name, prompt = f"probe-{version}", self._prompt_ids
@@ -335,7 +332,7 @@ class ReplicaProbe:
         return [ProbeAnswer(number, version, result) for number, result in zip(servers, results, strict=True)]
 
     async def compare(self, answers: Sequence[ProbeAnswer]) -> None:
-        """Score what replicas generated; the engine must have the weights that they had.
+        """Score what replicas generated. The engine must have the weights that they had.
 
         Raises:
             WeightsError: ``weights.log-probs``, naming the replica that is farthest away, if it is beyond the bound.

@@ -15,7 +15,7 @@ pytest.importorskip("ray")
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, SamplingParams
 from jackfield.errors import EngineError, RunError, WorkerLost
-from jackfield.runtime.process.host import ROLLOUT
+from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray import Actor, Cluster, WorkerSpec
 from jackfield.runtime.workers import resubmitted
 from jackfield_testing import refused

@@ -12,7 +12,7 @@ from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import EngineError
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.rpc import Contract, Service
-from jackfield.runtime.process.host import ROLLOUT
+from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray import rollout_service, store_services
 
 

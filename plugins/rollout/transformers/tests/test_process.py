@@ -25,7 +25,7 @@ from jackfield.cluster.replica import Worker
 from jackfield.config import make_config
 from jackfield.plugins import installed, load_plugin
 from jackfield.routing.router import Router
-from jackfield.runtime.process.rollout import RolloutProcess
+from jackfield.runtime.process import RolloutProcess
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
 from jackfield_conformance.subject import Subject

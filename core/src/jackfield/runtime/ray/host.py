@@ -24,7 +24,7 @@ from jackfield.clock import Clock
 from jackfield.imports import collection_paused, own_process
 from jackfield.routing.router import cause_of_death
 from jackfield.rpc import Address, Server, Service
-from jackfield.runtime.process.host import ROLLOUT
+from jackfield.runtime.process import ROLLOUT
 
 #: Makes a worker and returns what is served of it; the stack is closed when the worker has to end.
 MakeServices: TypeAlias = Callable[[AsyncExitStack], Awaitable[Mapping[str, Service]]]

@@ -1,7 +1,19 @@
-"""A rollout server whose process, and interpreter, are its own: the same contract, over a connection."""
+"""A rollout server whose process, and interpreter, are its own: what stands for it here, and the program there.
+
+``python -m jackfield.runtime.process FD PARENT`` serves the socket ``FD``, of which only ``PARENT`` has the other end.
+When that end closes, however its owner ended, the process ends with all that it has started.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
@@ -18,16 +30,73 @@ from jackfield.abc.rollout import (
     RolloutContext,
     ServerInfo,
 )
-from jackfield.errors import JackfieldError, PluginError, RolloutError, RpcError
-from jackfield.plugins.interpreters import check_introduction, environment_of, resolve_interpreter
-from jackfield.plugins.registry import PluginRecord
-from jackfield.rpc import Connection, stub
-from jackfield.runtime.process.host import HOST, ROLLOUT, Host
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError, RpcError
+from jackfield.imports import own_process
+from jackfield.plugins.interpreters import check_introduction, environment_of, introduce, resolve_interpreter
+from jackfield.plugins.registry import PluginRecord, load_plugin
+from jackfield.rpc import Connection, Contract, Service, stub
 from jackfield.sdk.child import ChildProcess
 
+_ORPHAN_SECONDS = 10.0  #: for the server to end what it has started, when its owner is gone
 _STOP_SECONDS = 30.0
 _END_SECONDS = 15.0  #: for the process to end by itself, once its socket is closed
 _OWN = ("start", "stop", "health", "generate", "generate_stream")  #: methods that do more than to forward
+
+
+class Host:
+    """Makes the part that it is asked for, and serves it beside itself."""
+
+    def __init__(self) -> None:
+        self.services = {"host": Service(target=self, contract=HOST)}
+
+    async def introduce(self, kind: str, name: str) -> dict[str, Any]:
+        """Say which installation and which plugin this interpreter has."""
+        return introduce(kind, name)
+
+    async def make(self, name: str, settings: dict[str, Any], context: RolloutContext) -> None:
+        """Make a rollout server from its plugin; it is not started."""
+        server = load_plugin("rollout", name).build(settings, context, "rollout")
+        self.services["worker"] = Service(target=server, contract=ROLLOUT)
+
+
+HOST, ROLLOUT = Contract(Host), Contract(BaseRolloutServer)
+
+
+async def _serve(descriptor: int) -> None:
+    host = Host()
+    connection = Connection("the run", host.services, Clock())
+    await asyncio.get_running_loop().create_connection(lambda: connection, sock=socket.socket(fileno=descriptor))
+    await connection.lost
+    await connection.close()
+    if "worker" in host.services:
+        with suppress(DeadlineExceeded):
+            await Clock().wait_for(host.services["worker"].target.stop(), _ORPHAN_SECONDS, "the server to stop")
+
+
+def _end_with(parent: int, descriptor: int) -> None:
+    """Kill this process group some seconds after the parent is gone, whatever the event loop is doing."""
+    poller = select.poll()
+    poller.register(descriptor, getattr(select, "POLLRDHUP", select.POLLHUP))
+    if hasattr(os, "pidfd_open"):
+        with suppress(ProcessLookupError):
+            poller.register(os.pidfd_open(parent), select.POLLIN)
+    poller.poll()
+    time.sleep(_ORPHAN_SECONDS + 5.0)
+    os.killpg(0, signal.SIGKILL)
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve until the parent's end of the socket closes."""
+    own_process()
+    os.set_inheritable(descriptor, False)
+    watch = threading.Thread(target=_end_with, args=(parent, os.dup(descriptor)), name="jackfield-parent", daemon=True)
+    watch.start()
+    asyncio.run(_serve(descriptor))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.getppid() != parent:  # no process is there to end what the part may have left
+        os.killpg(0, signal.SIGKILL)
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -110,7 +179,7 @@ class RolloutProcess(_Forwarding):
     async def _spawn(self) -> Connection:
         options: dict[str, Any] = {"heartbeat_seconds": self._heartbeat_seconds, "log": self._log}
         self._child = ChildProcess(self._name, self.context.clock, lost_error=self._gone, **options)
-        command = [self._python, "-m", "jackfield.runtime.process.host"]
+        command = [self._python, "-m", "jackfield.runtime.process"]
         return await self._child.start(command, {**environment_of(self._python), **self._environment})
 
     async def _introduction(self, host: Host) -> dict[str, Any]:
@@ -176,3 +245,7 @@ class RolloutProcess(_Forwarding):
             if error.code != "rollout.stopped":
                 raise
             return HealthReport(healthy=False, detail=f"{error.message}: {error.found or ''}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]))
