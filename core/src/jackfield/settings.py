@@ -51,7 +51,7 @@ def structure(cls: type[T], data: Any, where: str = "", error: type[JackfieldErr
             ``config.wrong-type`` or ``config.invalid-value``.
     """
     try:
-        return typing.cast(T, _Reader(error).instance(cls, data, where))
+        return typing.cast(T, _Reader(error).read(cls, data, where))
     except JackfieldError as refusal:
         if refusal.fix is None and error is ConfigError:
             refusal.fix = "correct it; `jackfield config explain FILE` says what each setting is for"
@@ -144,8 +144,13 @@ class _Reader:
     error: type[JackfieldError]
 
     def read(self, cls: Any, value: Any, path: str, bounds: str = "") -> Any:
+        try:
+            return self.convert(cls, value, path, bounds)
+        except (TypeError, ValueError) as caught:
+            raise self.wrong(value, path, f"{_type_name(cls)} {bounds}".strip(), caught) from caught
+
+    def convert(self, cls: Any, value: Any, path: str, bounds: str) -> Any:
         kind, members = typing.get_origin(cls) or cls, typing.get_args(cls)
-        expected = f"{_type_name(cls)} {bounds}".strip()
         if kind is Any or (value is None and type(None) in members):
             return value
         if attrs.has(kind):
@@ -154,47 +159,43 @@ class _Reader:
             return self.member([one for one in members if one is not type(None)], value, path, bounds)
         if kind is Literal:
             if value not in members:
-                raise self.wrong(value, path, expected, f"{value!r} is not {expected}")
+                raise ValueError(f"{value!r} is not {_type_name(cls)}")
             return value
         if isinstance(kind, type) and issubclass(kind, Mapping):
-            return self.mapping(members or (Any, Any), value, path, expected)
+            of_key, of_value = members or (Any, Any)
+            items = _mapping(value).items()
+            return {self.read(of_key, key, path): self.read(of_value, one, f"{path}.{key}") for key, one in items}
         if isinstance(kind, type) and issubclass(kind, Sequence) and kind is not str:
-            return self.items(kind, members or (Any, ...), value, path, expected)
-        return self.scalar(kind, value, path, expected)
+            return self.items(kind, members or (Any, ...), value, path)
+        return _scalar(kind, value)
 
     def instance(self, cls: Any, data: Any, path: str) -> Any:
-        if not isinstance(data, Mapping):
-            raise self.wrong(data, path or cls.__name__, "keys and values")
         fields = {field.name: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
-        paths = {name: f"{path}.{name}".lstrip(".") for name in fields}
-        for key in sorted(data.keys() - fields.keys(), key=str):
-            raise self.unknown(key, sorted(fields), f"{path}.{key}".lstrip("."))
         values = {}
+        for key in sorted(_mapping(data).keys() - fields.keys(), key=str):
+            raise self.unknown(key, sorted(fields), f"{path}.{key}".lstrip("."))
         for name, field in fields.items():
+            inner = f"{path}.{name}".lstrip(".")
             if name in data:
-                values[name] = self.read(field.type, data[name], paths[name], range_of(field.validator))
+                values[name] = self.read(field.type, data[name], inner, range_of(field.validator))
             elif field.default is attrs.NOTHING:
-                details = {"where": paths[name], "expected": _type_name(field.type), "found": "nothing"}
-                raise self.error(f"missing key '{name}' at {paths[name]}", code="config.missing-key", **details)
+                details = {"where": inner, "expected": _type_name(field.type), "found": "nothing"}
+                raise self.error(f"missing key '{name}' at {inner}", code="config.missing-key", **details)
         made = types.SimpleNamespace(**{name: values.get(name, field.default) for name, field in fields.items()})
         for name in values:
-            self.validate(fields[name], made, paths[name])
-        try:
-            return cls(**{fields[name].alias: value for name, value in values.items()})
-        except (TypeError, ValueError) as caught:
-            raise self.wrong(data, path or cls.__name__, cls.__name__, caught) from caught
+            self.validate(fields[name], made, f"{path}.{name}".lstrip("."))
+        return cls(**{fields[name].alias: value for name, value in values.items()})
 
     def validate(self, field: Any, made: Any, path: str) -> None:
         """Check a value by the validator of its field, which may look at other fields of what is made."""
-        value = getattr(made, field.name)
+        value, expected = getattr(made, field.name), f"{_type_name(field.type)} {range_of(field.validator)}".strip()
         try:
             if field.validator is not None:
                 field.validator(made, field, value)
         except JackfieldError as caught:
-            raise self.wrong(value, path, caught.expected, caught.message) from caught
+            raise self.wrong(value, path, caught.expected, ValueError(caught.message)) from caught
         except Exception as caught:
-            expected = f"{_type_name(field.type)} {range_of(field.validator)}".strip()
-            raise self.wrong(value, path, expected, caught.args[0] if caught.args else caught) from caught
+            raise self.wrong(value, path, expected, caught) from caught
 
     def member(self, members: Sequence[Any], value: Any, path: str, bounds: str) -> Any:
         """Read the value as the first member of a union that it fits."""
@@ -203,58 +204,62 @@ class _Reader:
         for one in members:
             with contextlib.suppress(JackfieldError):
                 return self.read(one, value, path, bounds)
-        raise self.wrong(value, path, " | ".join(map(_type_name, members)))
+        raise TypeError
 
-    def mapping(self, members: Any, value: Any, path: str, expected: str) -> dict[Any, Any]:
-        if not isinstance(value, Mapping):
-            raise self.wrong(value, path, expected)
-        return {self.read(members[0], key, path): self.read(members[1], value[key], f"{path}.{key}") for key in value}
-
-    def items(self, kind: Any, members: Sequence[Any], value: Any, path: str, expected: str) -> Any:
-        # a text is a sequence of texts to Python, and never one of settings
-        if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
-            raise self.wrong(value, path, expected)
+    def items(self, kind: Any, members: Sequence[Any], value: Any, path: str) -> Any:
+        if isinstance(value, str | bytes | Mapping):  # a text is a sequence of texts to Python, and never here
+            raise TypeError
         values = list(value)
         if kind is not tuple or members[-1] is Ellipsis:
             members = [members[0]] * len(values)
         if len(members) != len(values):
-            raise self.wrong(value, path, expected, f"{len(values)} values in the place of {len(members)}")
+            raise ValueError(f"{len(values)} values in the place of {len(members)}")
         read = [self.read(one, each, f"{path}[{n}]") for n, (one, each) in enumerate(zip(members, values, strict=True))]
         return tuple(read) if kind is tuple else read
 
-    def scalar(self, kind: Any, value: Any, path: str, expected: str) -> Any:
-        taken = int | float | str if kind is float else kind
-        if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
-            raise self.wrong(value, path, expected)
-        if kind is int and abs(value) > _LARGEST_INT:
-            raise self.wrong(value, path, expected, "not a number of 64 bits")
-        if kind is not float:
-            return value
-        try:
-            number = float(value)  # YAML reads 1e-3 as a text
-        except ValueError:
-            raise self.wrong(value, path, expected) from None
-        except OverflowError:
-            number = math.inf
-        if not abs(number) <= _LARGEST_FLOAT:
-            raise self.wrong(value, path, expected, "not a number that a float32 holds")
-        return number
-
-    def wrong(self, value: Any, path: str, expected: object, problem: object = None) -> JackfieldError:
-        """Make the error of a value with a problem, which by default is its type."""
-        code = "config.wrong-type" if problem is None else "config.invalid-value"
-        problem = f"{value!r} is of type {type(value).__name__}" if problem is None else problem
-        found = repr(value)[:200]
-        return self.error(f"wrong value at {path}: {problem}", code=code, where=path, expected=expected, found=found)
+    def wrong(self, value: Any, path: str, expected: object, caught: Exception) -> JackfieldError:
+        """Make the error of a value that is of another type, which a ``TypeError`` says, or out of range."""
+        found, problem = repr(value)[:200], caught.args[0] if caught.args else caught
+        code = "config.invalid-value"
+        if isinstance(caught, TypeError):
+            code, problem = "config.wrong-type", f"{found} is of type {type(value).__name__}"
+        message = f"wrong value at {path}: {problem}" if path else f"wrong values: {problem}"
+        return self.error(message, code=code, where=path or None, expected=expected, found=found)
 
     def unknown(self, key: Any, known: Sequence[str], path: str) -> JackfieldError:
         details = {"where": path, "expected": "one of " + ", ".join(known) if known else "no keys", "found": key}
-        return self.error(
-            f"unknown key '{key}' at {path}{did_you_mean(key, known)}", code="config.unknown-key", **details
-        )
+        message = f"unknown key '{key}' at {path}{did_you_mean(key, known)}"
+        return self.error(message, code="config.unknown-key", **details)
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return value
+
+
+def _scalar(kind: Any, value: Any) -> Any:
+    taken = int | float | str if kind is float else kind
+    if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError
+    if kind is int and abs(value) > _LARGEST_INT:
+        raise ValueError(f"{str(value)[:40]} is not a number of 64 bits")
+    if kind is not float:
+        return value
+    try:
+        number = float(value)  # YAML reads 1e-3 as a text
+    except ValueError:
+        raise TypeError from None
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= _LARGEST_FLOAT:
+        raise ValueError(f"{str(value)[:40]} is not a number that a float32 holds")
+    return number
 
 
 def _type_name(cls: Any) -> str:
+    if attrs.has(cls):
+        return "keys and values"
     if typing.get_origin(cls) is Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(cls))
     if typing.get_origin(cls) in (Union, types.UnionType):

@@ -46,9 +46,9 @@ def _nested(kind: str, section: Any) -> Any:
     """Put the settings of a plugin, which stand beside its name, into the field for them."""
     if not isinstance(section, Mapping):
         return section
-    default = default_of(getattr(attrs.fields(RunConfig), kind)).name
-    settings = {key: value for key, value in section.items() if key != "name"}
-    return {"name": section.get("name", default), "settings": settings}
+    settings = dict(section)
+    name = settings.pop("name", getattr(attrs.fields(RunConfig), kind).default.name)
+    return {"name": name, "settings": settings}
 
 
 #: What ``checkpoint_engine: auto`` stands for, by who has to be reached: ``in_process`` reaches no other process.

@@ -63,9 +63,14 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
     base = resolve_interpreter(settings.python, "environments.*.python")
     installed = _with_local(installed)
     ours = [part for name in installed for part in requirement_as_installed(name)]
-    stamp, digests = folder / _STAMP, _digests(settings, base, installed, ours)
+    wheels = [hashlib.sha256(Path(part).read_bytes()).hexdigest() for part in ours if Path(part).is_file()]
+    requires = sorted(line for name in installed for line in importlib.metadata.requires(name) or ())
+    constraints = None if settings.constraints is None else Path(settings.constraints).read_text(encoding="utf-8")
+    plan = [base, sys.version, settings.requires, settings.uninstall, constraints, installed, requires]
+    wanted = json.dumps({"plan": plan, "installed": [*ours, *wheels]}, indent=1)
+    stamp = folder / _STAMP
     made = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else {}
-    if digests.items() <= made.items():
+    if made == json.loads(wanted):
         return False
     if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
         raise PluginError(
@@ -79,14 +84,14 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
     keep = [] if settings.constraints is None else ["--constraint", settings.constraints]
     steps = [[*pip, "install", "--force-reinstall", "--no-deps", *ours]]
     stamp.unlink(missing_ok=True)
-    if made.get("digest") != digests["digest"]:
+    if made.get("plan") != json.loads(wanted)["plan"]:
         shutil.rmtree(folder, ignore_errors=True)
         steps = [[base, "-m", "venv", str(folder)], [*pip, "install", *keep, *settings.requires, *ours]]
         steps += [[*pip, "uninstall", "--yes", *settings.uninstall]] if settings.uninstall else []
     ends = time.monotonic() + seconds
     for step in steps:
         _run(step, ends, folder)
-    stamp.write_text(json.dumps({**digests, "requires": [*settings.requires, *ours]}, indent=1), encoding="utf-8")
+    stamp.write_text(wanted, encoding="utf-8")
     return True
 
 
@@ -139,14 +144,3 @@ def _run(command: Sequence[str], ends: float, folder: Path) -> None:
             found=found,
             fix="correct the environment in the configuration, or raise --deadline, and give the same command again",
         )
-
-
-def _digests(settings: EnvironmentSettings, base: str, installed: Sequence[str], ours: Sequence[str]) -> dict[str, str]:
-    """Digest what comes along, and apart from it everything else, with what the former requires."""
-    parts = [base, sys.version, *settings.requires, "", *settings.uninstall, "", *installed, ""]
-    parts += sorted(line for name in installed for line in importlib.metadata.requires(name) or ())
-    if settings.constraints is not None:
-        parts.append(Path(settings.constraints).read_text(encoding="utf-8"))
-    wheels = [hashlib.sha256(Path(part).read_bytes()).hexdigest() for part in ours if Path(part).is_file()]
-    digests = {"digest": parts, "installed": [*ours, *wheels]}
-    return {name: hashlib.sha256("\0".join(each).encode()).hexdigest() for name, each in digests.items()}
