@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from jackfield.errors import DeadlineExceeded
 
-__all__ = ["Clock", "VirtualClock"]
-
 T = TypeVar("T")
 
 

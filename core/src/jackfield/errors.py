@@ -14,33 +14,6 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = [
-    "CODES",
-    "AgentError",
-    "ConfigError",
-    "DataError",
-    "DeadlineExceeded",
-    "EngineError",
-    "JackfieldError",
-    "LeaseError",
-    "PluginError",
-    "PluginImportError",
-    "PluginNotFound",
-    "QueueError",
-    "QueueFull",
-    "RewardError",
-    "RolloutError",
-    "RpcError",
-    "RunError",
-    "ScheduleError",
-    "WeightsError",
-    "WorkerLost",
-    "described",
-    "did_you_mean",
-    "error_fields",
-    "rebuilt_error",
-]
-
 CODES: dict[str, str] = {
     "config.unreadable": "The configuration file is missing or is not YAML.",
     "config.unknown-key": "A key in the configuration belongs to no setting.",

@@ -64,7 +64,12 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if error.name != "jackfield_conformance":
                 raise
-            report(ctx, _without_conformance(f"jackfield {ctx.info_name} {cmd_name}"), exit_code=2)
+            missing, fix = "jackfield-conformance", f"{sys.executable} -m pip install jackfield-conformance"
+            message, details = (
+                f"jackfield {ctx.info_name} {cmd_name} needs {missing}",
+                {"found": "not installed", "fix": fix},
+            )
+            report(ctx, PluginError(message, where=sys.executable, expected=missing, **details), exit_code=2)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -89,12 +94,6 @@ class _Main(LazyGroup):
         except KeyboardInterrupt:  # where the command does not handle the signal, or not yet
             click.echo("SIGINT: ending", err=True)
             ctx.exit(130)
-
-
-def _without_conformance(command: str) -> PluginError:
-    fix = f"{sys.executable} -m pip install jackfield-conformance"
-    message, found = f"{command} needs jackfield-conformance", "not installed"
-    return PluginError(message, where=sys.executable, expected="jackfield-conformance", found=found, fix=fix)
 
 
 def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoReturn:

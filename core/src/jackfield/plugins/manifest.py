@@ -176,15 +176,13 @@ def parse_version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def check_abi(kind: str, abi: str, where: str, host: str | None = None) -> None:
-    """Accept a plugin that was built for the host's major version of a kind's contract, and for no newer minor version.
-
-    ``where`` is the plugin, for messages; ``host`` is the host's version, None: this Jackfield's.
+def check_abi(kind: str, abi: str, where: str) -> None:
+    """Accept a plugin that was built for this major version of a kind's contract, and for no newer minor version.
 
     Raises:
-        PluginError: ``plugin.abi``.
+        PluginError: ``plugin.abi``, naming the plugin ``where``.
     """
-    host = host or ABI_VERSIONS[kind]
+    host = ABI_VERSIONS[kind]
     (major, minor), (host_major, host_minor) = parse_version(abi), parse_version(host)
     if major == host_major and minor <= host_minor:
         return

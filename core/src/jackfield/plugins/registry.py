@@ -130,13 +130,8 @@ class Registry:
             raise self._not_found(kind, name)
         kinds = list(dict.fromkeys(record.kind for record in matches))
         if len(kinds) > 1:
-            raise PluginError(
-                f"plugins of several kinds have the name '{name}'",
-                code="plugin.ambiguous",
-                expected="one kind",
-                found=", ".join(kinds),
-                fix=f"say which: --kind {kinds[0]}",
-            )
+            message, fix = f"plugins of several kinds have the name '{name}'", f"say which: --kind {kinds[0]}"
+            raise PluginError(message, code="plugin.ambiguous", expected="one kind", found=", ".join(kinds), fix=fix)
         return matches[0]  # where there are several, each is broken
 
     def load(self, kind: str, name: str) -> LoadedPlugin:
@@ -268,14 +263,9 @@ def _manifest(record: PluginRecord, group: str, value: str, path: Sequence[str] 
 def _duplicate(record: PluginRecord, found: Iterable[PluginRecord]) -> PluginRecord:
     """Refuse a plugin whose kind and name several distributions provide, naming all of them."""
     same = [f"{one.distribution} {one.version}" for one in found if (one.kind, one.name) == (record.kind, record.name)]
-    error = PluginError(
-        f"{len(same)} distributions provide the {record.kind} '{record.name}'",
-        code="plugin.duplicate",
-        where=f"{record.kind} '{record.name}'",
-        expected="one",
-        found=", ".join(sorted(same)),
-        fix="uninstall all but one of them",
-    )
+    what, fix = f"{record.kind} '{record.name}'", "uninstall all but one of them"
+    details: dict[str, Any] = {"where": what, "expected": "one", "found": ", ".join(sorted(same)), "fix": fix}
+    error = PluginError(f"{len(same)} distributions provide the {what}", code="plugin.duplicate", **details)
     return attrs.evolve(record, error=error)
 
 
@@ -324,11 +314,8 @@ def import_object(reference: str, manifest: Manifest, where: str) -> Any:
 
 
 def _missing(what: str, where: str, found: str = "nothing there") -> PluginError:
-    return PluginError(
+    message, fix = (
         f"the manifest names the {what}, which does not exist",
-        code="plugin.object-missing",
-        where=where,
-        expected=what,
-        found=found,
-        fix="correct the manifest, or reinstall the plugin",
+        "correct the manifest, or reinstall the plugin",
     )
+    return PluginError(message, code="plugin.object-missing", where=where, expected=what, found=found, fix=fix)
