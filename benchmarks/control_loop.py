@@ -106,7 +106,10 @@ class Rank:
     async def initialize(self) -> EngineLayout:
         return EngineLayout()
 
-    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> dict[str, float]:
+    async def read(self, batch: BatchMeta, *, update: bool, comparison: object = None) -> None:
+        return
+
+    async def update(self, loss: LossSpec) -> dict[str, float]:
         return {"policy/loss": 0.0, "grad_norm": 0.0, "lr": 0.0}
 
 

@@ -27,17 +27,16 @@ class FakeRank:
         return self.layout
 
     async def read(self, batch: BatchMeta, *, update: bool, comparison: object) -> None:
-        return
-
-    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object) -> dict[str, float]:
         self.got.append(batch.keys)
+
+    async def update(self, loss: LossSpec) -> dict[str, float]:
         return self.metrics
 
-    async def compute_log_probs(self, batch: BatchMeta, column: str, *, adapter_off: bool) -> Written | None:
-        self.got.append(batch.keys)
+    async def compute(self, kind: str, column: str, *, adapter_off: bool) -> Written | None:
+        assert "log_probs" == kind
         if not self.layout.is_output_rank:
             return None
-        return Written(columns=(column,), sizes=(4,) * len(batch))
+        return Written(columns=(column,), sizes=(4,) * len(self.got[-1]))
 
     async def score(self, prompt_ids: Any, responses: Any) -> list[list[float]] | None:
         self.got.append(tuple(responses))
@@ -149,7 +148,7 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
 
 def test_a_rank_that_does_not_answer_is_named_with_its_samples() -> None:
     class Stuck(FakeRank):
-        async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object) -> dict[str, float]:
+        async def update(self, loss: LossSpec) -> dict[str, float]:
             await asyncio.Event().wait()
             raise AssertionError
 

@@ -34,6 +34,7 @@ from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import Role, RunWorkers
+from jackfield.weights import WeightSender
 
 _CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside the sample
 
@@ -104,13 +105,17 @@ class WorkerFactory:
             host=place.host,
             deadline_seconds=config.deadlines.sync,
         )
+        engine, sender = self._plugin("engine", context), None
+        if actor:
+            transport = self._plugin("checkpoint_engine", sending)
+            blocks = config.weights.block_bytes if config.weights.kind == "delta" else 0
+            sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=blocks)
         return EngineRank(
-            self._plugin("engine", context),
+            engine,
             values,
             loss_columns={"actor": algorithm.loss_columns, "critic": _CRITIC_COLUMNS}.get(role, ()),
-            renamed=algorithm.renamed if actor else None,
-            transport=self._plugin("checkpoint_engine", sending) if actor else None,
-            block_bytes=config.weights.block_bytes if config.weights.kind == "delta" else 0,
+            renamed=algorithm.renamed if actor else {},
+            sender=sender,
         )
 
     def _model(self, role: str) -> ModelSpec:

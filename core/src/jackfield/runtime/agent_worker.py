@@ -7,37 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
 from jackfield.abc.rollout import SamplingParams
-from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
 from jackfield.data.tokens import encode_answers, encode_prompt
-from jackfield.errors import (
-    AgentError,
-    ConfigError,
-    DataError,
-    JackfieldError,
-    PluginError,
-    described,
-)
+from jackfield.errors import AgentError, ConfigError, DataError, JackfieldError, PluginError, described
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import RolloutReport, Values, rows_of
 from jackfield.routing.router import Generates, Router
-from jackfield.runtime.samples import (
-    agent_tags,
-    expert_columns,
-    not_finite,
-    sequence_columns,
-    sequence_tags,
-    supervised_columns,
-    supervised_tags,
-)
-from jackfield.runtime.workers import written_again
+from jackfield.runtime.samples import metric_tags, not_finite, sequence_columns, sequence_tags
+from jackfield.runtime.workers import is_lost, resubmitted
 
 
 @attrs.frozen(kw_only=True)
@@ -55,74 +39,65 @@ class RolloutJob:
     last: bool = False  #: keep the last sequence alone
 
 
+@attrs.define(eq=False)
 class AgentWorker:
     """Runs agent loops side by side."""
 
-    def __init__(
-        self,
-        values: Values,
-        tokenizer: ChatTokenizer,
-        clock: Clock,
-        make_agent: Callable[[Callable[[SamplingParams], None]], AgentLoopBase] | None,
-        *,
-        max_prompt_tokens: int | None = None,
-        router: Router | None = None,
-    ) -> None:
-        """
-        Args:
-            values: writes samples.
-            tokenizer: of the model.
-            clock: through which every wait goes.
-            make_agent: a fresh loop for each run, which tells of the sampling parameters of each of its requests;
-                None where nothing is generated.
-            max_prompt_tokens: of a sample of the data's own answers; agents have the limit in their context.
-            router: through which the agents generate.
-        """
-        self._values = values
-        self._tokenizer = tokenizer
-        self._clock = clock
-        self._make_agent = make_agent
-        self._max_prompt_tokens = max_prompt_tokens
-        self._router = router
+    _values: Values
+    _tokenizer: ChatTokenizer  #: of the model
+    _clock: Clock
+    #: makes a loop for one rollout, which tells of the sampling parameters of its requests; None: nothing is generated
+    _make_agent: Callable[[Callable[[SamplingParams], None]], AgentLoopBase] | None
+    #: of a sample of the data's own answers; agents have the limit in their context
+    _max_prompt_tokens: int | None = attrs.field(default=None, kw_only=True)
+    _router: Router | None = attrs.field(default=None, kw_only=True)  #: through which the agents generate
 
     async def run(self, job: RolloutJob) -> RolloutReport:
-        """Do a rollout to its end, or copy the task's answers, and write the samples to the queue's backend.
+        """Run a rollout to its end, or copy the task's answers, and write the samples to the queue's backend.
 
         Raises:
             JackfieldError: as :func:`run_agent`.
             DataError: the task has no answer, or its prompt is too long.
             QueueError: ``queue.lost`` where storage units die again and again.
         """
-        columns, tags = self._answers(job) if job.sampling is None else await self._sequences(job, job.sampling)
-        keys = tuple(f"{job.id}/{sequence}" for sequence in range(len(tags)))
-        written = await written_again(partial(self._values.put, job.partition, keys, columns, tags))
+        sequences, more = await self._sequences(job)
+        tags = tuple({**sequence_tags(job.task, each, job.rollout), **more} for each in sequences)
+        columns = sequence_columns(job.task, sequences, supervised=job.sampling is None and not job.expert)
+        keys = tuple(f"{job.id}/{number}" for number in range(len(tags)))
+        put = partial(self._values.put, job.partition, keys, columns, tags)
+        written = await resubmitted(put, f"sample {job.id}", is_lost)  # new samples go to the other units
         return RolloutReport(
-            group=job.group,
-            rollout=job.rollout,
-            keys=keys,
-            columns=written.columns,
-            sizes=written.sizes,
-            tags=tags,
+            group=job.group, rollout=job.rollout, keys=keys, columns=written.columns, sizes=written.sizes, tags=tags
         )
 
-    async def _sequences(
-        self, job: RolloutJob, sampling: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Column], tuple[Mapping[str, Any], ...]]:
+    async def _sequences(self, job: RolloutJob) -> tuple[Sequence[AgentSequence], dict[str, Any]]:
+        """Run an agent loop, or copy answers. Returns the sequences, and further tags of each."""
+        sampling = job.sampling
+        if sampling is None:
+            return self._answers(job.task), {}
         assert self._make_agent is not None, "a worker without replicas runs no agents"
         asked: list[SamplingParams] = []
         output = await run_agent(self._make_agent(asked.append), sampling, job.task, self._clock, job.seconds)
-        sequences = output.sequences[-1:] if job.last else output.sequences
-        more = {**agent_tags(output), **_own_sampling(sampling, asked)}
-        tags = tuple({**sequence_tags(job.task, sequence, job.rollout), **more} for sequence in sequences)
-        return sequence_columns(job.task, sequences), tags
+        tags = {"turns": output.num_turns, **metric_tags("agent", output.metrics), **_own_sampling(sampling, asked)}
+        return output.sequences[-1:] if job.last else output.sequences, tags
 
-    def _answers(self, job: RolloutJob) -> tuple[Mapping[str, Column], tuple[Mapping[str, Any], ...]]:
-        """Make samples of the task's own answers; a task with a worse answer, too, gives two."""
-        prompt_ids = encode_prompt(self._tokenizer, job.task, self._max_prompt_tokens)
-        answers = encode_answers(self._tokenizer, job.task)  # type: ignore[arg-type]
-        tags = tuple(supervised_tags(job.task, prompt_ids, mask) for _, mask in answers)
-        make = expert_columns if job.expert else supervised_columns
-        return make(job.task, prompt_ids, answers), tags
+    def _answers(self, task: Task) -> list[AgentSequence]:
+        """Make sequences of the task's own answers; a task with a worse answer, too, gives two.
+
+        They were not sampled, so their log-probs are 0, and they have no score.
+        """
+        prompt_ids = tuple(encode_prompt(self._tokenizer, task, self._max_prompt_tokens))
+        return [
+            AgentSequence(
+                prompt_ids=prompt_ids,
+                response_ids=tuple(token_ids),
+                response_mask=tuple(mask),
+                response_log_probs=(0.0,) * len(token_ids),
+                weight_versions=(),
+                reward=0.0,
+            )
+            for token_ids, mask in encode_answers(self._tokenizer, task)  # type: ignore[arg-type]
+        ]
 
     async def route(self, servers: Mapping[int, Generates], seconds: float) -> int:
         """Have agents generate on these replicas from now on: :meth:`Router.route`."""
@@ -185,48 +160,29 @@ async def run_agent(
         raise
     except Exception as error:
         raise AgentError(f"{described(error)} (raised by the agent loop)", where=f"task {task.id}") from error
-    _check_output(output, task)
-    for sequence in output.sequences:
-        _check(sequence, task)
+    _check(output, task)
     return output
 
 
-def _check_output(output: AgentLoopOutput, task: Task) -> None:
-    """Refuse what no step could show, and inputs that no engine would see."""
-    turns = output.num_turns
-    wrong = not_finite(output.metrics)
+def _check(output: AgentLoopOutput, task: Task) -> None:
+    """Refuse what no step could show, inputs that no engine would see, and parts that do not fit."""
+
+    def refuse(what: str, expected: str, found: str, fix: str | None = None) -> NoReturn:
+        message, where = f"an agent loop returned {what}", f"task {task.id}"
+        raise AgentError(message, code="agent.output", where=where, expected=expected, found=found, fix=fix)
+
+    turns, wrong = output.num_turns, not_finite(output.metrics)
     if wrong or not isinstance(turns, int) or turns < 1:
-        raise AgentError(
-            "an agent loop returned metrics that are not numbers",
-            code="agent.output",
-            where=f"task {task.id}",
-            expected="num_turns of 1 or more, and finite numbers as metrics",
-            found=f"num_turns {turns!r}, metrics {wrong}",
-        )
+        expected = "num_turns of 1 or more, and finite numbers as metrics"
+        refuse("metrics that are not numbers", expected, f"num_turns {turns!r}, metrics {wrong}")
     images = sorted({name for sequence in output.sequences for name in sequence.multi_modal_inputs})
     if images:
-        raise AgentError(
-            "an agent loop returned multi_modal_inputs, which no engine trains on",
-            code="agent.output",
-            where=f"task {task.id}",
-            expected="sequences of tokens alone",
-            found=f"multi_modal_inputs {', '.join(map(str, images))}",
-            fix="leave multi_modal_inputs empty",
-        )
-
-
-def _check(sequence: AgentSequence, task: Task) -> None:
-    lengths = {
-        "response_ids": len(sequence.response_ids),
-        "response_mask": len(sequence.response_mask),
-        "response_log_probs": len(sequence.response_log_probs),
-        "weight_versions": len(sequence.weight_versions),
-    }
-    if len(set(lengths.values())) != 1 or not sequence.prompt_ids or not sequence.response_ids:
-        raise AgentError(
-            "an agent loop returned a sequence whose parts do not fit",
-            code="agent.output",
-            where=f"task {task.id}",
-            expected="a prompt, and a response whose ids, mask, log-probs and versions have one length above 0",
-            found=f"prompt {len(sequence.prompt_ids)}, {lengths}",
-        )
+        found = f"multi_modal_inputs {', '.join(map(str, images))}"
+        what = "multi_modal_inputs, which no engine trains on"
+        refuse(what, "sequences of tokens alone", found, "leave multi_modal_inputs empty")
+    for each in output.sequences:
+        names = ("response_ids", "response_mask", "response_log_probs", "weight_versions")
+        lengths = {name: len(getattr(each, name)) for name in names}
+        if len(set(lengths.values())) != 1 or not each.prompt_ids or not each.response_ids:
+            expected = "a prompt, and a response whose ids, mask, log-probs and versions have one length above 0"
+            refuse("a sequence whose parts do not fit", expected, f"prompt {len(each.prompt_ids)}, {lengths}")

@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
+import attrs
+
 from jackfield.abc.engine import EngineLayout
 from jackfield.algorithms import LossSpec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError, WorkerLost
-from jackfield.queue import BatchMeta, TransferQueue, Written
+from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.log_probs import Comparison
 
@@ -21,44 +23,28 @@ T = TypeVar("T")
 _CAUSE_SECONDS = 2.0  #: for the rank that caused a failure to be known
 
 
+@attrs.define(eq=False)
 class EngineGroup:
     """Splits a batch by the layout that the ranks declare, and collects from the ranks whose results count.
 
     It handles metadata only, and does not know how the ranks are parallel: ranks of one data-parallel rank get the
-    same rows.
+    same samples.
     """
 
-    def __init__(
-        self,
-        role: str,
-        ranks: Sequence[EngineRank],
-        queue: TransferQueue,
-        clock: Clock,
-        *,
-        seconds: float,
-        adapter_off: bool = False,
-    ) -> None:
-        """
-        Args:
-            role: ``actor``, ``reference`` or ``critic``, for messages.
-            ranks: all of them, in order; in this process, or standing for ranks elsewhere.
-            queue: hears of what ranks have written.
-            clock: the run's.
-            seconds: the deadline of one call of a rank (a model's loading, a pass, a step, a checkpoint).
-            adapter_off: work as the base model (the reference policy of a LoRA actor).
-        """
-        self._role = role
-        self._ranks = list(ranks)
-        self._queue = queue
-        self._clock = clock
-        self._seconds = seconds
-        self._adapter_off = adapter_off
-        self._layouts: list[EngineLayout] = []
-        self.reading = asyncio.Lock()  #: held by whoever reads the weights outside of a phase of the trainer
+    _role: str  #: ``actor``, ``reference`` or ``critic``, for messages
+    _ranks: Sequence[EngineRank]  #: all of them, in order, or their stubs
+    _queue: TransferQueue
+    _clock: Clock
+    #: deadline of one call of a rank: a model's loading, a pass, a step, a checkpoint
+    _seconds: float = attrs.field(kw_only=True)
+    #: work as the base model (the reference policy of a LoRA actor)
+    _adapter_off: bool = attrs.field(default=False, kw_only=True)
+    _layouts: list[EngineLayout] = attrs.field(factory=list, init=False)
+    reading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while weights are read between steps
 
     def without_adapter(self) -> EngineGroup:
         """Return the same ranks as the base model."""
-        base = EngineGroup("reference", self._ranks, self._queue, self._clock, seconds=self._seconds, adapter_off=True)
+        base = attrs.evolve(self, role="reference", adapter_off=True)
         base._layouts = self._layouts
         return base
 
@@ -68,25 +54,18 @@ class EngineGroup:
 
     async def compute_log_probs(self, batch: BatchMeta, column: str) -> None:
         """Write the model's log-probs of the responses into ``column``."""
-        off = self._adapter_off
-        await self._compute(batch, column, lambda rank, part: rank.compute_log_probs(part, column, adapter_off=off))
+        await self._compute("log_probs", batch, column)
 
     async def compute_values(self, batch: BatchMeta, column: str) -> None:
         """Write a critic's values of the responses into ``column``."""
-        await self._compute(batch, column, lambda rank, part: rank.compute_values(part, column))
+        await self._compute("values", batch, column)
 
-    async def _compute(
-        self, batch: BatchMeta, column: str, call: Callable[[EngineRank, BatchMeta], Awaitable[Written | None]]
-    ) -> None:
-        parts = self._split(batch)
-        await self._read_first(batch, parts, update=False)
+    async def _compute(self, kind: Literal["log_probs", "values"], batch: BatchMeta, column: str) -> None:
+        parts, off = await self._read(batch, update=False), self._adapter_off
         what = f"to compute {column} of {_named(batch)}"
-        results = await self._all(what, lambda rank, index: call(rank, parts[index]))
-        announced: set[int] = set()
-        for layout, part, written in zip(self._layouts, parts, results, strict=True):
-            if written is not None and layout.data_parallel_rank not in announced:
-                announced.add(layout.data_parallel_rank)
-                await self._queue.add_columns(part, written)
+        results = await self._all(what, lambda rank, _: rank.compute(kind, column, adapter_off=off))
+        for part, written in self._counting(parts, results):
+            await self._queue.add_columns(part, written)
 
     async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of each response's tokens behind one prompt: a few, no samples. Every rank computes all of them."""
@@ -94,25 +73,30 @@ class EngineGroup:
         return next(result for result in results if result is not None)
 
     async def update(self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None) -> dict[str, float]:
-        """One optimizer step; ``grad_norm``, ``lr`` and the loss's metrics, and what a comparison finds."""
-        parts = self._split(batch)
-        await self._read_first(batch, parts, update=True, comparison=comparison)
-        what = f"to train on {_named(batch)}"
-        results = await self._all(what, lambda rank, index: rank.update(parts[index], loss, comparison))
-        counted = {
-            layout.data_parallel_rank: result
-            for layout, result in reversed(list(zip(self._layouts, results, strict=True)))
-            if layout.is_output_rank
-        }
-        return combined([counted[rank] for rank in sorted(counted)])
+        """Do one optimizer step: ``grad_norm``, ``lr`` and the loss's metrics, and what a comparison finds."""
+        parts = await self._read(batch, update=True, comparison=comparison)
+        results = await self._all(f"to train on {_named(batch)}", lambda rank, _: rank.update(loss))
+        return combined([metrics for _, metrics in self._counting(parts, results)])
 
-    async def _read_first(
-        self, batch: BatchMeta, parts: Sequence[BatchMeta], *, update: bool, comparison: Comparison | None = None
-    ) -> None:
-        """Ranks work together: none begins before all have their rows, for some of them may be lost."""
-        if len(self._ranks) > 1:
-            what = f"to read {_named(batch)}"
-            await self._all(what, lambda rank, index: rank.read(parts[index], update=update, comparison=comparison))
+    def _counting(self, parts: Sequence[BatchMeta], results: Sequence[T | None]) -> list[tuple[BatchMeta, T]]:
+        """Choose one output rank of each data-parallel rank: its samples and its result."""
+        counting: dict[int, tuple[BatchMeta, T]] = {}
+        for layout, part, result in zip(self._layouts, parts, results, strict=True):
+            if layout.is_output_rank and result is not None:
+                counting.setdefault(layout.data_parallel_rank, (part, result))
+        return [counting[rank] for rank in sorted(counting)]
+
+    async def _read(
+        self, batch: BatchMeta, *, update: bool, comparison: Comparison | None = None
+    ) -> Sequence[BatchMeta]:
+        """Have each rank read its samples, and return them.
+
+        Ranks work together: none begins before all have theirs, for some may be lost.
+        """
+        parts = self._split(batch)
+        what = f"to read {_named(batch)}"
+        await self._all(what, lambda rank, index: rank.read(parts[index], update=update, comparison=comparison))
+        return parts
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
         """Write a checkpoint."""
@@ -128,14 +112,14 @@ class EngineGroup:
         await self._all(f"to move to {device}", lambda rank, _: rank.to(device))
 
     def _split(self, batch: BatchMeta) -> list[BatchMeta]:
-        """Each rank's rows."""
+        """Choose the samples of each rank."""
         assert self._layouts, "initialize() comes first"
         size = self._layouts[0].data_parallel_size
         if len(batch) < size:
             raise EngineError(
-                "a batch has fewer rows than the engine has data-parallel ranks",
+                "a batch has fewer samples than the engine has data-parallel ranks",
                 where=_named(batch),
-                expected=f"{size} rows at least",
+                expected=f"{size} samples at least",
                 found=len(batch),
                 fix="use fewer ranks (cluster.ray.engine_ranks), larger batches or fewer algorithm.mini_batches",
             )
@@ -145,7 +129,10 @@ class EngineGroup:
 
     async def _all(self, what: str, call: Callable[[EngineRank, int], Awaitable[T]]) -> list[T]:
         """Have every rank do its part; the first failure ends the wait for the others."""
-        tasks = [asyncio.ensure_future(self._one(what, call, index)) for index in range(len(self._ranks))]
+        tasks = []
+        for index, rank in enumerate(self._ranks):
+            name = f"the {self._role} engine, rank {index}, {what}"
+            tasks.append(asyncio.ensure_future(self._clock.wait_for(call(rank, index), self._seconds, name)))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if any(task.exception() is not None for task in done):
@@ -156,15 +143,11 @@ class EngineGroup:
                 task.cancel()
 
     async def _cause(self, tasks: Sequence[asyncio.Task[Any]]) -> BaseException:
-        """Why it went wrong. When a rank dies, the others may notice first, by what they miss."""
+        """Find out why a call failed. When a rank dies, the others may notice first, by what they miss."""
         with suppress(DeadlineExceeded):
             await self._clock.wait_for(asyncio.wait(tasks), _CAUSE_SECONDS, "the other ranks")
         errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
         return next((error for error in errors if isinstance(error, WorkerLost)), errors[0])
-
-    async def _one(self, what: str, call: Callable[[EngineRank, int], Awaitable[T]], index: int) -> T:
-        name = f"the {self._role} engine, rank {index}, {what}"
-        return await self._clock.wait_for(call(self._ranks[index], index), self._seconds, name)
 
 
 def shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:

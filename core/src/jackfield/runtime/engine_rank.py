@@ -7,14 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
-from jackfield.abc.checkpoint_engine import CheckpointEngine
-from jackfield.abc.engine import (
-    BaseEngine,
-    EngineLayout,
-    EngineOutput,
-    LoadCheckpointRequest,
-    SaveCheckpointRequest,
-)
+import attrs
+
+from jackfield.abc.engine import BaseEngine, EngineLayout, EngineOutput, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.abc.transfer_queue import Column
 from jackfield.algorithms import LossSpec, resolve_loss
 from jackfield.errors import EngineError, JackfieldError
@@ -30,91 +25,73 @@ if TYPE_CHECKING:
 _SAMPLE = ("prompt_ids", "response_ids", "response_mask")
 
 
+@attrs.define(eq=False)
 class EngineRank:
     """Drives one :class:`~jackfield.abc.engine.BaseEngine`, in a thread, so that the event loop stays free."""
 
-    def __init__(
-        self,
-        engine: BaseEngine,
-        values: Values,
-        *,
-        loss_columns: Sequence[str] = (),
-        renamed: Mapping[str, str] | None = None,
-        transport: CheckpointEngine | None = None,
-        block_bytes: int = 0,
-    ) -> None:
-        """
-        Args:
-            engine: the rank.
-            values: reads and writes columns of samples.
-            loss_columns: what the loss reads beside the sample itself.
-            renamed: column name in the queue by the name that the loss knows it under.
-            transport: this rank's end of the weight plane; None: it publishes nothing.
-            block_bytes: of deltas of the weights; 0: none will be sent.
-        """
-        self._engine = engine
-        self._values = values
-        self._loss_columns = tuple(loss_columns)
-        self._renamed = dict(renamed or {})
-        self.sender = None
-        if transport is not None:
-            self.sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=block_bytes)
-        self._known: tuple[tuple[str, ...], tuple[str, ...], TensorDict] | None = None  #: keys, columns, values
+    _engine: BaseEngine
+    _values: Values
+    _loss_columns: Sequence[str] = attrs.field(default=(), kw_only=True)  #: what the loss reads beside the sample
+    #: columns of the queue by the names that the loss knows them under, where these differ
+    _renamed: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
+    sender: WeightSender | None = attrs.field(default=None, kw_only=True)  #: None: it publishes no weights
+    _work: tuple[BatchMeta, Comparison | None, TensorDict] | None = attrs.field(default=None, init=False)
 
     async def initialize(self) -> EngineLayout:
-        """Load the model; where this rank stands."""
+        """Load the model. Returns where this rank is among the others."""
         await self._in_thread(self._engine.initialize)
         return self._engine.layout
 
     async def read(self, batch: BatchMeta, *, update: bool, comparison: Comparison | None = None) -> None:
-        """Read what the next call on this batch needs: :meth:`update`, or another.
+        """Read what the next call works on: :meth:`update`, or :meth:`compute`.
 
         Raises:
-            QueueError: rows are not there; nothing has been begun.
+            QueueError: samples are not there; nothing has been begun.
         """
-        names = self._update_columns(comparison) if update else _SAMPLE
-        self._known = (batch.keys, names, await self._tensors(batch, names))
+        from tensordict import TensorDict
 
-    def _update_columns(self, comparison: Comparison | None) -> tuple[str, ...]:
-        compared = () if comparison is None else comparison.columns
-        return tuple(dict.fromkeys((*_SAMPLE, *self._loss_columns, *compared)))
+        more = (*self._loss_columns, *(comparison.columns if comparison else ())) if update else ()
+        stored = {name: self._renamed.get(name, name) for name in (*_SAMPLE, *more)}
+        columns = await self._values.read(batch, tuple(dict.fromkeys(stored.values())))
+        values = {name: _tensor(columns[column]) for name, column in stored.items()}
+        self._work = batch, comparison, TensorDict(values, batch_size=[len(batch)])
 
-    async def compute_log_probs(self, batch: BatchMeta, column: str, *, adapter_off: bool = False) -> Written | None:
-        """Write the model's log-probs of the responses into ``column``; None where another rank's results count."""
-        return await self._compute(batch, column, adapter_off, lambda output: output.log_probs)
+    def _taken(self) -> tuple[BatchMeta, Comparison | None, TensorDict]:
+        """Take what was read last."""
+        work, self._work = self._work, None
+        assert work is not None, "read() comes first"
+        return work
 
-    async def compute_values(self, batch: BatchMeta, column: str) -> Written | None:
-        """Do the same with the values of a critic's value head."""
-        return await self._compute(batch, column, False, lambda output: output.values)
-
-    async def _compute(
-        self, batch: BatchMeta, column: str, adapter_off: bool, wanted: Callable[[EngineOutput], Any]
+    async def compute(
+        self, kind: Literal["log_probs", "values"], column: str, *, adapter_off: bool = False
     ) -> Written | None:
-        data = await self._read(batch, _SAMPLE)
-        output = await self._in_thread(lambda: self._forward(data, adapter_off))
+        """Write the model's log-probs of the responses, or a critic's values, into ``column``.
+
+        Returns:
+            What was written; None where another rank's results count.
+        """
+        batch, _, table = self._taken()
+        output = await self._in_thread(lambda: self._forward(table, adapter_off))
         if not self._engine.layout.is_output_rank:
             return None
-        result = wanted(output)
-        assert result is not None, f"the engine computes {column}"
-        return await self._values.write(batch, {column: from_nested(result)})
+        return await self._values.write(batch, {column: from_nested(getattr(output, kind))})
 
     async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]] | None:
-        """Log-probs of a few tokens that are no samples; None where another rank's results count."""
+        """Compute log-probs of a few tokens that are no samples; None where another rank's results count."""
         data = _table(prompt_ids, responses)
         output = await self._in_thread(lambda: self._forward(data, False))
         if not self._engine.layout.is_output_rank:
             return None
-        assert output.log_probs is not None, "the engine computes log-probs"
         return [row.tolist() for row in output.log_probs.unbind()]
 
-    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None) -> dict[str, float]:
-        """This rank's part in one optimizer step: ``grad_norm``, ``lr`` and its share of the loss's metrics.
+    async def update(self, loss: LossSpec) -> dict[str, float]:
+        """Do this rank's part in one optimizer step: ``grad_norm``, ``lr`` and its share of the loss's metrics.
 
         With a comparison, the :func:`~jackfield.runtime.log_probs.distances` of the pass that is trained on, too.
         """
         import torch
 
-        table = await self._read(batch, self._update_columns(comparison))
+        batch, comparison, table = self._taken()
         data = table.select(*_SAMPLE, *self._loss_columns)
         data["row"] = torch.arange(len(batch))
         with naming_samples(batch):
@@ -154,20 +131,6 @@ class EngineRank:
             grad_norm = engine.optimizer_step()
         lr = engine.lr_scheduler_step()
         return output, {**output.metrics, "grad_norm": grad_norm, "lr": lr}
-
-    async def _read(self, batch: BatchMeta, names: tuple[str, ...]) -> TensorDict:
-        known, self._known = self._known, None
-        if known is not None and known[:2] == (batch.keys, names):
-            return known[2]
-        return await self._tensors(batch, names)
-
-    async def _tensors(self, batch: BatchMeta, names: Sequence[str]) -> TensorDict:
-        from tensordict import TensorDict
-
-        stored = {name: self._renamed.get(name, name) for name in names}
-        columns = await self._values.read(batch, tuple(dict.fromkeys(stored.values())))
-        values = {name: _tensor(columns[stored[name]]) for name in names}
-        return TensorDict(values, batch_size=[len(batch)])
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         role, rank = self._engine.context.role, self._engine.context.rank

@@ -5,18 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import xxhash
 
-from jackfield.abc.agent import AgentLoopOutput, AgentSequence
+from jackfield.abc.agent import AgentSequence
 from jackfield.abc.transfer_queue import Column
 from jackfield.data.tasks import Task
 from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta, column_from_rows, json_column
-
-#: Tokens of an answer that is taught, and their mask.
-_Answer: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 TRAIN = "train"  #: the partition that the trainer consumes
 
@@ -64,74 +61,68 @@ def naming_samples(batch: BatchMeta) -> Iterator[None]:
 
 
 def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[BatchMeta, ...]:
-    """The batches of the optimizer steps: consecutive rows, or groups, and an expert's rows dealt out to all of them.
+    """Split a batch for the optimizer steps: consecutive samples, or groups, and an expert's dealt out to all parts.
 
     Raises:
-        QueueError: with fewer rows (or groups) of the policy than parts.
+        QueueError: The policy has fewer samples (or groups) than there are parts.
     """
     experts = [index for index, tags in enumerate(batch.tags) if is_expert(tags)]
     split = own(batch).split(parts, whole_groups=whole_groups)
     return tuple(part.joined(batch.select(experts[number::parts])) for number, part in enumerate(split))
 
 
-def rollout_seed(seed: int, ticket: int, slot: int, attempt: int, run: int) -> int:
-    """The sampling seed of one rollout: whichever explorer does it, it is the same."""
-    return int(xxhash.xxh3_64_intdigest(f"{seed}/{ticket}/{slot}/{attempt}/{run}".encode())) >> 1
+def sampling_seed(*place: object) -> int:
+    """Return the sampling seed of one rollout: whichever explorer or replica generates it, it is the same."""
+    return int(xxhash.xxh3_64_intdigest("/".join(map(str, place)).encode())) >> 1
 
 
-def evaluation_seed(seed: int, version: int, task_id: str) -> int:
-    """The sampling seed of a held-out task: no replica has to remember what it has drawn before."""
-    return int(xxhash.xxh3_64_intdigest(f"{seed}/evaluation/{version}/{task_id}".encode())) >> 1
+def sequence_columns(task: Task, sequences: Sequence[AgentSequence], *, supervised: bool = False) -> dict[str, Column]:
+    """Return the columns of samples.
 
-
-def sequence_columns(task: Task, sequences: Sequence[AgentSequence]) -> dict[str, Column]:
-    """``prompt_ids``, ``response_ids`` (int64), ``response_mask`` (bool), ``rollout_log_probs`` (float32), ``task``.
-
-    ``task`` (JSON) is what the reward pipeline reads: the task's record, and the reward that the agent itself knows.
+    ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` float32; ``task``
+    (JSON) is what the reward pipeline reads: the task's record, and the reward that the agent itself knows. Samples
+    that are only imitated (``supervised``) have no log-probs and no task.
     """
     import torch
 
-    def tokens(values: Sequence[Sequence[int]], dtype: torch.dtype) -> Column:
-        return column_from_rows([torch.tensor(value, dtype=dtype) for value in values])
+    def tokens(name: str, dtype: torch.dtype) -> Column:
+        return column_from_rows([torch.tensor(getattr(each, name), dtype=dtype) for each in sequences])
 
     columns = {
-        "prompt_ids": tokens([sequence.prompt_ids for sequence in sequences], torch.int64),
-        "response_ids": tokens([sequence.response_ids for sequence in sequences], torch.int64),
-        "response_mask": tokens([sequence.response_mask for sequence in sequences], torch.bool),
-        "rollout_log_probs": tokens([sequence.response_log_probs for sequence in sequences], torch.float32),  # type: ignore[misc]
-        "task": json_column([_task_fields(task, sequence.reward) for sequence in sequences]),
+        "prompt_ids": tokens("prompt_ids", torch.int64),
+        "response_ids": tokens("response_ids", torch.int64),
+        "response_mask": tokens("response_mask", torch.bool),
     }
+    if not supervised:
+        columns["rollout_log_probs"] = tokens("response_log_probs", torch.float32)
+        fields = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": dict(task.fields)}
+        columns["task"] = json_column([{**fields, "reward": each.reward} for each in sequences])
     return columns
 
 
-def sequence_tags(task: Task, sequence: AgentSequence, run: int) -> dict[str, Any]:
-    """Return what the controller knows of a row."""
-    versions = [version for version in sequence.weight_versions if version >= 0]
-    return {
+def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str, Any]:
+    """Return what the controller knows of a sample. Versions are those of a sequence that was generated."""
+    tags = {
         "task": task.id,
-        "rollout": run,
-        "step_id": sequence.step_id,
+        "rollout": rollout,
         "prompt_tokens": len(sequence.prompt_ids),
         "response_tokens": len(sequence.response_ids),
         "model_tokens": sum(sequence.response_mask),
-        "weight_version_min": min(versions, default=0),
-        "weight_version_max": max(versions, default=0),
-        "finish_reason": sequence.finish_reason,
     }
-
-
-def agent_tags(output: AgentLoopOutput) -> dict[str, Any]:
-    """Return what an agent loop says of its rollout, for each of its rows: ``turns`` and ``agent/NAME``."""
-    return {"turns": output.num_turns, **metric_tags("agent", output.metrics)}
+    if sequence.weight_versions:
+        versions = [version for version in sequence.weight_versions if version >= 0]
+        tags |= {"weight_version_min": min(versions, default=0), "weight_version_max": max(versions, default=0)}
+        tags |= {"step_id": sequence.step_id, "finish_reason": sequence.finish_reason}
+    return tags
 
 
 def metric_tags(kind: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that an agent loop or a reward (``kind``) gives a row, as tags: ``KIND/NAME``."""
+    """Return the metrics that an agent loop or a reward (``kind``) gives a sample, as tags: ``KIND/NAME``."""
     return {f"{kind}/{name}": float(value) for name, value in metrics.items()}
 
 
 def not_finite(metrics: Mapping[str, object]) -> dict[str, object]:
-    """Those of a plugin's metrics that are no finite numbers, which no step could show."""
+    """Return those of a plugin's metrics that are no finite numbers, which no step could show."""
     return {
         name: value
         for name, value in metrics.items()
@@ -140,12 +131,12 @@ def not_finite(metrics: Mapping[str, object]) -> dict[str, object]:
 
 
 def said(tags: Mapping[str, Any]) -> dict[str, float]:
-    """The tags that an agent loop and a reward have given to a row: ``turns``, ``agent/NAME`` and ``reward/NAME``."""
+    """Return the tags that agent loop and reward gave a sample: ``turns``, ``agent/NAME`` and ``reward/NAME``."""
     return {name: value for name, value in tags.items() if name == "turns" or name.startswith(("agent/", "reward/"))}
 
 
 def said_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over rows: ``agent/turns``, and ``agent/NAME/mean`` and ``reward/NAME/mean`` over rows that have them."""
+    """Return means over samples that have them: ``agent/turns``, ``agent/NAME/mean`` and ``reward/NAME/mean``."""
     values: dict[str, list[float]] = {}
     for tags in rows:
         for name, value in said(tags).items():
@@ -153,60 +144,15 @@ def said_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {name: sum(some) / len(some) for name, some in values.items()}
 
 
-def supervised_columns(task: Task, prompt_ids: Sequence[int], answers: Sequence[_Answer]) -> dict[str, Column]:
-    """The columns of rows whose responses are the task's own answers."""
-    import torch
+def global_counts(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Count, from their tags, by what the losses of a batch are normalised.
 
-    prompt = torch.tensor(prompt_ids, dtype=torch.int64)
-    return {
-        "prompt_ids": column_from_rows([prompt] * len(answers)),
-        "response_ids": column_from_rows([torch.tensor(token_ids, dtype=torch.int64) for token_ids, _ in answers]),
-        "response_mask": column_from_rows([torch.tensor(mask, dtype=torch.bool) for _, mask in answers]),
-    }
-
-
-def expert_columns(task: Task, prompt_ids: Sequence[int], answers: Sequence[_Answer]) -> dict[str, Column]:
-    """Return the same among sampled rows: these were not sampled, so their log-probs are 0, and they have no score."""
-    import torch
-
-    return {
-        **supervised_columns(task, prompt_ids, answers),
-        "rollout_log_probs": column_from_rows([torch.zeros(len(token_ids)) for token_ids, _ in answers]),
-        "task": json_column([_task_fields(task, reward=0.0)] * len(answers)),
-    }
-
-
-def supervised_tags(task: Task, prompt_ids: Sequence[int], mask: Sequence[int]) -> dict[str, Any]:
-    """Return what the controller knows of such a row."""
-    return {
-        "task": task.id,
-        "rollout": 0,
-        "prompt_tokens": len(prompt_ids),
-        "response_tokens": len(mask),
-        "model_tokens": sum(mask),
-    }
-
-
-def global_counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """By what the losses of a batch are normalised, from its rows' tags: model tokens and sequences of all rows, of
-    those that the policy generated (``usual``) and of an expert's.
+    Returns:
+        Model tokens and sequences of all samples, of those that the policy generated (``usual``), of an expert's.
     """
-    experts = [tags for tags in rows if is_expert(tags)]
-    tokens, expert_tokens = (sum(tags["model_tokens"] for tags in some) for some in (rows, experts))
-    return {
-        "global_tokens": tokens,
-        "global_sequences": len(rows),
-        "global_usual_tokens": tokens - expert_tokens,
-        "global_usual_sequences": len(rows) - len(experts),
-        "global_expert_tokens": expert_tokens,
-        "global_expert_sequences": len(experts),
-    }
-
-
-def _task_fields(task: Task, reward: float | None) -> Mapping[str, Any]:
-    return {
-        "data_source": task.data_source,
-        "ground_truth": task.ground_truth,
-        "extra_info": dict(task.fields),
-        "reward": reward,
-    }
+    kinds = {"usual_": [each for each in samples if not is_expert(each)], "expert_": list(filter(is_expert, samples))}
+    counts = {}
+    for kind, some in {"": samples, **kinds}.items():
+        counts[f"global_{kind}tokens"] = sum(tags["model_tokens"] for tags in some)
+        counts[f"global_{kind}sequences"] = len(some)
+    return counts

@@ -27,20 +27,29 @@ class Workers(Generic[T]):
         return self._workers[xxhash.xxh3_64_intdigest(subject.encode()) % len(self._workers)]
 
 
-async def resubmitted(work: Callable[[], Awaitable[T]], what: str) -> T:
-    """Do work that a dead worker has lost once more, from its beginning, with the worker that took its place.
+def _is_dead(error: JackfieldError) -> bool:
+    return isinstance(error, WorkerLost)
+
+
+async def resubmitted(
+    work: Callable[[], Awaitable[T]], what: str, may_repeat: Callable[[JackfieldError], bool] = _is_dead
+) -> T:
+    """Do work that was lost once more, from its beginning, up to :data:`ATTEMPTS` times.
 
     Args:
-        work: to do.
-        what: it makes, for messages: a sample, with its key.
+        work: Work to do; with another worker, where it chooses one.
+        what: What it makes, for messages: a sample, with its key.
+        may_repeat: Whether an error says that the work was lost: with a worker that died.
 
     Raises:
-        WorkerLost: of the last attempt.
+        JackfieldError: The error of the last attempt, or one that says something else.
     """
     for _ in range(ATTEMPTS - 1):
         try:
             return await work()
-        except WorkerLost as error:
+        except JackfieldError as error:
+            if not may_repeat(error):
+                raise
             logging.getLogger("jackfield").warning("%s; %s is made again", one_line(error), what)
     return await work()
 
@@ -68,18 +77,3 @@ def suppress_lost() -> Iterator[None]:
     except QueueError as error:
         if not is_lost(error):
             raise
-
-
-async def written_again(work: Callable[[], Awaitable[T]]) -> T:
-    """Do work once more whose rows went with a part of the store that died meanwhile; new rows go to the others.
-
-    Raises:
-        QueueError: ``queue.lost`` of the last attempt.
-    """
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return await work()
-        except QueueError as error:
-            if not is_lost(error):
-                raise
-    return await work()

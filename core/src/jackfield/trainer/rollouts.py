@@ -19,7 +19,7 @@ from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecord
 from jackfield.queue import Batch, GroupKey, NewGroup, RolloutReport
 from jackfield.runtime.agent_worker import RolloutJob, ends_the_run
 from jackfield.runtime.reward_worker import Scored
-from jackfield.runtime.samples import TRAIN, evaluation_seed, metric_tags, rollout_seed, said, said_metrics
+from jackfield.runtime.samples import TRAIN, metric_tags, said, said_metrics, sampling_seed
 from jackfield.runtime.workers import is_lost, resubmitted
 from jackfield.trainer.role import Role
 
@@ -102,7 +102,7 @@ class Explorer:
         """Have a worker make the samples of a rollout, again where workers die, and report how it ended."""
         config, attempts, sampling = self.role.config, count(), None
         if generates:
-            seed = rollout_seed(config.seed_of(config.sampling), key.batch, key.index, key.retry, rollout)
+            seed = sampling_seed(config.seed_of(config.sampling), key.batch, key.index, key.retry, rollout)
             sampling = {**attrs.asdict(config.sampling, recurse=False), "seed": seed}
             if self.role.algorithm.greedy_baseline and rollout == self._rollouts - 1:
                 sampling["temperature"] = 0.0
@@ -213,7 +213,8 @@ class Evaluator:
         """Run a task; an error that says nothing of other tasks is its outcome."""
         key, config = f"{EVAL}/{version}/{task.id}", self.role.config
         sampling, seconds = attrs.asdict(config.evaluation.sampling, recurse=False), config.deadlines.rollout
-        sampling["seed"] = evaluation_seed(config.seed_of(config.evaluation.sampling), version, task.id)
+        seed = config.seed_of(config.evaluation.sampling)
+        sampling["seed"] = sampling_seed(seed, "evaluation", version, task.id)
         job = RolloutJob(id=key, partition=EVAL, group=key, task=task, sampling=sampling, seconds=seconds, last=True)
         try:
             return await resubmitted(lambda: self._attempt(job), f"sample {key}/0")
