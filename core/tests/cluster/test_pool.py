@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -157,9 +158,8 @@ class World:
         """Requests, in turn by each agent worker."""
         sampling = SamplingParams(max_new_tokens=tokens, seed=7)
         requests = [GenerateRequest(request_id=f"{name}{n}", prompt_ids=(0,), sampling=sampling) for n in range(count)]
-        return [
-            asyncio.ensure_future(self.routers[index % 2].generate(request)) for index, request in enumerate(requests)
-        ]
+        turns = itertools.cycle(self.routers)
+        return [asyncio.ensure_future(next(turns).of_one_rollout()(request)) for request in requests]  # type: ignore[arg-type]
 
     async def sync(self, version: int) -> SyncReport:
         self.syncs.append(version)

@@ -28,15 +28,22 @@ class FakeReplica:
         await self.clock.sleep(1.0)
         if self.failure is not None:
             raise self.failure
+        return "a sample"
 
     async def health(self) -> HealthReport:
         raise NotImplementedError
 
 
+async def routed(clock: VirtualClock, *replicas: FakeReplica) -> Router:
+    router = Router(clock)
+    await router.route(dict(enumerate(replicas)), 0.0)  # type: ignore[arg-type]
+    return router
+
+
 def generate(clock: VirtualClock, *replicas: FakeReplica, requests: int = 1) -> None:
     async def all_of_them() -> None:
-        router = Router(clock, dict(enumerate(replicas)))  # type: ignore[arg-type]
-        await asyncio.gather(*(router.generate(REQUEST) for _ in range(requests)))
+        router = await routed(clock, *replicas)
+        await asyncio.gather(*(router.of_one_rollout()(REQUEST) for _ in range(requests)))
 
     clock.run(all_of_them())
 
@@ -53,7 +60,7 @@ def test_turns_of_one_run_go_where_its_first_went() -> None:
     replicas = [FakeReplica(clock), FakeReplica(clock)]
 
     async def turns() -> None:
-        router = Router(clock, dict(enumerate(replicas)))  # type: ignore[arg-type]
+        router = await routed(clock, *replicas)
         first, second = router.of_one_rollout(), router.of_one_rollout()
         await asyncio.gather(first(REQUEST), second(REQUEST))
         for _ in range(3):
@@ -84,8 +91,8 @@ def test_requests_wait_for_a_replica_that_serves() -> None:
     first, second = FakeReplica(clock, WorkerLost("gone")), FakeReplica(clock)
 
     async def main() -> None:
-        router = Router(clock, {0: first})  # type: ignore[dict-item]
-        waiting = asyncio.gather(*(router.generate(REQUEST) for _ in range(2)))
+        router = await routed(clock, first)
+        waiting = asyncio.gather(*(router.of_one_rollout()(REQUEST) for _ in range(2)))
         await clock.sleep(50.0)
         assert not waiting.done()
         assert 0 == await router.route({0: second}, 0.0)  # type: ignore[dict-item]
@@ -126,8 +133,8 @@ def test_a_replica_without_weights_refuses_in_the_end(after: float, minimum: int
     clock = VirtualClock()
 
     async def main() -> None:
-        router = Router(clock, {0: Updated(clock, after)})  # type: ignore[dict-item]
+        router = await routed(clock, Updated(clock, after))
         with refused(error):
-            await router.generate(attrs.evolve(REQUEST, minimum_weight_version=minimum))
+            await router.of_one_rollout()(attrs.evolve(REQUEST, minimum_weight_version=minimum))
 
     clock.run(main())

@@ -25,6 +25,7 @@ class _Turn:
     joins: bool
 
 
+@attrs.define(eq=False)
 class DeviceLease:
     """One lease on a group of devices, held by one role at a time; a role may hold it many times at once.
 
@@ -32,23 +33,16 @@ class DeviceLease:
     deadlock. Requests are served in order.
     """
 
-    def __init__(
-        self, clock: Clock, seconds: float, hand_over: Callable[[str | None, str], Awaitable[None]] | None = None
-    ) -> None:
-        """
-        Args:
-            clock: Time source for all waits and deadlines.
-            seconds: Deadline of a wait for the lease, and of a hand-over.
-            hand_over: Awaited when the role changes, with the role before (None: there was none) and the new one:
-                sleep and wake-up, offload and load.
-        """
-        self._clock, self._seconds, self._hand_over = clock, seconds, hand_over
-        self._role: str | None = None  # who holds the lease, or held it last
-        self._holders = 0
-        self._resident: str | None = None  # whose state is on the devices
-        self._waiting: list[_Turn] = []
-        self._changed = asyncio.Event()
-        self._handing_over = asyncio.Lock()
+    _clock: Clock
+    _seconds: float  #: deadline of a wait for the lease, and of a hand-over
+    #: awaited when the role changes, with the role before (None: there was none) and the new one
+    _hand_over: Callable[[str | None, str], Awaitable[None]] | None = None
+    _role: str | None = attrs.field(default=None, init=False)  #: that holds the lease, or held it last
+    _holders: int = attrs.field(default=0, init=False)
+    _resident: str | None = attrs.field(default=None, init=False)  #: the role whose state is on the devices
+    _waiting: list[_Turn] = attrs.field(factory=list, init=False)
+    _changed: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
+    _handing_over: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
 
     @asynccontextmanager
     async def hold(self, role: str, *, joins: bool = False) -> AsyncIterator[None]:
@@ -102,23 +96,18 @@ class DeviceLease:
             self._resident = role
 
 
+@attrs.define(eq=False)
 class SharedDevice:
     """The hand-overs of a lease between engines and replicas, and a synchronisation that wakes replicas first."""
 
-    def __init__(
-        self, engines: Sequence[EngineGroup], pool: ReplicaPool, device: str, probe: ReplicaProbe | None = None
-    ) -> None:
-        """
-        Args:
-            engines: Those of every model that the trainer works with on the device.
-            pool: Replicas that work there in turns with them.
-            device: Where engines work.
-            probe: Replicas answer it when they have the device; the engine compares when it has it again, before it
-                trains. None: there is no comparison.
-        """
-        self._engines, self._pool, self._device, self._probe = engines, pool, device, probe
-        self._unasked: int | None = None  # a version that replicas have and have not answered the probe with
-        self._answers: list[ProbeAnswer] = []
+    _engines: Sequence[EngineGroup]  #: of every model that the trainer works with on the device
+    _pool: ReplicaPool  #: replicas that work there in turns with them
+    _device: str  #: where engines work
+    #: replicas answer it when they have the device, and the engine compares when it has it again; None: nothing does
+    _probe: ReplicaProbe | None = None
+    #: a version that replicas have and have not answered the probe with
+    _unasked: int | None = attrs.field(default=None, init=False)
+    _answers: list[ProbeAnswer] = attrs.field(factory=list, init=False)
 
     async def hand_over(self, before: str | None, role: str) -> None:
         """Move memory when the role changes: engines leave or come back, replicas sleep or wake up."""

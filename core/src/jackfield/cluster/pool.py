@@ -32,15 +32,12 @@ class Places(Protocol):
         Raises:
             JackfieldError: There is no room, or it does not come; nothing of a new replica is left.
         """
-        ...
 
     async def end(self, number: int) -> None:
         """Give up the process and the place of a replica that has been stopped."""
-        ...
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
         """Tell all agents which replicas serve: :meth:`jackfield.routing.router.Router.route`."""
-        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -55,6 +52,7 @@ class WeightSource:
     posts: bool = False  #: whether a version is for replicas of other processes, too
 
 
+@attrs.define(eq=False)
 class ReplicaPool:
     """Owns the replicas of a run.
 
@@ -63,20 +61,16 @@ class ReplicaPool:
     member up to then.
     """
 
-    def __init__(self, places: Places, config: RunConfig, clock: Clock) -> None:
-        """
-        Args:
-            places: Make and end the servers.
-            config: Of the run.
-            clock: Time source for all waits and deadlines.
-        """
-        self._places, self._config, self._clock = places, config, clock
-        self._scaling, self._loading = asyncio.Lock(), asyncio.Lock()
-        self._tasks: asyncio.TaskGroup | None = None
-        self._scalings: set[asyncio.Task[list[ReplicaState]]] = set()
-        self.source: WeightSource | None = None  #: None: the run has not begun
-        self.replicas: dict[int, Replica] = {}
-        self.members: list[Receiver] = []  #: by number: those that get every version of the weights
+    _places: Places
+    _config: RunConfig
+    _clock: Clock
+    source: WeightSource | None = attrs.field(default=None, init=False)  #: None: the run has not begun
+    replicas: dict[int, Replica] = attrs.field(factory=dict, init=False)
+    members: list[Receiver] = attrs.field(factory=list, init=False)  #: by number: those that get every version
+    _scaling: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
+    _loading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
+    _tasks: asyncio.TaskGroup | None = attrs.field(default=None, init=False)
+    _scalings: set[asyncio.Task[list[ReplicaState]]] = attrs.field(factory=set, init=False)
 
     # -- the run's beginning and end
 

@@ -141,7 +141,7 @@ class WorkerMaker:
             algorithm = resolve_algorithm(config, factory.registry.find("rollout", config.rollout.name))
             check_tokens(config, read_tasks(config, algorithm))
         values, prefix = await self._values(stack), f"{config.name}-{self.number}"
-        worker = factory.agent_worker(values, {} if self.generates else None, request_prefix=prefix)
+        worker = factory.agent_worker(values, self.generates, request_prefix=prefix)
         routes = Routes(worker, self.name, longest(config))
         stack.push_async_callback(routes.close)
         return _services(worker, routes)

@@ -26,7 +26,7 @@ from jackfield.config import PluginSection, RunConfig
 from jackfield.plugins import Registry
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.store import STORE_FILE
-from jackfield.routing.router import Generates, Router
+from jackfield.routing.router import Router
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
@@ -143,15 +143,13 @@ class WorkerFactory:
             clock=self.clock,
         )
 
-    def agent_worker(
-        self, values: Values, servers: Mapping[int, Generates] | None, *, request_prefix: str
-    ) -> AgentWorker:
-        """A worker that runs agents on ``servers``, by number; with None, it only makes samples of given answers."""
+    def agent_worker(self, values: Values, generates: bool, *, request_prefix: str) -> AgentWorker:
+        """A worker that runs agents once it has routes; if it ``generates`` nothing, it copies given answers."""
         tokenizer, limit = load_tokenizer(self.config), prompt_limit(self.config)
-        if servers is None:
+        if not generates:
             return AgentWorker(values, tokenizer, self.clock, None, max_prompt_tokens=limit)
         self.registry.load("agent", self.config.agent.name)
-        router = Router(self.clock, servers)
+        router = Router(self.clock)
 
         def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
             generate = router.of_one_rollout()
@@ -212,7 +210,7 @@ class InlineWorkers(WorkerFactory):
         address, rewards = self.config.queue.address, None
         backend = self.backend(None if address is None else Path(address).parent)
         values = Values(backend)
-        self.agent = self.agent_worker(values, {} if role.generates else None, request_prefix=self.config.name)
+        self.agent = self.agent_worker(values, role.generates, request_prefix=self.config.name)
         if role.scores or role.evaluates:
             worker = await self.reward_worker(values)
             stack.push_async_callback(worker.close)

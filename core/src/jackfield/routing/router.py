@@ -1,4 +1,4 @@
-"""Which replica serves a request."""
+"""Which replica serves a request, and whether one that has failed a request still lives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 import attrs
 
-from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult, HealthReport
+from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
 
@@ -28,11 +28,9 @@ class Generates(Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample."""
-        ...
 
     async def health(self) -> HealthReport:
         """Report whether the replica can serve."""
-        ...
 
 
 @attrs.define(eq=False)
@@ -45,28 +43,20 @@ class _Route:
     idle: asyncio.Event = attrs.field(factory=asyncio.Event)
 
 
-class _Moved(Exception):
-    """A request was aborted because its replica was removed."""
-
-
+@attrs.define(eq=False)
 class Router:
     """Sends requests to the replica with the fewest running ones; later turns of a rollout go where its first went."""
 
-    def __init__(self, clock: Clock, servers: Mapping[int, Generates] | None = None) -> None:
-        """
-        Args:
-            clock: Time source for all waits and deadlines.
-            servers: Those that serve, by number. Requests wait while there is none.
-        """
-        self._clock = clock
-        self._routes = {number: _Route(number, server) for number, server in (servers or {}).items()}
-        self._changed = asyncio.Event()
+    _clock: Clock
+    _routes: dict[int, _Route] = attrs.field(factory=dict, init=False)  #: requests wait while there is none
+    _changed: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
     def of_one_rollout(self) -> Callable[[GenerateRequest], Awaitable[GenerateResult]]:
         """Return what generates for one rollout: its first replica has the earlier turns in its cache.
 
         A request of a replica that dies or is removed is generated on another one, from its beginning, with the same
-        seed. A request that fails with an update of its replica's weights is repeated after the next update.
+        seed. A request that fails with an update of its replica's weights is repeated after the next update. Any other
+        error of a living replica is the request's.
         """
         chosen: _Route | None = None
 
@@ -76,22 +66,18 @@ class Router:
                 if chosen is None or self._is_removed(chosen):
                     chosen = await self._least_loaded()
                 try:
-                    return await self._generate(chosen, request)
-                except _Moved:
-                    continue
+                    result = await self._generate(chosen, request)
                 except JackfieldError as error:
-                    await self._require_repeatable(chosen, request, error)
+                    if error.code in LOST:
+                        if not self._is_removed(chosen):
+                            del self._routes[chosen.number]  # the pool's next table says what becomes of it
+                    elif error.code != "rollout.stale" or not await self._is_updated(chosen, request):
+                        raise
+                else:
+                    if result is not None:
+                        return result
 
         return generate
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate on the least loaded replica; again elsewhere, where it dies.
-
-        Raises:
-            Exception: What a living replica raised.
-            DeadlineExceeded: No replica has come back.
-        """
-        return await self.of_one_rollout()(request)
 
     async def route(self, servers: Mapping[int, Generates], seconds: float) -> int:
         """Use these replicas from now on; return when no request is left on those that are not among them.
@@ -123,30 +109,24 @@ class Router:
         await asyncio.gather(*late, return_exceptions=True)
         return len(late)
 
-    async def _generate(self, route: _Route, request: GenerateRequest) -> GenerateResult:
+    async def _generate(self, route: _Route, request: GenerateRequest) -> GenerateResult | None:
+        """Generate on a replica. Returns None for a request that was aborted because its replica was removed."""
         task = asyncio.ensure_future(route.server.generate(request))
         route.running.add(task)
         route.idle.clear()
         try:
             return await task
         except asyncio.CancelledError:
-            if self._is_removed(route) and task.cancelled() and not _is_cancelled():
-                raise _Moved from None
+            own = asyncio.current_task()
+            if self._is_removed(route) and task.cancelled() and not (own and own.cancelling()):
+                return None
             raise
         finally:
             route.running.discard(task)
             if not route.running:
                 route.idle.set()
 
-    async def _require_repeatable(self, route: _Route, request: GenerateRequest, error: JackfieldError) -> None:
-        """Return when a request can be sent once more; otherwise raise its error."""
-        if error.code in LOST:
-            if not self._is_removed(route):
-                del self._routes[route.number]  # the pool's next table says what becomes of it
-        elif error.code != "rollout.stale" or not await self._updated(route, request):
-            raise error
-
-    async def _updated(self, route: _Route, request: GenerateRequest) -> bool:
+    async def _is_updated(self, route: _Route, request: GenerateRequest) -> bool:
         """Wait until a replica has whole weights; return whether these are new enough for a refused request.
 
         Raises:
@@ -159,9 +139,8 @@ class Router:
             if report.healthy:
                 return report.weight_version >= (request.minimum_weight_version or 0)
             if self._clock.time() >= ends:
-                raise DeadlineExceeded(
-                    f"waited {_UPDATE_SECONDS:g} s for {name} to get weights after an update failed: {report.detail}"
-                )
+                what = f"{name} to get weights after an update failed: {report.detail}"
+                raise DeadlineExceeded(f"waited {_UPDATE_SECONDS:g} s for {what}")
             await self._clock.sleep(_LOOK_SECONDS)
         return True
 
@@ -175,9 +154,7 @@ class Router:
         return self._routes.get(route.number) is not route
 
 
-async def cause_of_death(
-    server: BaseRolloutServer, clock: Clock, name: str, error: Exception | None = None
-) -> str | None:
+async def cause_of_death(server: Generates, clock: Clock, name: str, error: Exception | None = None) -> str | None:
     """Ask a replica for its health. Returns why it does not serve any more; None: it does.
 
     Args:
@@ -193,9 +170,3 @@ async def cause_of_death(
     except Exception as silence:
         return f"{type(silence).__name__}: {silence}"
     return None if report.healthy else report.detail or "not healthy"
-
-
-def _is_cancelled() -> bool:
-    """Return whether the current task is to end itself."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

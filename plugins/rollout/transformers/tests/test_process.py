@@ -154,7 +154,9 @@ def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> Non
 
             pool.source = WeightSource(load=load, hold=hold, sync=synchronizer.sync)
             keeping = asyncio.create_task(pool.keep())
-            running = [asyncio.create_task(places.router.generate(greedy(f"running-{n}", LONG))) for n in range(2)]
+            running = [
+                asyncio.create_task(places.router.of_one_rollout()(greedy(f"running-{n}", LONG))) for n in range(2)
+            ]
             async with synchronized:
                 report = await pool.sync(1)
             assert [1] == [receipt.replica for receipt in report.receipts]

@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import attrs
+
 from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError, WorkerLost
@@ -33,6 +35,7 @@ _REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 
 
+@attrs.define(eq=False)
 class Cluster:
     """Started by :meth:`open`; everything that it has started ends with :meth:`close`.
 
@@ -40,19 +43,15 @@ class Cluster:
     name is given what was there before.
     """
 
-    def __init__(self, clock: Clock, start_seconds: float, heartbeat_seconds: float = 30.0) -> None:
-        """
-        Args:
-            clock: Time source for all waits and deadlines.
-            start_seconds: for a worker, or a group of places, to be there.
-            heartbeat_seconds: without a heartbeat of a worker, after which its process is killed.
-        """
-        self._clock, self._start_seconds, self._heartbeat_seconds = clock, start_seconds, heartbeat_seconds
-        self.actors: dict[str, Actor] = {}  #: of the workers, by name
-        self._spare: dict[str, Actor] = {}  # processes without a worker
-        self._groups: dict[str, Any] = {}
-        self._restarting = asyncio.Lock()
-        self._processes: list[psutil.Process] = []  # of a cluster that was started here; the others are below them
+    _clock: Clock
+    _start_seconds: float  #: for a worker, or a group of places, to be there
+    _heartbeat_seconds: float = 30.0  #: without a heartbeat of a worker, after which its process is killed
+    actors: dict[str, Actor] = attrs.field(factory=dict, init=False)  #: of the workers, by name
+    _spare: dict[str, Actor] = attrs.field(factory=dict, init=False)  #: processes without a worker
+    _groups: dict[str, Any] = attrs.field(factory=dict, init=False)
+    _restarting: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
+    #: of a cluster that was started here; the others are below them
+    _processes: list[psutil.Process] = attrs.field(factory=list, init=False)
 
     async def open(self, options: RayConfig, needed_cpus: float) -> None:
         """Start or join a cluster.
