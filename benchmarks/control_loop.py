@@ -28,7 +28,7 @@ from jackfield.algorithms import LossSpec
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.device import DeviceLease
-from jackfield.compose.ray_serving import CONTRACTS
+from jackfield.compose.ray_workers import CONTRACTS
 from jackfield.config import make_config
 from jackfield.config.sections import RayConfig
 from jackfield.data.tasks import Task
@@ -40,7 +40,9 @@ from jackfield.rpc import Address, Service
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.ray import Actor, Cluster, WorkerSpec, connect_worker, remote_backend, store_services
+from jackfield.runtime.ray.actors import Actor, WorkerSpec, connect_worker
+from jackfield.runtime.ray.cluster import Cluster
+from jackfield.runtime.ray.store import remote_backend, store_services
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import (

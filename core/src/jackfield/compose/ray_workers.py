@@ -7,27 +7,40 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import attrs
 
+from jackfield.abc import KINDS
 from jackfield.abc.rollout import BaseRolloutServer
+from jackfield.algorithms import register_part
+from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.clock import Clock
 from jackfield.cluster.replica import Replica, Worker
 from jackfield.compose.checks import interpreters
-from jackfield.compose.ray_serving import CONTRACTS, STORE, Routes, WorkerMaker, longest
+from jackfield.compose.inputs import check_tokens, read_tasks
+from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.workers import RankPlace, WorkerFactory
+from jackfield.config import RunConfig
 from jackfield.errors import WorkerLost
 from jackfield.files import replace_file
+from jackfield.plugins import hook_manager, installed
+from jackfield.queue import Values
+from jackfield.rpc import Address, Connection, Contract, Service, stub
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.ray import Actor, Cluster, WorkerSpec, remote_backend
-from jackfield.runtime.ray.cluster import check_interpreter
+from jackfield.runtime.process import ROLLOUT
+from jackfield.runtime.ray.actors import Actor, WorkerSpec, connect_worker
+from jackfield.runtime.ray.cluster import Cluster, check_interpreter
+from jackfield.runtime.ray.host import interface_of, node_address, rollout_service
+from jackfield.runtime.ray.store import remote_backend, store_services
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import Role, RunWorkers
@@ -36,6 +49,133 @@ from jackfield.weights import WeightSender
 T = TypeVar("T")
 
 _ROLES = 4  #: actor, reference, critic and replica fit into one place
+
+
+Kind: TypeAlias = Literal["store", "engine", "rollout", "agent", "reward"]
+
+_NAMES = {
+    "store": "the queue's storage worker",
+    "engine": "the {role} engine, rank {number}",
+    "rollout": "rollout replica {number}",
+    "agent": "agent worker {number}",
+    "reward": "reward worker {number}",
+}
+
+
+def worker_name(kind: Kind, number: int = 0, role: str = "") -> str:
+    """Return the name of a worker; ``role`` is an engine's."""
+    return _NAMES[kind].format(number=number, role=role)
+
+
+@attrs.define(eq=False)
+class Routes:
+    """The replicas on which an agent worker generates, by their addresses."""
+
+    _worker: AgentWorker
+    _name: str  #: of the worker
+    _seconds: float  #: the longest that a call of a replica may take
+    _connections: dict[int, Connection] = attrs.field(factory=dict, init=False)
+
+    async def route(self, replicas: dict[int, Address], seconds: float) -> int:
+        """Use these replicas from now on: :meth:`~jackfield.routing.router.Router.route`."""
+        for number in replicas.keys() - self._connections.keys():
+            name = worker_name("rollout", number)
+            self._connections[number] = await connect_worker(replicas[number], name, self._name, Clock())
+        removed = [self._connections.pop(number) for number in self._connections.keys() - replicas.keys()]
+        server: Any = BaseRolloutServer
+        made = {
+            number: stub(self._connections[number], "worker", ROLLOUT, server, self._seconds) for number in replicas
+        }
+        moved = await self._worker.route(made, seconds)
+        for connection in removed:
+            await connection.close()
+        return moved
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
+
+
+CONTRACTS: Mapping[type, Contract] = {
+    EngineRank: Contract(EngineRank),
+    WeightSender: Contract(WeightSender, without=("send",)),
+    AgentWorker: Contract(AgentWorker, without=("route",)),
+    Routes: Contract(Routes, ["route"]),
+    RewardWorker: Contract(RewardWorker),
+    AdvantageWorker: Contract(AdvantageWorker),
+}
+
+
+def longest(config: RunConfig) -> float:
+    """Return the longest that a call of a worker may take, in seconds."""
+    deadlines = config.deadlines
+    return max(deadlines.rollout, deadlines.start, deadlines.sync, deadlines.reward)
+
+
+@attrs.frozen(kw_only=True)
+class WorkerMaker:
+    """Makes one worker in its process. It is all that is sent there."""
+
+    config: RunConfig
+    algorithm: ResolvedAlgorithm
+    generates: bool  #: whether the run has replicas
+    kind: Kind
+    number: int
+    role: str  #: of an engine
+    name: str
+    store: Address | None  #: where values are, once that is known
+    place: RankPlace  #: of a rank
+
+    async def __call__(self, stack: AsyncExitStack) -> Mapping[str, Service]:
+        """Make the worker and return what is served of it; the stack closes what it has opened."""
+        if self.config.cluster.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.config.cluster.threads)
+        registry = installed()  # an interpreter of a worker's own need not have the plugins of the others
+        chosen = {kind: getattr(self.config, kind).name for kind in KINDS}
+        here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
+        hook_manager([], here).hook.register_parts(register=register_part)
+        return await self._services(WorkerFactory(config=self.config, registry=registry, clock=Clock()), stack)
+
+    async def _services(self, factory: WorkerFactory, stack: AsyncExitStack) -> Mapping[str, Service]:
+        if self.kind == "store":
+            import torch  # noqa: F401, now rather than at the first sample
+
+            backend = factory.backend()
+            stack.push_async_callback(backend.close)
+            return {**store_services(backend), **_served(AdvantageWorker(Values(backend), self.algorithm))}
+        if self.kind == "rollout":  # its server is not started
+            server = factory.rollout_server(self.number, host=node_address())
+            stack.push_async_callback(server.stop)
+            return {"worker": rollout_service(server, self.name)}
+        assert self.store is not None
+        connection = await connect_worker(self.store, worker_name("store"), self.name, Clock())
+        stack.push_async_callback(connection.close)
+        values = Values(remote_backend(connection, self.config.deadlines.batch))
+        if self.kind == "engine":
+            if interface := interface_of(self.place.host):  # gloo would take the address of the machine's name
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            rank = factory.engine_rank(values, self.role, self.algorithm, self.place)
+            stack.push_async_callback(rank.close)
+            return _served(rank) if rank.sender is None else _served(rank, rank.sender)
+        if self.kind == "reward":
+            scorer = await factory.reward_worker(values, self.number)
+            stack.push_async_callback(scorer.close)
+            return _served(scorer)
+        if self.number == 0:  # it checks whether data, tokenizer and model fit
+            algorithm = resolve_algorithm(self.config, factory.registry.find("rollout", self.config.rollout.name))
+            check_tokens(self.config, read_tasks(self.config, algorithm))
+        prefix = f"{self.config.name}-{self.number}"
+        agents = factory.agent_worker(values, self.generates, request_prefix=prefix)
+        routes = Routes(agents, self.name, longest(self.config))
+        stack.push_async_callback(routes.close)
+        return _served(agents, routes)
+
+
+def _served(*targets: Any) -> dict[str, Service]:
+    """Serve objects under the names of their classes."""
+    return {type(each).__name__: Service(target=each, contract=CONTRACTS[type(each)]) for each in targets}
 
 
 class RayWorkers:
@@ -47,8 +187,7 @@ class RayWorkers:
         self._interpreters: dict[str, str] | None = None  # None: the cluster is not open
         self._replicas: int | None = None  # apart from those on their way, as the workers before have left them
         self._role: Role
-        self._pools: dict[str, int]  # places by the group of places
-        self._groups: dict[str, Any]
+        self._groups: dict[str, tuple[Any, int]]  # groups of places, and their numbers
         self._meetings: str
 
     async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
@@ -61,25 +200,24 @@ class RayWorkers:
         pools = {"train": chosen.engine_ranks, "rollout": replicas}
         if chosen.placement == "colocated":
             pools = {"shared": max(pools.values())}
-        self._role, self._pools = role, {name: count for name, count in pools.items() if count}
         if self._interpreters is None:
             found = interpreters(self._config, self._registry)
             for kind, python in found.items():
                 check_interpreter(python, f"the {kind} worker", min(self._deadlines.start, 60.0))
             await self._cluster.open(chosen, sum(pools.values()) * chosen.cpus_per_place)
-            self._interpreters = found
-        self._replicas = replicas if self._replicas is None else self._replicas
-        self._meetings = stack.enter_context(
-            TemporaryDirectory(prefix="jackfield-meetings-", ignore_cleanup_errors=True)
-        )
+            self._interpreters, self._replicas = found, replicas
+        folder = TemporaryDirectory(prefix="jackfield-meetings-", ignore_cleanup_errors=True)
+        self._role, self._meetings = role, stack.enter_context(folder)
         stack.push_async_callback(self._cluster.rest)
         self._agents: list[str] = []
         self._routes: Mapping[int, Replica] = {}
-        self._made = set(range(self._replicas))  # replicas that are made with the other workers, and are not started
+        self._made = set(range(self._replicas or 0))  # replicas that are made with the others, and are not started
         self._groups = {
-            name: await self._cluster.places(count, self._resources(1), name) for name, count in self._pools.items()
+            name: (await self._cluster.places(count, self._resources(1), name), count)
+            for name, count in pools.items()
+            if count
         }
-        return await self._workers(self._replicas)
+        return await self._workers(self._replicas or 0)
 
     async def close(self) -> None:
         """End the workers' processes, and leave the cluster."""
@@ -88,31 +226,29 @@ class RayWorkers:
 
     async def _workers(self, replicas: int) -> RunWorkers:
         """Start everything side by side: processes need seconds to import what they work with."""
-        chosen = self._config.cluster.ray
-        ranks = {engine: [_rank_name(engine, n) for n in range(chosen.engine_ranks)] for engine in self._role.engines}
-        agents = [f"agent worker {number}" for number in range(chosen.agent_workers)]
-        rewards = [f"reward worker {number}" for number in range(chosen.reward_workers if replicas else 0)]
+        chosen, engines, seconds = self._config.cluster.ray, self._role.engines, self._deadlines.engine
         specs = [
-            self._spec(STORE, "store"),
-            *(self._rank(engine, n) for engine, names in ranks.items() for n in range(len(names))),
-            *[await self._replica(number) for number in range(replicas)],
-            *(self._spec(name, "agent", n, restarts=True) for n, name in enumerate(agents)),
-            *(self._spec(name, "reward", n, restarts=True) for n, name in enumerate(rewards)),
+            await self._spec("store"),
+            *[await self._spec("engine", n, role) for role in engines for n in range(chosen.engine_ranks)],
+            *[await self._spec("rollout", number) for number in range(replicas)],
+            *[await self._spec("agent", number) for number in range(chosen.agent_workers)],
+            *[await self._spec("reward", number) for number in range(chosen.reward_workers if replicas else 0)],
         ]
         store, *others = await asyncio.gather(*map(self._cluster.start, specs))
         self._note_places()
         await store.make()
-        backend = remote_backend(store.connection, self._deadlines.batch)
         await asyncio.gather(*(actor.make() for actor in others))
-        self._agents = agents
-        fragile = [store, *(self._cluster.actors[name] for names in ranks.values() for name in names)]
+        names = [spec.name for spec in specs if spec.restarts]
+        self._agents, rewards = names[: chosen.agent_workers], names[chosen.agent_workers :]
+        ranks = {role: [self._rank(role, n) for n in range(chosen.engine_ranks)] for role in engines}
+        fragile = [store, *others[: len(engines) * chosen.engine_ranks]]
         return RunWorkers(
-            backend=backend,
-            ranks={engine: [self._rank_stub(name) for name in names] for engine, names in ranks.items()},
+            backend=remote_backend(store.connection, self._deadlines.batch),
+            ranks={role: [self._rank_stub(actor) for actor in actors] for role, actors in ranks.items()},
             replicas=replicas,
-            agents=Workers([self._restarting_stub(name, AgentWorker) for name in agents]),
+            agents=Workers([self._restarting_stub(name, AgentWorker) for name in self._agents]),
             rewards=Workers([self._restarting_stub(name, RewardWorker) for name in rewards]) if rewards else None,
-            estimator=self._stub(store, AdvantageWorker, self._deadlines.engine),
+            estimator=self._stub(store, AdvantageWorker, seconds),
             shares_devices=chosen.placement == "colocated",
             places=self,
             watch=partial(self._cluster.watch, fragile),
@@ -130,10 +266,12 @@ class RayWorkers:
         seconds = longest(self._config) + self._deadlines.batch
         return self._cluster.restarting_stub(name, cls.__name__, CONTRACTS[cls], cls, seconds, begin)
 
-    def _rank_stub(self, name: str) -> EngineRank:
-        actor, seconds = self._cluster.actors[name], self._deadlines.engine
-        rank = self._stub(actor, EngineRank, seconds)
-        rank.sender = self._stub(actor, WeightSender, seconds)
+    def _rank(self, role: str, rank: int) -> Actor:
+        return self._cluster.actors[worker_name("engine", rank, role)]
+
+    def _rank_stub(self, actor: Actor) -> EngineRank:
+        rank = self._stub(actor, EngineRank, self._deadlines.engine)
+        rank.sender = self._stub(actor, WeightSender, self._deadlines.engine)
         return rank
 
     # -- replicas
@@ -144,7 +282,7 @@ class RayWorkers:
         Raises:
             JackfieldError: There is no place for it, or it does not come; nothing of a new replica is left.
         """
-        name = f"rollout replica {number}"
+        name = worker_name("rollout", number)
         if number in self._made:
             self._made.discard(number)
         elif name in self._cluster.actors:
@@ -152,15 +290,15 @@ class RayWorkers:
             self._note_places()
         else:
             await self._add(number, name)
-        actor = self._cluster.actors[name]
-        server = actor.stub("worker", CONTRACTS[BaseRolloutServer], BaseRolloutServer, longest(self._config))  # type: ignore[type-abstract]
-        worker, connection = Worker(server, "cluster"), actor.connection
+        actor, server = self._cluster.actors[name], cast(Any, BaseRolloutServer)
+        worker = Worker(actor.stub("worker", ROLLOUT, server, longest(self._config)), "cluster")
+        connection = actor.connection
         connection.lost.add_done_callback(lambda _: worker.lose(connection.error()))
         return worker
 
     async def _add(self, number: int, name: str) -> None:
         try:
-            actor = await self._cluster.start(await self._replica(number))
+            actor = await self._cluster.start(await self._spec("rollout", number))
             self._note_places()
             await actor.make()
         except BaseException:
@@ -171,7 +309,7 @@ class RayWorkers:
     async def end(self, number: int) -> None:
         """End its process, and give its place back if it was added to the run."""
         self._replicas = (self._replicas or 0) - 1
-        await self._drop(f"rollout replica {number}")
+        await self._drop(worker_name("rollout", number))
 
     async def _drop(self, name: str) -> None:
         await self._cluster.end(name)
@@ -185,8 +323,8 @@ class RayWorkers:
         return sum(await asyncio.gather(*(self._routed(actor, seconds) for actor in actors)))
 
     async def _routed(self, agent: Actor, seconds: float) -> int:
-        actors = {number: self._cluster.actors[replica.name] for number, replica in self._routes.items()}
-        routes = {number: actor.address for number, actor in actors.items() if actor.address is not None}
+        actors = self._cluster.actors
+        routes = {n: address for n, each in self._routes.items() if (address := actors[each.name].address)}
         try:
             return await self._stub(agent, Routes, longest(self._config)).route(routes, seconds)
         except WorkerLost:  # it is restarted with the new routes
@@ -194,51 +332,48 @@ class RayWorkers:
 
     # -- what each worker is
 
-    def _spec(
-        self, name: str, kind: Literal["store", "engine", "rollout", "agent", "reward"], number: int = 0, **more: Any
-    ) -> WorkerSpec:
+    async def _spec(self, kind: Kind, number: int = 0, role: str = "") -> WorkerSpec:
+        """Return what to start; a replica that was added gets a place of its own."""
         assert self._interpreters is not None
-        make = partial(self._maker, name=name, kind=kind, number=number)
-        return WorkerSpec(**{"name": name, "make": make, "python": self._interpreters.get(kind), **more})
-
-    def _maker(self, **own: Any) -> WorkerMaker:
-        """What is sent to a worker's process, once the addresses in it are known."""
-        role, store = self._role, self._cluster.actors[STORE].address
-        algorithm, generates = role.algorithm, role.generates
-        return WorkerMaker(config=self._config, algorithm=algorithm, generates=generates, store=store, **own)
-
-    async def _replica(self, number: int) -> WorkerSpec:
-        name, pool = f"rollout replica {number}", self._pool("rollout")
-        if number < self._pools[pool]:
-            group, bundle = self._groups[pool], number
-        else:
+        name, make = worker_name(kind, number, role), partial(self._maker, kind, number, role)
+        restarts = kind in ("agent", "reward")
+        spec = WorkerSpec(name=name, make=make, python=self._interpreters.get(kind), restarts=restarts)
+        if kind not in ("engine", "rollout"):
+            return spec
+        pool = "shared" if "shared" in self._groups else {"engine": "train"}.get(kind, kind)
+        (group, count), bundle = self._groups[pool], number
+        if number >= count:
             group, bundle = await self._cluster.places(1, self._resources(1), name), 0
-        return self._spec(name, "rollout", number, group=group, bundle=bundle, resources=self._resources(_ROLES))
+        return attrs.evolve(spec, group=group, bundle=bundle, resources=self._resources(_ROLES))
 
-    def _rank(self, role: str, rank: int) -> WorkerSpec:
-        group, resources = self._groups[self._pool("train")], self._resources(_ROLES)
-        spec = self._spec(_rank_name(role, rank), "engine", group=group, bundle=rank, resources=resources)
-        return attrs.evolve(spec, make=partial(self._make_rank, role, rank))
+    def _maker(self, kind: Kind, number: int, role: str) -> WorkerMaker:
+        """Return what is sent to a worker's process, once the addresses in it are known."""
+        return WorkerMaker(
+            config=self._config,
+            algorithm=self._role.algorithm,
+            generates=self._role.generates,
+            kind=kind,
+            number=number,
+            role=role,
+            name=worker_name(kind, number, role),
+            store=self._cluster.actors[worker_name("store")].address,
+            place=self._rank_place(role, number) if role else RankPlace(),
+        )
 
-    def _pool(self, name: str) -> str:
-        return name if name in self._pools else "shared"
-
-    def _make_rank(self, role: str, rank: int) -> WorkerMaker:
-        """A rank has to know where all meet, and its number on its node."""
-        names = [_rank_name(role, each) for each in range(self._config.cluster.ray.engine_ranks)]
-        places = [self._cluster.actors[name].place for name in names]
+    def _rank_place(self, role: str, rank: int) -> RankPlace:
+        """Return where the ranks of an engine meet, and the number of one of them on its node."""
+        places = [self._rank(role, each).place for each in range(self._config.cluster.ray.engine_ranks)]
         host, first = places[rank].address, places[0]
         meeting = f"file://{self._meetings}/{role}"  # torch's store at a port would listen on all interfaces
         if self._config.cluster.ray.address is not None:
             meeting = f"tcp://{f'[{first.address}]' if ':' in first.address else first.address}:{first.port}"
-        place = RankPlace(
+        return RankPlace(
             rank=rank,
             world_size=len(places),
             local_rank=sum(place.address == host for place in places[:rank]),
             init_method=meeting if len(places) > 1 else None,
             host=host,
         )
-        return self._maker(name=names[rank], kind="engine", role=role, place=place)
 
     def _note_places(self) -> None:
         """Write who lives where, for people."""
@@ -247,12 +382,8 @@ class RayWorkers:
         replace_file(Path(self._config.folder) / "workers.json", json.dumps(lines, indent=1))
 
     def _resources(self, parts: int) -> dict[str, float]:
-        """A place's resources, or a part of them; Ray counts in ten-thousandths."""
+        """Return a place's resources, or a part of them; Ray counts in ten-thousandths."""
         chosen = self._config.cluster.ray
         amounts = {"CPU": chosen.cpus_per_place, "GPU": chosen.gpus_per_place}
         shares = {name: int(10_000 * amount / parts) / 10_000 for name, amount in amounts.items()}
         return {name: share for name, share in shares.items() if share} or {"CPU": 0.001 / parts}
-
-
-def _rank_name(role: str, rank: int) -> str:
-    return f"the {role} engine, rank {rank}"

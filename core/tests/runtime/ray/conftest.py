@@ -17,7 +17,8 @@ from ray import cloudpickle
 
 from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
-from jackfield.runtime.ray import Actor, Cluster, WorkerSpec
+from jackfield.runtime.ray.actors import Actor, WorkerSpec
+from jackfield.runtime.ray.cluster import Cluster
 
 from . import workers
 

@@ -16,7 +16,9 @@ pytest.importorskip("ray")
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, SamplingParams
 from jackfield.errors import EngineError, RunError, WorkerLost
 from jackfield.runtime.process import ROLLOUT
-from jackfield.runtime.ray import Actor, Cluster, WorkerSpec
+from jackfield.runtime.ray import store
+from jackfield.runtime.ray.actors import Actor, WorkerSpec
+from jackfield.runtime.ray.cluster import Cluster
 from jackfield.runtime.workers import resubmitted
 from jackfield_testing import refused
 
@@ -204,7 +206,6 @@ def test_values_cross_bit_by_bit(hosted: Hosted, monkeypatch: pytest.MonkeyPatch
     """Any dtype and shape, in pieces; what comes back may be changed."""
     torch = pytest.importorskip("torch")
     from jackfield.queue import Values, column_from_rows, dense_column, json_column
-    from jackfield.runtime.ray import remote_backend, store
 
     monkeypatch.setattr(store, "_PIECE_BYTES", 100)
     columns = {
@@ -220,7 +221,7 @@ def test_values_cross_bit_by_bit(hosted: Hosted, monkeypatch: pytest.MonkeyPatch
 
     async def main() -> None:
         actor = await hosted("the storage worker", make_memory)
-        backend = remote_backend(actor.connection, 60.0)
+        backend = store.remote_backend(actor.connection, 60.0)
         await backend.start()
         rows = Values(backend)
         await rows.put("train", ["a", "b", "c"], columns)

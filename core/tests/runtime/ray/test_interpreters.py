@@ -56,7 +56,7 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
 from jackfield.errors import RunError
-from jackfield.runtime.ray import Cluster
+from jackfield.runtime.ray.cluster import Cluster
 
 assert not is_token_auth_enabled()
 try:

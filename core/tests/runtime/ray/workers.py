@@ -13,7 +13,8 @@ from jackfield.errors import EngineError
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.rpc import Contract, Service
 from jackfield.runtime.process import ROLLOUT
-from jackfield.runtime.ray import rollout_service, store_services
+from jackfield.runtime.ray.host import rollout_service
+from jackfield.runtime.ray.store import store_services
 
 
 class Counter:
