@@ -699,9 +699,9 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def the_file_has_everything(self) -> None:
         if hasattr(self, "queue"):
-            saved = self.queue._store.saved()
+            saved = self.queue._core.store.saved()
             assert saved is not None
-            assert dict(every_row(self.queue._state)) == saved.rows
+            assert dict(every_row(self.queue._core.state)) == saved.rows
 
     @invariant()
     def the_backend_holds_the_living_samples(self) -> None:

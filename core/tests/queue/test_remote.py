@@ -159,7 +159,7 @@ def test_a_cancelled_wait_ends_at_the_controller_and_gives_back_its_lease(tmp_pa
             client = await world.client()
             await client.trainer()
             waiting = asyncio.ensure_future(client.queue.lease_groups("trainer", deadline_seconds=60))
-            consumer = world.queue._state.consumer("trainer")
+            consumer = world.queue._core.state.consumer("trainer")
             await until(lambda: consumer.awaited == [None])
             waiting.cancel()
             await until(lambda: not consumer.awaited)
@@ -179,10 +179,10 @@ def test_an_iteration_that_is_left_ends_at_the_controller(tmp_path: Path) -> Non
             client = await world.client()
             groups = client.queue.groups_to_fill(await client.claim(), 60)
             await anext(groups)
-            state = world.queue._state.partition("train").batches[0]
+            state = world.queue._core.state.partition("train").batches[0]
             assert 1 == state.readers
             more = asyncio.ensure_future(anext(groups))
-            await until(lambda: len(world.queue._change._waiters) > 1)  # beside the deletion
+            await until(lambda: len(world.queue._core.change._waiters) > 1)  # beside the deletion
             more.cancel()
             await asyncio.gather(more, return_exceptions=True)
             await groups.aclose()
@@ -254,7 +254,7 @@ def test_a_controller_that_ends_ends_every_call(tmp_path: Path) -> None:
         async with served(tmp_path) as world:
             client = await world.client()
             waiting = asyncio.ensure_future(client.queue.wait_notice("never", 0, 60))
-            await until(lambda: len(world.queue._change._waiters) > 1)
+            await until(lambda: len(world.queue._core.change._waiters) > 1)
             await world.server.close()
             for call in (waiting, client.queue.stats()):
                 with pytest.raises(QueueError) as caught:
@@ -272,7 +272,7 @@ def test_a_queue_that_was_made_another_one_ends_those_who_had_begun(tmp_path: Pa
             explorer, trainer, idle = [await world.client(name) for name in ("explorer", "trainer", "idle")]
             await explorer.claim()
             notice = asyncio.ensure_future(idle.queue.wait_notice("weights", 0, 20))
-            await until(lambda: len(world.queue._change._waiters) > 1)
+            await until(lambda: len(world.queue._core.change._waiters) > 1)
             await trainer.queue.clear()
             await until(world.connections[0].lost.done)
             with pytest.raises(QueueError) as caught:

@@ -179,7 +179,7 @@ def test_clear_forgets_everything_even_a_file_that_cannot_be_read(tmp_path: Path
 def test_after_a_failed_write_the_queue_refuses_to_go_on(tmp_path: Path) -> None:
     async def use(bench: Any) -> None:
         await bench.queue.clear()
-        bench.queue._store._db.execute("pragma query_only=1")  # as a full disk
+        bench.queue._core.store._db.execute("pragma query_only=1")  # as a full disk
         for _ in range(2):
             with pytest.raises(QueueError) as refused:
                 await bench.queue.commit(0)

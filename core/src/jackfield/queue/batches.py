@@ -7,17 +7,26 @@ import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
+import attrs
+
 from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
-from jackfield.queue.controller import mutates, unfinished
+from jackfield.queue.controller import Controller, unfinished
 from jackfield.queue.groups import Groups
 from jackfield.queue.meta import Batch, GroupKey
 from jackfield.queue.records import BatchState, Partition, Place
 
 
-class Batches(Groups):
+@attrs.define(eq=False)
+class Batches:
     """Hands out batches and their groups, and holds producers back."""
 
-    @mutates
+    core: Controller
+    groups: Groups
+    max_samples: int | None
+    max_bytes: int | None
+    clients: dict[str, str] = attrs.field(factory=dict, init=False)  #: of explorers that have claimed batches
+    _mean: float = attrs.field(default=0.0, init=False)  # bytes of a sample, the last time that there was one
+
     async def claim_batch(
         self,
         partition: str,
@@ -44,16 +53,16 @@ class Batches(Groups):
         if groups < 1 or rollouts < 1 or not explorer:
             found = f"explorer {explorer!r}, {groups} groups, {rollouts} rollouts"
             raise QueueError("a batch is for a named explorer and one group or more", found=found)
-        since = self.clock.time()
+        since = self.core.clock.time()
         while True:
-            place = self._state.partition(partition)
+            place = self.core.state.partition(partition)
             batch = place.offered()
             if below is None or (place.next_batch if batch is None else batch.number) < below:
                 return self._give(batch or self._new_batch(place, groups, rollouts), explorer)
             left = _not_final(place, below)
             if not left:
                 return None
-            await self._wait(self._until(left, since, deadline_seconds), functools.partial(_awaited, left))
+            await self.core.wait(self._until(left, since, deadline_seconds), functools.partial(_awaited, left))
 
     def _until(self, batches: Sequence[BatchState], since: float, seconds: float) -> float:
         """Return the end of a wait: it begins again with each change of a batch, and never ends while one is leased."""
@@ -66,23 +75,22 @@ class Batches(Groups):
         partition.batches[batch.number] = batch
         partition.next_batch += 1
         for place in batch.places:
-            self._touch(place)
+            self.core.touch(place)
         return batch
 
     def _give(self, batch: BatchState, explorer: str) -> Batch:
-        if (client := self.caller()) is not None:
-            self._clients[explorer] = client
+        if (client := self.core.caller()) is not None:
+            self.clients[explorer] = client
         batch.is_offered = False
         batch.explorers.add(explorer)
         return batch.public(explorer)
 
-    @mutates
     async def release_batches(self, explorer: str) -> tuple[Batch, ...]:
         """Take the unfinished batches of a dead explorer back; they are handed out again.
 
         Their open groups are dropped, which is no retry; published groups stay.
         """
-        mine = [batch for batch in self._state.batches() if explorer in batch.explorers]
+        mine = [batch for batch in self.core.state.batches() if explorer in batch.explorers]
         released = [batch for batch in mine if not batch.is_complete and batch.failure is None]
         for batch in mine:
             batch.explorers.discard(explorer)
@@ -95,22 +103,21 @@ class Batches(Groups):
         again = [place for place in batch.places if place.explorer == explorer and not place.is_made]
         for place in again:
             if place.group is not None:
-                self._fail(place.group.name, reason)
-                self._forget(place.group)
+                self.core.fail(place.group.name, reason)
+                self.groups.leases.forget(place.group)
             place.reissue += 1
-            self._vacate(place)
+            self.groups.vacate(place)
         if not batch.explorers and batch.vacant():
             batch.is_offered = True
         indexes = [place.index for place in again]
-        self._record("release", partition=batch.partition.name, batch=batch.number, groups=indexes, reason=reason)
+        self.core.record("release", partition=batch.partition.name, batch=batch.number, groups=indexes, reason=reason)
 
-    @mutates
     async def end_holder(self, client: str) -> None:
         """End the leases of a client that is gone, and let others have the batches of its explorers."""
-        for explorer in sorted(name for name, each in self._clients.items() if each == client):
-            del self._clients[explorer]
+        for explorer in sorted(name for name, each in self.clients.items() if each == client):
+            del self.clients[explorer]
             await self.release_batches(explorer)
-        self._end_leases(lambda consumer, hold: hold.client == client)
+        self.groups.leases.end(lambda consumer, hold: hold.client == client)
 
     # -- groups to make
 
@@ -128,8 +135,8 @@ class Batches(Groups):
             QueueFull: there was no room for a group in time.
             QueueError: ``queue.batch-failed`` when a group was made again too often; or the batch was taken back.
         """
-        partition = self._state.partition(batch.partition)
-        state, since = partition.batches.get(batch.number), self.clock.time()
+        partition = self.core.state.partition(batch.partition)
+        state, since = partition.batches.get(batch.number), self.core.clock.time()
         if not 0 <= batch.number < partition.next_batch:
             raise QueueError(f"batch {batch.number} has not been claimed", where=batch.partition)
         if state is None:
@@ -141,21 +148,21 @@ class Batches(Groups):
                 if self._is_over(state, batch.explorer, until):
                     return
                 if keys := self._take(state, batch.explorer):
-                    self._store.write(self._state)
+                    self.core.store.write(self.core.state)
                     yield keys
-                    since = self.clock.time()
+                    since = self.core.clock.time()
                 else:
                     await self._wait_to_fill(state, since, deadline_seconds)
         finally:
             state.readers -= 1
             state.offer()
-            self._wake()
+            self.core.wake()
 
     def _is_over(self, batch: BatchState, explorer: str, until: Literal["final", "published"]) -> bool:
         """Tell whether there will be no more groups to make for an explorer."""
-        self._require_open()
+        self.core.require_open()
         batch.require_well()
-        now = self._state.partition(batch.partition.name).batches.get(batch.number)
+        now = self.core.state.partition(batch.partition.name).batches.get(batch.number)
         if now is None or (batch.is_final() if until == "final" else batch.is_complete):
             return True
         if now is not batch or explorer not in batch.explorers:
@@ -173,23 +180,23 @@ class Batches(Groups):
                 break
             place.explorer = explorer
             room -= batch.rollouts
-            self._touch(place)
+            self.core.touch(place)
             taken.append(place.key)
         return tuple(taken)
 
     async def _wait_to_fill(self, batch: BatchState, since: float, seconds: float) -> None:
         """Wait until something happens to the batch, or there may be room for its vacant places."""
-        until = self._until([batch], max(since, self._moved) if batch.vacant() else since, seconds)
+        until = self._until([batch], max(since, self.core.moved) if batch.vacant() else since, seconds)
         try:
-            await self._wait(until, lambda: unfinished(batch))
+            await self.core.wait(until, lambda: unfinished(batch))
         except DeadlineExceeded as error:
             if not batch.vacant():
                 raise
             raise QueueFull(
                 f"the queue stayed full for {seconds:.6g} s",
                 where=batch.name,
-                expected=f"room for a group within {self._max_samples} samples and {self._max_bytes} bytes",
-                found=f"{self._state.samples} samples, {self._state.bytes} bytes",
+                expected=f"room for a group within {self.max_samples} samples and {self.max_bytes} bytes",
+                found=f"{self.core.state.samples} samples, {self.core.state.bytes} bytes",
                 fix="look at why consumers do not ack and commit, or raise max_samples, max_bytes or the deadline",
             ) from error
 
@@ -197,15 +204,15 @@ class Batches(Groups):
 
     def _room(self) -> float:
         """Return how many further samples fit, beside those that are there or being made."""
-        state = self._state
-        if self._max_samples is None and self._max_bytes is None:
+        state = self.core.state
+        if self.max_samples is None and self.max_bytes is None:
             return float("inf")
         if state.samples:
             self._mean = state.bytes / state.samples
         coming = sum(_coming(place) for batch in state.batches() for place in batch.places)
-        room = float("inf") if self._max_samples is None else self._max_samples - state.samples - coming
-        if self._max_bytes is not None and self._mean:
-            room = min(room, (self._max_bytes - state.bytes) / self._mean - coming)
+        room = float("inf") if self.max_samples is None else self.max_samples - state.samples - coming
+        if self.max_bytes is not None and self._mean:
+            room = min(room, (self.max_bytes - state.bytes) / self._mean - coming)
         return room
 
     def _is_demanded(self, batch: BatchState) -> bool:

@@ -1,169 +1,85 @@
-"""What all parts of the queue use: its state and store, waits, ledger entries and notices. Internal to the package."""
+"""What all parts of the queue share. Internal to the package."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
 
 from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
-from jackfield.queue.meta import Notice, partition_of
+from jackfield.queue.meta import partition_of
 from jackfield.queue.records import BatchState, Consumer, Group, Place, State
 from jackfield.queue.store import Store
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _KEPT_FAILURES = 10_000
 _SHOWN = 4  #: samples or groups that a message names
 
 
-def mutates(method: F) -> F:
-    """Make a method whose changes are in the store when its caller hears of them; then all who wait look again."""
-
-    @functools.wraps(method)
-    async def called(self: Controller, *args: Any, **kwargs: Any) -> Any:
-        self._require_open()
-        try:
-            return await method(self, *args, **kwargs)
-        finally:
-            self._wake()
-            self._store.write(self._state)
-
-    return cast(F, called)
-
-
+@attrs.define(eq=False)
 class Controller:
-    """State, waits, ledger entries and notices."""
+    """What all parts of the queue share: state and store, waits, and what there is to say and to delete."""
 
-    def __init__(
-        self,
-        backend: TransferQueueBackend,
-        clock: Clock,
-        *,
-        store: Path | None = None,
-        durable: bool = False,
-        max_samples: int | None = None,
-        max_bytes: int | None = None,
-        max_retries: int = 8,
-    ) -> None:
-        """
-        Args:
-            backend: Keeps the values.
-            clock: Time source for all waits.
-            store: The file of ledger and state; None: in memory. ``durable`` keeps the state with every call.
-            max_samples: The number of samples at which producers wait; ``max_bytes``: of bytes.
-            max_retries: How often one index of a batch may be made again before the batch fails.
-        """
-        self.backend, self.clock = backend, clock
-        self.caller: Callable[[], str | None] = lambda: None  #: the client that calls
-        #: is called when the queue has become another one, with the clients whose explorers had batches
-        self.on_reset: Callable[[str, frozenset[str]], None] = lambda reason, explorers: None
-        self.served: Callable[[], Mapping[str, int]] = dict  #: further counts for :meth:`stats`
-        self._max_samples, self._max_bytes, self._max_retries = max_samples, max_bytes, max_retries
-        self._mean = 0.0  #: bytes of a sample, the last time that there was one
-        self._state, self._store, self._is_closed = State(), Store(store, durable=durable and store is not None), True
-        self._moved = 0.0  #: time of the last change of any place
-        self._change = asyncio.Event()
-        self._clients: dict[str, str] = {}  #: of explorers that have claimed batches
-        self._feeds: list[tuple[str, list[str]]] = []  #: partition and keys to come, of ``new_samples`` iterations
-        self._discarded: dict[str, list[str]] = {}  #: keys by partition whose values nothing needs
-        self._failures: dict[str, str] = {}
-        self._notices: dict[str, Notice] = {}
-        self._deleting = asyncio.Lock()
-        self._deletion: asyncio.Task[None] | None = None
-
-    # -- for everyone
-
-    @property
-    def ledger(self) -> list[dict[str, Any]]:
-        """Every ack, commit, rollback, expiry, retirement, derivation, drop, release and loss, in order."""
-        return [*self._store.entries(), *self._store.coming]
-
-    async def drain_failures(self) -> dict[str, str]:
-        """Return what did not become training data since the last call: samples, rollouts and groups, and why."""
-        failures, self._failures = self._failures, {}
-        return failures
-
-    async def stats(self) -> dict[str, int]:
-        """Count samples, bytes, and open batches and groups."""
-        state = self._state
-        leased = [group for consumer in state.consumers.values() for group in consumer.held]
-        return {
-            "samples": state.samples,
-            "bytes": state.bytes,
-            "batches": len(state.batches()),
-            "groups_open": sum(not group.is_published for group in state.groups.values()),
-            "samples_leased": sum(len(group.samples) for group in leased),
-            **self.served(),
-        }
-
-    @mutates
-    async def post(self, topic: str, value: Mapping[str, Any]) -> None:
-        """Replace the newest value of a topic, plain values; it does not outlive the controller."""
-        before = self._notices.get(topic)
-        self._notices[topic] = Notice(1 if before is None else before.number + 1, dict(value))
-
-    async def wait_notice(self, topic: str, after: int, deadline_seconds: float) -> Notice:
-        """Return the newest notice of a topic, as soon as its number is above ``after``; the first is 1.
-
-        Raises:
-            DeadlineExceeded: when none was posted.
-        """
-        until = self.clock.time() + deadline_seconds
-        self._require_open()
-        while (notice := self._notices.get(topic)) is None or notice.number <= after:
-            await self._wait(until, lambda: f"a post of {topic!r}")
-        return notice
+    backend: TransferQueueBackend
+    clock: Clock
+    store: Store
+    caller: Callable[[], str | None]  #: returns the client that calls
+    state: State = attrs.field(factory=State, init=False)
+    is_closed: bool = attrs.field(default=True, init=False)
+    change: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)  #: of anything
+    moved: float = attrs.field(default=0.0, init=False)  #: time of the last change of any place
+    failures: dict[str, str] = attrs.field(factory=dict, init=False)  #: what did not become training data, and why
+    discarded: dict[str, list[str]] = attrs.field(factory=dict, init=False)  #: keys that nothing needs, by partition
+    deletion: asyncio.Task[None] | None = attrs.field(default=None, init=False)
 
     # -- waits
 
-    def _require_open(self) -> None:
-        if self._is_closed:
+    def require_open(self) -> None:
+        if self.is_closed:
             raise QueueError("the TransferQueue is closed", code="queue.closed", fix="start() it, and close it last")
-        if self._deletion is not None and self._deletion.done():
-            error = self._deletion.exception()
+        if self.deletion is not None and self.deletion.done():
+            error = self.deletion.exception()
             raise QueueError(f"the backend failed to delete samples: {error}") from error
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Let all who wait look again."""
-        self._change.set()
-        self._change = asyncio.Event()
+        self.change.set()
+        self.change = asyncio.Event()
 
-    async def _wait(self, until: float, describe: Callable[[], str]) -> None:
+    async def wait(self, until: float, describe: Callable[[], str]) -> None:
         """Wait for the next change, until a time of the clock; the error of the deadline says what is lacking then."""
         start = self.clock.time()
         try:
-            await self.clock.wait_for(self._change.wait(), max(until - start, 0.0), "the TransferQueue")
+            await self.clock.wait_for(self.change.wait(), max(until - start, 0.0), "the TransferQueue")
         except DeadlineExceeded:
             message, fix = f"waited {until - start:.6g} s for", "look at why it did not come, or raise the deadline"
             raise DeadlineExceeded(f"{message} {describe()}", fix=fix) from None
-        self._require_open()
+        self.require_open()
 
     # -- changes
 
-    def _touch(self, place: Place) -> None:
+    def touch(self, place: Place) -> None:
         """Note that a place has changed: the store follows, and deadlines of its batch begin again."""
-        self._store.places[place] = None
-        place.batch.moved = self._moved = self.clock.time()
+        self.store.places[place] = None
+        place.batch.moved = self.moved = self.clock.time()
 
-    def _record(self, event: str, **fields: Any) -> None:
+    def record(self, event: str, **fields: Any) -> None:
         """Add an entry to the ledger."""
-        self._store.coming.append({"event": event, "time": self.clock.time(), **fields})
+        self.store.coming.append({"event": event, "time": self.clock.time(), **fields})
 
-    def _fail(self, subject: str, reason: str) -> None:
+    def fail(self, subject: str, reason: str) -> None:
         """Remember what will not become training data."""
-        self._failures[subject] = reason
-        if len(self._failures) > _KEPT_FAILURES:
-            del self._failures[next(iter(self._failures))]
+        self.failures[subject] = reason
+        if len(self.failures) > _KEPT_FAILURES:
+            del self.failures[next(iter(self.failures))]
 
-    def _discard(self, keys: Iterable[str], partition: str | None = None) -> None:
+    def discard(self, keys: Iterable[str], partition: str | None = None) -> None:
         """Let the backend forget values."""
         for key in keys:
-            self._discarded.setdefault(partition or partition_of(key), []).append(key)
+            self.discarded.setdefault(partition or partition_of(key), []).append(key)
 
 
 # -- what a wait of a consumer or an explorer lacks, in words

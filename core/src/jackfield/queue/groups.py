@@ -6,9 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
+import attrs
+
 from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError
-from jackfield.queue.controller import mutates, some
+from jackfield.queue.controller import Controller, some
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import BatchMeta, NewGroup, RolloutReport, Written
 from jackfield.queue.records import Group, Place, Sample, State
@@ -16,10 +18,15 @@ from jackfield.queue.records import Group, Place, Sample, State
 _GONE = "its values are gone from the store, or damaged in it"
 
 
-class Groups(Leases):
+@attrs.define(eq=False)
+class Groups:
     """Opens groups, and publishes, retries or drops them."""
 
-    @mutates
+    core: Controller
+    leases: Leases
+    max_retries: int
+    _feeds: list[tuple[str, list[str]]] = attrs.field(factory=list, init=False)  # partition and keys to come
+
     async def open_groups(self, groups: Sequence[NewGroup]) -> None:
         """Announce groups, which begin now.
 
@@ -31,7 +38,7 @@ class Groups(Leases):
             if new.rollouts < 1 or (new.minimum_samples is not None and new.minimum_samples < 1):
                 found = f"rollouts={new.rollouts}, minimum_samples={new.minimum_samples}"
                 raise QueueError("a group has one rollout and one sample at least", found=found)
-            batch = self._state.partition(key.partition).batches.get(key.batch)
+            batch = self.core.state.partition(key.partition).batches.get(key.batch)
             if batch is None or not 0 <= key.index < len(batch.places):
                 raise QueueError("the batch has been consumed, or does not have this group", where=str(key))
             batch.require_well()
@@ -42,9 +49,8 @@ class Groups(Leases):
                 message = "the group is not this explorer's to make any more"
                 raise QueueError(message, where=str(key), expected=expected, found=found)
             place.group = Group(place, new)
-            self._state.groups[place.group.name] = place.group
+            self.core.state.groups[place.group.name] = place.group
 
-    @mutates
     async def end_rollouts(self, reports: Sequence[RolloutReport]) -> tuple[str, ...]:
         """Record that rollouts have ended; the values of their samples are in the backend.
 
@@ -52,12 +58,12 @@ class Groups(Leases):
         deleted.
         """
         stray = tuple(key for report in reports for key in self._end(report))
-        self._discard(stray)
+        self.core.discard(stray)
         return stray
 
     def _end(self, report: RolloutReport) -> tuple[str, ...]:
         """Record how a rollout ended, and settle the group with its last one; return the keys that were not taken."""
-        group = self._state.group(report.group)
+        group = self.core.state.group(report.group)
         if group is not None and not 0 <= report.rollout < group.new.rollouts:
             raise QueueError("the group has no such rollout", where=report.group, found=report.rollout)
         if group is None or group.is_published or report.rollout in group.ended:
@@ -66,13 +72,13 @@ class Groups(Leases):
         columns, tags = frozenset(report.columns), report.tags or ({},) * len(report.keys)
         for key, size, own in zip(report.keys, report.sizes, tags, strict=True):
             group.samples[key] = Sample(report.rollout, _with_lineage(own, report, key), columns, size)
-            self._state.count(1, size)
+            self.core.state.count(1, size)
         group.ended[report.rollout] = report.error
         if report.error is not None:
-            self._fail(f"{group.name}/{report.rollout}", report.error)
+            self.core.fail(f"{group.name}/{report.rollout}", report.error)
         for key, made in report.lineage.items():
-            self._store.derived[key] = made
-            self._record("derive", key=key, operation=made.operation, parents=list(made.parents))
+            self.core.store.derived[key] = made
+            self.core.record("derive", key=key, operation=made.operation, parents=list(made.parents))
         for partition, feed in self._feeds:
             if partition == group.partition.name:
                 feed += report.keys
@@ -86,7 +92,7 @@ class Groups(Leases):
         if not group.is_published:
             return
         if group.is_satisfied():
-            self._changed(group)
+            self.leases.changed(group)
         else:
             self._retry(group, reason or _shortage(group))
 
@@ -95,20 +101,20 @@ class Groups(Leases):
 
         Samples that have the columns of all stages are left out. The iteration ends when the queue closes.
         """
-        feed = [key for group in self._state.partition(partition).groups() for key in group.samples]
+        feed = [key for group in self.core.state.partition(partition).groups() for key in group.samples]
         self._feeds.append(entry := (partition, feed))
         try:
-            while not self._is_closed:
+            while not self.core.is_closed:
                 coming, feed[:] = tuple(key for key in feed if self._is_unfinished(key)), []
                 if coming:
                     yield coming
                 else:
-                    await self._change.wait()
+                    await self.core.change.wait()
         finally:
             self._feeds = [each for each in self._feeds if each is not entry]
 
     def _is_unfinished(self, key: str) -> bool:
-        group = self._state.group_with(key) if self._state.knows(key) else None
+        group = self.core.state.group_with(key) if self.core.state.knows(key) else None
         if group is None:
             return False
         wanted = frozenset[str]().union(*(consumer.writes for consumer in group.partition.consumers))
@@ -116,19 +122,17 @@ class Groups(Leases):
 
     # -- drops and failures
 
-    @mutates
     async def drop_groups(self, groups: Sequence[str], reason: str) -> None:
         """Drop groups that no consumer which acks has leased, and have them made again; skip those that are gone.
 
         Raises:
             QueueError: when one is leased, or never was there; then none is dropped.
         """
-        found = [group for name in groups if (group := self._state.group(name)) is not None]
+        found = [group for name in groups if (group := self.core.state.group(name)) is not None]
         _require_free(found)
         for group in found:
             self._retry(group, reason, failed=False)
 
-    @mutates
     async def fail_samples(self, reasons: Mapping[str, str]) -> None:
         """Fail samples, by key; the policy of their groups decides again. Samples that are gone are skipped.
 
@@ -145,16 +149,15 @@ class Groups(Leases):
         """Return the samples that are there."""
         found: dict[Group, list[str]] = {}
         for key in keys:
-            if (group := self._state.group_with(key)) is not None:
+            if (group := self.core.state.group_with(key)) is not None:
                 found.setdefault(group, []).append(key)
         return found
 
     def _fail_keys(self, group: Group, keys: Sequence[str], reasons: Mapping[str, str]) -> None:
         for key in keys:
-            self._fail(key, reasons.get(key, _GONE))
-        self._remove(group, keys)
+            self.core.fail(key, reasons.get(key, _GONE))
+        self.leases.remove(group, keys)
 
-    @mutates
     async def fail_lost(self, meta: BatchMeta | None = None, keys: Sequence[str] = ()) -> tuple[str, ...]:
         """Fail the samples whose values the backend has lost; groups with too few samples left are made again.
 
@@ -164,29 +167,29 @@ class Groups(Leases):
 
         Return the keys of lost samples that are not in the queue any more.
         """
-        lost = list(dict.fromkeys([*keys, *sorted(await self._lost(self._state))]))
-        mine = [] if meta is None else [group for groups in self._held(meta).values() for group in groups]
-        there = [key for key in lost if self._state.knows(key)]
+        lost = list(dict.fromkeys([*keys, *sorted(await self.lost(self.core.state))]))
+        mine = [] if meta is None else [group for groups in self.leases.held(meta).values() for group in groups]
+        there = [key for key in lost if self.core.state.knows(key)]
         for group, gone in self._by_group(there).items():
             if group in mine or group.is_acked() or not group.holders():
-                self._record("lose", group=group.name, keys=gone, reason=_GONE)
+                self.core.record("lose", group=group.name, keys=gone, reason=_GONE)
                 if group.is_acked():
-                    self._consume([group])
+                    self.leases.consume([group])
                 else:
                     self._fail_keys(group, gone, {})
                     self._settle(group, f"{_shortage(group)}; {_GONE}")
-        failed = [key for key in there if not self._state.knows(key)]
+        failed = [key for key in there if not self.core.state.knows(key)]
         if failed:
             logging.getLogger("jackfield").warning(
                 "values of %d samples are gone from the queue's store, or damaged in it; what is needed of them is "
                 "made again: %s",
                 *(len(failed), some(failed)),
             )
-        return tuple(key for key in lost if not self._state.knows(key))
+        return tuple(key for key in lost if not self.core.state.knows(key))
 
-    async def _lost(self, state: State) -> set[str]:
+    async def lost(self, state: State) -> set[str]:
         """Find the samples that a state knows and whose values the backend does not have any more."""
-        there = (await self.backend.keys(KeysRequest())).samples
+        there = (await self.core.backend.keys(KeysRequest())).samples
         return {
             key
             for group in state.groups.values()
@@ -198,25 +201,24 @@ class Groups(Leases):
         """Drop a group and let its index be made once more, or fail its batch."""
         place, batch = group.place, group.batch
         if failed:
-            self._fail(group.name, reason)
-        self._forget(group)
+            self.core.fail(group.name, reason)
+        self.leases.forget(group)
         place.reasons.append(reason)
         place.retry, place.reissue = place.retry + 1, 0
-        self._record("drop", group=group.name, task_id=group.new.task_id, reason=reason)
-        if place.retry <= self._max_retries:
-            self._vacate(place)
+        self.core.record("drop", group=group.name, task_id=group.new.task_id, reason=reason)
+        if place.retry <= self.max_retries:
+            self.vacate(place)
         else:
-            batch.failure = f"{_counted(place.reasons)}; index {place.index} was made again {self._max_retries} times"
+            batch.failure = f"{_counted(place.reasons)}; index {place.index} was made again {self.max_retries} times"
 
-    def _vacate(self, place: Place) -> None:
+    def vacate(self, place: Place) -> None:
         """Let a place be handed out again."""
         place.explorer = None
-        self._touch(place)
+        self.core.touch(place)
         place.batch.offer()
 
     # -- columns
 
-    @mutates
     async def add_columns(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
         """Note that columns of samples are in the backend; consumers whose columns are complete wake.
 
@@ -231,10 +233,10 @@ class Groups(Leases):
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
         tags, columns = written.tags, frozenset(written.columns)
         if isinstance(target, BatchMeta):
-            self._held(target, whole=False)
+            self.leases.held(target, whole=False)
         if len(set(keys)) != len(keys) or len(written.sizes) != len(keys) or len(tags or keys) != len(keys):
             raise QueueError("something is written of each sample once", expected=f"{len(keys)} distinct samples")
-        groups = [self._state.group_with(key) for key in keys]
+        groups = [self.core.state.group_with(key) for key in keys]
         for key, group in () if isinstance(target, BatchMeta) else zip(keys, groups, strict=True):
             if group is not None and (clash := columns & group.samples[key].columns):
                 message = f"column {', '.join(sorted(clash))} of sample {key} is written already"
@@ -243,17 +245,17 @@ class Groups(Leases):
         wider: dict[frozenset[str], frozenset[str]] = {}  # samples share them
         for index, (key, group) in enumerate(zip(keys, groups, strict=True)):
             if group is None:
-                self._discard([key])
+                self.core.discard([key])
                 continue
             sample = group.samples[key]
             if not columns <= sample.columns:
                 sample.bytes += written.sizes[index]
-                self._state.count(0, written.sizes[index])
+                self.core.state.count(0, written.sizes[index])
             sample.columns = wider.setdefault(sample.columns, sample.columns | columns)
             if tags is not None:
                 sample.tags = {**sample.tags, **tags[index]}
         for group in dict.fromkeys(group for group in groups if group is not None):
-            self._changed(group)
+            self.leases.changed(group)
         return tuple(key for key, group in zip(keys, groups, strict=True) if group is not None)
 
 

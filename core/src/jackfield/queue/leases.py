@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
+import attrs
+
 from jackfield.errors import LeaseError, QueueError
-from jackfield.queue.controller import Controller, missing_batch, missing_groups, mutates, some
+from jackfield.queue.controller import Controller, missing_batch, missing_groups, some
 from jackfield.queue.meta import BatchMeta, Lease, Reuse
 from jackfield.queue.records import Consumer, Group, Hold, Use
 from jackfield.queue.samplers import Ready, SamplerSpec
 
 
-class Leases(Controller):
+@attrs.define(eq=False)
+class Leases:
     """Readiness, leases and acks of whole groups."""
 
-    @mutates
+    core: Controller
+
     async def register_consumer(
         self,
         name: str,
@@ -41,10 +45,10 @@ class Leases(Controller):
             QueueError: when the name is registered for something else.
         """
         made = None if sampler is None else sampler.make()
-        consumer = self._state.consumers.get(name)
+        consumer = self.core.state.consumers.get(name)
         if consumer is None:
-            consumer = Consumer(name, self._state.partition(partition), frozenset(columns), frozenset(writes))
-            self._state.add_consumer(consumer)
+            consumer = Consumer(name, self.core.state.partition(partition), frozenset(columns), frozenset(writes))
+            self.core.state.add_consumer(consumer)
             for group in consumer.partition.groups():
                 self._offer(consumer, group)
         found = (consumer.partition.name, set(consumer.columns), set(consumer.writes))
@@ -63,25 +67,24 @@ class Leases(Controller):
         else:
             consumer.ready.pop(group, None)
 
-    def _offer_again(self) -> None:
+    def offer_again(self) -> None:
         """Offer everything that is there: the state is another one."""
-        for group in self._state.groups.values():
+        for group in self.core.state.groups.values():
             for consumer in group.partition.consumers:
                 self._return(consumer, group)
 
-    def _changed(self, group: Group) -> None:
+    def changed(self, group: Group) -> None:
         """Look again at a group that was published, or whose samples or columns changed; consumers may be done."""
-        self._touch(group.place)
+        self.core.touch(group.place)
         for consumer in group.partition.consumers:
             if group in consumer.held and consumer.has_written(group):
                 epoch = consumer.held.pop(group).epoch
-                self._record("ack", consumer=consumer.name, step=None, epoch=epoch, keys=list(group.samples))
+                self.core.record("ack", consumer=consumer.name, step=None, epoch=epoch, keys=list(group.samples))
             self._offer(consumer, group)
         self._finish([group])
 
     # -- leasing
 
-    @mutates
     async def lease_batch(
         self, consumer: str, batch: int, groups: int | None = None, deadline_seconds: float = 600.0
     ) -> BatchMeta:
@@ -94,7 +97,7 @@ class Leases(Controller):
             DeadlineExceeded: naming groups that are not there, rollouts that go on, columns that samples lack.
             QueueError: when the batch has failed, or has been consumed.
         """
-        mine = self._state.consumer(consumer)
+        mine = self.core.state.consumer(consumer)
         ready = functools.partial(self._ready, mine, batch, groups)
         return await self._lease(mine, batch, groups, ready, deadline_seconds, lambda: missing_batch(mine, batch))
 
@@ -110,21 +113,21 @@ class Leases(Controller):
         """Lease groups as soon as they are ready, of one batch or (None) of any."""
         if count is not None and count < 1:
             raise QueueError("at least one group is leased", expected="1 or more", found=count)
-        until = self.clock.time() + seconds
+        until = self.core.clock.time() + seconds
         consumer.awaited.append(batch)
-        self._wake()  # a producer that is held back may make what this call waits for
+        self.core.wake()  # a producer that is held back may make what this call waits for
         try:
             while (groups := ready()) is None:
-                await self._wait(until, missing)
+                await self.core.wait(until, missing)
         finally:
             consumer.awaited.remove(batch)
         consumer.epoch += bool(groups)
-        hold, samples = Hold(consumer.epoch, self.caller()), []
+        hold, samples = Hold(consumer.epoch, self.core.caller()), []
         for group in groups:
             consumer.ready.pop(group, None)
             consumer.used.pop(group, None)
             consumer.held[group] = hold
-            group.batch.moved = self.clock.time()
+            group.batch.moved = self.core.clock.time()
             samples += [(group, key) for key in group.samples]
         return BatchMeta(
             keys=tuple(key for _, key in samples),
@@ -156,7 +159,6 @@ class Leases(Controller):
             raise QueueError(message, where=batch.name, fix="lease each batch once")
         return ready
 
-    @mutates
     async def lease_groups(
         self,
         consumer: str,
@@ -177,7 +179,7 @@ class Leases(Controller):
         Raises:
             DeadlineExceeded: naming rollouts that go on, columns that samples lack, and groups that are used up.
         """
-        mine = self._state.consumer(consumer)
+        mine = self.core.state.consumer(consumer)
         chosen = functools.partial(self._chosen, mine, groups, step, fresh)
         missing = lambda: missing_groups(mine, groups or 1, len(_usable(mine, step, fresh)))  # noqa: E731
         return await self._lease(mine, None, groups, chosen, deadline_seconds, missing)
@@ -189,12 +191,12 @@ class Leases(Controller):
         chosen = _drawn(consumer, groups, step, count) if len(groups) >= wanted else []
         return chosen if len(chosen) >= wanted else None
 
-    def _held(self, meta: BatchMeta, *, whole: bool = True) -> dict[tuple[Consumer, int], list[Group]]:
+    def held(self, meta: BatchMeta, *, whole: bool = True) -> dict[tuple[Consumer, int], list[Group]]:
         """Find the living groups of a batch by lease; each lease has to hold, and each group to be named whole."""
         found: dict[tuple[Consumer, int], list[Group]] = {}
         named = set(meta.keys)
         for name, lease in dict(zip(meta.groups, meta.leases, strict=True)).items():
-            group, consumer = self._state.group(name), self._state.consumer(lease.consumer)
+            group, consumer = self.core.state.group(name), self.core.state.consumer(lease.consumer)
             if group is None or not (whole or named & group.samples.keys()):
                 continue
             hold = consumer.held.get(group)
@@ -214,34 +216,32 @@ class Leases(Controller):
 
     # -- giving back
 
-    @mutates
     async def release(self, meta: BatchMeta) -> None:
         """Give leased groups back; they are ready again for the same consumer.
 
         Raises:
             LeaseError: when the lease does not hold any more.
         """
-        for (consumer, _), groups in self._held(meta).items():
+        for (consumer, _), groups in self.held(meta).items():
             for group in groups:
                 self._return(consumer, group)
 
-    @mutates
     async def take_over(self, consumer: str) -> tuple[str, ...]:
         """End all leases of a consumer, whose holder is gone; return the keys of the samples that are ready again."""
-        mine = self._state.consumer(consumer)
-        return tuple(self._end_leases(lambda each, hold: each is mine))
+        mine = self.core.state.consumer(consumer)
+        return tuple(self.end(lambda each, hold: each is mine))
 
-    def _end_leases(self, is_over: Callable[[Consumer, Hold], bool]) -> list[str]:
+    def end(self, is_over: Callable[[Consumer, Hold], bool]) -> list[str]:
         """End leases, whose holders are gone; return the keys of their samples."""
         ended: list[str] = []
-        for consumer in self._state.consumers.values():
+        for consumer in self.core.state.consumers.values():
             over: dict[int, list[Group]] = {}
             for group, hold in consumer.held.items():
                 if is_over(consumer, hold):
                     over.setdefault(hold.epoch, []).append(group)
             for epoch, groups in over.items():
                 keys = _keys(groups)
-                self._record("expire", consumer=consumer.name, epoch=epoch, keys=keys)
+                self.core.record("expire", consumer=consumer.name, epoch=epoch, keys=keys)
                 ended += keys
                 for group in groups:
                     self._return(consumer, group)
@@ -249,7 +249,7 @@ class Leases(Controller):
 
     def _return(self, consumer: Consumer, group: Group) -> None:
         """End a consumer's lease, and make the group available to it again where it may have it."""
-        self._touch(group.place)
+        self.core.touch(group.place)
         consumer.held.pop(group, None)
         use = group.uses.get(consumer.name)
         if use is not None and not use.is_spent(consumer.reuse):
@@ -258,38 +258,33 @@ class Leases(Controller):
 
     # -- acks
 
-    @mutates
     async def ack(self, meta: BatchMeta, step: int | None = None) -> None:
         """Be done with groups, provisionally: final with the commit of ``step``; without a step at once.
 
         Raises:
             LeaseError: when the lease does not hold any more; then nothing is acked.
         """
-        for (consumer, epoch), groups in self._held(meta).items():
+        for (consumer, epoch), groups in self.held(meta).items():
             for group in groups:
                 group.uses.setdefault(consumer.name, Use()).steps.append(step)
                 self._return(consumer, group)
-            self._record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=_keys(groups))
-            self._state.provisional |= dict.fromkeys(groups)
+            self.core.record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=_keys(groups))
+            self.core.state.provisional |= dict.fromkeys(groups)
             self._trim(consumer, step)
             self._finish(groups)
 
-    @mutates
     async def commit(self, step: int) -> None:
         """Make all acks up to ``step`` final: the checkpoint of the weights that contain them is durable."""
-        self._commit(step)
-
-    def _commit(self, step: int) -> None:
-        state = self._state
+        state = self.core.state
         state.committed = max(step, state.committed)
         final = [group for group in state.provisional if group.last_step() <= state.committed]
         for group in final:
             del state.provisional[group]
-        self._record("commit", step=step, keys=self._finish(final))
+        self.core.record("commit", step=step, keys=self._finish(final))
 
-    def _take_back(self, step: int) -> None:
+    def take_back(self, step: int) -> None:
         """Take back every ack after ``step``: the weights that are restored do not contain it."""
-        for group in self._state.provisional:
+        for group in self.core.state.provisional:
             for name, use in list(group.uses.items()):
                 if use.last_step() <= step:
                     continue
@@ -297,43 +292,43 @@ class Leases(Controller):
                 use.retired = None if use.retired is not None and use.retired > step else use.retired
                 if not use.steps and use.retired is None:
                     del group.uses[name]
-                consumer = self._state.consumers[name]
+                consumer = self.core.state.consumers[name]
                 consumer.used.pop(group, None)
                 self._return(consumer, group)
 
     def _finish(self, groups: Iterable[Group]) -> list[str]:
         """Forget groups that every consumer is done with; return the keys of their samples."""
-        done = [group for group in groups if group.is_done(self._state.committed)]
+        done = [group for group in groups if group.is_done(self.core.state.committed)]
         keys = _keys(done)
-        self._consume(done)
+        self.consume(done)
         return keys
 
-    def _consume(self, groups: Sequence[Group]) -> None:
+    def consume(self, groups: Sequence[Group]) -> None:
         """Forget groups that every consumer is done with, and batches without any."""
         for group in groups:
             group.place.is_consumed = True
-            self._forget(group)
+            self.forget(group)
         for batch in {group.batch: None for group in groups}:
             if all(place.is_consumed for place in batch.places):
                 del batch.partition.batches[batch.number]
-                self._store.places.update(dict.fromkeys(batch.places))
+                self.core.store.places.update(dict.fromkeys(batch.places))
 
-    def _forget(self, group: Group) -> None:
+    def forget(self, group: Group) -> None:
         """Take a group from the queue and from every consumer; its values are deleted."""
         for consumer in group.partition.consumers:
             for groups in (consumer.ready, consumer.used, consumer.held):
                 groups.pop(group, None)
-        self._state.provisional.pop(group, None)
-        self._remove(group, list(group.samples))
+        self.core.state.provisional.pop(group, None)
+        self.remove(group, list(group.samples))
         group.place.group = None
-        del self._state.groups[group.name]
-        self._touch(group.place)
+        del self.core.state.groups[group.name]
+        self.core.touch(group.place)
 
-    def _remove(self, group: Group, keys: Sequence[str]) -> None:
+    def remove(self, group: Group, keys: Sequence[str]) -> None:
         """Remove samples from their group; their values are deleted."""
         for key in keys:
-            self._state.count(-1, -group.samples.pop(key).bytes)
-        self._discard(keys)
+            self.core.state.count(-1, -group.samples.pop(key).bytes)
+        self.core.discard(keys)
 
     # -- using groups again
 
@@ -360,8 +355,8 @@ class Leases(Controller):
             consumer.used.pop(group, None)
             self._return(consumer, group)
         if groups:
-            self._state.provisional |= dict.fromkeys(groups)
-            self._record("retire", consumer=consumer.name, step=step, keys=_keys(groups))
+            self.core.state.provisional |= dict.fromkeys(groups)
+            self.core.record("retire", consumer=consumer.name, step=step, keys=_keys(groups))
             self._finish(groups)
 
 
