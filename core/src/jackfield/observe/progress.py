@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from jackfield.observe.observer import Observer, read_lines
@@ -143,14 +144,9 @@ def _make_bar(console: Console) -> Progress:
 
 
 def _number(value: float) -> str:
-    plain = value == 0 or 1e-3 <= abs(value) < 1e5
-    return f"{value:.3f}" if plain else f"{value:.2e}"
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
 
 
 def _duration(seconds: float) -> str:
     """Write a time: ``41 s`` up to two minutes, then ``12:05`` or ``1:02:33``."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{seconds:.0f} s" if seconds < 120 else str(timedelta(seconds=round(seconds))).lstrip("0:")

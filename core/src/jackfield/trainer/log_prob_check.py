@@ -79,39 +79,31 @@ class LogProbCheck:
         """
         self._begun = True
         found = {name.removeprefix(PREFIX): value for name, value in update.items() if name.startswith(PREFIX)}
-        tokens = {name: found.get(f"{name}/tokens", 0.0) for name in ("train_mode", "rollout")}
-        mean = {name: found.get(f"{name}/sum", 0.0) / max(tokens[name], 1.0) for name in tokens}
-        for name in tokens if self._is_scheduled(step) else ():
-            if tokens[name]:
-                for kind, value in (("mean", mean[name]), ("max", found[f"{name}/max"]), ("tokens", tokens[name])):
+        mean, shown = dict[str, float](), dict[str, str]()
+        for name in ("train_mode", "rollout"):
+            tokens, most = found.get(f"{name}/tokens", 0.0), found.get(f"{name}/max", 0.0)
+            mean[name] = found.get(f"{name}/sum", 0.0) / max(tokens, 1.0)
+            shown[name] = f"{mean[name]:.3g} over {tokens:.0f} tokens, at most {most:.3g}"
+            if tokens and self._is_scheduled(step):
+                for kind, value in (("mean", mean[name]), ("max", most), ("tokens", tokens)):
                     self.role.note(f"{PREFIX}{name}/{kind}", value)
-        shown = {
-            name: f"{mean[name]:.3g} over {tokens[name]:.0f} tokens, at most {found.get(f'{name}/max', 0.0):.3g}"
-            for name in tokens
-        }
         samples = {name: value for name, value in found.items() if name.startswith("sample/")}
         farthest = max(samples, key=lambda name: (samples[name] != samples[name], samples[name]), default="")
-        distance, on_mismatch = samples.get(farthest, 0.0), self.role.config.log_prob_check.on_mismatch
+        distance, most, where = samples.get(farthest, 0.0), _SAMPLE_FACTOR * self.bound, f"step {step + 1}"
+        on_mismatch = self.role.config.log_prob_check.on_mismatch
         if not self.dropout and not mean["train_mode"] <= self.train_mode_bound:
-            self._refuse(
-                "the pass that is trained on computes other log-probs than an inference pass of the same weights",
-                f"step {step + 1}",
-                f"a mean distance of at most {self.train_mode_bound:.3g} nats",
-                shown["train_mode"],
-                _TRAIN_MODE_CAUSES,
-                stops=on_mismatch != "warn",
-            )
-        elif not mean["rollout"] <= self.bound or not distance <= _SAMPLE_FACTOR * self.bound:
-            key, most = farthest.removeprefix("sample/").removesuffix("/max"), _SAMPLE_FACTOR * self.bound
-            self._refuse(
-                "the rollout's log-probs are not those of the policy that is trained, with weights of one version",
-                f"step {step + 1}",
-                f"a mean distance of at most {self.bound:.3g} nats, {most:.3g} in any sample",
-                f"{shown['rollout']}; farthest: sample {key}, {distance:.3g}",
-                self._rollout_causes(found, batch, version),
-                stops=on_mismatch == "stop",
-            )
-        elif tokens["rollout"]:
+            message = "the pass that is trained on computes other log-probs than an inference pass of the same weights"
+            expected = f"a mean distance of at most {self.train_mode_bound:.3g} nats"
+            stops = on_mismatch != "warn"
+            _refuse(message, where, expected, shown["train_mode"], _TRAIN_MODE_CAUSES, stops=stops)
+        elif not mean["rollout"] <= self.bound or not distance <= most:
+            message = "the rollout's log-probs are not those of the policy that is trained, with weights of one version"
+            expected = f"a mean distance of at most {self.bound:.3g} nats, {most:.3g} in any sample"
+            key = farthest.removeprefix("sample/").removesuffix("/max")
+            seen = f"{shown['rollout']}; farthest: sample {key}, {distance:.3g}"
+            causes = self._rollout_causes(found, batch, version)
+            _refuse(message, where, expected, seen, causes, stops=on_mismatch == "stop")
+        elif "rollout/tokens" in found:
             self._passed = version
         return {name: value for name, value in update.items() if not name.startswith(PREFIX)}
 
@@ -132,11 +124,10 @@ class LogProbCheck:
             causes.insert(0, first)
         return causes
 
-    def _refuse(
-        self, message: str, where: str, expected: str, found: str, causes: Iterable[str], *, stops: bool
-    ) -> None:
-        listed = "; ".join(f"({number}) {cause}" for number, cause in enumerate(causes, 1))
-        fix = f"likely causes: {listed}. log_prob_check.bound and log_prob_check.on_mismatch set what is let through"
-        if stops:
-            raise RunError(message, code="run.log-probs", where=where, expected=expected, found=found, fix=fix)
-        logging.getLogger("jackfield").warning("%s at %s (%s); %s", message, where, found, fix)
+
+def _refuse(message: str, where: str, expected: str, found: str, causes: Iterable[str], *, stops: bool) -> None:
+    listed = "; ".join(f"({number}) {cause}" for number, cause in enumerate(causes, 1))
+    fix = f"likely causes: {listed}. log_prob_check.bound and log_prob_check.on_mismatch set what is let through"
+    if stops:
+        raise RunError(message, code="run.log-probs", where=where, expected=expected, found=found, fix=fix)
+    logging.getLogger("jackfield").warning("%s at %s (%s); %s", message, where, found, fix)

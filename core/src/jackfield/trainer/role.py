@@ -135,17 +135,36 @@ class Role:
     algorithm: ResolvedAlgorithm
     clock: Clock
     hooks: Any  #: of pluggy: ``HookManager.hook``
+    explores: bool = attrs.field(init=False)  #: whether the run trains on responses of its own
+    trains: bool = attrs.field(init=False)
+    evaluates: bool = attrs.field(init=False)
+    generates: bool = attrs.field(init=False)  #: whether this role has replicas
+    scores: bool = attrs.field(init=False)  #: whether this role scores the samples of the training batches
+    engines: Sequence[str] = attrs.field(default=(), init=False)  #: the models that are trained, and an own reference
+    score_seconds: float = attrs.field(init=False)  #: the longest that a score takes, retries included
     schedule: Schedule = attrs.field(init=False)
     version: Progress = attrs.field(init=False)  #: of the weights that explorers may use
     steps_done: Progress = attrs.field(init=False)
+    progress: Progress = attrs.field(init=False)  #: completed steps, an explorer's weight versions, or scored groups
     workers: RunWorkers = attrs.field(init=False)  #: once they have been made
     queue: TransferQueue = attrs.field(init=False)  #: once it has been opened
     _measured: dict[str, float] = attrs.field(factory=dict, init=False)  #: metrics of the step
 
     def __attrs_post_init__(self) -> None:
-        """Make what a role counts."""
-        self.schedule = Schedule(**attrs.asdict(self.config.schedule), explores=self.explores)
+        """Read what the role does, and make what it counts."""
+        config, algorithm = self.config, self.algorithm
+        self.explores, self.trains = config.mode == "online", self.name in ("all", "train")
+        self.evaluates = self.trains and bool(config.evaluation.every)
+        self.generates = self.evaluates or (self.explores and self.name in ("all", "explore"))
+        scores = self.name == "reward" or (self.trains and config.queue.rewards == "train")
+        self.scores = self.explores and scores
+        if self.trains:
+            models = {"reference": algorithm.reference and config.model.lora is None, "critic": algorithm.critic}
+            self.engines = ("actor", *(name for name, wanted in models.items() if wanted))
+        self.score_seconds = config.deadlines.reward * (config.schedule.reward_retries + 1)
+        self.schedule = Schedule(**attrs.asdict(config.schedule), explores=self.explores)
         self.version, self.steps_done = Progress(self.clock), Progress(self.clock)
+        self.progress = self.version if self.name == "explore" else self.steps_done
 
     @asynccontextmanager
     async def measure(self, name: str, lane: str, step: int) -> AsyncIterator[None]:
@@ -181,46 +200,3 @@ class Role:
         with suppress_lost():
             found = await resubmitted(read, "a table of samples") if keys else ()
         return found
-
-    @property
-    def explores(self) -> bool:
-        """Return whether the run trains on responses of its own."""
-        return self.config.mode == "online"
-
-    @property
-    def trains(self) -> bool:
-        """Return whether this role trains."""
-        return self.name in ("all", "train")
-
-    @property
-    def evaluates(self) -> bool:
-        """Return whether this role evaluates."""
-        return self.trains and bool(self.config.evaluation.every)
-
-    @property
-    def generates(self) -> bool:
-        """Return whether this role has replicas."""
-        return self.evaluates or (self.explores and self.name in ("all", "explore"))
-
-    @property
-    def scores(self) -> bool:
-        """Return whether this role scores the samples of the training batches."""
-        return self.explores and (self.name == "reward" or (self.trains and self.config.queue.rewards == "train"))
-
-    @property
-    def engines(self) -> list[str]:
-        """List the engines of this role: the models that are trained, and a reference model of its own."""
-        if not self.trains:
-            return []
-        own_reference = self.algorithm.reference and self.config.model.lora is None
-        return ["actor", *(["reference"] if own_reference else []), *(["critic"] if self.algorithm.critic else [])]
-
-    @property
-    def score_seconds(self) -> float:
-        """Return the longest that a score takes, retries included."""
-        return self.config.deadlines.reward * (self.config.schedule.reward_retries + 1)
-
-    @property
-    def progress(self) -> Progress:
-        """Return what the role counts: completed steps, an explorer's weight versions, or scored groups."""
-        return self.version if self.name == "explore" else self.steps_done

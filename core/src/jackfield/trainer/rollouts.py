@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -50,8 +50,10 @@ class Explorer:
         """Explore until every batch of the schedule is finished; what others have given back comes first."""
         role, seconds = self.role, self.role.config.deadlines.batch
         progress = role.version if self._groups else role.steps_done
+        groups = role.config.data.groups_per_batch + (role.algorithm.experts if role.explores else 0)
+        claim = partial(role.queue.claim_batch, TRAIN, self.name, groups, rollouts=self._rollouts)
         async with asyncio.TaskGroup() as batches:
-            while (batch := await self._claim()) is not None:
+            while batch := await claim(below=role.schedule.steps, deadline_seconds=seconds):
                 number = batch.number
                 who = f"the trainer, by {self.name} to start batch {number}"
                 await progress.until(partial(role.schedule.may_start, number), seconds, who)
@@ -63,16 +65,6 @@ class Explorer:
                     batches.create_task(self._fill(batch))
                     # the next batch starts when every rollout of this one has ended; its rewards may still be pending
                     await role.clock.wait_for(self._idle.wait(), seconds, f"the rollouts of batch {number}")
-
-    async def _claim(self) -> Batch | None:
-        return await self.role.queue.claim_batch(
-            TRAIN,
-            self.name,
-            self.role.config.data.groups_per_batch + (self.role.algorithm.experts if self.role.explores else 0),
-            rollouts=self._rollouts,
-            below=self.role.schedule.steps,
-            deadline_seconds=self.role.config.deadlines.batch,
-        )
 
     async def _fill(self, batch: Batch) -> None:
         """Make the groups of a batch; one that is dropped later, for want of a reward, comes again."""
@@ -145,13 +137,8 @@ def _summary(error: JackfieldError) -> str:
     return f"{error.message}{found} [{error.code}]"
 
 
-@attrs.frozen
-class _Outcome:
-    """How a held-out task went."""
-
-    task: Task
-    scored: Scored
-    tags: Mapping[str, Any] | None = None  #: of its sample; None: there is none
+#: How the scoring of a held-out task ended, and the tags of its sample; None: there is no sample.
+_Outcome: TypeAlias = tuple[Scored, Mapping[str, Any] | None]
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -180,30 +167,30 @@ class Evaluator:
         """
         async with self.role.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
             outcomes = await asyncio.gather(*(self._run(task, version) for task in self.tasks))
-        scores = [outcome.scored.score for outcome in outcomes if outcome.scored.score is not None]
+        scores = [scored.score for scored, _ in outcomes if scored.score is not None]
         if not scores:
             raise RewardError(
                 "no task of the evaluation has a score",
                 code="reward.too-many-failures",
                 where=f"evaluation of weights {version}",
                 expected="a score for one task at least",
-                found=outcomes[0].scored.error,
+                found=outcomes[0][0].error,
                 fix="correct what the first task met",
             )
-        tags = [outcome.tags for outcome in outcomes if outcome.tags is not None]
+        tags = {scored.key: found for scored, found in outcomes if found is not None}
         metrics = {
             "score": sum(scores) / len(scores),
             "failed": 1.0 - len(scores) / len(outcomes),
-            "response_tokens": sum(each["response_tokens"] for each in tags) / len(outcomes),
+            "response_tokens": sum(each["response_tokens"] for each in tags.values()) / len(outcomes),
             "tasks": float(len(outcomes)),
-            **said_metrics(tags),
+            **said_metrics(tags.values()),
         }
         shown = outcomes[: self.role.config.observe.samples_per_evaluation]
-        keys = [outcome.scored.key for outcome in shown if outcome.tags is not None]
+        keys = [scored.key for scored, found in shown if found is not None]
         records = {record.key: record for record in await self.role.records(EVAL, keys, [{}] * len(keys))}
-        samples = tuple(_record(outcome, records.get(outcome.scored.key)) for outcome in shown)
-        stored = tuple(outcome.scored.key for outcome in outcomes if outcome.tags is not None)
-        await self.role.workers.backend.delete(DeleteRequest(partition=EVAL, keys=stored))
+        pairs = zip(self.tasks, shown, strict=False)
+        samples = tuple(_record(task, *outcome, records.get(outcome[0].key)) for task, outcome in pairs)
+        await self.role.workers.backend.delete(DeleteRequest(partition=EVAL, keys=tuple(tags)))
         hooks = self.role.hooks
         hooks.samples_recorded(event=SamplesRecorded(step=version, partition=EVAL, samples=samples))
         hooks.evaluation_ended(event=EvaluationEnded(step=version, metrics=metrics))
@@ -219,7 +206,7 @@ class Evaluator:
         try:
             return await resubmitted(lambda: self._attempt(job), f"sample {key}/0")
         except WorkerLost as error:
-            return _failed(job, error)
+            return Scored(key=f"{key}/0", score=None, error=str(error)), None
 
     async def _attempt(self, job: RolloutJob) -> _Outcome:
         workers, clock, key = self.role.workers, self.role.clock, f"{job.id}/0"
@@ -228,25 +215,20 @@ class Evaluator:
         try:
             report = await clock.wait_for(agent.run(job), 1.1 * job.seconds + 10, f"the agent worker of {who}")
             if not report.keys:
-                return _failed(job, "the agent loop returned no sequence")
+                return Scored(key=key, score=None, error="the agent loop returned no sequence"), None
         except JackfieldError as error:
             if isinstance(error, WorkerLost) or is_lost(error) or ends_the_run(error):
                 raise
-            return _failed(job, error)
+            return Scored(key=key, score=None, error=str(error)), None
         longest = 2 * self.role.score_seconds * len(self.tasks)  # one after the other
         (scored,) = await clock.wait_for(rewards.score(EVAL, [key]), longest, f"the reward worker of {who}")
         await rewards.forget([key])
-        return _Outcome(job.task, scored, {**report.tags[0], **metric_tags("reward", scored.metrics)})
+        return scored, {**report.tags[0], **metric_tags("reward", scored.metrics)}
 
 
-def _record(outcome: _Outcome, record: SampleRecord | None) -> SampleRecord:
+def _record(task: Task, scored: Scored, tags: Mapping[str, Any] | None, record: SampleRecord | None) -> SampleRecord:
     """Make a row of the table, empty where there is no sample."""
-    key, error = f"{EVAL}/{outcome.task.id}", outcome.scored.error
+    key, error = f"{EVAL}/{task.id}", {} if scored.error is None else {"error": scored.error}
     empty = SampleRecord(key=key, prompt="", response="", reward=None, response_ids=(), response_mask=())
-    tags: dict[str, Any] = {"task": outcome.task.id, "ground_truth": outcome.task.ground_truth}
-    tags |= said(outcome.tags or {}) | ({} if error is None else {"error": error})
-    return attrs.evolve(record or empty, key=key, reward=outcome.scored.score, tags=tags)
-
-
-def _failed(job: RolloutJob, error: object) -> _Outcome:
-    return _Outcome(job.task, Scored(key=f"{job.id}/0", score=None, error=str(error)))
+    shown = {"task": task.id, "ground_truth": task.ground_truth, **said(tags or {}), **error}
+    return attrs.evolve(record or empty, key=key, reward=scored.score, tags=shown)
