@@ -137,8 +137,13 @@ def test_a_backend_of_one_process_is_refused(made: Path, tmp_path: Path) -> None
         QUICKSTART / "grpo.yaml",
         [f"folder={tmp_path}", f"model.path={made / 'model'}", "transfer_queue.name=memory"],
     )
+
+    async def serve() -> None:
+        async with serve_queue(config):
+            pytest.fail("it is served")
+
     with pytest.raises(PluginError) as caught:
-        asyncio.run(serve_queue(config, asyncio.Event(), ready=lambda *_: None))
+        asyncio.run(serve())
     assert "plugin.capability" == caught.value.code
     queue = attrs.evolve(config.queue, address=str(tmp_path / "address.json"))
     with pytest.raises(PluginError) as caught:

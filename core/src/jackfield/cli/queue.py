@@ -16,7 +16,6 @@ from jackfield.cli import json_option
 from jackfield.errors import QueueError, RunError
 
 if TYPE_CHECKING:
-    from jackfield.queue.remote import QueueServer
     from jackfield.sdk.arrow import SavedSample
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
@@ -186,17 +185,12 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
     stop = Stop(settings.checkpoint.grace_seconds)
 
     async def main() -> None:
-        """Serve until a signal comes, and say where and what was refused."""
-        servers: list[QueueServer] = []
-
-        def ready(server: QueueServer, file: Path) -> None:
-            """Tell the process that started this where the controller is."""
-            servers.append(server)
-            click.echo(f"the queue is served; {file} says where")
-
+        """Serve until a signal comes."""
         with stop.boundary("with what is under way"):
-            await serve_queue(settings, stop.requested, ready=ready)
-        click.echo(f"ended; connections refused: {servers[0].refused}")
+            async with serve_queue(settings) as (server, file):
+                click.echo(f"the queue is served; {file} says where")
+                await stop.requested.wait()
+        click.echo(f"ended; connections refused: {server.refused}")
 
     with stop.listening():
         asyncio.run(stop.bounded(main()))

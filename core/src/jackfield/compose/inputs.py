@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -22,15 +22,13 @@ from jackfield.config.sections import MixConfig, MixingConfig, ReplayConfig, Run
 from jackfield.data.tasks import Task, TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError
-from jackfield.queue import Reuse, SamplerSpec, TransferQueue, Values
+from jackfield.queue import Reuse, TransferQueue, Values
+from jackfield.queue.importing import ImportedSamples
 from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, shape_of
 from jackfield.runtime.samples import TRAIN
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.rotary import length_limits
 from jackfield.trainer import Source
-
-if TYPE_CHECKING:
-    from jackfield.queue.importing import ImportedSamples
 
 #: Files of weights that torch.load would read.
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -167,11 +165,10 @@ def make_sources(settings: MixingConfig) -> tuple[Source, ...]:
 
 
 def _source(name: str, settings: ReplayConfig | MixConfig) -> Source:
-    chosen, partition = settings.sampler, TRAIN if name == "replay" else name
-    sampler = SamplerSpec(name=chosen.name, options=chosen.options)
-    sampler.make(f"mixing.{name}.sampler.options")  # refuses what there is not
-    limits = {field.name: getattr(settings, field.name) for field in attrs.fields(Reuse)}
-    return Source(partition=partition, ratio=settings.ratio, sampler=sampler, reuse=Reuse(**limits))
+    settings.sampler.make(f"mixing.{name}.sampler.options")  # refuses what there is not
+    reuse = Reuse(**{field.name: getattr(settings, field.name) for field in attrs.fields(Reuse)})
+    partition = TRAIN if name == "replay" else name
+    return Source(partition=partition, ratio=settings.ratio, sampler=settings.sampler, reuse=reuse)
 
 
 def check_rows(config: RunConfig) -> None:
@@ -194,8 +191,6 @@ def check_rows(config: RunConfig) -> None:
 
 def mixed_samples(settings: MixingConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
     """List what fills the partitions that are mixed in: before the first step of a new run, and again where lost."""
-    from jackfield.queue.importing import ImportedSamples
-
     return [
         ImportedSamples(queue, values, name, partial(_read, file), file, partial(_completed, expert=name == "expert"))
         for name, file in _files(settings).items()

@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import attrs
@@ -140,13 +140,11 @@ async def run_async(
     return RunResult(folder=folder, steps=steps, stopped=trains and steps < config.schedule.steps)
 
 
-async def serve_queue(config: RunConfig, until: asyncio.Event, *, ready: Callable[[QueueServer, Path], None]) -> None:
+@asynccontextmanager
+async def serve_queue(config: RunConfig) -> AsyncIterator[tuple[QueueServer, Path]]:
     """Serve the controller of a run's queue, and open its backend for others to join.
 
-    Args:
-        config: of the run.
-        until: serve until it is set.
-        ready: called with the server and its address file.
+    Yields the server, and the file with its address.
 
     Raises:
         PluginError: the backend keeps values in one process.
@@ -168,8 +166,7 @@ async def serve_queue(config: RunConfig, until: asyncio.Event, *, ready: Callabl
         stack.push_async_callback(server.close)
         (await server.listen(config.queue.host, config.queue.port)).write(file)
         stack.callback(file.unlink, missing_ok=True)
-        ready(server, file)
-        await until.wait()
+        yield server, file
 
 
 @collection_paused()

@@ -15,7 +15,7 @@ from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.data.tasks import TaskFormat
 from jackfield.observe import ObserveSettings
 from jackfield.plugins.environments import EnvironmentSettings
-from jackfield.queue import Reuse
+from jackfield.queue import Reuse, SamplerSpec
 from jackfield.settings import option
 
 _WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugin that can have an interpreter of their own
@@ -173,21 +173,13 @@ class DeadlineConfig:
 
 
 @attrs.frozen(kw_only=True)
-class SamplerConfig:
-    """Which of the groups that may be used are taken."""
-
-    name: str = option("sequential", "sequential, random, priority, or one that a plugin offers")
-    options: Mapping[str, Any] = option(factory=dict, help="the sampler's own settings")
-
-
-@attrs.frozen(kw_only=True)
 class ReplayConfig(Reuse):
     """Groups that were trained on before, once more beside the new ones of each batch."""
 
     ratio: float = option(help="such groups for each new one, as far as there are any", validator=gt(0.0))
     capacity: int | None = option(256, "used groups kept, the sampler's first choices; null: all", optional(gt(0)))
-    sampler: SamplerConfig = option(
-        factory=partial(SamplerConfig, name="priority"), help="which of them are trained on again"
+    sampler: SamplerSpec = option(
+        factory=partial(SamplerSpec, name="priority"), help="which of them are trained on again"
     )
 
 
@@ -200,7 +192,7 @@ class MixConfig(Reuse):
         help="what is put into the partition before the first step: a .jsonl or .parquet file of samples, or the "
         "folder of a queue (`jackfield queue import`) or run"
     )
-    sampler: SamplerConfig = option(factory=SamplerConfig, help="which of them are trained on")
+    sampler: SamplerSpec = option(factory=SamplerSpec, help="which of them are trained on")
 
 
 @attrs.frozen(kw_only=True)

@@ -145,10 +145,10 @@ def register_sampler(name: str, make: Callable[..., Sampler]) -> None:
 
 @attrs.frozen(kw_only=True)
 class SamplerSpec:
-    """A registered sampler as plain values, for another process."""
+    """A registered sampler as plain values: a section of the configuration, which travels to other processes."""
 
-    name: str
-    options: Mapping[str, Any] = attrs.field(factory=dict)
+    name: str = option("sequential", help="sequential, random, priority, or one that a plugin offers")
+    options: Mapping[str, Any] = option(factory=dict, help="the sampler's own settings")
 
     def make(self, where: str = "") -> Sampler:
         """Make a new one.
