@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BARRED = re.compile(r"\b(nobody|anew|whoever|told|somebody)\b", re.IGNORECASE)
 FRAGMENT = re.compile(r"^(Of|What|Who|How|Whether|The same)\b")
-OURS = {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
+OURS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -111,7 +111,7 @@ def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) ->
     click.echo(f"{folder}: made in {time.monotonic() - started:.0f} s" if made else f"{folder}: there already")
     for record in records[: len(workers)]:
         found = look(environment_python(folder), record, _LOOK_SECONDS, importing=True)
-        attrs.evolve(found, missing=()).check()
+        found.check(complete=False)
         for error in found.missing:
             click.echo(f"missing {record.label} needs {error.expected}: install it there")
         if not found.missing:

@@ -203,5 +203,5 @@ def _add_failures(error: PluginNotFound, registry: Registry, kind: str, name: st
         return
     for record in usable:
         found = look(record.usable().env.python, record, _PROBE_SECONDS, importing=True)
-        for problem in filter(None, (found.problem, *found.missing, *found.problems)):
+        for problem in filter(None, (found.problem, *found.problems)):
             error.found = f"{error.found}; {record.name} cannot be used: {problem.message}: {problem.found}"

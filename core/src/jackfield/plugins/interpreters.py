@@ -89,17 +89,22 @@ class Introduction:
     seconds: float = 0.0
     problem: PluginError | None = None  #: of the interpreter; the plugin was not looked at then
     problems: tuple[JackfieldError, ...] = ()  #: of the plugin there
-    missing: tuple[JackfieldError, ...] = ()  #: requirements of the plugin that are not installed there
 
-    def check(self) -> None:
-        """Raise the first thing that keeps the plugin from running there.
+    @property
+    def missing(self) -> list[JackfieldError]:
+        """The requirements of the plugin that are not installed there."""
+        return [problem for problem in self.problems if problem.code == "plugin.requirement"]
+
+    def check(self, *, complete: bool = True) -> None:
+        """Raise the first thing that keeps the plugin from running there, or that no further package would mend.
 
         Raises:
             PluginError: ``plugin.interpreter``, ``plugin.handshake``, ``plugin.requirement``, or what the plugin's
                 manifest or import raises there.
         """
-        for problem in filter(None, (self.problem, *self.problems, *self.missing)):
-            raise problem
+        for problem in (self.problem, *self.problems):
+            if problem is not None and (complete or problem not in self.missing):
+                raise problem
 
 
 def resolve_interpreter(python: str | None, where: str | None = None) -> str:
@@ -193,14 +198,11 @@ def look(
         with contextlib.suppress(ValueError):  # start-up files may print other lines
             fields = json.loads(line)
             said |= fields if isinstance(fields, dict) else {}
+    found = Introduction(path=path, python=said["python"], versions=said["versions"], seconds=result.seconds)
     problem = _unfit(path, said, result)
-    found = Introduction(
-        path=path, python=said["python"], versions=said["versions"], seconds=result.seconds, problem=problem
-    )
     if problem is not None or record is None:
-        return found
-    missing = tuple(_rebuilt(fields, path) for fields in said.get("introduction", {}).get("missing", ()))
-    return attrs.evolve(found, problems=tuple(_problems(record, path, said, result)), missing=missing)
+        return attrs.evolve(found, problem=problem)
+    return attrs.evolve(found, problems=tuple(_problems(record, path, said, result)))
 
 
 def _unfit(path: str, said: Mapping[str, Any], result: ChildResult) -> PluginError | None:
@@ -224,26 +226,20 @@ def _problems(
     """Find what a child said that is wrong with the plugin, or at what it ended."""
     if "introduction" not in said:
         release = f"jackfield=={jackfield.__version__}"
-        found = f"jackfield {said['versions'].get('jackfield')}; {result.ending}"
-        fix = f"{path} -m pip install {release}"
+        found, fix = f"jackfield {said['versions']['jackfield']}; {result.ending}", f"{path} -m pip install {release}"
         yield _unusable(path, "does not say what it would run", found, expected=release, fix=fix)
-        return
-    try:
-        check_introduction(record, {**said["introduction"], "missing": ()}, path)
-    except JackfieldError as error:
-        yield error
-        return
-    if "problems" in said:
+    elif "problems" in said:
+        yield from _refusals(record, said["introduction"], path)
         yield from (_rebuilt(fields, path) for fields in said["problems"])
-        return
-    late = result.returncode is None
-    yield PluginImportError(
-        f"{said['stage']} did not end in time" if late else f"{said['stage']} ended the interpreter",
-        where=record.label,
-        expected="an import that ends, and leaves the interpreter alive",
-        found=result.ending,
-        fix="correct the plugin's module" + ("; raise --deadline if it is only slow" if late else ""),
-    )
+    else:
+        late = result.returncode is None
+        yield PluginImportError(
+            f"{said['stage']} did not end in time" if late else f"{said['stage']} ended the interpreter",
+            where=record.label,
+            expected="an import that ends, and leaves the interpreter alive",
+            found=result.ending,
+            fix="correct the plugin's module" + ("; raise --deadline if it is only slow" if late else ""),
+        )
 
 
 def check_introduction(record: PluginRecord, said: Mapping[str, Any], python: str) -> None:
@@ -255,13 +251,16 @@ def check_introduction(record: PluginRecord, said: Mapping[str, Any], python: st
     Raises:
         PluginError: ``plugin.handshake``, ``plugin.requirement``, or what the manifest's check raised there.
     """
-    if "problem" in said:
-        raise _rebuilt(said["problem"], python)
+    for problem in _refusals(record, said, python):
+        raise problem
+
+
+def _refusals(record: PluginRecord, said: Mapping[str, Any], python: str) -> Iterator[JackfieldError]:
     wanted = {"jackfield": jackfield.__version__, "abi": ABI_VERSIONS[record.kind], "plugin": _identity(record)}
-    different = [name for name in wanted if said.get(name) != wanted[name]]
+    different = [name for name in wanted if said.get(name) != wanted[name] and (name != "plugin" or said.get(name))]
     if different:
         releases = f"jackfield=={jackfield.__version__} {record.distribution}=={record.version}"
-        raise PluginError(
+        yield PluginError(
             f"the interpreter {python} has another {' and '.join(different)} than this one",
             code="plugin.handshake",
             where=record.label,
@@ -269,8 +268,7 @@ def check_introduction(record: PluginRecord, said: Mapping[str, Any], python: st
             found={name: said.get(name) for name in different},
             fix=f"{python} -m pip install {releases}, or the same versions here",
         )
-    for fields in said.get("missing", ()):
-        raise _rebuilt(fields, python)
+    yield from (_rebuilt(fields, python) for fields in said.get("problems", ()))
 
 
 def _rebuilt(fields: Mapping[str, Any], python: str) -> JackfieldError:
@@ -291,20 +289,18 @@ def _unusable(path: str, what: str, found: str, **details: Any) -> PluginError:
 def introduce(kind: str, name: str) -> dict[str, Any]:
     """Say what this process is, and which plugin it would load; JSON-ready. Imports no plugin.
 
-    A plugin that the check of its manifest refuses is there as ``problem``.
+    What the check of the plugin's manifest refuses, and the requirements that are missing, are ``problems``.
     """
-    found = {
-        "pid": os.getpid(),
-        "python": platform.python_version(),
-        "jackfield": jackfield.__version__,
-        "abi": ABI_VERSIONS.get(kind),
-    }
+    found = {"pid": os.getpid(), "python": platform.python_version(), "jackfield": jackfield.__version__}
+    plugin, problems = None, list[JackfieldError]()
     try:
         record = discover().resolve(name, kind)
-        missing = [error_fields(error) for error in record.usable().missing(record.label)]
+        plugin = _identity(record)
+        problems.extend(record.usable().missing(record.label))
     except JackfieldError as error:
-        return {**found, "problem": error_fields(error)}
-    return {**found, "plugin": _identity(record), "missing": missing}
+        problems.append(error)
+    described = [error_fields(problem) for problem in problems]
+    return {**found, "abi": ABI_VERSIONS.get(kind), "plugin": plugin, "problems": described}
 
 
 def _identity(record: PluginRecord) -> dict[str, Any]:
@@ -327,7 +323,7 @@ def main(kind: str, name: str, *importing: str) -> None:
     said = introduce(kind, name)
     say(introduction=said)
     try:
-        if importing and said.get("missing") == []:
+        if importing and not said["problems"]:
             problems.extend(_try(kind, name, say))
     except JackfieldError as error:
         problems.append(error)

@@ -128,7 +128,7 @@ def _tell(interpreters: dict[str, dict[str, Any]], found: Introduction, as_json:
 def _problems(record: PluginRecord, found: Introduction | None) -> list[JackfieldError]:
     if found is None:
         return [] if record.error is None else [record.error]
-    return [found.problem] if found.problem is not None else [*found.missing, *found.problems]
+    return [found.problem] if found.problem is not None else [*found.problems]
 
 
 def _plugin(record: PluginRecord, found: Introduction | None, problems: list[JackfieldError]) -> dict[str, Any]:
