@@ -19,7 +19,7 @@ import pytest
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, RpcError
-from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
+from jackfield.rpc import Address, Connection, Contract, Process, Server, Service, caller, connect, stub
 
 SECONDS = 30.0
 
@@ -342,6 +342,21 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def test_a_server_of_another_machine_that_has_nothing_to_say_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends heartbeats, whether or not it ends clients that are silent."""
+    monkeypatch.setattr(Process, "is_near", property(lambda process: False))
+
+    async def main() -> None:
+        server = Server("a worker", {}, Clock(), 0.4, watches=False)
+        connection = await connect(await server.listen(), "a client", Clock(), {})
+        with pytest.raises(DeadlineExceeded):
+            await Clock().wait_for(asyncio.shield(connection.lost), 1.0, "its end")
+        await connection.close()
+        await server.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

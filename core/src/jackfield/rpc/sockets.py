@@ -204,8 +204,7 @@ class Server:
             connection.end(f"its client {await asyncio.shield(owner.lost)}")
             return
         self.clients[connection.session] = connection
-        watching = watch(connection, self._heartbeat_seconds, self._clock) if self._watches else None
-        reason = await (watching or asyncio.shield(connection.lost))
+        reason = await watch(connection, self._heartbeat_seconds, self._clock, ends=self._watches)
         del self.clients[connection.session]
         if self._watches and reason != _ENDED and self._server is not None and self._server.is_serving():
             text = f"{connection.name} ({connection.process}) {reason}"
@@ -291,8 +290,10 @@ async def _beating(address: Address, own: Welcome, lost: asyncio.Future[str]) ->
     await connection.leave(_ENDED)
 
 
-async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: bool = True) -> str:
-    """Wait for the end of a connection and return its reason; end it after ``seconds`` without a sign of life.
+async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: bool = True, ends: bool = True) -> str:
+    """Send heartbeats up to the end of a connection, and return its reason.
+
+    If it ``ends`` the connection, that is after ``seconds`` without a sign of life.
 
     Several looks are needed, so that a process that was stopped itself does not take others for dead.
     """
@@ -302,7 +303,8 @@ async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: 
             await clock.wait_for(asyncio.shield(connection.lost), seconds / LOOKS, "the next look")
         connection.send(Heartbeat())
         heard, connection.heard = connection.heard, False
-        silent = 0 if (process.can_run() if process is not None and process.is_near else heard) else silent + 1
+        lives = not ends or (process.can_run() if process is not None and process.is_near else heard)
+        silent = 0 if lives else silent + 1
     if not connection.lost.done():
         at_work = f" while it had to {connection.doing}" if connection.doing else ""
         end = " and was killed" if kills and process is not None and process.kill() else ""
