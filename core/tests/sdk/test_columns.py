@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from jackfield.abc.transfer_queue import Column
 from jackfield.errors import QueueError
-from jackfield.queue import (
+from jackfield.sdk.columns import (
     byte_size,
+    check_column,
     column_from_rows,
     concatenate,
     dense_column,
@@ -22,7 +23,6 @@ from jackfield.queue import (
     take,
     to_nested,
 )
-from jackfield.sdk.columns import check_column
 from jackfield_testing import refused
 
 torch = pytest.importorskip("torch")

@@ -43,15 +43,11 @@ from jackfield.queue.store import effective_acks, read_ledger
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
 from jackfield.sdk.columns import (
-    byte_size,
     column_from_rows,
-    concatenate,
     dense_column,
     from_nested,
     json_column,
-    row_bytes,
     rows_of,
-    take,
     to_nested,
 )
 
@@ -75,17 +71,13 @@ __all__ = [
     "TransferQueue",
     "Values",
     "Written",
-    "byte_size",
     "column_from_rows",
-    "concatenate",
     "dense_column",
     "effective_acks",
     "from_nested",
     "json_column",
     "read_ledger",
     "register_sampler",
-    "row_bytes",
     "rows_of",
-    "take",
     "to_nested",
 ]

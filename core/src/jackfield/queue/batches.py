@@ -58,8 +58,15 @@ class Batches:
             place = self.core.state.partition(partition)
             batch = place.offered()
             if below is None or (place.next_batch if batch is None else batch.number) < below:
-                return self._give(batch or self._new_batch(place, groups, rollouts), explorer)
-            left = _not_final(place, below)
+                batch = batch or self._new_batch(place, groups, rollouts)
+                if (client := self.core.caller()) is not None:
+                    self.clients[explorer] = client
+                batch.is_offered = False
+                batch.explorers.add(explorer)
+                return batch.public(explorer)
+            left = [each for number, each in place.batches.items() if number < below and not each.is_final()]
+            for each in left:
+                each.require_well()
             if not left:
                 return None
             await self.core.wait(self._until(left, since, deadline_seconds), functools.partial(_awaited, left))
@@ -77,13 +84,6 @@ class Batches:
         for place in batch.places:
             self.core.touch(place)
         return batch
-
-    def _give(self, batch: BatchState, explorer: str) -> Batch:
-        if (client := self.core.caller()) is not None:
-            self.clients[explorer] = client
-        batch.is_offered = False
-        batch.explorers.add(explorer)
-        return batch.public(explorer)
 
     async def release_batches(self, explorer: str) -> tuple[Batch, ...]:
         """Take the unfinished batches of a dead explorer back; they are handed out again.
@@ -232,14 +232,6 @@ def _coming(place: Place) -> int:
         return 0
     group = place.group
     return place.batch.rollouts if group is None else max(0, group.new.rollouts - len(group.samples))
-
-
-def _not_final(partition: Partition, below: int) -> list[BatchState]:
-    """Return the batches that could still lose a group; none of them may have failed."""
-    left = [batch for number, batch in partition.batches.items() if number < below and not batch.is_final()]
-    for batch in left:
-        batch.require_well()
-    return left
 
 
 def _awaited(left: Sequence[BatchState]) -> str:

@@ -12,7 +12,7 @@ from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.meta import partition_of
-from jackfield.queue.records import BatchState, Consumer, Group, Place, State
+from jackfield.queue.records import BatchState, Consumer, Place, State
 from jackfield.queue.store import Store
 
 _KEPT_FAILURES = 10_000
@@ -85,80 +85,55 @@ class Controller:
 # -- what a wait of a consumer or an explorer lacks, in words
 
 
-def missing_batch(consumer: Consumer, number: int) -> str:
-    """Say why a consumer does not get the groups of a batch."""
-    partition = consumer.partition
-    head = f"batch {number} of partition {partition.name!r} for consumer {consumer.name!r}"
-    batch = partition.batches.get(number)
-    if batch is None:
+def missing(consumer: Consumer, number: int | None, count: int | None) -> str:
+    """Say why a consumer does not get the groups of a batch, or (None) so many of any batch."""
+    batches = consumer.partition.batches
+    wanted = f"{count or 1} groups" if number is None else f"batch {number}"
+    head = f"{wanted} of partition {consumer.partition.name!r} for consumer {consumer.name!r}"
+    if number is not None and number not in batches:
         return f"{head}; no explorer has claimed it"
-    made, groups = sum(place.is_made for place in batch.places), batch.groups()
-    ready = sum(group in consumer.ready for group in groups)
-    parts = [f"{head}, {made} of whose {len(batch.places)} groups are published and {ready} ready"]
-    if batch.is_offered:
-        parts.append("it waits to be claimed again")
-    if empty := _empty(batch):
-        parts.append(f"indexes without a group: {some(empty)}")
-    return "; ".join([*parts, *_lacking(consumer, groups)])
-
-
-def missing_groups(consumer: Consumer, count: int, ready: int) -> str:
-    """Say why a consumer does not get so many groups."""
-    groups = list(consumer.partition.groups())
-    parts = [
-        f"{count} groups of partition {consumer.partition.name!r} for consumer {consumer.name!r}, {ready} are ready"
-    ]
-    parts += _lacking(consumer, groups)
-    if spent := sum(
-        consumer.name in each.uses and each.uses[consumer.name].is_spent(consumer.reuse) for each in groups
-    ):
-        parts.append(f"{spent} have been used as often as they may")
-    if consumer.held:
-        parts.append(f"{len(consumer.held)} are leased")
-    return "; ".join(parts)
+    found = list(batches.values()) if number is None else [batches[number]]
+    ready = sum(group in consumer.ready for batch in found for group in batch.groups())
+    return "; ".join([head, f"{ready} groups are ready", *_lacking(found, consumer)])
 
 
 def unfinished(batch: BatchState) -> str:
     """Say what keeps a batch from being final."""
-    head, groups = f"batch {batch.number} of partition {batch.partition.name!r}", batch.groups()
-    if empty := _empty(batch):
-        return f"{head}: no group was opened at the indexes {some(empty)}"
-    if running := _running(groups):
-        return f"{head}: groups that have not ended: {some(running)}"
-    if free := [group.name for group in groups if not group.holders()]:
-        return f"{head}: published groups that no consumer has leased: {some(free)}"
-    names = {name for group in groups if not group.is_acked() for name in group.holders()}
-    return f"{head}: consumers that have leased groups and not acked them: {', '.join(sorted(names))}"
+    return "; ".join([f"batch {batch.number} of partition {batch.partition.name!r}", *_lacking([batch])])
+
+
+def _lacking(batches: Sequence[BatchState], consumer: Consumer | None = None) -> list[str]:
+    groups = [group for batch in batches for group in batch.groups()]
+    found = {
+        "indexes without a group": [
+            str(p.index) for batch in batches for p in batch.places if not (p.group or p.is_made)
+        ],
+        "groups whose rollouts have not ended": [
+            f"{group.name} (task {group.new.task_id!r}, rollouts {', '.join(map(str, group.running()))})"
+            for group in groups
+            if not group.is_published
+        ],
+    }
+    if consumer is None:
+        found["groups that no consumer has leased"] = [g.name for g in groups if g.is_published and not g.holders()]
+        holders = {name for group in groups if not group.is_acked() for name in group.holders()}
+        found["consumers that have leased groups and not acked them"] = sorted(holders)
+    else:
+        found["samples lack columns"] = [
+            f"{key} ({', '.join(sorted(consumer.columns - sample.columns))})"
+            for group in groups
+            for key, sample in group.samples.items()
+            if not consumer.columns <= sample.columns
+        ]
+        uses = [(group.name, group.uses.get(consumer.name)) for group in groups]
+        found["groups have been used as often as they may"] = [
+            n for n, use in uses if use and use.is_spent(consumer.reuse)
+        ]
+        found["groups are leased"] = [group.name for group in consumer.held]
+    return [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
 
 
 def some(names: Sequence[str]) -> str:
     """Return the first few, and how many more there are."""
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _empty(batch: BatchState) -> list[str]:
-    return [str(place.index) for place in batch.places if place.group is None and not place.is_consumed]
-
-
-def _lacking(consumer: Consumer, groups: Sequence[Group]) -> list[str]:
-    parts = []
-    lacking = [
-        f"{key} ({', '.join(sorted(consumer.columns - sample.columns))})"
-        for group in groups
-        for key, sample in group.samples.items()
-        if not consumer.columns <= sample.columns
-    ]
-    if lacking:
-        parts.append(f"{len(lacking)} samples lack columns: {some(lacking)}")
-    if running := _running(groups):
-        parts.append(f"rollouts have not ended: {some(running)}")
-    return parts
-
-
-def _running(groups: Iterable[Group]) -> list[str]:
-    return [
-        f"{group.name} (task {group.new.task_id!r}, rollouts {', '.join(map(str, group.running()))})"
-        for group in groups
-        if not group.is_published
-    ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 from jackfield.errors import LeaseError, QueueError
-from jackfield.queue.controller import Controller, missing_batch, missing_groups, some
+from jackfield.queue.controller import Controller, missing, some
 from jackfield.queue.meta import BatchMeta, Lease, Reuse
 from jackfield.queue.records import Consumer, Group, Hold, Use
 from jackfield.queue.samplers import Ready, SamplerSpec
@@ -99,7 +99,7 @@ class Leases:
         """
         mine = self.core.state.consumer(consumer)
         ready = functools.partial(self._ready, mine, batch, groups)
-        return await self._lease(mine, batch, groups, ready, deadline_seconds, lambda: missing_batch(mine, batch))
+        return await self._lease(mine, batch, groups, ready, deadline_seconds)
 
     async def _lease(
         self,
@@ -108,7 +108,6 @@ class Leases:
         count: int | None,
         ready: Callable[[], list[Group] | None],
         seconds: float,
-        missing: Callable[[], str],
     ) -> BatchMeta:
         """Lease groups as soon as they are ready, of one batch or (None) of any."""
         if count is not None and count < 1:
@@ -118,7 +117,7 @@ class Leases:
         self.core.wake()  # a producer that is held back may make what this call waits for
         try:
             while (groups := ready()) is None:
-                await self.core.wait(until, missing)
+                await self.core.wait(until, lambda: missing(consumer, batch, count))
         finally:
             consumer.awaited.remove(batch)
         consumer.epoch += bool(groups)
@@ -181,8 +180,7 @@ class Leases:
         """
         mine = self.core.state.consumer(consumer)
         chosen = functools.partial(self._chosen, mine, groups, step, fresh)
-        missing = lambda: missing_groups(mine, groups or 1, len(_usable(mine, step, fresh)))  # noqa: E731
-        return await self._lease(mine, None, groups, chosen, deadline_seconds, missing)
+        return await self._lease(mine, None, groups, chosen, deadline_seconds)
 
     def _chosen(self, consumer: Consumer, count: int | None, step: int | None, fresh: bool) -> list[Group] | None:
         """Return what the sampler of a consumer chooses; None: not enough yet."""

@@ -71,15 +71,13 @@ async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQu
     except RpcError as error:
         message, fix = "no controller of a queue is served there", "start `jackfield queue serve` first"
         raise QueueError(message, code="queue.unreachable", where=str(file), found=error.found, fix=fix) from error
-    lost = lambda reason: _lost(reason, address)  # noqa: E731
+
+    def lost(reason: str) -> QueueError:
+        message, fix = (
+            f"the connection to {_SERVER} is lost: it {reason}",
+            "start this process again, once `jackfield queue serve` runs",
+        )
+        return QueueError(message, code="queue.session", where=str(address.process), fix=fix)
+
     connection = await connect(address, name, clock, {_SERVICE: QUEUE}, lost_error=lost)
     return stub(connection, _SERVICE, QUEUE, TransferQueue, math.inf), connection
-
-
-def _lost(reason: str, address: Address) -> QueueError:
-    return QueueError(
-        f"the connection to {_SERVER} is lost: it {reason}",
-        code="queue.session",
-        where=str(address.process),
-        fix="start this process again, once `jackfield queue serve` runs",
-    )

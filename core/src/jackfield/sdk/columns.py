@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from jackfield.abc.transfer_queue import Column
 from jackfield.errors import QueueError
-from jackfield.sdk.cells import ColumnType, offsets_of, split, tensor_of, unlike_types
+from jackfield.sdk.cells import ColumnType, join, offsets_of, split, tensor_of, unlike_types
 
 if TYPE_CHECKING:
     import torch
@@ -123,14 +125,12 @@ def row_bytes(column: Column) -> list[int]:
 
 def take(column: Column, indexes: Sequence[int]) -> Column:
     """Return the samples at ``indexes``, in that order, as a column of their own."""
-    import torch
-
-    if column.offsets is None:
-        return Column(values=column.values[torch.tensor(indexes, dtype=torch.int64)])
-    rows = _tensors(column)
-    chosen = [rows[index] for index in indexes]
-    values = torch.cat(chosen) if chosen else column.values[:0]
-    return Column(values=values, offsets=offsets_of(map(len, chosen)), encoding=column.encoding)
+    text, contents = split(column)
+    if not indexes:
+        return attrs.evolve(
+            column, values=column.values[:0], offsets=None if column.offsets is None else offsets_of(())
+        )
+    return join("", [(text, contents[index]) for index in indexes])
 
 
 def concatenate(columns: Sequence[Column]) -> Column:
