@@ -156,13 +156,10 @@ class WorkerMaker:
         if self.kind == "engine":
             if interface := interface_of(self.place.host):  # gloo would take the address of the machine's name
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            rank = factory.engine_rank(values, self.role, self.algorithm, self.place)
-            stack.push_async_callback(rank.close)
+            rank = factory.engine_rank(values, self.role, self.algorithm, stack, self.place)
             return _served(rank) if rank.sender is None else _served(rank, rank.sender)
         if self.kind == "reward":
-            scorer = await factory.reward_worker(values, self.number)
-            stack.push_async_callback(scorer.close)
-            return _served(scorer)
+            return _served(await factory.reward_worker(values, stack, self.number))
         if self.number == 0:  # it checks whether data, tokenizer and model fit
             algorithm = resolve_algorithm(self.config, factory.registry.find("rollout", self.config.rollout.name))
             check_tokens(self.config, read_tasks(self.config, algorithm))

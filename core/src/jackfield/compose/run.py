@@ -27,7 +27,7 @@ from jackfield.compose.folder import (
 from jackfield.compose.inputs import check_rows, check_tokens, digests, make_sources, prompt_limit, read_tasks
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.stopping import Stop
-from jackfield.compose.workers import InlineWorkers, WorkerFactory
+from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, resolve_defaults, show
 from jackfield.data.tasks import TaskSet
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
@@ -112,7 +112,7 @@ async def run_async(
             return RunResult(folder=folder, steps=config.schedule.steps, finished_before=True)
         replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
-            factory = InlineWorkers(config=config, registry=registry, clock=clock)
+            factory = WorkerFactory(config=config, registry=registry, clock=clock)
             make_workers = factory.make
             if config.cluster.name == "ray":
                 from jackfield.compose.ray_workers import RayWorkers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,7 +15,7 @@ from jackfield.abc.agent import AgentContext, AgentLoopBase
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import EngineContext, ModelSpec
 from jackfield.abc.reward import RewardAgent, RewardContext
-from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult, RolloutContext, SamplingParams
+from jackfield.abc.rollout import BaseRolloutServer, RolloutContext, SamplingParams
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import Clock
@@ -52,15 +52,48 @@ class RankPlace:
 
 @attrs.define(kw_only=True, eq=False)
 class WorkerFactory:
-    """Makes workers of one run, from plugins of this interpreter."""
+    """Makes workers of one run in this process, from plugins of this interpreter.
+
+    An inline run has one of each kind. Its replicas are in this process, too, or in processes that it starts.
+    """
 
     config: RunConfig
     registry: Registry
     clock: Clock
+    _agent: AgentWorker = attrs.field(init=False)  #: of an inline run
+
+    async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
+        """Make the workers of a role, again after each recovery; ``stack`` ends what was started."""
+        self._use_one_compute_thread(stack)
+        address = self.config.queue.address
+        backend = self.backend(None if address is None else Path(address).parent)
+        values, scores = Values(backend), role.scores or role.evaluates
+        self._agent = self.agent_worker(values, role.generates, request_prefix=self.config.name)
+        return RunWorkers(
+            backend=backend,
+            ranks={engine: [self.engine_rank(values, engine, role.algorithm, stack)] for engine in role.engines},
+            agents=Workers([self._agent]),
+            rewards=Workers([await self.reward_worker(values, stack)]) if scores else None,
+            estimator=AdvantageWorker(values, role.algorithm),
+            replicas=self.config.cluster.replicas if role.generates else 0,
+            places=self,
+        )
+
+    def _use_one_compute_thread(self, stack: AsyncExitStack) -> None:
+        """Engine and replicas share one device: their work goes through one thread, so that none competes for cores."""
+        import torch
+
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if self.config.cluster.threads is not None:
+            torch.set_num_threads(self.config.cluster.threads)
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
+        asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down at its end
 
     def _plugin(self, kind: str, context: Any) -> Any:
         chosen: PluginSection = getattr(self.config, kind)
         return self.registry.load(kind, chosen.name).build(chosen.settings, context, kind)
+
+    # -- the queue
 
     def backend(self, joins: Path | None = None) -> TransferQueueBackend:
         """Where values are kept, or a client of the store of a served controller's folder ``joins``; not started."""
@@ -82,161 +115,51 @@ class WorkerFactory:
             max_retries=self.config.schedule.max_retries,
         )
 
+    # -- engines
+
     def engine_rank(
-        self, values: Values, role: str, algorithm: ResolvedAlgorithm, place: RankPlace | None = None
+        self,
+        values: Values,
+        role: str,
+        algorithm: ResolvedAlgorithm,
+        stack: AsyncExitStack,
+        place: RankPlace | None = None,
     ) -> EngineRank:
         """A rank of the engine, with its end of the weight plane if it is the actor's; nothing is loaded yet."""
-        config, actor, place = self.config, role == "actor", place or RankPlace()
+        config, actor, place, sender = self.config, role == "actor", place or RankPlace(), None
+        shared: Any = {"rank": place.rank, "world_size": place.world_size, "device": config.cluster.device}
         context = EngineContext(
             role=role,  # type: ignore[arg-type]
             model=self._model(role),
             optimizer={"actor": config.optimizer, "critic": config.critic.optimizer}.get(role),
-            device=config.cluster.device,
+            local_rank=place.local_rank,
+            init_method=place.init_method,
             seed=config.seed,
             temperature=config.sampling.temperature if config.mode == "online" else 1.0,
             micro_batch_tokens=config.cluster.micro_batch_tokens,
-            **attrs.asdict(place, filter=lambda field, _: field.name != "host"),
+            **shared,
         )
-        sending = CheckpointEngineContext(
-            end="sender",
-            rank=place.rank,
-            world_size=place.world_size,
-            device=config.cluster.device,
-            host=place.host,
-            deadline_seconds=config.deadlines.sync,
-        )
-        engine, sender = self._plugin("engine", context), None
+        engine = self._plugin("engine", context)
         if actor:
+            seconds, blocks = config.deadlines.sync, config.weights.block_bytes if config.weights.kind == "delta" else 0
+            sending = CheckpointEngineContext(end="sender", host=place.host, deadline_seconds=seconds, **shared)
             transport = self._plugin("checkpoint_engine", sending)
-            blocks = config.weights.block_bytes if config.weights.kind == "delta" else 0
             sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=blocks)
-        return EngineRank(
-            engine,
-            values,
-            loss_columns={"actor": algorithm.loss_columns, "critic": _CRITIC_COLUMNS}.get(role, ()),
-            renamed=algorithm.renamed if actor else {},
-            sender=sender,
-        )
+        columns = {"actor": algorithm.loss_columns, "critic": _CRITIC_COLUMNS}.get(role, ())
+        renamed = algorithm.renamed if actor else {}
+        rank = EngineRank(engine, values, loss_columns=columns, renamed=renamed, sender=sender)
+        stack.push_async_callback(rank.close)
+        return rank
 
     def _model(self, role: str) -> ModelSpec:
         """Adapters are the actor's alone; a critic has a value head."""
-        model = self.config.model
+        model, critic = self.config.model, role == "critic"
         if role == "actor":
             return model
-        value_head, path = role == "critic", self.config.critic.path if role == "critic" else None
-        return attrs.evolve(model, lora=None, value_head=value_head, path=path or model.path)
+        path = (self.config.critic.path if critic else None) or model.path
+        return attrs.evolve(model, lora=None, value_head=critic, path=path)
 
-    def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
-        """Make a replica's server in this process; it is not started."""
-        server: BaseRolloutServer = self._plugin("rollout", self.rollout_context(replica, host))
-        return server
-
-    def rollout_context(self, replica: int, host: str = "127.0.0.1") -> RolloutContext:
-        config = self.config
-        return RolloutContext(
-            model=attrs.evolve(config.model, dtype=config.weights.dtype or config.model.dtype),
-            replica=replica,
-            device=config.cluster.device,
-            seed=config.seed + replica,
-            host=host,
-            max_model_len=config.cluster.max_model_len,
-            clock=self.clock,
-        )
-
-    def agent_worker(self, values: Values, generates: bool, *, request_prefix: str) -> AgentWorker:
-        """A worker that runs agents once it has routes; if it ``generates`` nothing, it copies given answers."""
-        tokenizer, limit = load_tokenizer(self.config), prompt_limit(self.config)
-        if not generates:
-            return AgentWorker(values, tokenizer, self.clock, None, max_prompt_tokens=limit)
-        self.registry.load("agent", self.config.agent.name)
-        router = Router(self.clock)
-
-        def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
-            generate = router.of_one_rollout()
-
-            def noted(request: GenerateRequest) -> Awaitable[GenerateResult]:
-                asks(request.sampling)
-                return generate(request)
-
-            context = AgentContext(
-                generate=noted,
-                tokenizer=tokenizer,
-                clock=self.clock,
-                request_prefix=request_prefix,
-                max_prompt_tokens=limit,
-            )
-            agent: AgentLoopBase = self._plugin("agent", context)
-            return agent
-
-        return AgentWorker(values, tokenizer, self.clock, make_agent, max_prompt_tokens=limit, router=router)
-
-    async def reward_worker(self, values: Values, number: int = 0) -> RewardWorker:
-        """A worker whose reward agent is started; what its processes print goes into the run's folder ``logs``."""
-        config = self.config
-        context = RewardContext(
-            clock=self.clock,
-            seed=config.seed,
-            heartbeat_seconds=config.deadlines.heartbeat,
-            logs=str(Path(config.folder) / "logs" / f"reward-{number}"),
-        )
-        agent: RewardAgent = self._plugin("reward", context)
-        name = f"the reward agent {config.reward.name} to start"
-        try:
-            await self.clock.wait_for(agent.start(), config.deadlines.start, name)
-        except BaseException:
-            await agent.close()
-            raise
-        return RewardWorker(
-            values,
-            agent,
-            load_tokenizer(config),
-            self.clock,
-            score_seconds=config.deadlines.reward,
-            retries=config.schedule.reward_retries,
-            dimensions=config.algorithm.reward_dimensions,
-            fill_failed=config.algorithm.shaping.fill_failed,
-        )
-
-
-@attrs.define(kw_only=True, eq=False)
-class InlineWorkers(WorkerFactory):
-    """One worker of each kind in this process; replicas are in it, too, or in processes that it starts."""
-
-    agent: AgentWorker = attrs.field(init=False)
-
-    async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
-        """Make the workers of a role, again after each recovery; ``stack`` ends what was started."""
-        self._use_one_compute_thread(stack)
-        address, rewards = self.config.queue.address, None
-        backend = self.backend(None if address is None else Path(address).parent)
-        values = Values(backend)
-        self.agent = self.agent_worker(values, role.generates, request_prefix=self.config.name)
-        if role.scores or role.evaluates:
-            worker = await self.reward_worker(values)
-            stack.push_async_callback(worker.close)
-            rewards = Workers([worker])
-        ranks = {engine: self.engine_rank(values, engine, role.algorithm) for engine in role.engines}
-        for rank in ranks.values():
-            stack.push_async_callback(rank.close)
-        return RunWorkers(
-            backend=backend,
-            ranks={engine: [rank] for engine, rank in ranks.items()},
-            agents=Workers([self.agent]),
-            rewards=rewards,
-            estimator=AdvantageWorker(values, role.algorithm),
-            replicas=self.config.cluster.replicas if role.generates else 0,
-            places=self,
-        )
-
-    def _use_one_compute_thread(self, stack: AsyncExitStack) -> None:
-        """Engine and replicas share one device: their work goes through one thread, so that none competes for cores."""
-        import torch
-
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        if self.config.cluster.threads is not None:
-            torch.set_num_threads(self.config.cluster.threads)
-        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
-        asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down at its end
+    # -- replicas
 
     async def start(self, number: int) -> Worker:
         """Make a replica's server in this process, or in one with an interpreter of its own; it is not started."""
@@ -246,7 +169,7 @@ class InlineWorkers(WorkerFactory):
         deadlines, threads = config.deadlines, config.cluster.threads
         server = RolloutProcess(
             config.rollout.settings,
-            self.rollout_context(number),
+            self._rollout_context(number),
             record=self.registry.resolve(config.rollout.name, "rollout"),
             python=python,
             seconds=max(deadlines.rollout, deadlines.start, deadlines.sync),
@@ -263,4 +186,67 @@ class InlineWorkers(WorkerFactory):
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
         """Have agents generate on these replicas."""
-        return await self.agent.route(replicas, seconds)
+        return await self._agent.route(replicas, seconds)
+
+    def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
+        """Make a replica's server in this process; it is not started."""
+        server: BaseRolloutServer = self._plugin("rollout", self._rollout_context(replica, host))
+        return server
+
+    def _rollout_context(self, replica: int, host: str = "127.0.0.1") -> RolloutContext:
+        config = self.config
+        return RolloutContext(
+            model=attrs.evolve(config.model, dtype=config.weights.dtype or config.model.dtype),
+            replica=replica,
+            device=config.cluster.device,
+            seed=config.seed + replica,
+            host=host,
+            max_model_len=config.cluster.max_model_len,
+            clock=self.clock,
+        )
+
+    # -- agents and rewards
+
+    def agent_worker(self, values: Values, generates: bool, *, request_prefix: str) -> AgentWorker:
+        """A worker that runs agents once it has routes; if it ``generates`` nothing, it copies given answers."""
+        tokenizer, limit, router = load_tokenizer(self.config), prompt_limit(self.config), Router(self.clock)
+        self.registry.load("agent", self.config.agent.name)
+
+        def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
+            context = AgentContext(
+                generate=router.of_one_rollout(asks),
+                tokenizer=tokenizer,
+                clock=self.clock,
+                request_prefix=request_prefix,
+                max_prompt_tokens=limit,
+            )
+            agent: AgentLoopBase = self._plugin("agent", context)
+            return agent
+
+        make = make_agent if generates else None
+        return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit, router=router)
+
+    async def reward_worker(self, values: Values, stack: AsyncExitStack, number: int = 0) -> RewardWorker:
+        """A worker whose reward agent is started; what its processes print goes into the run's folder ``logs``."""
+        config, deadlines = self.config, self.config.deadlines
+        logs = str(Path(config.folder) / "logs" / f"reward-{number}")
+        silence = deadlines.heartbeat
+        context = RewardContext(clock=self.clock, seed=config.seed, heartbeat_seconds=silence, logs=logs)
+        agent: RewardAgent = self._plugin("reward", context)
+        try:
+            await self.clock.wait_for(agent.start(), deadlines.start, f"the reward agent {config.reward.name} to start")
+        except BaseException:
+            await agent.close()
+            raise
+        worker = RewardWorker(
+            values,
+            agent,
+            load_tokenizer(config),
+            self.clock,
+            score_seconds=deadlines.reward,
+            retries=config.schedule.reward_retries,
+            dimensions=config.algorithm.reward_dimensions,
+            fill_failed=config.algorithm.shaping.fill_failed,
+        )
+        stack.push_async_callback(worker.close)
+        return worker

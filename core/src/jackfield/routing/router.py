@@ -9,7 +9,7 @@ from typing import Protocol
 
 import attrs
 
-from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
+from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport, SamplingParams
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
 
@@ -51,8 +51,12 @@ class Router:
     _routes: dict[int, _Route] = attrs.field(factory=dict, init=False)  #: requests wait while there is none
     _changed: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
-    def of_one_rollout(self) -> Callable[[GenerateRequest], Awaitable[GenerateResult]]:
+    def of_one_rollout(
+        self, asks: Callable[[SamplingParams], None] = lambda _: None
+    ) -> Callable[[GenerateRequest], Awaitable[GenerateResult]]:
         """Return what generates for one rollout: its first replica has the earlier turns in its cache.
+
+        ``asks`` receives the sampling parameters of each request.
 
         A request of a replica that dies or is removed is generated on another one, from its beginning, with the same
         seed. A request that fails with an update of its replica's weights is repeated after the next update. Any other
@@ -62,6 +66,7 @@ class Router:
 
         async def generate(request: GenerateRequest) -> GenerateResult:
             nonlocal chosen
+            asks(request.sampling)
             while True:
                 if chosen is None or self._is_removed(chosen):
                     chosen = await self._least_loaded()
