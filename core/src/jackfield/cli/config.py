@@ -91,13 +91,9 @@ def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) ->
 
     config, registry, started = load_config(file, overrides), discover(), time.monotonic()
     if name not in config.environments:
-        raise ConfigError(
-            f"the configuration has no environment '{name}'",
-            where="environments",
-            expected=f"one of {', '.join(config.environments) or 'none'}",
-            found=name,
-            fix=f"describe it under environments.{name}",
-        )
+        known, fix = ", ".join(config.environments) or "none", f"describe it under environments.{name}"
+        details = {"where": "environments", "expected": f"one of {known}", "found": name, "fix": fix}
+        raise ConfigError(f"the configuration has no environment '{name}'", **details)
     settings = config.environments[name]
     workers = [kind for kind, chosen in config.cluster.interpreters.items() if chosen == name]
     shared = ["checkpoint_engine"] if workers else []

@@ -69,12 +69,9 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
         chosen = attrs.evolve(chosen, name=_CHECKPOINT_ENGINES[reached])
     if chosen.name == "in_process" and reached != "this process":
         own = "cluster.name: ray" if cluster.name == "ray" else "cluster.interpreters.rollout"
-        raise ConfigError(
-            "the checkpoint engine 'in_process' cannot reach workers in other processes",
-            where="checkpoint_engine.name",
-            expected=f"auto, {_CHECKPOINT_ENGINES[reached]}, or another engine that crosses processes",
-            found=f"in_process with {own}",
-        )
+        message = "the checkpoint engine 'in_process' cannot reach workers in other processes"
+        expected = f"auto, {_CHECKPOINT_ENGINES[reached]}, or another engine that crosses processes"
+        raise ConfigError(message, where="checkpoint_engine.name", expected=expected, found=f"in_process with {own}")
     return attrs.evolve(config, checkpoint_engine=chosen)
 
 

@@ -73,13 +73,12 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
     if made == json.loads(wanted):
         return False
     if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
-        raise PluginError(
+        message, expected = (
             "the folder of an environment is something else",
-            code="plugin.environment",
-            where=str(folder),
-            expected="no folder, an empty one, or an environment",
-            fix="name another folder in the configuration",
+            "no folder, an empty one, or an environment",
         )
+        fix = "name another folder in the configuration"
+        raise PluginError(message, code="plugin.environment", where=str(folder), expected=expected, fix=fix)
     pip = [environment_python(folder), "-m", "pip", "--disable-pip-version-check"]
     keep = [] if settings.constraints is None else ["--constraint", settings.constraints]
     steps = [[*pip, "install", "--force-reinstall", "--no-deps", *ours]]
@@ -136,11 +135,7 @@ def _run(command: Sequence[str], ends: float, folder: Path) -> None:
     except subprocess.TimeoutExpired:
         code, found = None, "no end within the deadline"
     if code != 0:
-        raise PluginError(
-            "an environment cannot be made",
-            code="plugin.environment",
-            where=str(folder),
-            expected=f"`{' '.join([os.path.basename(command[0]), *command[1:]])}` to end well",
-            found=found,
-            fix="correct the environment in the configuration, or raise --deadline, and give the same command again",
-        )
+        expected = f"`{' '.join([os.path.basename(command[0]), *command[1:]])}` to end well"
+        fix = "correct the environment in the configuration, or raise --deadline, and give the same command again"
+        details = {"where": str(folder), "expected": expected, "found": found, "fix": fix}
+        raise PluginError("an environment cannot be made", code="plugin.environment", **details)

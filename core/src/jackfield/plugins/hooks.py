@@ -206,14 +206,10 @@ class HookManager(pluggy.PluginManager):
         callers = self.get_hookcallers(plugin) or [] if registered is not None else []
         unknown = [f"'{caller.name}'{did_you_mean(caller.name, HOOKS)}" for caller in callers if not caller.has_spec()]
         if unknown or not callers:
-            raise PluginError(
-                f"the hooks of {label} cannot be registered",
-                code="plugin.hooks",
-                where=label,
-                expected=f"each object once, with functions marked by hookimpl: one or more of {', '.join(HOOKS)}",
-                found=f"the unknown hook {', '.join(unknown)}" if unknown else problem,
-                fix="give them the names and parameters that jackfield.plugins.hooks describes",
-            )
+            expected = f"each object once, with functions marked by hookimpl: one or more of {', '.join(HOOKS)}"
+            found = f"the unknown hook {', '.join(unknown)}" if unknown else problem
+            details = {"where": label, "expected": expected, "found": found, "fix": "see jackfield.plugins.hooks"}
+            raise PluginError(f"the hooks of {label} cannot be registered", code="plugin.hooks", **details)
         for caller in callers:
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin and not (implementation.wrapper or implementation.hookwrapper):
@@ -253,13 +249,9 @@ def _reporter(hook: str) -> Callable[[], Generator[None, Any, Any]]:
             raise first
         names = ", ".join(label for label, _ in failures)
         texts = (f"{type(e).__name__}: {e.message if isinstance(e, JackfieldError) else e}" for _, e in failures)
-        raise PluginError(
-            f"the hook {hook} failed in {names}",
-            code="plugin.hook-failed",
-            where=names,
-            found="; ".join(texts),
-            fix="correct or remove what implements the hook; all other implementations were called",
-        ) from first
+        fix = "correct or remove what implements the hook; all other implementations were called"
+        details = {"where": names, "found": "; ".join(texts), "fix": fix}
+        raise PluginError(f"the hook {hook} failed in {names}", code="plugin.hook-failed", **details) from first
 
     return report
 

@@ -120,9 +120,8 @@ def resolve_interpreter(python: str | None, where: str | None = None) -> str:
     if python is None:
         return sys.executable
     path = str(Path(python).expanduser())
-    found = shutil.which(path)
-    if found is not None:
-        return os.path.abspath(found)
+    if program := shutil.which(path):
+        return os.path.abspath(program)
     found = "a file that cannot be executed" if Path(path).exists() else "no such file"
     fix = "correct the path, or make the environment: python3 -m venv FOLDER, and install jackfield there"
     raise _unusable(python, "cannot be started", found, where=where or python, fix=fix)
@@ -232,14 +231,10 @@ def _problems(
         yield from _refusals(record, said["introduction"], path)
         yield from (_rebuilt(fields, path) for fields in said["problems"])
     else:
-        late = result.returncode is None
-        yield PluginImportError(
-            f"{said['stage']} did not end in time" if late else f"{said['stage']} ended the interpreter",
-            where=record.label,
-            expected="an import that ends, and leaves the interpreter alive",
-            found=result.ending,
-            fix="correct the plugin's module" + ("; raise --deadline if it is only slow" if late else ""),
-        )
+        late, expected = result.returncode is None, "an import that ends, and leaves the interpreter alive"
+        message = f"{said['stage']} did not end in time" if late else f"{said['stage']} ended the interpreter"
+        fix = "correct the plugin's module" + ("; raise --deadline if it is only slow" if late else "")
+        yield PluginImportError(message, where=record.label, expected=expected, found=result.ending, fix=fix)
 
 
 def check_introduction(record: PluginRecord, said: Mapping[str, Any], python: str) -> None:
@@ -341,14 +336,15 @@ def _try(kind: str, name: str, say: Callable[..., None]) -> Iterator[PluginError
     registry.settings_class(kind, name)
     loaded = " and ".join(name for name in _HEAVY if name in sys.modules)
     if loaded:
-        yield PluginError(
-            f"importing the config {manifest.config} loads {loaded}",
-            code="plugin.config-class",
-            where=record.label,
-            expected="a config module that can be imported without them",
-            found=f"{loaded} in sys.modules",
-            fix="move the config class to a module, in a package, that imports nothing heavy",
-        )
+        message, found = f"importing the config {manifest.config} loads {loaded}", f"{loaded} in sys.modules"
+        fix = "move the config class to a module, in a package, that imports nothing heavy"
+        details = {
+            "where": record.label,
+            "expected": "a config module that imports neither",
+            "found": found,
+            "fix": fix,
+        }
+        yield PluginError(message, code="plugin.config-class", **details)
     say(stage=f"importing {manifest.object.partition(':')[0]}")
     yield from structure_problems(kind, import_object(manifest.object, manifest, record.label), record.label)
     if manifest.hooks is not None:

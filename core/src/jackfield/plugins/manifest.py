@@ -161,12 +161,9 @@ def parse_manifest(content: bytes, *, source: str, kind: str, name: str) -> Mani
     except PluginError as error:
         raise invalid_manifest(error.message, source, expected=error.expected, found=error.found) from error
     if manifest.kind != kind or manifest.name != name:
-        raise invalid_manifest(
-            "the manifest and its entry point disagree",
-            source,
-            expected=f"kind = {kind!r}, name = {name!r} (from the entry point's group and name)",
-            found=f"kind = {manifest.kind!r}, name = {manifest.name!r}",
-        )
+        expected = f"kind = {kind!r}, name = {name!r} (from the entry point's group and name)"
+        found = f"kind = {manifest.kind!r}, name = {manifest.name!r}"
+        raise invalid_manifest("the manifest and its entry point disagree", source, expected=expected, found=found)
     return manifest
 
 
@@ -187,15 +184,13 @@ def check_abi(kind: str, abi: str, where: str) -> None:
     if major == host_major and minor <= host_minor:
         return
     older = "the plugin" if major < host_major else "jackfield"
-    raise PluginError(
+    fix = f"upgrade {older} to a release for {kind} ABI {max(abi, host, key=parse_version)} or later"
+    fix += ": pip install --upgrade jackfield" if older == "jackfield" else ""
+    message, expected = (
         f"the plugin was built for another version of the {kind} contract",
-        code="plugin.abi",
-        where=where,
-        expected=f"{kind} ABI {host_major}.0 to {host}",
-        found=abi,
-        fix=f"upgrade {older} to a release for {kind} ABI {max(abi, host, key=parse_version)} or later"
-        + (": pip install --upgrade jackfield" if older == "jackfield" else ""),
+        f"{kind} ABI {host_major}.0 to {host}",
     )
+    raise PluginError(message, code="plugin.abi", where=where, expected=expected, found=abi, fix=fix)
 
 
 def require_capability(manifest: Manifest, capability: str, because: str) -> None:
@@ -208,14 +203,11 @@ def require_capability(manifest: Manifest, capability: str, because: str) -> Non
     if level in ("full", "partial", "unverified"):
         return
     declared = ", ".join(f"{name} ({value})" for name, value in sorted(manifest.capabilities.items()))
-    raise PluginError(
-        f"the {manifest.label} does not have the capability '{capability}'",
-        code="plugin.capability",
-        where=manifest.label,
-        expected=f"'{capability}', because {because}",
-        found=f"declared as {level}" if level else f"declared: {declared or 'none'}",
-        fix=f"choose another {manifest.kind}, or drop what asks for it",
-    )
+    found = f"declared as {level}" if level else f"declared: {declared or 'none'}"
+    fix = f"choose another {manifest.kind}, or drop what asks for it"
+    details = {"expected": f"'{capability}', because {because}", "found": found, "fix": fix}
+    message = f"the {manifest.label} does not have the capability '{capability}'"
+    raise PluginError(message, code="plugin.capability", where=manifest.label, **details)
 
 
 assert set(PluginKind.__args__) == set(KINDS)  # type: ignore[attr-defined]

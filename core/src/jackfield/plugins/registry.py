@@ -250,14 +250,10 @@ def _manifest(record: PluginRecord, group: str, value: str, path: Sequence[str] 
         with contextlib.suppress(OSError):
             content = read(place) if read else Path(place).read_bytes()
             return parse_manifest(content, source=place, kind=record.kind, name=record.name)
-    raise PluginError(
-        "a manifest is not there",
-        code="plugin.manifest-missing",
-        where=where,
-        expected=" or ".join(places) or f"a package '{parts['package']}' that holds {parts['file']}",
-        found="no such file" if places else "no such package",
-        fix=f"reinstall {record.distribution}; its author has to ship {parts['file']} in the wheel",
-    )
+    expected = " or ".join(places) or f"a package '{parts['package']}' that holds {parts['file']}"
+    fix = f"reinstall {record.distribution}; its author has to ship {parts['file']} in the wheel"
+    details = {"where": where, "expected": expected, "found": f"no such {'file' if places else 'package'}", "fix": fix}
+    raise PluginError("a manifest is not there", code="plugin.manifest-missing", **details)
 
 
 def _duplicate(record: PluginRecord, found: Iterable[PluginRecord]) -> PluginRecord:
@@ -293,13 +289,9 @@ def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
         if missing and f"{module}.".startswith(f"{missing}."):
             raise _missing(f"module {module}", where) from error
         fix = "correct the plugin's module, or reinstall the plugin; `jackfield plugins doctor` tries it on its own"
-        raise PluginImportError(
-            f"importing {module} failed",
-            where=where,
-            expected=f"{module} to be imported",
-            found=f"{type(error).__name__}: {error}",
-            fix=f"install what it needs: pip install '{manifest.requirement(missing)}'" if missing else fix,
-        ) from error
+        fix = f"install what it needs: pip install '{manifest.requirement(missing)}'" if missing else fix
+        details = {"where": where, "expected": f"{module} to be imported", "found": f"{type(error).__name__}: {error}"}
+        raise PluginImportError(f"importing {module} failed", fix=fix, **details) from error
 
 
 def import_object(reference: str, manifest: Manifest, where: str) -> Any:

@@ -44,14 +44,9 @@ def check_settings_class(cls: Any, where: str) -> type:
     """Return a class of settings; one that is not a frozen attrs class is refused with ``plugin.config-class``."""
     if inspect.isclass(cls) and attrs.has(cls) and is_frozen(cls):
         return cls
-    raise PluginError(
-        "the plugin's config is not a frozen attrs class",
-        code="plugin.config-class",
-        where=where,
-        expected="a class made by @attrs.frozen",
-        found=repr(cls),
-        fix="decorate the class with @attrs.frozen(kw_only=True), or correct 'config' in the manifest",
-    )
+    message, expected = "the plugin's config is not a frozen attrs class", "a class made by @attrs.frozen"
+    fix = "decorate the class with @attrs.frozen(kw_only=True), or correct 'config' in the manifest"
+    raise PluginError(message, code="plugin.config-class", where=where, expected=expected, found=repr(cls), fix=fix)
 
 
 def structure_problems(kind: str, cls: Any, where: str) -> Iterator[PluginError]:
@@ -62,25 +57,17 @@ def structure_problems(kind: str, cls: Any, where: str) -> Iterator[PluginError]
     """
     contract = CONTRACTS[kind]
     if not (inspect.isclass(cls) and issubclass(cls, contract)):
-        yield PluginError(
-            f"the object of the {kind} plugin does not derive from {contract.__name__}",
-            code="plugin.not-a-subclass",
-            where=where,
-            expected=f"a subclass of {contract.__module__}.{contract.__name__}",
-            found=repr(cls),
-            fix=f"derive the class from {contract.__name__}, or correct 'object' in the manifest",
-        )
+        message = f"the object of the {kind} plugin does not derive from {contract.__name__}"
+        expected, found = f"a subclass of {contract.__module__}.{contract.__name__}", repr(cls)
+        fix = f"derive the class from {contract.__name__}, or correct 'object' in the manifest"
+        yield PluginError(message, code="plugin.not-a-subclass", where=where, expected=expected, found=found, fix=fix)
         return
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
-        yield PluginError(
-            f"{cls.__name__} does not define {', '.join(missing)}",
-            code="plugin.abstract-method",
-            where=where,
-            expected=f"every abstract method of {contract.__name__}",
-            found="abstract: " + ", ".join(missing),
-            fix="define " + "; ".join(f"{name}{_bare(contract, name)}" for name in missing),
-        )
+        message, found = f"{cls.__name__} does not define {', '.join(missing)}", f"abstract: {', '.join(missing)}"
+        expected = f"every abstract method of {contract.__name__}"
+        fix = "define " + "; ".join(f"{name}{_bare(contract, name)}" for name in missing)
+        yield PluginError(message, code="plugin.abstract-method", where=where, expected=expected, found=found, fix=fix)
     for name in public_members(contract):
         for problem in () if name in missing else _problems(contract, cls, name):
             place = f"{cls.__name__}.{name}"
