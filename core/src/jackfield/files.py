@@ -113,11 +113,7 @@ def seal(text: str, after: str = "") -> str:
 
 
 def unseal(content: bytes, after: str = "") -> dict[str, Any]:
-    """Read the object that was sealed, without its digest.
-
-    Raises:
-        ValueError: the contents are not what was sealed.
-    """
+    """Read the object that was sealed, without its digest; a ``ValueError``: the contents are others."""
     body = content[:-_LENGTH] + b"}"
     if content != body[:-1] + _KEY + _digest(after, body).encode() + b'"}':
         raise ValueError("the contents are not those that were written: their digest is another one")

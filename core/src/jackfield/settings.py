@@ -59,11 +59,7 @@ def structure(cls: type[T], data: Any, where: str = "", error: type[JackfieldErr
 
 
 def read_yaml(file: Path) -> Any:
-    """Read the values of a YAML file; an empty one has none.
-
-    Raises:
-        ConfigError: ``config.unreadable``.
-    """
+    """Read the values of a YAML file, an empty one's too, or raise ``config.unreadable``."""
     refused = functools.partial(ConfigError, code="config.unreadable", where=str(file))
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -75,11 +71,7 @@ def read_yaml(file: Path) -> Any:
 
 
 def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Return the values with one ``a.b=c`` applied, where ``c`` is YAML; what is given stays as it is.
-
-    Raises:
-        ConfigError: ``config.override``.
-    """
+    """Return a copy of the values with ``a.b=c`` applied, where ``c`` is YAML, or raise ``config.override``."""
     path, sign, value = text.partition("=")
     keys, shown = path.strip().split("."), text if len(text) <= 200 else text[:200] + "…"
     refused = functools.partial(ConfigError, code="config.override")

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply ``a.b=c`` overrides and structure the result.
-
-    Raises:
-        ConfigError: ``config.unreadable``, ``config.override`` or what :func:`jackfield.settings.structure` raises.
-    """
+    """Read a YAML file, apply ``a.b=c`` overrides and structure the result; raise a ``ConfigError`` with the path."""
     return make_config(read_yaml(Path(file)), overrides)
 
 
@@ -56,11 +52,7 @@ _CHECKPOINT_ENGINES = {"this process": "in_process", "a process of this machine"
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """Replace each default that depends on where workers live.
-
-    Raises:
-        ConfigError: the checkpoint engine does not reach them.
-    """
+    """Replace defaults that depend on where workers live; refuse a checkpoint engine that does not reach them."""
     chosen, cluster = config.checkpoint_engine, config.cluster
     reached = "a process of this machine" if "rollout" in cluster.interpreters else "this process"
     if cluster.name == "ray":
@@ -81,12 +73,7 @@ def _plugin_settings(config: RunConfig, kind: str, registry: Registry) -> Any:
 
 
 def validate_plugins(config: RunConfig, registry: Registry) -> None:
-    """Check every plugin section against its plugin's own schema, importing config modules only.
-
-    Raises:
-        PluginError: the plugin is not there, broken or of another ABI.
-        ConfigError: its settings are wrong.
-    """
+    """Check plugin sections against their plugins' schemas, importing config modules only; raise what is wrong."""
     for kind in KINDS:
         _plugin_settings(config, kind, registry)
 

@@ -95,11 +95,7 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
 
 
 def requirement_as_installed(name: str) -> list[str]:
-    """Return pip's arguments for a distribution as this interpreter has it: the version, file or editable folder.
-
-    Raises:
-        PluginError: ``plugin.requirement``: it is not installed here.
-    """
+    """Return pip's arguments for a distribution as it is installed here, or raise ``plugin.requirement``."""
     try:
         distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError as error:

@@ -142,11 +142,7 @@ def environment_of(python: str) -> dict[str, str]:
 
 
 def run_child(python: str, arguments: Sequence[str], deadline: float) -> ChildResult:
-    """Run an interpreter to its end, or to the deadline in seconds; nothing that it started is left behind.
-
-    Raises:
-        PluginError: ``plugin.interpreter``: it cannot be started.
-    """
+    """Run an interpreter until the deadline at most, in seconds; a ``PluginError``: it cannot be started."""
     started = time.monotonic()
     # files, not pipes: a grandchild that keeps a pipe open would delay the end
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:

@@ -147,11 +147,7 @@ def _unmet(requirement: Requirement) -> Iterator[tuple[str, str, str]]:
 
 
 def parse_manifest(content: bytes, *, source: str, kind: str, name: str) -> Manifest:
-    """Read a manifest, and check that it has the kind and the name that its entry point promises.
-
-    Raises:
-        PluginError: ``plugin.manifest-invalid``, naming the file ``source`` and the key.
-    """
+    """Read the manifest ``source``, of the kind and name of its entry point, or raise ``plugin.manifest-invalid``."""
     try:
         values = json.loads(json.dumps(tomllib.loads(content.decode()), default=str))  # TOML's dates become ISO texts
         manifest = structure(Manifest, values, error=PluginError)
@@ -174,11 +170,7 @@ def parse_version(text: str) -> tuple[int, int]:
 
 
 def check_abi(kind: str, abi: str, where: str) -> None:
-    """Accept a plugin that was built for this major version of a kind's contract, and for no newer minor version.
-
-    Raises:
-        PluginError: ``plugin.abi``, naming the plugin ``where``.
-    """
+    """Refuse with ``plugin.abi`` a plugin for another major, or a newer minor, version of a kind's contract."""
     host = ABI_VERSIONS[kind]
     (major, minor), (host_major, host_minor) = parse_version(abi), parse_version(host)
     if major == host_major and minor <= host_minor:

@@ -112,11 +112,7 @@ class Registry:
         return tuple(record for record in self._records if kind is None or record.kind == kind)
 
     def find(self, kind: str, name: str) -> Manifest:
-        """Return the manifest of a usable plugin.
-
-        Raises:
-            PluginError: ``plugin.not-found``, which lists what is installed, or the reason why it is broken.
-        """
+        """Return the manifest of a usable plugin; raise ``plugin.not-found``, or why it is broken."""
         return self.resolve(name, kind).usable()
 
     def resolve(self, name: str, kind: str | None = None) -> PluginRecord:
@@ -135,11 +131,7 @@ class Registry:
         return matches[0]  # where there are several, each is broken
 
     def load(self, kind: str, name: str) -> LoadedPlugin:
-        """Import a plugin and check its structure.
-
-        Raises:
-            PluginError: It cannot be used or imported, or its class or its settings do not fit the contract.
-        """
+        """Import a plugin and check its structure; raise a ``PluginError`` that says why it cannot be used."""
         if (kind, name) not in self._loaded:
             record, manifest = self.resolve(name, kind), self.find(kind, name)
             cls = import_object(manifest.object, manifest, record.label)
@@ -276,11 +268,7 @@ def find_package(package: str, path: Sequence[str] | None = None) -> ModuleSpec 
 
 
 def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
-    """Import a module of a plugin.
-
-    Raises:
-        PluginError: ``plugin.object-missing``, or ``plugin.import``, chained to what the module raised.
-    """
+    """Import a module of a plugin, or raise ``plugin.object-missing`` or ``plugin.import``, chained to its cause."""
     try:
         with collection_paused():
             return importlib.import_module(module)
