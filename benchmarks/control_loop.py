@@ -33,7 +33,7 @@ from jackfield.config import make_config
 from jackfield.config.sections import RayConfig
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
-from jackfield.plugins import hook_manager
+from jackfield.plugins import HookManager
 from jackfield.queue import BatchMeta, GroupKey, TransferQueue, Values, Written
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.rpc import Address, Service
@@ -214,7 +214,7 @@ def role_of(samples: int, steps: int) -> Role:
         "observe": {"samples_per_step": 0},
     }
     algorithm = ResolvedAlgorithm(loss="ppo", advantages="grpo")
-    return Role(config=make_config(values, ()), algorithm=algorithm, clock=Clock(), hooks=hook_manager([], []).hook)
+    return Role(config=make_config(values, ()), algorithm=algorithm, clock=Clock(), hooks=HookManager([], []).hook)
 
 
 async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:

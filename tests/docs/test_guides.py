@@ -21,7 +21,7 @@ from jackfield.compose import run
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import load_config, make_config, validate_plugins
 from jackfield.errors import CODES
-from jackfield.plugins import Registry, hook_manager
+from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.hooks import StepEnded
 from jackfield.queue import column_from_rows
 
@@ -197,7 +197,7 @@ def test_own_loss_and_algorithm_from_a_hook(model_folder: Path, tasks: Path, tmp
 
 
 def test_the_hook_of_the_documentation_hears_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    manager = hook_manager([load(Path(__file__).with_name("hooks_example.py"))])
+    manager = HookManager([load(Path(__file__).with_name("hooks_example.py"))])
     manager.hook.step_ended(event=StepEnded(step=3, metrics={"policy/loss": 99.0}))
     assert "step 3: the loss is 99" in capsys.readouterr().out
 

@@ -14,7 +14,7 @@ from jackfield.clock import VirtualClock
 from jackfield.cluster.device import DeviceLease
 from jackfield.compose.builder import following
 from jackfield.config import make_config
-from jackfield.plugins import hook_manager
+from jackfield.plugins import HookManager
 from jackfield.trainer import Role, WeightSubscriber
 from jackfield.weights import Replica, SyncReport
 
@@ -43,7 +43,7 @@ def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) 
     async def main() -> None:
         members = [replica(clock, 0)]
         values = {"model": {"path": "none"}, "data": {"train": "none"}, "deadlines": {"sync": 60.0}}
-        hooks, algorithm = hook_manager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
+        hooks, algorithm = HookManager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
         role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
         subscriber = WeightSubscriber(role=role, replicas=members)
         source = following(subscriber, DeviceLease(clock, 60.0))

@@ -8,7 +8,7 @@ import pytest
 from jackfield import observe
 from jackfield.errors import ConfigError, PluginError, RunError
 from jackfield.observe import ObserveSettings, observers
-from jackfield.plugins import hook_manager
+from jackfield.plugins import HookManager
 from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.settings import structure
 
@@ -34,7 +34,7 @@ def test_nothing_is_written_before_the_start(tmp_path):
 
 def test_they_fit_the_strict_hook_manager(tmp_path):
     config = ObserveSettings(tensorboard=False, curve=False, progress=False)
-    manager = hook_manager(observers(config, tmp_path))
+    manager = HookManager(observers(config, tmp_path))
     event = RunStarted(name="", folder="", total_steps=1, first_step=0, config={})
     manager.hook.run_started(event=event)
     manager.hook.run_ended(event=RunEnded(folder="", steps=0))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jackfield.errors import PluginError, PluginImportError, RunError
-from jackfield.plugins import discover, hook_manager
+from jackfield.plugins import HookManager, discover
 from jackfield.plugins.hooks import StepEnded, hookimpl
 
 STEP = StepEnded(step=3, metrics={"loss": 1.0})
@@ -26,7 +26,7 @@ class Listener:
 
 def test_everybody_hears_in_the_order_of_registration():
     heard: list[str] = []
-    manager = hook_manager([Listener("first", heard), Listener("second", heard)])
+    manager = HookManager([Listener("first", heard), Listener("second", heard)])
     manager.hook.step_ended(event=STEP)
     assert ["first 3", "second 3"] == heard
 
@@ -34,7 +34,7 @@ def test_everybody_hears_in_the_order_of_registration():
 def test_a_hook_that_raises_leaves_the_others_hearing_and_is_named():
     heard: list[str] = []
     cause = ValueError("disk full")
-    manager = hook_manager([Listener("a", heard, cause), Listener("b", heard), Listener("c", heard, RunError("stop"))])
+    manager = HookManager([Listener("a", heard, cause), Listener("b", heard), Listener("c", heard, RunError("stop"))])
     with pytest.raises(PluginError) as caught:
         manager.hook.step_ended(event=STEP)
     assert ["a 3", "b 3", "c 3"] == heard
@@ -50,7 +50,7 @@ def test_a_hook_that_raises_leaves_the_others_hearing_and_is_named():
 def test_a_single_error_of_ours_comes_as_it_is():
     heard: list[str] = []
     error = RunError("the disk is full", fix="make room")
-    manager = hook_manager([Listener("a", heard, error), Listener("b", heard)])
+    manager = HookManager([Listener("a", heard, error), Listener("b", heard)])
     with pytest.raises(RunError) as caught:
         manager.hook.step_ended(event=STEP)
     assert error is caught.value
@@ -59,7 +59,7 @@ def test_a_single_error_of_ours_comes_as_it_is():
 
 def test_an_interrupt_passes_at_once():
     heard: list[str] = []
-    manager = hook_manager([Listener("a", heard, KeyboardInterrupt()), Listener("b", heard)])
+    manager = HookManager([Listener("a", heard, KeyboardInterrupt()), Listener("b", heard)])
     with pytest.raises(KeyboardInterrupt):
         manager.hook.step_ended(event=STEP)
     assert ["a 3"] == heard
@@ -76,7 +76,7 @@ def test_a_failure_in_a_nested_hook_call_belongs_to_the_inner_call():
             assert "Listener.step_ended" in str(inner.value.where)
             raise ValueError("outer")
 
-    manager = hook_manager([Outer(), Listener("a", heard, ValueError("x"))])
+    manager = HookManager([Outer(), Listener("a", heard, ValueError("x"))])
     with pytest.raises(PluginError) as caught:
         manager.hook.run_ended(event=None)
     assert "plugin.hook-failed" == caught.value.code
@@ -94,19 +94,19 @@ def test_the_hooks_module_of_a_selected_plugin_is_registered_once(site):
     site.install("good", extra='hooks = "fake_good.hooks"', modules={"hooks.py": hooks})
     manifest = discover().find("reward", "good")
     parts: list[tuple[object, ...]] = []
-    hook_manager([], [manifest, manifest]).hook.register_parts(register=lambda *part: parts.append(part))
+    HookManager([], [manifest, manifest]).hook.register_parts(register=lambda *part: parts.append(part))
     assert [("loss", "mine", 1)] == parts
 
 
 def test_a_plugin_without_hooks_registers_nothing(site):
     site.install("good")
-    assert [] == hook_manager([], [discover().find("reward", "good")]).hook.step_ended(event=STEP)
+    assert [] == HookManager([], [discover().find("reward", "good")]).hook.step_ended(event=STEP)
 
 
 def test_a_hooks_module_that_raises_is_an_import_error_of_its_plugin(site):
     site.install("bad", extra='hooks = "fake_bad.hooks"', modules={"hooks.py": "raise OSError('gone')"})
     with pytest.raises(PluginImportError) as caught:
-        hook_manager([], [discover().find("reward", "bad")])
+        HookManager([], [discover().find("reward", "bad")])
     assert "hooks of the reward 'bad'" == caught.value.where
 
 
@@ -134,7 +134,7 @@ def _wrong_parameters() -> object:
 )
 def test_a_listener_that_would_hear_nothing_is_refused(listener: object, message: str):
     with pytest.raises(PluginError) as caught:
-        hook_manager([listener])
+        HookManager([listener])
     assert "plugin.hooks" == caught.value.code
     assert message in str(caught.value)
 
@@ -142,7 +142,7 @@ def test_a_listener_that_would_hear_nothing_is_refused(listener: object, message
 def test_one_object_twice_is_refused():
     listener = Listener("a", [])
     with pytest.raises(PluginError) as caught:
-        hook_manager([listener, listener])
+        HookManager([listener, listener])
     assert "plugin.hooks" == caught.value.code
 
 
@@ -157,5 +157,5 @@ def test_wrappers_are_left_to_pluggy():
             heard.append("after")
             return result
 
-    hook_manager([Wrapper(), Listener("a", heard)]).hook.step_ended(event=STEP)
+    HookManager([Wrapper(), Listener("a", heard)]).hook.step_ended(event=STEP)
     assert ["before", "a 3", "after"] == heard

@@ -31,7 +31,7 @@ from jackfield.cluster.device import DeviceLease
 from jackfield.config import make_config
 from jackfield.data.tasks import Task
 from jackfield.errors import QueueError
-from jackfield.plugins import hook_manager, hookimpl
+from jackfield.plugins import HookManager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
 from jackfield.queue import BatchMeta, GroupKey, Reuse, SamplerSpec, TransferQueue, Values, column_from_rows
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
@@ -337,7 +337,7 @@ class Simulation:
         clock = self.clock
         asyncio.get_running_loop().set_default_executor(Inline())
         self.recorder = Recorder(clock)
-        hooks = hook_manager([self.recorder], []).hook
+        hooks = HookManager([self.recorder], []).hook
         backend = self.store or DyingBackend(len(self.deaths) + 1)
         store, ledger, newest = CheckpointStore(Path("nowhere")), None, None
         if self.folder is not None:

@@ -15,7 +15,7 @@ from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.clock import VirtualClock
 from jackfield.config import make_config
 from jackfield.errors import DeadlineExceeded, WeightsError
-from jackfield.plugins import hook_manager
+from jackfield.plugins import HookManager
 from jackfield.queue import TransferQueue
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.trainer import Role, WeightSubscriber
@@ -73,7 +73,7 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
         server = Server()
         replica: Any = Replica(server, ServerInfo(replica=0))  # type: ignore[arg-type]
         values = {"model": {"path": "none"}, "data": {"train": "none"}, "deadlines": {"sync": 10.0, "batch": 50.0}}
-        hooks, algorithm = hook_manager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
+        hooks, algorithm = HookManager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
         role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
         role.queue = queue
         subscriber = WeightSubscriber(role=role, replicas=[replica])

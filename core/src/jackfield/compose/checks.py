@@ -17,7 +17,7 @@ from jackfield.abc import KINDS
 from jackfield.algorithms import register_part
 from jackfield.config import RunConfig, validate_plugins
 from jackfield.errors import ConfigError, PluginError, PluginNotFound
-from jackfield.plugins import HookManager, Registry, hook_manager, require_capability
+from jackfield.plugins import HookManager, Registry, require_capability
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
 from jackfield.queue import register_sampler
 from jackfield.trainer import RoleName
@@ -130,7 +130,7 @@ def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()
 
     Samplers are the queue's, all others the algorithms'.
     """
-    manager = hook_manager(hooks, [registry.find(kind, name) for kind, name in chosen(config)])
+    manager = HookManager(hooks, [registry.find(kind, name) for kind, name in chosen(config)])
 
     def register(kind: str, name: str, part: Any) -> None:
         if kind == "sampler":

@@ -30,7 +30,7 @@ from jackfield.compose.workers import RankPlace, WorkerFactory
 from jackfield.config import RunConfig
 from jackfield.errors import WorkerLost
 from jackfield.files import replace_file
-from jackfield.plugins import hook_manager, installed
+from jackfield.plugins import HookManager, installed
 from jackfield.queue import Values
 from jackfield.rpc import Address, Connection, Contract, Service, stub
 from jackfield.runtime.advantages import AdvantageWorker
@@ -135,7 +135,7 @@ class WorkerMaker:
         registry = installed()  # an interpreter of a worker's own need not have the plugins of the others
         chosen = {kind: getattr(self.config, kind).name for kind in KINDS}
         here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
-        hook_manager([], here).hook.register_parts(register=register_part)
+        HookManager([], here).hook.register_parts(register=register_part)
         return await self._services(WorkerFactory(config=self.config, registry=registry, clock=Clock()), stack)
 
     async def _services(self, factory: WorkerFactory, stack: AsyncExitStack) -> Mapping[str, Service]:

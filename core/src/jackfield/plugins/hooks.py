@@ -163,40 +163,33 @@ HookSpecs = type("HookSpecs", (), dict(HOOKS))
 _FAILURES: contextvars.ContextVar[list[tuple[str, Exception]]] = contextvars.ContextVar("failures")
 
 
-def hook_manager(hook_objects: Iterable[object] = (), manifests: Iterable[Manifest] = ()) -> HookManager:
-    """Register the hooks of one run.
+class HookManager(pluggy.PluginManager):
+    """The pluggy manager of the hooks of one run, strict about registration and errors.
+
+    Call hooks as ``manager.hook.step_ended(event=...)``. It never looks for pluggy's own entry points.
 
     Args:
         hook_objects: Objects (or modules) with functions marked by ``hookimpl``; called in this order.
         manifests: The selected plugins; a ``hooks`` module that several of them name is registered once.
 
     Raises:
-        PluginError: ``plugin.hooks`` when an object implements no hook, an unknown one, or one with wrong parameters.
-        PluginImportError: A hooks module raised.
-    """
-    modules: dict[str, ModuleType] = {}
-    for manifest in manifests:
-        if manifest.hooks is not None and manifest.hooks not in modules:
-            modules[manifest.hooks] = import_module(manifest.hooks, manifest, f"hooks of the {manifest.label}")
-    manager = HookManager()
-    for plugin in reversed([*hook_objects, *modules.values()]):  # pluggy calls the latest first
-        manager.register(plugin)
-    return manager
-
-
-class HookManager(pluggy.PluginManager):
-    """The pluggy manager of the project ``jackfield``, strict about registration and errors.
-
-    Call hooks as ``manager.hook.step_ended(event=...)``. It never looks for pluggy's own entry points.
+        PluginError: ``plugin.hooks`` when an object implements no hook, an unknown one, or one with wrong parameters;
+            ``plugin.import`` when a hooks module raised.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hook_objects: Iterable[object] = (), manifests: Iterable[Manifest] = ()) -> None:
         super().__init__("jackfield")
         self.add_hookspecs(HookSpecs)
         super().register(_REPORTERS, "jackfield.reporters")
+        modules: dict[str, ModuleType] = {}
+        for manifest in manifests:
+            if manifest.hooks is not None and manifest.hooks not in modules:
+                modules[manifest.hooks] = import_module(manifest.hooks, manifest, f"hooks of the {manifest.label}")
+        for plugin in reversed([*hook_objects, *modules.values()]):  # pluggy calls the latest first
+            self.register(plugin)
 
     def register(self, plugin: object, name: str | None = None) -> str | None:
-        """Register an object whose methods, or a module whose functions, are marked; see :func:`hook_manager`."""
+        """Register an object whose methods, or a module whose functions, are marked, or raise ``plugin.hooks``."""
         label = getattr(plugin, "__name__", None) or f"{type(plugin).__module__}.{type(plugin).__qualname__}"
         problem, registered = "it implements no hook", None
         try:

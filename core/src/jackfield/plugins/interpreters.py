@@ -27,7 +27,7 @@ import attrs
 import jackfield
 from jackfield.abc import ABI_VERSIONS
 from jackfield.errors import JackfieldError, PluginError, PluginImportError, error_fields, rebuilt_error
-from jackfield.plugins.hooks import hook_manager
+from jackfield.plugins.hooks import HookManager
 from jackfield.plugins.registry import PluginRecord, discover, import_object
 from jackfield.plugins.structure import structure_problems
 
@@ -345,4 +345,4 @@ def _try(kind: str, name: str, say: Callable[..., None]) -> Iterator[PluginError
     yield from structure_problems(kind, import_object(manifest.object, manifest, record.label), record.label)
     if manifest.hooks is not None:
         say(stage=f"importing {manifest.hooks}")
-        hook_manager((), [manifest])
+        HookManager((), [manifest])
