@@ -31,7 +31,7 @@ from jackfield.abc.rollout import (
     ServerInfo,
 )
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError, RpcError
+from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError
 from jackfield.imports import own_process
 from jackfield.plugins.interpreters import check_introduction, environment_of, introduce, resolve_interpreter
 from jackfield.plugins.registry import PluginRecord, load_plugin
@@ -126,15 +126,14 @@ class RolloutProcess(_Forwarding):
     _seconds: float = attrs.field(default=3600.0, kw_only=True)  #: the longest that any call may take
     _log: Path | None = attrs.field(default=None, kw_only=True)  #: gets the process's output
     _environment: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)  #: variables beside this process's
-    _heartbeat_seconds: float = attrs.field(
-        default=30.0, kw_only=True
-    )  #: the process is killed that cannot run so long
+    #: the process is killed when it cannot run for so long
+    _heartbeat_seconds: float = attrs.field(default=30.0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         self._name = f"rollout replica {self.context.replica}"
         self._python = resolve_interpreter(self._python, self._name)
         self._child: ChildProcess | None = None
-        self._stopped = False
+        self._used = self._stopped = False
         self.on_lost: Callable[[JackfieldError], None] = lambda error: None  #: gets how the process ended
 
     def remote(self, seconds: float | None = None) -> BaseRolloutServer:
@@ -163,29 +162,24 @@ class RolloutProcess(_Forwarding):
             PluginError: the interpreter, or the plugin there, is not what this process expects.
             JackfieldError: what the server raises.
         """
-        if self._child is not None or self._stopped:
+        if self._used or self._stopped:
             raise RolloutError("the server cannot be started twice", code="rollout.stopped", fix="make a new server")
+        self._used, introduced = True, False
         try:
             connection = await self._spawn()
             connection.lost.add_done_callback(lambda _: self.on_lost(connection.error()))
             host = stub(connection, "host", HOST, Host, self._seconds)
-            check_introduction(self._record, await self._introduction(host), self._python)
+            found = await host.introduce(self._record.kind, self._record.name)
+            introduced = True
+            check_introduction(self._record, found, self._python)
             await host.make(self._record.name, dict(self.config), self.context)
             return await self.remote().start()
-        except BaseException:
+        except BaseException as error:
+            if not introduced and self._child is not None:
+                self._child.kill_unless_exited()  # it may never read that it has to end
             await self.stop()
-            raise
-
-    async def _spawn(self) -> Connection:
-        options: dict[str, Any] = {"heartbeat_seconds": self._heartbeat_seconds, "log": self._log}
-        self._child = ChildProcess(self._name, self.context.clock, lost_error=self._gone, **options)
-        command = [self._python, "-m", "jackfield.runtime.process"]
-        return await self._child.start(command, {**environment_of(self._python), **self._environment})
-
-    async def _introduction(self, host: Host) -> dict[str, Any]:
-        try:
-            return await host.introduce(self._record.kind, self._record.name)
-        except RolloutError as error:
+            if introduced or not isinstance(error, RolloutError):
+                raise
             raise PluginError(
                 f"the interpreter {self._python} cannot hold {self._name}",
                 code="plugin.interpreter",
@@ -194,10 +188,12 @@ class RolloutProcess(_Forwarding):
                 found=error.found,
                 fix="`jackfield plugins doctor --python PATH` looks at it",
             ) from error
-        except BaseException:
-            if self._child is not None:
-                self._child.kill_unless_exited()  # it does not read that it may leave
-            raise
+
+    async def _spawn(self) -> Connection:
+        options: dict[str, Any] = {"heartbeat_seconds": self._heartbeat_seconds, "log": self._log}
+        self._child = ChildProcess(self._name, self.context.clock, lost_error=self._gone, **options)
+        command = [self._python, "-m", "jackfield.runtime.process"]
+        return await self._child.start(command, {**environment_of(self._python), **self._environment})
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample. Cancelling the call aborts the request."""
@@ -214,17 +210,16 @@ class RolloutProcess(_Forwarding):
     @contextmanager
     def _refusing(self, request: GenerateRequest) -> Iterator[None]:
         """Name the request in refusals that come from decoding it; values that cannot travel make it a wrong one."""
+        name = request.request_id
         try:
             yield
-        except RolloutError as error:
-            if error.code == "rollout.request" and request.request_id not in str(error):
-                error.where = f"{request.request_id}, {error.where}"
+        except JackfieldError as error:
+            if error.code == "rpc.value":
+                details: Any = {"expected": "plain values, and integers of 64 bits", "found": error.found}
+                raise RolloutError(error.message, code="rollout.request", where=name, **details) from error
+            if error.code == "rollout.request" and name not in str(error):
+                error.where = f"{name}, {error.where}"
             raise
-        except RpcError as error:
-            if error.code != "rpc.value":
-                raise
-            details: Any = {"expected": "plain values, and integers of 64 bits", "found": error.found}
-            raise RolloutError(error.message, code="rollout.request", where=request.request_id, **details) from error
 
     async def stop(self) -> None:
         """Stop the server, and end its process and what that has started."""

@@ -60,8 +60,6 @@ class RelayServer(BaseRolloutServer):
         self._awake = set(MEMORY)
         self._vocabulary = self._max_model_len = 0
 
-    # -- what a subclass says --------------------------------------------------------------------------------------
-
     @abstractmethod
     async def _read(self, running: Running) -> None:
         """Take the engine's answers for a request and end it; cancelled when no caller waits for it any more."""
@@ -89,8 +87,6 @@ class RelayServer(BaseRolloutServer):
     def _refuse(self, request: GenerateRequest) -> None:
         """Raise where the engine cannot do what a valid request asks for."""
         return
-
-    # -- requests --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample. Cancelling the call aborts the request."""
@@ -174,8 +170,6 @@ class RelayServer(BaseRolloutServer):
         with suppress(Exception):
             await asyncio.gather(*(self._leave(each) for each in chosen))
 
-    # -- state -----------------------------------------------------------------------------------------------------
-
     def _begin(self) -> Path:
         """The model's folder, before the engine is started; its limits are noted.
 
@@ -228,8 +222,6 @@ class RelayServer(BaseRolloutServer):
 
     def _error(self, message: str, code: str, **details: Any) -> RolloutError:
         return RolloutError(message, code=code, **{"where": f"replica {self.context.replica}", **details})
-
-    # -- weights ---------------------------------------------------------------------------------------------------
 
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
         """Receive a new version, load it between two decode steps and acknowledge it.
