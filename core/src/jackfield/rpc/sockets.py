@@ -93,7 +93,8 @@ class _Guarded(Connection):
     """A connection that reads nothing before the other end has proved that it knows the secret."""
 
     _address: Address = attrs.field(kw_only=True)
-    _own: Welcome = attrs.field(kw_only=True)
+    _own_name: str = attrs.field(kw_only=True)  #: of this process
+    _owner: str = attrs.field(default="", kw_only=True)  #: the session that sends heartbeats here
     limit: int = attrs.field(default=STRANGER_LIMIT, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -113,11 +114,9 @@ class _Guarded(Connection):
             super().handle(message)
         elif isinstance(message, Hello) and not self._challenge and message.nonce != self._nonce:
             self._challenge = message.nonce
-            own = {
-                "proof": self._address.proof(self._nonce, message.nonce),
-                "session": self._own.session or self.session,
-            }
-            self.send(msgspec.structs.replace(self._own, **own))
+            proof, process = self._address.proof(self._nonce, message.nonce), Process.of(os.getpid())
+            contracts = {name: service.contract.fingerprint for name, service in self.services.items()}
+            self.send(Welcome(proof, self._own_name, process, contracts, self._owner or self.session))
         elif isinstance(message, Welcome) and self._challenge and self._is_proof(message.proof):
             self.limit, self.name, self.process = LIMIT, message.name, message.process
             self.admitted.set_result(message)
@@ -126,11 +125,6 @@ class _Guarded(Connection):
 
     def _is_proof(self, proof: bytes) -> bool:
         return hmac.compare_digest(proof, self._address.proof(self._challenge, self._nonce))
-
-
-def _welcome(name: str, services: Mapping[str, Service]) -> Welcome:
-    fingerprints = {each: service.contract.fingerprint for each, service in services.items()}
-    return Welcome(b"", name, Process.of(os.getpid()), fingerprints)
 
 
 @attrs.define(eq=False)
@@ -181,8 +175,8 @@ class Server:
 
     def _stranger(self) -> asyncio.BaseProtocol:
         """Make the protocol of a connection that may turn out to be a client's."""
-        own = _welcome(self._name, self._services)
-        connection = _Guarded("a stranger", self._services, self._clock, address=self.address, own=own)
+        own, services = self._name, self._services
+        connection = _Guarded("a stranger", services, self._clock, address=self.address, own_name=own)
         task = self._kept[connection] = asyncio.get_running_loop().create_task(self._keep(connection))
         task.add_done_callback(lambda _: self._kept.pop(connection))
         return connection
@@ -249,8 +243,8 @@ async def connect(
     Raises:
         RpcError: ``rpc.lost``: it cannot be reached; ``rpc.version``: its contracts are others.
     """
-    own, served = _welcome(name, services or {}), services or {}
-    connection = _Guarded("a server", served, clock, lost_error=lost_error, address=address, own=own)
+    served = services or {}
+    connection = _Guarded("a server", served, clock, lost_error=lost_error, address=address, own_name=name)
     welcome = await _opened(connection, address, clock)
     expected = {service: contract.fingerprint for service, contract in contracts.items()}
     found = {service: welcome.contracts.get(service) for service in contracts}
@@ -261,7 +255,7 @@ async def connect(
     watching = asyncio.create_task(watch(connection, address.heartbeat_seconds, clock, kills=kills))
     connection.lost.add_done_callback(lambda _: watching.done())  # keeps a reference to the task
     if not address.process.is_near:
-        beating = _beating(address, msgspec.structs.replace(own, session=welcome.session), connection.lost)
+        beating = _beating(address, name, welcome.session, connection.lost)
         threading.Thread(target=asyncio.run, args=(beating,), name="jackfield-heartbeat", daemon=True).start()
     return connection
 
@@ -279,9 +273,9 @@ async def _opened(connection: _Guarded, address: Address, clock: Clock) -> Welco
         raise connection.error() from error
 
 
-async def _beating(address: Address, own: Welcome, lost: asyncio.Future[str]) -> None:
+async def _beating(address: Address, name: str, owner: str, lost: asyncio.Future[str]) -> None:
     """Send heartbeats over a connection of their own, in a thread: the event loop may be busy for long."""
-    connection = _Guarded("a server", {}, Clock(), address=address, own=own)
+    connection = _Guarded("a server", {}, Clock(), address=address, own_name=name, owner=owner)
     with suppress(RpcError):  # the server may have ended meanwhile
         await _opened(connection, address, Clock())
     while not (lost.done() or connection.lost.done()):

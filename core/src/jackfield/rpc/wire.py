@@ -153,8 +153,9 @@ class Codec:
 
     def __init__(self, name: Literal["msgpack", "json"] = "msgpack") -> None:
         module: Any = msgspec.msgpack if name == "msgpack" else msgspec.json
+        made = lambda kind, value: Clock() if issubclass(kind, Clock) else kind(value)  # noqa: E731
         self._encoder = module.Encoder(enc_hook=_plain)
-        self._decoder = functools.cache(lambda kind: module.Decoder(kind, dec_hook=_made))
+        self._decoder = functools.cache(lambda kind: module.Decoder(kind, dec_hook=made))
 
     def encode(self, value: Any) -> bytes:
         """Encode a value.
@@ -189,10 +190,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Clock):
         return None  # each process has its own
     raise TypeError(f"it contains a {type(value).__name__}")
-
-
-def _made(kind: Any, value: Any) -> Any:
-    return Clock() if issubclass(kind, Clock) else kind(value)
 
 
 class Method:

@@ -6,7 +6,6 @@ import asyncio
 import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -164,11 +163,9 @@ class RelayServer(BaseRolloutServer):
     async def _fail_all(self) -> None:
         """Fail everything unfinished with what the server refuses new requests with."""
         chosen = list(self._running.values())
-        self._running.clear()
         for each in chosen:
             each.fail(self._refusal() or self._error("the request was given up", "rollout.failed"))
-        with suppress(Exception):
-            await asyncio.gather(*(self._leave(each) for each in chosen))
+        await asyncio.gather(*(self._leave(each) for each in chosen), return_exceptions=True)
 
     def _begin(self) -> Path:
         """The model's folder, before the engine is started; its limits are noted.

@@ -56,7 +56,7 @@ class TransferSession:
 
     def __attrs_post_init__(self) -> None:
         self.peers: dict[int, Peer] = {}
-        self._clock = Clock()
+        self._clock, self._loop = Clock(), asyncio.get_running_loop()  # the loop's time may be virtual
         self._ends = 0.0  #: on the loop's clock
         self._expected = self._version = -1  #: not known before :meth:`admit`
         self._server: Server | None = None
@@ -85,7 +85,7 @@ class TransferSession:
             DeadlineExceeded: names the workers that have not come.
             WeightsError: a worker came for another version.
         """
-        self._ends = _now() + self._seconds
+        self._ends = self._loop.time() + self._seconds
         self._expected, self._version = workers, version
         self.notify()
 
@@ -114,7 +114,7 @@ class TransferSession:
                 cannot be reached or leaves.
             DeadlineExceeded: names the sender.
         """
-        self._ends = _now() + self._seconds
+        self._ends = self._loop.time() + self._seconds
         try:
             found = await self._entered(address, worker, version)
         except RpcError as error:
@@ -125,7 +125,7 @@ class TransferSession:
         if found != version:
             message = "weights of another version came"
             raise WeightsError(message, code="weights.version", expected=version, found=found)
-        self._ends = _now() + self._seconds + _SENDER_FIRST
+        self._ends = self._loop.time() + self._seconds + _SENDER_FIRST
 
     async def _entered(self, address: Mapping[str, Any], worker: int, version: int) -> int:
         place, contracts = msgspec.convert(address, Address), {"transfer": TRANSFER}
@@ -227,7 +227,7 @@ class TransferSession:
 
     def remaining(self) -> float:
         """Return the seconds to the deadline."""
-        return max(self._ends - _now(), 0.0)
+        return max(self._ends - self._loop.time(), 0.0)
 
     def _late(self, who: str) -> DeadlineExceeded:
         fix = "look at why the peer did not answer, or raise the deadline of the sync"
@@ -251,7 +251,3 @@ class TransferSession:
 
 
 TRANSFER = Contract(TransferSession, ["enter", "post"])
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()  # which may be virtual
