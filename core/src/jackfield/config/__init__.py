@@ -5,16 +5,21 @@ The classes of its sections are in :mod:`jackfield.config.sections`.
 
 from __future__ import annotations
 
-from jackfield.config.loading import (
-    as_plain,
-    explain,
-    load_config,
-    make_config,
-    resolve_defaults,
-    show,
-    validate_plugins,
-)
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import yaml
+
+from jackfield import settings
+from jackfield.abc import KINDS
 from jackfield.config.sections import PluginSection, RunConfig
+from jackfield.errors import ConfigError
+from jackfield.settings import apply_override, default_of, read_yaml, structure
+
+if TYPE_CHECKING:
+    from jackfield.plugins import Registry
 
 __all__ = [
     "PluginSection",
@@ -27,3 +32,90 @@ __all__ = [
     "show",
     "validate_plugins",
 ]
+
+
+def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply ``a.b=c`` overrides and structure the result; raise a ``ConfigError`` with the path."""
+    return make_config(read_yaml(Path(file)), overrides)
+
+
+def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
+    """Structure plain values after overrides."""
+    if isinstance(values, Mapping):
+        for override in overrides:
+            values = apply_override(_named(values), override)
+        values = {key: _nested(key, value) if key in KINDS else value for key, value in _named(values).items()}
+    return resolve_defaults(structure(RunConfig, values))
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a plugin section that is only a name as a mapping, so that an override can add settings."""
+    return {key: {"name": value} if key in KINDS and isinstance(value, str) else value for key, value in values.items()}
+
+
+def _nested(kind: str, section: Any) -> Any:
+    """Put the settings of a plugin, which stand beside its name, into the field for them."""
+    if not isinstance(section, Mapping):
+        return section
+    settings = dict(section)
+    name = settings.pop("name", getattr(attrs.fields(RunConfig), kind).default.name)
+    return {"name": name, "settings": settings}
+
+
+#: What ``checkpoint_engine: auto`` stands for, by who has to be reached: ``in_process`` reaches no other process.
+_CHECKPOINT_ENGINES = {"this process": "in_process", "a process of this machine": "shared", "a cluster": "nccl"}
+
+
+def resolve_defaults(config: RunConfig) -> RunConfig:
+    """Replace defaults that depend on where workers live; refuse a checkpoint engine that does not reach them."""
+    chosen, cluster = config.checkpoint_engine, config.cluster
+    reached = "a process of this machine" if "rollout" in cluster.interpreters else "this process"
+    if cluster.name == "ray":
+        reached = "a cluster"
+    if chosen.name == "auto":
+        chosen = attrs.evolve(chosen, name=_CHECKPOINT_ENGINES[reached])
+    if chosen.name == "in_process" and reached != "this process":
+        own = "cluster.name: ray" if cluster.name == "ray" else "cluster.interpreters.rollout"
+        message = "the checkpoint engine 'in_process' cannot reach workers in other processes"
+        expected = f"auto, {_CHECKPOINT_ENGINES[reached]}, or another engine that crosses processes"
+        raise ConfigError(message, where="checkpoint_engine.name", expected=expected, found=f"in_process with {own}")
+    return attrs.evolve(config, checkpoint_engine=chosen)
+
+
+def _plugin_settings(config: RunConfig, kind: str, registry: Registry) -> Any:
+    chosen: PluginSection = getattr(config, kind)
+    return structure(registry.settings_class(kind, chosen.name), chosen.settings, kind)
+
+
+def validate_plugins(config: RunConfig, registry: Registry) -> None:
+    """Check plugin sections against their plugins' schemas, importing config modules only; raise what is wrong."""
+    for kind in KINDS:
+        _plugin_settings(config, kind, registry)
+
+
+def show(config: RunConfig) -> str:
+    """Return the resolved configuration as YAML that :func:`load_config` reads back."""
+    text: str = yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def as_plain(config: RunConfig) -> dict[str, Any]:
+    """Return the resolved configuration as plain values, plugin settings beside the plugin's name."""
+    lists = lambda _, __, value: list(value) if isinstance(value, tuple) else value  # noqa: E731 - as JSON has them
+    values = attrs.asdict(config, value_serializer=lists)
+    for kind in KINDS:
+        values[kind] = {"name": values[kind]["name"], **values[kind]["settings"]}
+    return values
+
+
+def explain(config: RunConfig, registry: Registry | None = None) -> Iterator[tuple[str, Any, Any, str]]:
+    """List every setting as (path, value, default, help), those of installed plugins included."""
+    for field in attrs.fields(RunConfig):
+        value = getattr(config, field.name)
+        if isinstance(value, PluginSection):
+            yield field.name + ".name", value.name, default_of(field).name, field.metadata["help"]
+            value = _plugin_settings(config, field.name, registry) if registry is not None else None
+        elif not attrs.has(type(value)):
+            yield field.name, value, default_of(field), field.metadata.get("help", "")
+        if attrs.has(type(value)):
+            yield from settings.explain(value, field.name)

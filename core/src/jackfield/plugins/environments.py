@@ -89,7 +89,17 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
         steps += [[*pip, "uninstall", "--yes", *settings.uninstall]] if settings.uninstall else []
     ends = time.monotonic() + seconds
     for step in steps:
-        _run(step, ends, folder)
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": sys.stderr, "env": environment_of(step[0])}
+        try:
+            code = subprocess.run(step, timeout=max(ends - time.monotonic(), 0.1), check=False, **streams).returncode
+            found = f"exit code {code}; what it printed is above"
+        except subprocess.TimeoutExpired:
+            code, found = None, "no end within the deadline"
+        if code != 0:
+            expected = f"`{' '.join([os.path.basename(step[0]), *step[1:]])}` to end well"
+            fix = "correct the environment in the configuration, or raise --deadline, and give the same command again"
+            details = {"where": str(folder), "expected": expected, "found": found, "fix": fix}
+            raise PluginError("an environment cannot be made", code="plugin.environment", **details)
     stamp.write_text(wanted, encoding="utf-8")
     return True
 
@@ -119,19 +129,3 @@ def _with_local(names: Sequence[str]) -> list[str]:
                 if not known and required.marker is None and "==" not in requirement_as_installed(required.name)[-1]:
                     found.append(required.name)
     return found
-
-
-def _run(command: Sequence[str], ends: float, folder: Path) -> None:
-    """Run one step; what pip prints is on stderr, just above the error."""
-    left = max(ends - time.monotonic(), 0.1)
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": sys.stderr, "env": environment_of(command[0])}
-    try:
-        code = subprocess.run(command, timeout=left, check=False, **streams).returncode
-        found = f"exit code {code}; what it printed is above"
-    except subprocess.TimeoutExpired:
-        code, found = None, "no end within the deadline"
-    if code != 0:
-        expected = f"`{' '.join([os.path.basename(command[0]), *command[1:]])}` to end well"
-        fix = "correct the environment in the configuration, or raise --deadline, and give the same command again"
-        details = {"where": str(folder), "expected": expected, "found": found, "fix": fix}
-        raise PluginError("an environment cannot be made", code="plugin.environment", **details)

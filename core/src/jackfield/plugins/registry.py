@@ -13,7 +13,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -172,11 +172,17 @@ def discover(path: Sequence[str] | None = None) -> Registry:
     """
     importlib.invalidate_caches()  # something may have been installed since the last look
     found = sorted(_installed(path), key=lambda record: (KINDS.index(record.kind), record.name, record.distribution))
-    counts = Counter((record.kind, record.name) for record in found)
-    return Registry(
-        _duplicate(record, found) if record.error is None and counts[record.kind, record.name] > 1 else record
-        for record in found
-    )
+    providers = defaultdict[str, list[str]](list)
+    for record in found:
+        providers[f"{record.kind} '{record.name}'"].append(f"{record.distribution} {record.version}")
+    for number, record in enumerate(found):
+        what = f"{record.kind} '{record.name}'"
+        same, fix = providers[what], "uninstall all but one of them"
+        if record.error is None and len(same) > 1:
+            details: dict[str, Any] = {"where": what, "expected": "one", "found": ", ".join(same), "fix": fix}
+            error = PluginError(f"{len(same)} distributions provide the {what}", code="plugin.duplicate", **details)
+            found[number] = attrs.evolve(record, error=error)
+    return Registry(found)
 
 
 @functools.cache
@@ -246,15 +252,6 @@ def _manifest(record: PluginRecord, group: str, value: str, path: Sequence[str] 
     fix = f"reinstall {record.distribution}; its author has to ship {parts['file']} in the wheel"
     details = {"where": where, "expected": expected, "found": f"no such {'file' if places else 'package'}", "fix": fix}
     raise PluginError("a manifest is not there", code="plugin.manifest-missing", **details)
-
-
-def _duplicate(record: PluginRecord, found: Iterable[PluginRecord]) -> PluginRecord:
-    """Refuse a plugin whose kind and name several distributions provide, naming all of them."""
-    same = [f"{one.distribution} {one.version}" for one in found if (one.kind, one.name) == (record.kind, record.name)]
-    what, fix = f"{record.kind} '{record.name}'", "uninstall all but one of them"
-    details: dict[str, Any] = {"where": what, "expected": "one", "found": ", ".join(sorted(same)), "fix": fix}
-    error = PluginError(f"{len(same)} distributions provide the {what}", code="plugin.duplicate", **details)
-    return attrs.evolve(record, error=error)
 
 
 def find_package(package: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
