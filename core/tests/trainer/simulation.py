@@ -33,13 +33,12 @@ from jackfield.data.tasks import Task
 from jackfield.errors import QueueError
 from jackfield.plugins import HookManager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
-from jackfield.queue import BatchMeta, GroupKey, Reuse, SamplerSpec, TransferQueue, Values, column_from_rows
+from jackfield.queue import BatchMeta, GroupKey, Reuse, TransferQueue, Values, column_from_rows
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.store import STORE_FILE
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.samples import TRAIN
 from jackfield.runtime.workers import Workers
 from jackfield.trainer import (
     BatchSource,
@@ -52,7 +51,6 @@ from jackfield.trainer import (
     Role,
     RunWorkers,
     Schedule,
-    Source,
     Trainer,
 )
 
@@ -305,6 +303,8 @@ class Simulation:
         return self
 
     def _role(self, hooks: Any) -> Role:
+        drawn = {"name": "random", "options": {"seed": 5}}
+        replay = self.replay and {"ratio": 0.5, "sampler": drawn, **attrs.asdict(self.replay)}
         values = {
             "model": {"path": "none"},
             "seed": 7,
@@ -317,6 +317,7 @@ class Simulation:
                 "max_retries": self.max_retries,
                 "reward_retries": 0,
             },
+            "mixing": {"replay": replay},
             "checkpoint": {"every": self.checkpoint_every, "at_end": self.folder is not None},
             "log_prob_check": {"every": 0},
             "critic": {"clip": 0.1, "warmup_steps": self.critic_warmup or 0},
@@ -373,10 +374,9 @@ class Simulation:
         checkpointer = Checkpointer(role=role, store=store, engines={"actor": self.actor}, description={})
         lease = DeviceLease(clock, 1000)
         apart = DeviceLease(clock, 1000)
-        sources = () if self.replay is None else (_replay(self.replay),)
         trainer = Trainer(
             role=role,
-            batches=BatchSource(role=role, sources=sources),
+            batches=BatchSource(role=role),
             critic=None if self.critic_warmup is None else self.critic,
             actor=self.actor,
             log_prob_check=LogProbCheck(role=role, bound=0.01, train_mode_bound=0.01),
@@ -418,10 +418,6 @@ class Simulation:
         for moment in self.deaths:
             await self.clock.sleep(moment - self.clock.time())
             backend.die()
-
-
-def _replay(reuse: Reuse) -> Source:
-    return Source(partition=TRAIN, ratio=0.5, sampler=SamplerSpec(name="random", options={"seed": 5}), reuse=reuse)
 
 
 def _task(key: GroupKey) -> Task:

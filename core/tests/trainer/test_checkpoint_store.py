@@ -22,7 +22,6 @@ def test_the_newest_are_kept_and_state_comes_back(tmp_path: Path) -> None:
     assert store.newest() is None
     for step in (2, 4, 6):
         write(store, step)
-        store.prune()
     assert [4, 6] == list(store.checkpoints())
     newest = store.newest()
     assert newest is not None

@@ -9,8 +9,8 @@ import pytest
 
 from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, ScheduleError
-from jackfield.queue import Reuse, Sequential
-from jackfield.trainer import Progress, Schedule, Source
+from jackfield.trainer import Progress, Schedule
+from jackfield.trainer.batches import further_groups
 
 
 @pytest.mark.parametrize(("k", "o"), list(itertools.product((1, 2, 3, 5), (0, 1, 2))))
@@ -75,5 +75,4 @@ def test_what_happens_every_so_many_steps_waits_for_the_next_synchronisation(
 
 @pytest.mark.parametrize(("ratio", "own", "expected"), [(0.5, 2, [1] * 8), (0.25, 2, [0, 1] * 4), (1.5, 1, [1, 2] * 4)])
 def test_a_ratio_holds_over_the_steps(ratio: float, own: int, expected: list[int]) -> None:
-    source = Source(partition="expert", ratio=ratio, sampler=Sequential(), reuse=Reuse())
-    assert expected == [source.groups(step, own) for step in range(8)]
+    assert expected == [further_groups(ratio, step, own) for step in range(8)]

@@ -53,7 +53,7 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     With --json, print what the algorithm is and what it needs, once every choice is made.
     """
     from jackfield.compose.checks import hooks_of
-    from jackfield.compose.inputs import make_sources
+    from jackfield.compose.inputs import check_samplers
     from jackfield.compose.resolve import resolve_algorithm, rollout_bound
     from jackfield.config import load_config, validate_plugins
     from jackfield.plugins import discover
@@ -61,7 +61,7 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     loaded, registry = load_config(file, overrides), discover()
     validate_plugins(loaded, registry)
     hooks_of(loaded, registry)
-    make_sources(loaded.mixing)
+    check_samplers(loaded.mixing)
     algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name))
     described = {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}
     show({"file": file, "algorithm": described}, [f"{file}: valid"])

@@ -16,7 +16,7 @@ from jackfield.cluster.device import DeviceLease, SharedDevice
 from jackfield.cluster.pool import ReplicaPool, WeightSource
 from jackfield.compose.checks import address_file
 from jackfield.compose.folder import checkpoint_store, export_model, mark_finished
-from jackfield.compose.inputs import digests, make_sources, mixed_samples
+from jackfield.compose.inputs import digests, mixed_samples
 from jackfield.compose.resolve import log_prob_check_options, rollout_bound
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
@@ -242,7 +242,7 @@ class RunBuilder:
         weights = shared or pool or synchronizer
         trainer = Trainer(
             role=role,
-            batches=BatchSource(role=role, sources=make_sources(config.mixing), stop=self.stop.requested),
+            batches=BatchSource(role=role, stop=self.stop.requested),
             actor=actor,
             critic=critic,
             reference=reference,

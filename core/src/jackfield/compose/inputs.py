@@ -18,17 +18,15 @@ import attrs
 from jackfield.algorithms.resolved import ResolvedAlgorithm
 from jackfield.compose.checks import refusal
 from jackfield.compose.folder import find_queue
-from jackfield.config.sections import MixConfig, MixingConfig, ReplayConfig, RunConfig
+from jackfield.config.sections import MixingConfig, RunConfig
 from jackfield.data.tasks import Task, TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError
-from jackfield.queue import Reuse, TransferQueue, Values
+from jackfield.queue import TransferQueue, Values
 from jackfield.queue.importing import ImportedSamples
 from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, shape_of
-from jackfield.runtime.samples import TRAIN
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.rotary import length_limits
-from jackfield.trainer import Source
 
 #: Files of weights that torch.load would read.
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -153,22 +151,16 @@ def _characters(task: Task) -> int:
 # -- replay and mixing
 
 
-def make_sources(settings: MixingConfig) -> tuple[Source, ...]:
-    """List what each batch has beside its own groups.
+def check_samplers(settings: MixingConfig) -> None:
+    """Make each sampler of what is mixed in.
 
     Raises:
         QueueError: an unknown sampler.
         ConfigError: options that a sampler does not have.
     """
-    named: Mapping[str, ReplayConfig | MixConfig | None] = attrs.asdict(settings, recurse=False)
-    return tuple(_source(name, mixed) for name, mixed in named.items() if mixed is not None)
-
-
-def _source(name: str, settings: ReplayConfig | MixConfig) -> Source:
-    settings.sampler.make(f"mixing.{name}.sampler.options")  # refuses what there is not
-    reuse = Reuse(**{field.name: getattr(settings, field.name) for field in attrs.fields(Reuse)})
-    partition = TRAIN if name == "replay" else name
-    return Source(partition=partition, ratio=settings.ratio, sampler=settings.sampler, reuse=reuse)
+    for name, mixed in attrs.asdict(settings, recurse=False).items():
+        if mixed is not None:
+            mixed.sampler.make(f"mixing.{name}.sampler.options")
 
 
 def check_rows(config: RunConfig) -> None:

@@ -24,7 +24,7 @@ from jackfield.compose.folder import (
     storage_error,
     storage_errors,
 )
-from jackfield.compose.inputs import check_rows, check_tokens, digests, make_sources, prompt_limit, read_tasks
+from jackfield.compose.inputs import check_rows, check_samplers, check_tokens, digests, prompt_limit, read_tasks
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
@@ -179,7 +179,7 @@ def _prepare(
     if here:
         import_plugins(config, registry, heavy=False)
     manager = hooks_of(config, registry, hooks)
-    make_sources(config.mixing)
+    check_samplers(config.mixing)
     algorithm = resolve_algorithm(config, registry.find("rollout", config.rollout.name))
     tasks = read_tasks(config, algorithm)
     prompt_limit(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jackfield.trainer.batches import BatchSource, Source
+from jackfield.trainer.batches import BatchSource
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore, open_checkpoint
 from jackfield.trainer.distributed import FINISHED, WEIGHTS, WeightSubscriber, noticed
 from jackfield.trainer.log_prob_check import LogProbCheck
@@ -27,7 +27,6 @@ __all__ = [
     "RoleName",
     "RunWorkers",
     "Schedule",
-    "Source",
     "Trainer",
     "WeightSubscriber",
     "noticed",

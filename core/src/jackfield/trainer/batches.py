@@ -9,35 +9,24 @@ from typing import Any
 
 import attrs
 
+from jackfield.config.sections import MixConfig, ReplayConfig
 from jackfield.errors import JackfieldError
-from jackfield.queue import BatchMeta, Reuse, SamplerSpec
+from jackfield.queue import BatchMeta, Reuse
 from jackfield.runtime.samples import TRAIN, oldest_version
 from jackfield.runtime.workers import is_lost, lost_keys
 from jackfield.trainer.role import Role
 
 CONSUMER = "trainer"
 
-_COLUMNS = ("prompt_ids", "response_ids", "response_mask")
+
+def further_groups(ratio: float, step: int, own: int) -> int:
+    """Count what is mixed into a batch of ``own`` groups: the ratio holds over all steps, as nearly as it can."""
+    each = own * Fraction(str(ratio))
+    return floor((step + 1) * each) - floor(step * each)
 
 
-@attrs.frozen(kw_only=True)
-class Source:
-    """Where further groups of a batch are from, how many and which."""
-
-    partition: str  #: the trainer's own: groups that it has trained on before
-    ratio: float  #: groups for each group of the batch
-    sampler: SamplerSpec
-    reuse: Reuse
-
-    @property
-    def consumer(self) -> str:
-        """Return the name under which the trainer leases these groups."""
-        return CONSUMER if self.partition == TRAIN else f"{CONSUMER}/{self.partition}"
-
-    def groups(self, step: int, own: int) -> int:
-        """Count the groups of a step whose batch has ``own``: the ratio holds over all steps, as nearly as it can."""
-        each = own * Fraction(str(self.ratio))
-        return floor((step + 1) * each) - floor(step * each)
+def _consumer(partition: str) -> str:
+    return CONSUMER if partition == TRAIN else f"{CONSUMER}/{partition}"
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -45,17 +34,24 @@ class BatchSource:
     """Leases the samples of each step from the queue."""
 
     role: Role
-    sources: tuple[Source, ...] = ()  #: of what a batch has beside the step's own groups
     stop: asyncio.Event = attrs.field(factory=asyncio.Event)  #: set when the run has to end at the next boundary
+    #: by partition: what a batch has beside the step's own groups; in the trainer's own, groups that it has used
+    mixed: dict[str, ReplayConfig | MixConfig] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Read what is mixed in."""
+        named = attrs.asdict(self.role.config.mixing, recurse=False)
+        self.mixed = {TRAIN if name == "replay" else name: each for name, each in named.items() if each is not None}
 
     async def register(self) -> None:
         """Register the trainer as a consumer, before any sample is put."""
-        columns = (*_COLUMNS, *(("rollout_log_probs", "reward") if self.role.explores else ()))
-        queue = self.role.queue
-        await queue.register_consumer(CONSUMER, TRAIN, columns)
-        for each in self.sources:
-            partition, sampler, reuse = each.partition, each.sampler, each.reuse
-            await queue.register_consumer(each.consumer, partition, columns, sampler=sampler, reuse=reuse)
+        generated = ("rollout_log_probs", "reward") if self.role.explores else ()
+        columns = ("prompt_ids", "response_ids", "response_mask", *generated)
+        register = self.role.queue.register_consumer
+        await register(CONSUMER, TRAIN, columns)
+        for partition, each in self.mixed.items():
+            reuse = Reuse(**{field.name: getattr(each, field.name) for field in attrs.fields(Reuse)})
+            await register(_consumer(partition), partition, columns, sampler=each.sampler, reuse=reuse)
 
     async def next(self, step: int, *, may_stop: bool) -> BatchMeta | None:
         """Lease the batch of a step.
@@ -78,12 +74,11 @@ class BatchSource:
             if self.stop.is_set():
                 return None
         batch = await leasing
-        mixed = []
-        for each in self.sources:
-            if groups := each.groups(step, len(set(batch.groups))):
-                fresh = each.partition != TRAIN
-                leased = queue.lease_groups(each.consumer, groups, step=step, fresh=fresh, deadline_seconds=seconds)
-                mixed.append(await leased)
+        mixed, own = [], len(set(batch.groups))
+        for partition, each in self.mixed.items():
+            if groups := further_groups(each.ratio, step, own):
+                which: dict[str, Any] = {"step": step, "fresh": partition != TRAIN, "deadline_seconds": seconds}
+                mixed.append(await queue.lease_groups(_consumer(partition), groups, **which))
         if schedule.explores:
             schedule.check(step, oldest_version(batch.tags))
         for more in filter(None, mixed):

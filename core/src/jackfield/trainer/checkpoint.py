@@ -80,7 +80,7 @@ class Checkpointer:
                 saved = await self._write(steps, trainer, again_from)
             except (JackfieldError, OSError) as error:
                 free = shutil.disk_usage(self.store.folder.parent).free  # before the half that was written goes
-                await asyncio.to_thread(self.store.discard, steps)
+                await asyncio.to_thread(shutil.rmtree, self.store.partial(steps), ignore_errors=True)
                 if isinstance(error, WorkerLost) or getattr(error, "code", None) == "queue.session":
                     raise  # whose process has ended is named; the disk is well
                 earlier, cause = self.store.folders(), f"{type(error).__name__}: {error}"
@@ -96,7 +96,6 @@ class Checkpointer:
                     + (f"goes on after step {max(earlier)}" if earlier else "starts again"),
                 ) from error
             await self.role.queue.commit(steps - 1)
-            await asyncio.to_thread(self.store.prune)
         self.saved = steps
         self.role.hooks.checkpoint_saved(event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
 
@@ -131,8 +130,7 @@ class Checkpointer:
         await self.role.queue.restore(checkpoint.folder / "queue", checkpoint.step - 1)
         load_random_state(state["random"])
         self.saved = checkpoint.step
-        trainer: dict[str, Any] = state["trainer"]
-        return trainer
+        return dict(state["trainer"])
 
 
 def random_state() -> dict[str, Any]:
@@ -179,11 +177,11 @@ class Checkpoint:
         Raises:
             RunError: ``run.checkpoint-damaged``.
         """
+        path = self.folder / _STATE
         try:
-            found: dict[str, Any] = json.loads((self.folder / _STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise _damaged(self.folder / _STATE, "JSON", f"{type(error).__name__}: {error}") from error
-        return found
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise _damaged(path, "JSON", f"{type(error).__name__}: {error}") from error
 
 
 def open_checkpoint(folder: Path, part: str = "", *, contents: bool = True) -> Checkpoint:
@@ -229,7 +227,7 @@ def open_checkpoint(folder: Path, part: str = "", *, contents: bool = True) -> C
             if contents and digest_of(path) != digest:
                 raise _damaged(path, f"contents of digest {digest}", "other contents")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path, "what was written", f"{type(error).__name__}: {error}") from error
+        raise _damaged(path, "what was written", str(error)) from error
     return found
 
 
@@ -300,13 +298,14 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """Make an empty folder to write the checkpoint of ``step`` into."""
-        self.discard(step)
-        self._partial(step).mkdir(parents=True)
-        return self._partial(step)
+        partial = self.partial(step)
+        _remove(partial)
+        partial.mkdir(parents=True)
+        return partial
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
-        """Add state and manifest, bring everything to the disk, and give the folder its name."""
-        partial, final = self._partial(step), self.folder / f"step_{step:08d}"
+        """Add state and manifest, bring everything to the disk, and give the folder its name; remove the oldest."""
+        partial, final = self.partial(step), self.folder / f"step_{step:08d}"
         (partial / _STATE).write_text(json.dumps(state, ensure_ascii=False, indent=1), encoding="utf-8")
         paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
         files = {str(path.relative_to(partial)): (path.stat().st_size, digest_of(path)) for path in paths}
@@ -316,16 +315,9 @@ class CheckpointStore:
         _remove(final)
         partial.rename(final)
         sync(self.folder)
-        return Checkpoint(folder=final, step=step, files=files)
-
-    def discard(self, step: int) -> None:
-        """Remove what was written of a checkpoint that could not be completed."""
-        shutil.rmtree(self._partial(step), ignore_errors=True)
-
-    def prune(self) -> None:
-        """Remove all but the newest ``keep``."""
         for folder in list(self.folders().values())[: -self.keep]:
             _remove(folder)
+        return Checkpoint(folder=final, step=step, files=files)
 
     def clean(self, *, everything: bool = False) -> None:
         """Remove what a killed process left half written or half removed; or everything, damaged or not."""
@@ -333,7 +325,8 @@ class CheckpointStore:
             if everything or path.suffix == ".partial":
                 _remove(path)
 
-    def _partial(self, step: int) -> Path:
+    def partial(self, step: int) -> Path:
+        """Return the folder of a checkpoint that is being written."""
         return self.folder / f"step_{step:08d}.partial"
 
 

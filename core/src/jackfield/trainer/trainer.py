@@ -14,15 +14,7 @@ from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue import BatchMeta
 from jackfield.runtime.engine_group import EngineGroup
-from jackfield.runtime.samples import (
-    TRAIN,
-    global_counts,
-    mini_batches,
-    oldest_version,
-    own,
-    said_metrics,
-    trained,
-)
+from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest_version, own, said_metrics, trained
 from jackfield.trainer.batches import BatchSource
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.distributed import publish
@@ -78,9 +70,7 @@ class Trainer:
     async def begin(self, first_step: int = 0, restored: Mapping[str, Any] | None = None) -> None:
         """Evaluate the initial model, or bring restored weights to the replicas, before explorers start.
 
-        Args:
-            first_step: the step that comes first.
-            restored: the trainer's own state of a checkpoint (the KL controller's coefficient); None: a new run.
+        ``restored`` is the trainer's own state in a checkpoint (the KL controller's coefficient); None: a new run.
         """
         self._published = self.updated = first_step
         if restored is None:
@@ -292,7 +282,7 @@ class Trainer:
             retries = {group: each["retry"] for group, each in zip(step.batch.groups, tags, strict=True)}
             measured["staleness/max"] = float(step.number - oldest_version(tags))
             measured["groups/retries"] = float(sum(retries.values()))
-        if self.batches.sources:  # count the samples that are not of the step's own groups, by where they come from
+        if self.batches.mixed:  # count the samples that are not of the step's own groups, by where they come from
             for lease, each in zip(step.batch.leases, tags, strict=True):
                 if lease.partition != TRAIN or each["batch"] != step.number:
                     name = f"samples/{'replayed' if lease.partition == TRAIN else lease.partition}"
