@@ -43,13 +43,17 @@ class MemoryBackend(TransferQueueBackend):
 
     def __init__(self, config: MemoryConfig, context: TransferQueueContext) -> None:
         super().__init__(config, context)
-        self._cells: dict[tuple[str, str], dict[str, Cell]] = {}
+        self._kept: dict[tuple[str, str], dict[str, Cell]] | None = {}
         self._bytes = 0
-        self._closed = False
+
+    @property
+    def _cells(self) -> dict[tuple[str, str], dict[str, Cell]]:
+        if self._kept is None:
+            raise QueueError("the memory backend is closed", code="queue.closed")
+        return self._kept
 
     async def put(self, request: PutRequest) -> PutResult:
         """Store copies of the values."""
-        self._check_open()
         stored = 0
         for key, cells in zip(request.keys, split_request(request), strict=True):
             kept = self._cells.setdefault((request.partition, key), {})
@@ -63,7 +67,6 @@ class MemoryBackend(TransferQueueBackend):
 
     async def get(self, request: GetRequest) -> GetResult:
         """Read copies of the values."""
-        self._check_open()
         try:
             samples = [self._cells[request.partition, key] for key in request.keys]
         except KeyError as error:
@@ -76,13 +79,11 @@ class MemoryBackend(TransferQueueBackend):
 
     async def keys(self, request: KeysRequest) -> KeysResult:
         """List the samples of a partition, or of all."""
-        self._check_open()
         wanted, found = request.partition, self._cells.items()
         return KeysResult(samples={place: tuple(cells) for place, cells in found if wanted in (None, place[0])})
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Delete samples; unknown keys are ignored."""
-        self._check_open()
         there = [place for key in request.keys if (place := (request.partition, key)) in self._cells]
         freed = sum(_size(self._cells.pop(place)) for place in there)
         self._bytes -= freed
@@ -90,12 +91,10 @@ class MemoryBackend(TransferQueueBackend):
 
     async def stats(self) -> StatsResult:
         """Count samples and bytes."""
-        self._check_open()
         return StatsResult(samples=len(self._cells), bytes=self._bytes)
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Write everything that is there at the call; what is large is written by a thread, and producers go on."""
-        self._check_open()
         samples = [SavedSample(partition=name, key=key, cells={**cells}) for (name, key), cells in self._cells.items()]
         if self._bytes < _INLINE_BYTES:
             return write_archive(Path(request.folder), samples)
@@ -103,23 +102,18 @@ class MemoryBackend(TransferQueueBackend):
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         """Replace everything by a checkpoint."""
-        self._check_open()
-        self._cells = {
+        restored = {
             (each.partition, each.key): {name: (text, bytes(content)) for name, (text, content) in each.cells.items()}
             for each in read_archive(Path(request.folder))
         }
-        self._bytes = sum(map(_size, self._cells.values()))
+        self._cells.clear()
+        self._cells.update(restored)
+        self._bytes = sum(map(_size, restored.values()))
         return SnapshotResult(samples=len(self._cells), bytes=self._bytes)
 
     async def close(self) -> None:
         """Forget all samples; idempotent."""
-        self._closed = True
-        self._cells = {}
-        self._bytes = 0
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise QueueError("the memory backend is closed", code="queue.closed")
+        self._kept = None
 
 
 def _size(cells: dict[str, Cell]) -> int:

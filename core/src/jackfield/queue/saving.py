@@ -57,9 +57,7 @@ def _plain(value: Any) -> Any:
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_plain).encode
 
 
-def head_row(
-    state: State, below: Mapping[str, int] | None = None, mark: str = "", ledger: LedgerEnd | None = None
-) -> Row:
+def head_row(state: State, below: Mapping[str, int] | None = None, **checkpoint: Any) -> Row:
     """Save everything but places: one row, which is written whenever it has changed."""
     partitions = {}
     for name, partition in state.partitions.items():
@@ -69,11 +67,8 @@ def head_row(
         name: (each.partition.name, each.columns, each.writes, each.reuse, each.epoch, each.sampler.state_dict())
         for name, each in state.consumers.items()
     }
-    head = Head(
-        committed=state.committed, marks=state.marks, consumers=consumers, partitions=partitions, mark=mark,
-        ledger=ledger,
-    )  # fmt: skip
-    return HEAD, _encode(head)
+    known = {"consumers": consumers, "partitions": partitions, **checkpoint}
+    return HEAD, _encode(Head(committed=state.committed, marks=state.marks, **known))
 
 
 def _batches(partition: Partition, below: Mapping[str, int] | None) -> Iterator[BatchState]:
