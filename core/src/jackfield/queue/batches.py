@@ -69,7 +69,7 @@ class Batches:
                 each.require_well()
             if not left:
                 return None
-            await self.core.wait(self._until(left, since, deadline_seconds), functools.partial(_awaited, left))
+            await self.core.wait(self._until(left, since, deadline_seconds), functools.partial(unfinished, left[0]))
 
     def _until(self, batches: Sequence[BatchState], since: float, seconds: float) -> float:
         """Return the end of a wait: it begins again with each change of a batch, and never ends while one is leased."""
@@ -232,7 +232,3 @@ def _coming(place: Place) -> int:
         return 0
     group = place.group
     return place.batch.rollouts if group is None else max(0, group.new.rollouts - len(group.samples))
-
-
-def _awaited(left: Sequence[BatchState]) -> str:
-    return f"a batch to be given back, or the last ones to be finished; {unfinished(left[0])}"

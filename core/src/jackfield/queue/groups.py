@@ -71,7 +71,9 @@ class Groups:
             return tuple(key for key in report.keys if key not in known)  # it was dropped, or reported before
         columns, tags = frozenset(report.columns), report.tags or ({},) * len(report.keys)
         for key, size, own in zip(report.keys, report.sizes, tags, strict=True):
-            group.samples[key] = Sample(report.rollout, _with_lineage(own, report, key), columns, size)
+            if (made := report.lineage.get(key)) is not None:  # for all who look at tags
+                own = {**own, "operation": made.operation, "parents": list(made.parents)}
+            group.samples[key] = Sample(report.rollout, own, columns, size)
             self.core.state.count(1, size)
         group.ended[report.rollout] = report.error
         if report.error is not None:
@@ -265,12 +267,6 @@ def _require_free(groups: Iterable[Group]) -> None:
             found = f"leased or acked by {', '.join(sorted(names))}"
             expected = "a group that no consumer which acks has leased"
             raise QueueError(f"group {group.name} cannot be changed", where=group.name, expected=expected, found=found)
-
-
-def _with_lineage(tags: Mapping[str, object], report: RolloutReport, key: str) -> Mapping[str, object]:
-    """Add ``operation`` and ``parents`` to a sample's tags, for all who look at tags."""
-    made = report.lineage.get(key)
-    return dict(tags) if made is None else {**tags, "operation": made.operation, "parents": list(made.parents)}
 
 
 def _shortage(group: Group) -> str:

@@ -335,8 +335,11 @@ class Leases:
         if step is None or consumer.reuse is None or consumer.reuse.max_staleness is None:
             return
         oldest = step - consumer.reuse.max_staleness
-        groups = [*consumer.used, *(consumer.ready if fresh else ())]
-        self._retire(consumer, [group for group in groups if _oldest_version(group, oldest) < oldest], step)
+        stale = []
+        for group in [*consumer.used, *(consumer.ready if fresh else ())]:
+            versions = [int(sample.tags.get("weight_version_min", oldest)) for sample in group.samples.values()]
+            stale += [group] if min(versions, default=oldest) < oldest else []
+        self._retire(consumer, stale, step)
 
     def _trim(self, consumer: Consumer, step: int | None) -> None:
         """Keep as many used groups as the consumer may: those that its sampler chooses first."""
@@ -364,12 +367,6 @@ def _keys(groups: Iterable[Group]) -> list[str]:
 
 def _place_of(group: Group) -> tuple[int, int]:
     return group.new.key.batch, group.new.key.index
-
-
-def _oldest_version(group: Group, otherwise: int) -> int:
-    """Find the oldest weights that made a token of the group; samples without a version count as ``otherwise``."""
-    versions = [sample.tags.get("weight_version_min", otherwise) for sample in group.samples.values()]
-    return min(map(int, versions), default=otherwise)
 
 
 def _usable(consumer: Consumer, step: int | None, fresh: bool) -> list[Group]:

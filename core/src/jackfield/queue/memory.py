@@ -102,7 +102,7 @@ class MemoryBackend(TransferQueueBackend):
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         """Replace everything by a checkpoint."""
-        restored = {
+        restored: dict[tuple[str, str], dict[str, Cell]] = {
             (each.partition, each.key): {name: (text, bytes(content)) for name, (text, content) in each.cells.items()}
             for each in read_archive(Path(request.folder))
         }

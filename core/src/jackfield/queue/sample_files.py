@@ -94,7 +94,7 @@ def from_plain(text: str, value: Any) -> Cell:
     import torch
 
     kind = ColumnType.parse(text)
-    if _is_base64(value):
+    if isinstance(value, dict) and value.keys() == {"base64"}:
         content = base64.b64decode(value["base64"])
         kind.length(content)
         return text, content
@@ -131,10 +131,6 @@ def _is_numeric(value: Any) -> bool:
     if isinstance(value, list):
         return all(_is_numeric(each) for each in value)
     return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_base64(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"base64"}
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

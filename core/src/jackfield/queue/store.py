@@ -81,15 +81,12 @@ class Store:
         if self.coming or self.derived or follows:
             with self._writing():
                 if head is not None:
-                    self._write_state(head)
+                    living = [place for place in self.places if place.batch.number in place.batch.partition.batches]
+                    gone = [(place_key(place),) for place in self.places.keys() - set(living)]
+                    self._db.executemany("delete from state where key = ?", gone)
+                    self._insert([head, *map(place_row, living)])
+                    self._head = head
         self.places.clear()
-
-    def _write_state(self, head: Row) -> None:
-        living = [place for place in self.places if place.batch.number in place.batch.partition.batches]
-        gone = [(place_key(place),) for place in self.places.keys() - set(living)]
-        self._db.executemany("delete from state where key = ?", gone)
-        self._insert([head, *map(place_row, living)])
-        self._head = head
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Replace the state that the file has, whatever it is; from now on it follows."""

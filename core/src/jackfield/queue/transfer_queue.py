@@ -268,7 +268,13 @@ class TransferQueue:
             newer = None if step is None else await self._newer(saved, step)
             if newer is None:
                 await self.backend.restore(SnapshotRequest(folder=str(Path(folder) / VALUES_FOLDER)))
-            self._adopt(newer or saved.state(), saved)
+            if newer is self._core.state:  # a trainer died, and this process lives
+                self._leases.end(lambda consumer, hold: True)
+            else:
+                self._replace(newer or saved.state())
+            for name, (*_, sampler) in saved.head.consumers.items():
+                if sampler and name in self._core.state.consumers:
+                    self._core.state.consumers[name].sampler.load_state_dict(sampler)
             self._void_acks(saved, step if newer else None)
             if step is not None:
                 self._leases.take_back(step)
@@ -308,16 +314,6 @@ class TransferQueue:
             message = "the queue's saved state is damaged (%s): what was made since the checkpoint is made again"
             logging.getLogger("jackfield").warning(message, error)
             return None
-
-    def _adopt(self, state: State, saved: Saved | None) -> None:
-        """Go on with a state, with the consumers that are registered, and samplers as they were saved."""
-        if state is self._core.state:  # a trainer died, and this process lives
-            self._leases.end(lambda consumer, hold: True)
-        else:
-            self._replace(state)
-        for name, (*_, sampler) in ({} if saved is None else saved.head.consumers).items():
-            if sampler and name in state.consumers:
-                state.consumers[name].sampler.load_state_dict(sampler)
 
     def _replace(self, state: State) -> None:
         """Replace everything but what consumers are registered for. Waiters look again."""

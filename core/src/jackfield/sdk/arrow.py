@@ -108,17 +108,11 @@ def from_arrow(batch: Any, foreign: Callable[[str, Any], Cell]) -> list[SavedSam
     return samples
 
 
-def _element(pa: Any, kind: ColumnType | None) -> Any:
-    """Return Arrow's type of the numbers of a column; None where the column is bytes or text."""
-    if kind is None or kind.kind == "json" or not kind.unit or kind.dtype not in _NATIVE:
-        return None
-    return getattr(pa, kind.dtype.replace("bool", "uint8"))()
-
-
 def _array(pa: Any, contents: Sequence[Any], text: str | None) -> Any:
     """Return an array of the cells' own bytes; None is null."""
     kind = None if text is None else ColumnType.parse(text)
-    element = _element(pa, kind)
+    is_native = kind is not None and kind.kind != "json" and kind.unit and kind.dtype in _NATIVE
+    element = getattr(pa, kind.dtype.replace("bool", "uint8"))() if kind is not None and is_native else None
     there = pa.array([content is not None for content in contents], type=pa.bool_()).buffers()[1]
     if kind is not None and element is not None and kind.kind == "dense" and not kind.shape:
         data = b"".join(bytes(kind.unit) if content is None else content for content in contents)
