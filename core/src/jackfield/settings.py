@@ -36,15 +36,10 @@ def option(default: Any = attrs.NOTHING, help: str = "", validator: Any = None, 
 
 
 def structure(cls: type[T], data: Any, where: str = "", error: type[JackfieldError] = ConfigError) -> T:
-    """Make an instance of the attrs class ``cls`` from plain values.
+    """Make an instance of the attrs class ``cls`` from plain values, those of YAML, TOML or JSON.
 
-    Numbers that a float32 or an int64 cannot hold are refused, NaN and infinity among them.
-
-    Args:
-        cls: an attrs class; nested attrs classes, lists, tuples, mappings, literals and unions are followed.
-        data: what YAML, TOML or JSON yields.
-        where: the path of ``data`` itself, the prefix of paths in errors.
-        error: the class of the errors raised.
+    Nested attrs classes, lists, tuples, mappings, literals and unions are followed. Numbers that a float32 or an int64
+    cannot hold are refused, NaN and infinity among them. ``where`` is the path of ``data``, the prefix in errors.
 
     Raises:
         JackfieldError: of class ``error`` with ``config.unknown-key`` (with a suggestion), ``config.missing-key``,

@@ -1,6 +1,5 @@
-"""The command line. Each command is imported when it is used.
+"""The command line. Each command is imported when it is used, so that ``--help`` and ``plugins list`` are quick.
 
-So ``--help`` and ``plugins list`` are quick.
 Exit codes: 0 done; 1 a Jackfield error, printed on stderr (with ``--json``: as an object on stdout); 2 wrong usage;
 130 interrupted by SIGINT.
 """
@@ -98,9 +97,7 @@ class _Main(LazyGroup):
 
 def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoReturn:
     """Print an error, with ``--json`` as an object on stdout, and exit."""
-    fields = {"message": f"{type(error).__name__}: {error}"}
-    if isinstance(error, JackfieldError):
-        fields = error.as_dict()
+    fields = error.as_dict() if isinstance(error, JackfieldError) else {"message": f"{type(error).__name__}: {error}"}
     if ctx.meta.get(_JSON):
         click.echo(json.dumps({"error": fields}, indent=2))
     else:
@@ -139,12 +136,7 @@ def json_option(command: click.decorators.FC) -> click.decorators.FC:
     return click.option("--json", "as_json", is_flag=True, callback=remember, help="Print JSON.")(command)
 
 
-@click.group(
-    name="jackfield",
-    cls=_Main,
-    commands=COMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+@click.group("jackfield", cls=_Main, commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="jackfield")
 def main() -> None:
     """Reinforcement-learning post-training of language models, built from plugins."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import and_, ge, gt, le, optional
+from attrs.validators import and_, deep_mapping, ge, gt, in_, instance_of, le, optional
 
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
@@ -19,12 +19,6 @@ from jackfield.queue import Reuse, SamplerSpec
 from jackfield.settings import option
 
 _WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugin that can have an interpreter of their own
-
-
-def _are_kinds(_: Any, attribute: attrs.Attribute[Any], value: Mapping[str, str]) -> None:
-    for kind in value:
-        if kind not in _WORKERS:
-            raise ValueError(f"{kind!r} is not one of {', '.join(_WORKERS)}")
 
 
 @attrs.frozen(kw_only=True)
@@ -270,7 +264,7 @@ class ClusterConfig:
         factory=dict,
         help="interpreters of their own for workers by kind (rollout; with name: ray also engine, agent, reward): a "
         "name under environments, or a path; else as manifests say",
-        validator=_are_kinds,
+        validator=deep_mapping(in_(_WORKERS), instance_of(str)),
     )
     ray: RayConfig = option(factory=RayConfig, help="the cluster; read with name: ray only")
 

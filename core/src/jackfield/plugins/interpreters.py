@@ -28,7 +28,7 @@ import jackfield
 from jackfield.abc import ABI_VERSIONS
 from jackfield.errors import JackfieldError, PluginError, PluginImportError, error_fields, rebuilt_error
 from jackfield.plugins.hooks import HookManager
-from jackfield.plugins.registry import PluginRecord, discover, import_object
+from jackfield.plugins.registry import PluginRecord, discover
 from jackfield.plugins.structure import structure_problems
 
 #: Runs on any Python 3, with nothing installed.
@@ -327,7 +327,8 @@ def main(kind: str, name: str, *importing: str) -> None:
 def _try(kind: str, name: str, say: Callable[..., None]) -> Iterator[PluginError]:
     """Import a plugin, and find what is wrong. Each stage that may hang or crash is named before it begins."""
     registry = discover()
-    record, manifest = registry.resolve(name, kind), registry.find(kind, name)
+    record = registry.resolve(name, kind)
+    manifest = record.usable()
     say(stage=f"importing {manifest.config.partition(':')[0]}")
     registry.settings_class(kind, name)
     loaded = " and ".join(name for name in _HEAVY if name in sys.modules)
@@ -342,7 +343,7 @@ def _try(kind: str, name: str, say: Callable[..., None]) -> Iterator[PluginError
         }
         yield PluginError(message, code="plugin.config-class", **details)
     say(stage=f"importing {manifest.object.partition(':')[0]}")
-    yield from structure_problems(kind, import_object(manifest.object, manifest, record.label), record.label)
+    yield from structure_problems(kind, record.load("object"), record.label)
     if manifest.hooks is not None:
         say(stage=f"importing {manifest.hooks}")
         HookManager((), [manifest])

@@ -80,6 +80,17 @@ class PluginRecord:
         assert self.manifest is not None, "a record that is not broken has a manifest"
         return self.manifest
 
+    def load(self, key: Literal["object", "config"]) -> Any:
+        """Import what a key of the manifest names, or raise ``plugin.object-missing`` or ``plugin.import``."""
+        reference = getattr(self.usable(), key)
+        module_name, _, attribute = reference.partition(":")
+        module = import_module(module_name, self.usable(), self.label)
+        try:
+            return getattr(module, attribute)
+        except AttributeError as error:
+            names = ", ".join(sorted(name for name in vars(module) if name[0] != "_"))
+            raise _missing(f"object {reference}", self.label, f"the module has {names}") from error
+
 
 @attrs.frozen
 class LoadedPlugin:
@@ -133,17 +144,17 @@ class Registry:
     def load(self, kind: str, name: str) -> LoadedPlugin:
         """Import a plugin and check its structure; raise a ``PluginError`` that says why it cannot be used."""
         if (kind, name) not in self._loaded:
-            record, manifest = self.resolve(name, kind), self.find(kind, name)
-            cls = import_object(manifest.object, manifest, record.label)
+            record = self.resolve(name, kind)
+            cls = record.load("object")
             for problem in structure_problems(kind, cls, record.label):
                 raise problem
-            self._loaded[kind, name] = LoadedPlugin(manifest, cls, self.settings_class(kind, name))
+            self._loaded[kind, name] = LoadedPlugin(record.usable(), cls, self.settings_class(kind, name))
         return self._loaded[kind, name]
 
     def settings_class(self, kind: str, name: str) -> type:
         """Return the class of a plugin's settings as :meth:`load` does; only the module that holds it is imported."""
-        record, manifest = self.resolve(name, kind), self.find(kind, name)
-        return check_settings_class(import_object(manifest.config, manifest, record.label), record.label)
+        record = self.resolve(name, kind)
+        return check_settings_class(record.load("config"), record.label)
 
     def _not_found(self, kind: str | None, name: str) -> PluginNotFound:
         if kind is not None and kind not in KINDS:
@@ -277,17 +288,6 @@ def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
         fix = f"install what it needs: pip install '{manifest.requirement(missing)}'" if missing else fix
         details = {"where": where, "expected": f"{module} to be imported", "found": f"{type(error).__name__}: {error}"}
         raise PluginImportError(f"importing {module} failed", fix=fix, **details) from error
-
-
-def import_object(reference: str, manifest: Manifest, where: str) -> Any:
-    """Import what ``package.module:Attribute`` names; raises as :func:`import_module`."""
-    module_name, _, attribute = reference.partition(":")
-    module = import_module(module_name, manifest, where)
-    try:
-        return getattr(module, attribute)
-    except AttributeError as error:
-        names = ", ".join(sorted(name for name in vars(module) if name[0] != "_"))
-        raise _missing(f"object {reference}", where, f"the module has {names}") from error
 
 
 def _missing(what: str, where: str, found: str = "nothing there") -> PluginError:
