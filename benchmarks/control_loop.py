@@ -25,7 +25,7 @@ from jackfield.abc.engine import EngineLayout
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.algorithms import LossSpec
-from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.device import DeviceLease
 from jackfield.compose.ray_workers import CONTRACTS

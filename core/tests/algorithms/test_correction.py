@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.algorithms import Correction, policy_loss
-from jackfield.errors import ConfigError
+from jackfield.algorithms import Correction, part, policy_loss
 from jackfield_testing import refused
 
 from .cases import batch, counts, loss_of
@@ -175,9 +174,8 @@ def test_bad_numbers_are_named(which: str) -> None:
     [{"level": "row"}, {"bound": "clip"}, {"reject": "all"}, {"upper": 0.5, "lower": 0.5}, {"reject_low": -1.0}],
 )
 def test_wrong_settings_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        loss_of("ppo", batch(), correction=options)
-    assert "algorithm.input" == caught.value.code
+    with refused("algorithm.input"):
+        part("correction", "importance_weights").split(options)
 
 
 def test_a_corrected_loss_is_the_sum_of_weighted_tokens_by_the_full_counts() -> None:
@@ -188,33 +186,26 @@ def test_a_corrected_loss_is_the_sum_of_weighted_tokens_by_the_full_counts() -> 
     )
     tokens = int(data["response_mask"].sum())
     expected = float((-data["advantages"] * data["log_probs"] * weights * mask).sum() / tokens)
-    by_options, _ = policy_loss("reinforce", correction=correction, **data, **counts(data))
-    by_column, _ = policy_loss("reinforce", rollout_weights=weights * mask, **data, **counts(data))
-    assert [expected, expected] == pytest.approx([float(by_options), float(by_column)])
-    halves = [slice(0, 3), slice(3, 8)]
-    split = sum(
-        float(
-            policy_loss("reinforce", correction=correction, **{k: v[half] for k, v in data.items()}, **counts(data))[0]
-        )
-        for half in halves
-    )
-    assert expected == pytest.approx(split)
+    data["rollout_weights"] = weights * mask
+    whole, _ = policy_loss("reinforce", **data, **counts(data))
+    shares = [
+        policy_loss("reinforce", **{key: value[half] for key, value in data.items()}, **counts(data))[0]
+        for half in (slice(0, 3), slice(3, 8))
+    ]
+    assert [expected, expected] == pytest.approx([float(whole), float(sum(shares))])
 
 
 def test_decoupled_ppo_is_ppo_weighed_per_token() -> None:
     data = batch(seed=3)
     plain = loss_of("decoupled_ppo", data, clip_dual=3.0)[0]
-    corrected = loss_of("ppo", data, correction={"bound": "none"})[0]
+    weights = importance_weights(data["old_log_probs"], data["rollout_log_probs"], data["response_mask"], bound="none")[
+        0
+    ]
+    corrected = loss_of("ppo", {**data, "rollout_weights": weights})[0]
     assert plain == pytest.approx(corrected)
 
 
-def test_what_a_correction_cannot_do_is_refused() -> None:
+def test_a_loss_of_whole_sequences_takes_no_weights_of_tokens() -> None:
     data = batch()
     with refused("algorithm.input"):
-        loss_of("ppo", data, correction={"batch_normalize": True})
-    with refused("algorithm.input"):
-        loss_of("gmpo", data, correction={})
-    with refused("algorithm.input"):
-        loss_of("ppo", data, correction={}, rollout_weights=data["advantages"])
-    with refused("algorithm.input"):
-        loss_of("reinforce", {k: v for k, v in data.items() if k != "rollout_log_probs"}, correction={})
+        loss_of("gmpo", {**data, "rollout_weights": data["advantages"].abs()})

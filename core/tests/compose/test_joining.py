@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
-from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import VirtualClock
 from jackfield.cluster.device import DeviceLease
 from jackfield.compose.builder import following

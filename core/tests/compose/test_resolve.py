@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from jackfield.algorithms import algorithm, names, part, register, registry
-from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.compose.resolve import resolve_algorithm, rollout_bound
 from jackfield.config import make_config
 from jackfield.errors import ConfigError

@@ -11,7 +11,7 @@ import torch
 
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.algorithms import Correction, Shaping, advantages
-from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta, Lease, Values, column_from_rows, rows_of
 from jackfield.queue.memory import MemoryBackend, MemoryConfig

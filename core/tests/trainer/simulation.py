@@ -25,7 +25,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.algorithms import LossSpec
-from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock, VirtualClock
 from jackfield.cluster.device import DeviceLease
 from jackfield.config import make_config

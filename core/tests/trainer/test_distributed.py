@@ -11,7 +11,7 @@ import pytest
 
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.abc.transfer_queue import TransferQueueContext
-from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import VirtualClock
 from jackfield.config import make_config
 from jackfield.errors import DeadlineExceeded, WeightsError

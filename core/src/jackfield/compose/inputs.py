@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.compose.checks import refusal
 from jackfield.compose.folder import find_queue
 from jackfield.config.sections import MixingConfig, RunConfig

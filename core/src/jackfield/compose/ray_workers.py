@@ -20,7 +20,7 @@ import attrs
 from jackfield.abc import KINDS
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.algorithms import register_part
-from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.replica import Replica, Worker
 from jackfield.compose.checks import interpreters

@@ -13,8 +13,7 @@ import attrs
 
 from jackfield.algorithms import Algorithm, Correction, Part, algorithm, part
 from jackfield.algorithms.registry import COUNTS
-from jackfield.algorithms.resolved import ResolvedAlgorithm
-from jackfield.algorithms.settings import CriticSettings
+from jackfield.algorithms.settings import CriticSettings, ResolvedAlgorithm
 from jackfield.compose.checks import refusal
 from jackfield.config.sections import RunConfig, WeightsConfig
 from jackfield.plugins import Manifest

@@ -17,7 +17,7 @@ from jackfield.abc.engine import EngineContext, ModelSpec
 from jackfield.abc.reward import RewardAgent, RewardContext
 from jackfield.abc.rollout import BaseRolloutServer, RolloutContext, SamplingParams
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
-from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.replica import Replica, Worker
 from jackfield.compose.checks import interpreters

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jackfield.algorithms import advantages, kl_in_reward, part, prepare
-from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.queue import BatchMeta, Values, Written, dense_column, from_nested, to_nested
 from jackfield.runtime.samples import is_baseline, is_expert, naming_samples, own, trained, where
 from jackfield.sdk.jagged import from_padded, lengths, to_padded

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import attrs
 
 from jackfield.abc.transfer_queue import TransferQueueBackend
-from jackfield.algorithms.resolved import ResolvedAlgorithm
+from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.pool import Places
 from jackfield.config import RunConfig

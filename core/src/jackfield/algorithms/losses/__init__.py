@@ -10,7 +10,6 @@ import attrs
 
 from jackfield.abc.engine import LossFunction, TokenOutput
 from jackfield.algorithms.aggregation import aggregate, means
-from jackfield.algorithms.correction import Correction
 from jackfield.algorithms.kl import kl
 from jackfield.algorithms.losses import clipped, compared, masked, supervised, weighted
 from jackfield.algorithms.losses.distillation import distillation_loss
@@ -40,7 +39,6 @@ def policy_loss(
     aggregation: str = "token-mean",
     length_norm: float | None = None,
     rollout_weights: Tensor | None = None,
-    correction: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the share of these rows in the batch's policy loss.
@@ -51,12 +49,11 @@ def policy_loss(
         response_mask: bool or float ``[B, T]``. What any tensor holds where it is 0 changes nothing, NaN included.
         global_tokens: masked tokens in the whole batch (all micro-batches, all ranks).
         global_sequences: sequences in the whole batch.
-        aggregation: see :func:`jackfield.algorithms.aggregate`. A loss with one value per sequence (or pair) is a mean
-            over sequences (or pairs) in every mode but ``token-sum``.
-        length_norm: see :func:`jackfield.algorithms.aggregate`.
-        rollout_weights: importance weights over the whole batch, float ``[B, T]``, 0 for what is left out.
-        correction: options of :class:`jackfield.algorithms.Correction`, by which the weights are computed here from
-            ``old_log_probs`` and ``rollout_log_probs``. None: no correction.
+        aggregation: see :func:`aggregate`. A loss with one value per sequence (or pair) is a mean over sequences (or
+            pairs) in every mode but ``token-sum``.
+        length_norm: see :func:`aggregate`.
+        rollout_weights: importance weights, float ``[B, T]``, 0 for what is left out: those of
+            :meth:`jackfield.algorithms.Correction.weights`, masked by what it accepts.
         **options: of the loss, and its further inputs: ``old_log_probs`` (of the policy before this batch's updates),
             ``advantages``, ``ref_log_probs`` (of the reference) and ``rollout_log_probs`` (of the policy that
             generated), float ``[B, T]``; ``expert_mask`` bool ``[B]`` (the rows that an expert wrote), ``group_ids``,
@@ -71,10 +68,6 @@ def policy_loss(
     """
     chosen = part("loss", name)
     inputs, options = chosen.split(options)
-    if correction is not None:
-        if rollout_weights is not None:
-            raise ConfigError("give rollout_weights or correction, not both", code="algorithm.input")
-        rollout_weights = _weights(inputs, response_mask, correction)
     counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
     offered = _clean(chosen, {**inputs, **counts, "log_probs": log_probs}, response_mask)
     needed = {key for key, required in chosen.prepare_inputs.items() if required}
@@ -137,8 +130,8 @@ def value_loss(
         global_sequences: sequences in the whole batch.
         old_values: of the critic before this batch's updates; needed by ``clip``.
         clip: how far from ``old_values`` a prediction may get better; None: off.
-        aggregation: see :func:`jackfield.algorithms.aggregate`.
-        length_norm: see there.
+        aggregation: see :func:`aggregate`.
+        length_norm: see :func:`aggregate`.
 
     Raises:
         ConfigError: ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
@@ -178,21 +171,6 @@ def _clean(chosen: Part, inputs: Mapping[str, Any], mask: Tensor) -> dict[str, A
     return {**used, **clean({key: used[key] for key in used if key in TOKEN_INPUTS}, mask), "response_mask": mask}
 
 
-def _weights(inputs: Mapping[str, Any], mask: Tensor, correction: Mapping[str, Any]) -> Tensor:
-    old, rollout = inputs.get("old_log_probs"), inputs.get("rollout_log_probs")
-    if old is None or rollout is None:
-        raise ConfigError("a correction needs old_log_probs and rollout_log_probs", code="algorithm.input")
-    _, options = part("correction", "importance_weights").split(correction)
-    if options.get("batch_normalize"):
-        raise ConfigError(
-            "batch-normalised weights depend on the whole batch",
-            code="algorithm.input",
-            fix="compute Correction.weights once over the whole batch and pass them as rollout_weights",
-        )
-    weights, kept, _ = Correction(**options).weights(old, rollout, mask)
-    return weights.masked_fill(kept == 0, 0.0)
-
-
 def _weighed(values: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:
     if weights is None:
         return values
@@ -222,15 +200,14 @@ def resolve_loss(spec: LossSpec) -> LossFunction:
     """Return the loss function of a spec, to be run on micro-batches.
 
     Options of the spec are the loss's own, and ``aggregation``, ``length_norm``, ``kl`` (an estimator's name),
-    ``kl_coefficient``, ``entropy_coefficient`` and ``correction`` (see :func:`jackfield.algorithms.policy_loss`). The
-    function reads ``response_mask`` and those of the loss's inputs that its data hold: ``old_log_probs``,
-    ``advantages``, ``ref_log_probs``, ``rollout_weights``, what :func:`jackfield.algorithms.prepare` made, and so on.
-    Micro-batches may split groups and pairs, so ``group_ids`` and ``pair_ids`` are not looked at. KL and entropy are
-    those of rows that the policy itself generated: a loss that takes an ``expert_mask`` leaves its rows out there. A
-    column ``row`` (int ``[B]``) says which rows of the whole batch these are, for errors.
+    ``kl_coefficient`` and ``entropy_coefficient``. The function reads ``response_mask``, ``rollout_weights`` and those
+    of the loss's inputs that its data hold, what :func:`prepare` made included. Micro-batches may split groups and
+    pairs, so ``group_ids`` and ``pair_ids`` are not looked at. KL and entropy are those of rows that the policy itself
+    generated: a loss that takes an ``expert_mask`` leaves its rows out there. A column ``row`` (int ``[B]``) says which
+    rows of the whole batch these are, for errors.
 
-    The name :data:`VALUE_LOSS` is the critic's: :func:`jackfield.algorithms.value_loss` of the model's values, with
-    ``returns`` and, as those before the update, ``values`` of the data.
+    The name :data:`VALUE_LOSS` is the critic's: :func:`value_loss` of the model's values, with ``returns`` and, as
+    those before the update, ``values`` of the data.
 
     Raises:
         ConfigError: ``algorithm.unknown`` or ``algorithm.input``: an option that the loss does not have.
@@ -272,15 +249,14 @@ class _ComposedLoss:
         self._options = dict(spec.options)
         take = self._options.pop
         self._part, self._counts, self._averaged = part("loss", spec.name), counts, averaged
-        self._mode, self._length_norm = take("aggregation", "token-mean"), take("length_norm", None)
+        self._how = {"aggregation": take("aggregation", "token-mean"), "length_norm": take("length_norm", None)}
         self._kl, self._kl_coefficient = take("kl", "k3"), take("kl_coefficient", 0.0)
         self._entropy_coefficient = take("entropy_coefficient", 0.0)
-        self._correction = take("correction", None)
         self._part.split(self._options)
-        part("aggregation", self._mode)
+        part("aggregation", self._how["aggregation"])
         if self._kl_coefficient:
             part("kl", self._kl)
-        if self._mode == "seq-mean-token-sum-norm" and self._length_norm is None:
+        if self._how["aggregation"] == "seq-mean-token-sum-norm" and self._how["length_norm"] is None:
             raise ConfigError(
                 "seq-mean-token-sum-norm needs length_norm: micro-batches are padded to different widths",
                 code="algorithm.input",
@@ -295,19 +271,23 @@ class _ComposedLoss:
                 self._part.name,
                 log_probs=output.log_probs,
                 response_mask=data["response_mask"],
-                aggregation=self._mode,
-                length_norm=self._length_norm,
-                correction=self._correction,
                 rollout_weights=data.get("rollout_weights"),
+                **self._how,
                 **self._counts,
                 **self._inputs(data),
                 **self._options,
             )
         metrics["policy/loss"] = loss.detach()
-        mask = self._own(data)
-        if self._kl_coefficient:
-            divergence = self._divergence(output.log_probs, data, mask)
-            loss = loss + self._kl_coefficient * self._penalty("policy/kl", divergence, mask, metrics)
+        mask = data["response_mask"]
+        if "expert_mask" in self._part.inputs and (expert := data.get("expert_mask")) is not None:
+            mask = mask.masked_fill((expert != 0).unsqueeze(-1), 0)
+        if self._kl_coefficient:  # what does not count is emptied first, so that no NaN reaches a gradient
+            known = {name: data.get(name) for name in ("ref_log_probs", "old_log_probs")} | {
+                "log_probs": output.log_probs
+            }
+            emptied = {name: one.masked_fill(mask == 0, 0.0) for name, one in known.items() if one is not None}
+            penalty = self._penalty("policy/kl", kl(self._kl, **emptied), mask, metrics)
+            loss = loss + self._kl_coefficient * penalty
         if output.entropy is not None:
             loss = loss - self._entropy_coefficient * self._penalty("policy/entropy", output.entropy, mask, metrics)
         return loss, metrics
@@ -315,19 +295,12 @@ class _ComposedLoss:
     def _penalty(self, name: str, values: Tensor, mask: Tensor, metrics: dict[str, Tensor]) -> Tensor:
         """The values aggregated like the loss; in the metrics stands their mean per token."""
         metrics |= means({name: values}, mask, values, **self._averaged)
-        return aggregate(values, mask, self._mode, length_norm=self._length_norm, **self._averaged)
-
-    def _own(self, data: TensorDict) -> Tensor:
-        """The mask without the rows that an expert wrote, where the loss tells them apart."""
-        expert = data.get("expert_mask") if "expert_mask" in self._part.inputs else None
-        mask: Tensor = data["response_mask"]
-        return mask if expert is None else mask.masked_fill((expert != 0).unsqueeze(-1), 0)
+        mode, length_norm = self._how.values()
+        return aggregate(values, mask, mode, length_norm=length_norm, **self._averaged)
 
     def _inputs(self, data: TensorDict) -> dict[str, Any]:
         """What the loss takes and the data hold; what it would need of the whole batch has to be there."""
         wanted = set(INPUTS if self._part.open else self._part.inputs)
-        if self._correction is not None:
-            wanted |= {"old_log_probs", "rollout_log_probs"}
         found = {name: data.get(name) for name in sorted(wanted - _GROUPING - _GIVEN)}
         inputs = {name: value for name, value in found.items() if value is not None}
         missing = [name for name in self._part.whole_batch if name not in inputs and name not in self._counts]
@@ -339,10 +312,3 @@ class _ComposedLoss:
                 fix=f"counts come with the loss's global counts, columns from prepare({self._part.name!r}, …)",
             )
         return inputs
-
-    def _divergence(self, log_probs: Tensor, data: TensorDict, mask: Tensor) -> Tensor:
-        """The KL per token. Positions that do not count are emptied first, so that no NaN reaches a gradient."""
-        tensors = {"log_probs": log_probs, "ref_log_probs": data["ref_log_probs"]}
-        if (old := data.get("old_log_probs")) is not None:
-            tensors["old_log_probs"] = old
-        return kl(self._kl, **{name: value.masked_fill(mask == 0, 0.0) for name, value in tensors.items()})

@@ -5,6 +5,7 @@ r = pi / pi_old on a token, A the advantage. Clip-Cov and KL-Cov hold back the f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 from jackfield.algorithms.losses.clipped import ppo
@@ -27,53 +28,51 @@ def _outward(logs: Tensor, advantages: Tensor, up: Tensor | bool = True, down: T
     return ((advantages > 0) & (logs > 0) & up) | ((advantages < 0) & (logs < 0) & down)
 
 
-def _trusted(logs: Tensor, advantages: Tensor, divergence: Tensor, low: float, high: float) -> LossResult:
-    left_out = _outward(logs, advantages, divergence > high, divergence > low)
-    losses, metrics = _without(left_out, logs.exp(), advantages)
-    return losses, {**metrics, "policy/divergence": divergence}
+def _dppo(name: str, delta: float, text: str, divergence: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Register DPPO's loss with a divergence of the log-probs ``[B, T]`` of pi and pi_old, and a threshold."""
+
+    def loss(
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        *,
+        delta_low: NotNegative = delta,
+        delta_high: NotNegative = delta,
+    ) -> LossResult:
+        apart, logs = divergence(log_probs.detach(), old_log_probs.detach()), log_ratio(log_probs, old_log_probs)
+        left_out = _outward(logs, advantages, apart > delta_high, apart > delta_low)
+        losses, metrics = _without(left_out, logs.exp(), advantages)
+        return losses, {**metrics, "policy/divergence": apart}
+
+    differs = (
+        "The paper's masked objective M r A; verl cuts r at 20 and multiplies by log pi: the same gradient below 20. "
+        "The default thresholds are ours: set them."
+    )
+    loss.__doc__ = f"{text}\n\nDiffers: {differs}"
+    register("loss", name, "token")(loss)
 
 
-@register("loss", "dppo_tv", "token")
-def _dppo_tv(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    delta_low: NotNegative = 0.2,
-    delta_high: NotNegative = 0.2,
-) -> LossResult:
-    """-M r A, M = 0 where |pi - pi_old| > delta and the update leads away (A > 0 and r > 1; A < 0 and r < 1). [DPPO,
-    arXiv:2602.04879 (binary total variation)]
-
-    Differs: The paper's masked objective M r A; verl cuts r at 20 and multiplies by log pi: the same gradient below 20.
-    The default thresholds are ours: set them.
-    """
-    distance = (log_probs.detach().exp() - old_log_probs.exp()).abs()
-    return _trusted(log_ratio(log_probs, old_log_probs), advantages, distance, delta_low, delta_high)
-
-
-@register("loss", "dppo_kl", "token")
-def _dppo_kl(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    delta_low: NotNegative = 0.05,
-    delta_high: NotNegative = 0.05,
-) -> LossResult:
-    """-M r A, M = 0 where the update leads farther away and D > delta: the KL between the Bernoulli variables "this
-    token or another". [DPPO, arXiv:2602.04879 (binary KL)]
-
-    D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi)).
-
-    Differs: The paper's masked objective M r A; verl cuts r at 20 and multiplies by log pi: the same gradient below 20.
-    The default thresholds are ours: set them.
-    """
-    new, old = log_probs.detach(), old_log_probs.detach()
+def _bernoulli_kl(new: Tensor, old: Tensor) -> Tensor:
+    """D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))."""
     # a probability that rounds to 1 leaves 0 for the others
     others_new, others_old = ((-logs.expm1()).clamp(min=1e-12).log() for logs in (new, old))
-    divergence = old.exp() * (old - new) + (-old.expm1()) * (others_old - others_new)
-    return _trusted(log_ratio(log_probs, old_log_probs), advantages, divergence, delta_low, delta_high)
+    return old.exp() * (old - new) + (-old.expm1()) * (others_old - others_new)
+
+
+_dppo(
+    "dppo_tv",
+    0.2,
+    "-M r A, M = 0 where |pi - pi_old| > delta and the update leads away (A > 0 and r > 1; A < 0 and r < 1). [DPPO, "
+    "arXiv:2602.04879 (binary total variation)]",
+    lambda new, old: (new.exp() - old.exp()).abs(),
+)
+_dppo(
+    "dppo_kl",
+    0.05,
+    "-M r A, M = 0 where the update leads farther away and D > delta: the KL between the Bernoulli variables "
+    '"this token or another". [DPPO, arXiv:2602.04879 (binary KL)]',
+    _bernoulli_kl,
+)
 
 
 def _m2po_mask(
