@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from jackfield.abc.engine import TokenOutput
 from jackfield.algorithms import (
-    KLController,
     LossSpec,
     advantages,
     aggregate,
@@ -26,6 +25,7 @@ from jackfield.algorithms import (
     overlong_penalty,
     resolve_loss,
 )
+from jackfield.algorithms.settings import KLSettings
 from jackfield.errors import ConfigError
 from jackfield_testing import refused
 
@@ -138,18 +138,16 @@ def test_a_kl_in_the_loss_is_not_poisoned_by_masked_positions(name: str) -> None
     assert float((-data["log_probs"] + 0.5 * divergence)[mask].mean()) == pytest.approx(results[0][0])
 
 
-def test_controllers() -> None:
-    fixed = KLController(coefficient=0.3)
-    assert (0.3, 0.3) == (fixed.update(99.0, 8), fixed.coefficient)
-    adaptive = KLController(coefficient=0.1, target=2.0, horizon=100.0)
-    assert 0.1 * 1.02 == pytest.approx(adaptive.update(100.0, 10)), "the error is clipped to 0.2"
-    assert 0.1 * 1.02 * 0.99 == pytest.approx(adaptive.update(1.8, 10))
-    assert 0.1 * 1.02 * 0.99 == pytest.approx(adaptive.update(2.0, 10)), "on target it stays"
-    with pytest.raises(ConfigError) as caught:
-        adaptive.update(math.nan, 1)
-    assert "algorithm.not-finite" == caught.value.code
+def test_a_coefficient_is_constant_or_steered_to_a_target() -> None:
+    assert 0.3 == KLSettings().adapted(0.3, 99.0, 8)
+    adaptive = KLSettings(target=2.0, horizon=100.0)
+    assert 0.1 * 1.02 == pytest.approx(adaptive.adapted(0.1, 100.0, 10)), "the error is clipped to 0.2"
+    assert 0.1 * 0.99 == pytest.approx(adaptive.adapted(0.1, 1.8, 10))
+    assert 0.1 == pytest.approx(adaptive.adapted(0.1, 2.0, 10)), "on target it stays"
+    with refused("algorithm.not-finite"):
+        adaptive.adapted(0.1, math.nan, 1)
     with pytest.raises(ValueError, match="target"):
-        KLController(coefficient=0.1, target=0.0, horizon=1.0)
+        KLSettings(target=0.0)
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)

@@ -95,8 +95,7 @@ class CheckpointEngine(ABC):
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
         """Send every tensor (sender). Every rank exhausts the generator; a rank that does not send drops them.
 
-        A tensor may be reused by the generator's owner as soon as the next but one is drawn: it may be on its way while
-        the next one is drawn.
+        A tensor may be on its way while the next one is drawn, and is reused as soon as the next but one is.
         """
 
     @abstractmethod

@@ -190,7 +190,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def initialize(self) -> None:
-        """Load the model and make optimizer and learning-rate scheduler.
+        """Load the model, and make optimizer and learning-rate scheduler.
 
         Raises:
             EngineError: ``engine.model`` when the model folder is missing or unusable.
@@ -232,10 +232,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def optimizer_step(self) -> float:
-        """Clip, apply and return the global gradient norm before clipping.
-
-        A norm that is not finite is returned as it is and the step is skipped.
-        """
+        """Clip, apply and return the global gradient norm before clipping; a norm that is not finite skips the step."""
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
@@ -252,10 +249,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_per_tensor_grad(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Accumulated gradients, full tensors summed over ranks, under the names of the trainable parameters.
-
-        A parameter that got no gradient yields zeros.
-        """
+        """Gradients, full tensors summed over ranks, by trainable parameter; zeros for one that got no gradient."""
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:

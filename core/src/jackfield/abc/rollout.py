@@ -32,25 +32,11 @@ class RolloutContext:
     clock: Clock = attrs.field(factory=Clock)
 
 
-_INT32 = 2**31 - 1
-
-
-def _ranged(expected: str, fits: Callable[[Any], bool]) -> Callable[[Any, Any, Any], None]:
-    """A validator that refuses a value outside its range, by the setting's name."""
-
-    def check(_: Any, attribute: Any, value: Any) -> None:
-        if not fits(value):
-            message, details = f"{attribute.name} is out of range", {"expected": expected, "found": repr(value)[:200]}
-            raise RolloutError(message, code="rollout.request", where=f"sampling.{attribute.name}", **details)
-
-    return check
-
-
 def _number(fits: Callable[[Any], bool], kind: type = Real) -> Callable[[Any], bool]:
     return lambda value: not isinstance(value, bool) and isinstance(value, kind) and fits(value)
 
 
-def _whole(low: int, high: int) -> Callable[[Any], bool]:
+def _whole(low: int, high: int = 2**31 - 1) -> Callable[[Any], bool]:
     return _number(lambda value: low <= int(value) <= high, Integral)
 
 
@@ -58,7 +44,30 @@ def _few(most: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, tuple | list) and len(value) <= most and all(map(fits, value))
 
 
-_is_seed = _whole(-(2**63), 2**63 - 1)
+_is_seed, _is_stop = _whole(-(2**63), 2**63 - 1), lambda text: isinstance(text, str) and 0 < len(text) <= 1024
+#: By name, the range of a setting as text, and whether a value is in it.
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "max_new_tokens": ("1 to 2^31 - 1", _whole(1)),
+    "temperature": ("0 (greedy), or 0.01 to 100", _number(lambda value: value == 0 or 0.01 <= value <= 100)),
+    "top_p": ("more than 0, at most 1", _number(lambda value: 0 < value <= 1)),
+    "top_k": ("0 (off) to 2^31 - 1", _whole(0)),
+    "min_p": ("0 to 1", _number(lambda value: 0 <= value <= 1)),
+    "seed": ("null, or -2^63 to 2^63 - 1", lambda value: value is None or _is_seed(value)),
+    "stop_token_ids": ("at most 4096 ids, 0 to 2^31 - 1", _few(4096, _whole(0))),
+    "stop": ("at most 64 texts that are not empty, of at most 1024 characters", _few(64, _is_stop)),
+    "log_probs": ("processed or raw", lambda value: value in ("processed", "raw")),
+}
+
+
+def _check(_: Any, attribute: Any, value: Any) -> None:
+    expected, fits = _RANGES[attribute.name]
+    if not fits(value):
+        message, where = f"{attribute.name} is out of range", f"sampling.{attribute.name}"
+        raise RolloutError(message, code="rollout.request", where=where, expected=expected, found=repr(value)[:200])
+
+
+def _ranged(default: Any, help: str) -> Any:
+    return option(default, help=help, validator=_check)
 
 
 @attrs.frozen(kw_only=True)
@@ -69,52 +78,21 @@ class SamplingParams:
     a value out of it is refused (``rollout.request``).
     """
 
-    max_new_tokens: int = option(
-        128, help="longest response, in tokens", validator=_ranged("1 to 2^31 - 1", _whole(1, _INT32))
+    max_new_tokens: int = _ranged(128, "longest response, in tokens")
+    temperature: float = _ranged(1.0, "logits are divided by it, 0.01 to 100; 0: greedy")
+    top_p: float = _ranged(1.0, "keep the likeliest tokens that together have this probability; 1: all")
+    top_k: int = _ranged(0, "keep so many of the likeliest tokens; 0: all")
+    min_p: float = _ranged(0.0, "keep tokens of at least this share of the likeliest one's probability; 0: all")
+    seed: int | None = _ranged(
+        None, "seed of a request; of a run: the base of its requests' seeds; null: the replica's, or the run's seed"
     )
-    temperature: float = option(
-        1.0,
-        help="logits are divided by it, 0.01 to 100; 0: greedy",
-        validator=_ranged("0 (greedy), or 0.01 to 100", _number(lambda value: value == 0 or 0.01 <= value <= 100)),
-    )
-    top_p: float = option(
-        1.0,
-        help="keep the likeliest tokens that together have this probability; 1: all",
-        validator=_ranged("more than 0, at most 1", _number(lambda value: 0 < value <= 1)),
-    )
-    top_k: int = option(
-        0,
-        help="keep so many of the likeliest tokens; 0: all",
-        validator=_ranged("0 (off) to 2^31 - 1", _whole(0, _INT32)),
-    )
-    min_p: float = option(
-        0.0,
-        help="keep tokens of at least this share of the likeliest one's probability; 0: all",
-        validator=_ranged("0 to 1", _number(lambda value: 0 <= value <= 1)),
-    )
-    seed: int | None = option(
-        None,
-        help="seed of a request; of a run: the base of its requests' seeds; null: the replica's, or the run's seed",
-        validator=_ranged("null, or -2^63 to 2^63 - 1", lambda value: value is None or _is_seed(value)),
-    )
-    stop_token_ids: tuple[int, ...] = option(
-        (),
-        help="tokens that end a response, beside the model's own",
-        validator=_ranged("at most 4096 ids, 0 to 2^31 - 1", _few(4096, _whole(0, _INT32))),
-    )
-    stop: tuple[str, ...] = option(
-        (),
-        help="texts that end a response; the text only finds the end, it is never tokenised again",
-        validator=_ranged(
-            "at most 64 texts that are not empty, of at most 1024 characters",
-            _few(64, lambda text: isinstance(text, str) and 0 < len(text) <= 1024),
-        ),
+    stop_token_ids: tuple[int, ...] = _ranged((), "tokens that end a response, beside the model's own")
+    stop: tuple[str, ...] = _ranged(
+        (), "texts that end a response; the text only finds the end, it is never tokenised again"
     )
     ignore_eos: bool = option(False, help="go on after the model's own end tokens")
-    log_probs: Literal["processed", "raw"] = option(
-        "processed",
-        help="processed: of the distribution that was drawn from; raw: of the logits at temperature 1",
-        validator=_ranged("processed or raw", lambda value: value in ("processed", "raw")),
+    log_probs: Literal["processed", "raw"] = _ranged(
+        "processed", "processed: of the distribution that was drawn from; raw: of the logits at temperature 1"
     )
 
 

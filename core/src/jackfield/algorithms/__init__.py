@@ -11,7 +11,7 @@ from __future__ import annotations
 from jackfield.algorithms.advantages import advantages
 from jackfield.algorithms.aggregation import aggregate
 from jackfield.algorithms.correction import Correction
-from jackfield.algorithms.kl import KLController, kl
+from jackfield.algorithms.kl import kl
 from jackfield.algorithms.losses import (
     VALUE_LOSS,
     LossSpec,
@@ -38,7 +38,6 @@ __all__ = [
     "VALUE_LOSS",
     "Algorithm",
     "Correction",
-    "KLController",
     "LossSpec",
     "Part",
     "Shaping",

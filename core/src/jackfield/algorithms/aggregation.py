@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jackfield.algorithms.registry import part, register
 from jackfield.errors import ConfigError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def aggregate(
     values: Tensor,
     mask: Tensor,
-    mode: str,
+    aggregation: str = "token-mean",
     *,
     global_tokens: float,
     global_sequences: float,
@@ -28,15 +28,14 @@ def aggregate(
     Args:
         values: float ``[B, T]``; or one per sequence, ``[B]``: then each sequence counts as one token.
         mask: bool or float ``[B, T]``; positions of 0 do not count, whatever they hold (NaN included).
-        mode: ``token-mean``, ``token-sum``, ``seq-mean-token-{sum,sum-norm,mean}``.
+        aggregation: ``token-mean``, ``token-sum``, ``seq-mean-token-{sum,sum-norm,mean}``.
         global_tokens: masked tokens in the whole batch.
         global_sequences: sequences in the whole batch.
         length_norm: the constant of ``seq-mean-token-sum-norm``, the same for the whole run (Dr. GRPO: the longest
             response that may be generated). None: the width T of ``values``, which is only right where every part of
             the batch is padded to one width.
 
-    Raises:
-        ConfigError: ``algorithm.unknown`` or ``algorithm.input``.
+    An unknown aggregation and a ``length_norm`` of 0 or less are refused (``algorithm.unknown``, ``algorithm.input``).
     """
     if values.dim() == 1:
         values, mask, global_tokens = (values.unsqueeze(-1), mask.new_ones((len(values), 1)), global_sequences)
@@ -45,15 +44,14 @@ def aggregate(
         raise ConfigError("length_norm must be positive", code="algorithm.input", found=length_norm)
     offered = {"kept": values.masked_fill(mask == 0, 0.0), "mask": mask.to(values.dtype), "length_norm": length_norm}
     counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
-    share: Tensor = part("aggregation", mode)({**offered, **counts})
+    share: Tensor = part("aggregation", aggregation)({**offered, **counts})
     return share
 
 
-def means(metrics: Mapping[str, Tensor], mask: Tensor, like: Tensor, **counts: float) -> dict[str, Tensor]:
-    """Return the shares in the batch's means of metrics, in ``like``'s dtype."""
-    return {
-        name: aggregate(value.detach().to(like.dtype), mask, "token-mean", **counts) for name, value in metrics.items()
-    }
+def means(metrics: Mapping[str, Tensor], mask: Tensor, like: Tensor, **averaging: Any) -> dict[str, Tensor]:
+    """Return the shares in the batch's means of metrics, in ``like``'s dtype, whatever the loss's own aggregation."""
+    how = {**averaging, "aggregation": "token-mean"}
+    return {name: aggregate(value.detach().to(like.dtype), mask, **how) for name, value in metrics.items()}
 
 
 @register("aggregation", "token-mean", "token")

@@ -74,10 +74,7 @@ class Correction:
             are; scalars: ``mean``, ``std``, ``min``, ``max`` of the bounded weights, ``effective_sample_size``
             ((sum w)^2 / (n sum w^2)), ``fraction_high`` and ``fraction_low`` (ratios beyond the bounds),
             ``fraction_rejected`` (tokens), ``kl`` and ``kl_k3`` (of pi_rollout from pi: means of -log rho and of
-            rho - 1 - log rho), ``batch_norm``.
-
-        Raises:
-            ConfigError: ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
+            rho - 1 - log rho), ``batch_norm``. Errors are ``algorithm.input`` and ``algorithm.not-finite``.
         """
         tensors = {"log_probs": log_probs.detach(), "rollout_log_probs": rollout_log_probs.detach()}
         own, rollout = clean(tensors, response_mask).values()

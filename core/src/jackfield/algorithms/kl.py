@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence to a reference, per token, and its coefficient.
+"""Estimators of the KL divergence to a reference, per token.
 
 J. Schulman, "Approximating KL divergence", 2020. With r = pi_ref / pi and samples from pi, E[k1] = E[k3] = KL(pi,
 pi_ref).
@@ -9,12 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import attrs
-from attrs.validators import gt, optional
-
 from jackfield.algorithms.registry import part, register
 from jackfield.algorithms.tensors import CLAMP, log_ratio
-from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +24,7 @@ def kl(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Te
             (``k1+``, ``k3+``, ``abs+``, ``low_var_kl+``), or ``k3_corrected``.
         log_probs: of the policy.
         ref_log_probs: of the reference.
-        old_log_probs: of the behaviour policy; only estimators that correct for it use it.
-
-    Raises:
-        ConfigError: ``algorithm.unknown`` or ``algorithm.input``.
+        old_log_probs: of the behaviour policy; an estimator that corrects for it refuses to be without it.
     """
     offered = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
     value: Tensor = part("kl", name)(offered)
@@ -86,30 +79,3 @@ def _k3_corrected(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tenso
     arXiv:2512.02556]
     """
     return log_ratio(log_probs, old_log_probs).exp() * _k3(ref_log_probs - log_probs)
-
-
-@attrs.define(kw_only=True)
-class KLController:
-    """The coefficient of the KL penalty: constant, or steered to a target.
-
-    ``coefficient *= 1 + clip(current / target - 1, -0.2, 0.2) * samples / horizon`` (Ziegler et al., arXiv:1909.08593,
-    section 2.2). Its whole state is ``coefficient``.
-    """
-
-    coefficient: float
-    target: float | None = attrs.field(default=None, validator=optional(gt(0.0)))  #: None: the coefficient is constant
-    horizon: float = attrs.field(default=10000.0, validator=gt(0.0))  #: in samples
-
-    def update(self, current: float, samples: int) -> float:
-        """Take in the KL of ``samples`` samples; return the new coefficient.
-
-        Raises:
-            ConfigError: ``algorithm.not-finite``.
-        """
-        if self.target is None:
-            return self.coefficient
-        if not abs(current) < float("inf"):
-            raise ConfigError(f"the KL is {current}", code="algorithm.not-finite", where="KLController.update")
-        error = min(max(current / self.target - 1.0, -0.2), 0.2)
-        self.coefficient *= 1.0 + error * samples / self.horizon
-        return self.coefficient

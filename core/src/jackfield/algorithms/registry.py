@@ -172,10 +172,8 @@ def register(kind: str, name: str, scope: Scope, **fields: Any) -> Callable[[F],
 def register_part(kind: str, name: str, candidate: Part | Callable[..., Any]) -> None:
     """Register what a plugin's hook ``register_parts`` offers.
 
-    A bare function counts as scope ``batch``, which every schedule that hands out whole batches supports.
-
-    Raises:
-        ConfigError: another part of this kind has this name, or a Part is offered under another one.
+    A bare function counts as scope ``batch``, which every schedule that hands out whole batches supports. Two parts of
+    one kind and name, and a Part that is offered under another name than its own, are refused.
     """
     if not isinstance(candidate, Part):
         candidate = Part(kind=kind, name=name, function=candidate, scope="batch")

@@ -146,12 +146,8 @@ def _gdpo(
     """
     groups, dimensions = Groups(group_ids), reward_dimensions.shape[1]
     if weights is not None and len(weights) != dimensions:
-        raise ConfigError(
-            "gdpo needs one weight for each reward dimension",
-            code="algorithm.input",
-            expected=dimensions,
-            found=len(weights),
-        )
+        message = f"gdpo needs a weight for each of {dimensions} reward dimensions"
+        raise ConfigError(message, code="algorithm.input", found=len(weights))
     normalized = groups.relative(reward_dimensions.double(), eps)
     total = (normalized * normalized.new_tensor(weights or [1.0] * dimensions)).sum(-1)
     if normalize_over_batch:

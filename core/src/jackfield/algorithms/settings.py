@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -10,8 +11,8 @@ from attrs.validators import ge, gt, le, optional
 
 from jackfield.abc.engine import OptimizerSpec
 from jackfield.algorithms.correction import Correction
-from jackfield.algorithms.kl import KLController
 from jackfield.algorithms.shaping import Shaping
+from jackfield.errors import ConfigError
 from jackfield.settings import option
 
 
@@ -43,9 +44,21 @@ class KLSettings:
     )
     horizon: float = option(10000.0, help="samples over which the controller corrects", validator=gt(0.0))
 
-    def controller(self) -> KLController:
-        """Return a controller of the coefficient, at its beginning."""
-        return KLController(coefficient=self.coefficient, target=self.target, horizon=self.horizon)
+    def adapted(self, coefficient: float, current: float, samples: int) -> float:
+        """Return the coefficient after ``samples`` samples of KL ``current`` per token; constant without a target.
+
+        It is multiplied by 1 + clip(current / target - 1, -0.2, 0.2) * samples / horizon (Ziegler et al.,
+        arXiv:1909.08593, section 2.2).
+
+        Raises:
+            ConfigError: ``algorithm.not-finite``.
+        """
+        if self.target is None:
+            return coefficient
+        if not math.isfinite(current):
+            raise ConfigError(f"the KL is {current}", code="algorithm.not-finite", where="algorithm.kl.target")
+        error = min(max(current / self.target - 1.0, -0.2), 0.2)
+        return coefficient * (1.0 + error * samples / self.horizon)
 
 
 @attrs.frozen(kw_only=True)

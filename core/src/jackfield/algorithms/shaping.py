@@ -39,11 +39,7 @@ class Shaping:
         return self.clip is not None or self.normalize or self.overlong_length is not None
 
     def shape(self, totals: Tensor, lengths: Tensor) -> Tensor:
-        """Shape the rewards of whole responses: ``totals`` float ``[B]``, ``lengths`` in tokens, int ``[B]``.
-
-        Raises:
-            ConfigError: ``algorithm.input``.
-        """
+        """Shape the rewards of whole responses: ``totals`` float ``[B]``, ``lengths`` in tokens, int ``[B]``."""
         if self.clip is not None:
             totals = clip_rewards(totals, low=self.clip[0], high=self.clip[1])
         if self.normalize:
@@ -70,11 +66,8 @@ def kl_in_reward(
     All tensors are ``[B, T]``; ``log_probs`` are those of the policy that generated (or of pi_old). Rewards of
     observation tokens stay as they are. ``estimator`` is a name of :func:`jackfield.algorithms.kl`.
 
-    Returns:
-        ``(token_rewards, kl)``: ``[B, T]``, and the mean KL per model token, a scalar, for a controller.
-
-    Raises:
-        ConfigError: ``algorithm.unknown``, ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
+    It returns ``(token_rewards, kl)``: ``[B, T]``, and the mean KL per model token, a scalar, to adapt the coefficient.
+    Errors are ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (names the first row).
     """
     require_shapes({"token_rewards": token_rewards}, response_mask.shape)
     tensors = clean({"log_probs": log_probs.detach(), "ref_log_probs": ref_log_probs.detach()}, response_mask)
@@ -90,10 +83,8 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: N
     arXiv:2503.14476, equation 13]
 
     ``lengths`` (int ``[B]``), ``max_length``, from which on the penalty is ``-factor``, and ``buffer``, over which it
-    grows from 0, are in tokens. The result is float ``[B]``, never positive.
-
-    Raises:
-        ConfigError: ``algorithm.input``.
+    grows from 0, are in tokens. The result is float ``[B]``, never positive. A buffer longer than ``max_length`` is
+    refused (``algorithm.input``).
     """
     if not 0 < buffer <= max_length:
         found = f"buffer {buffer}, max_length {max_length}"
@@ -126,11 +117,7 @@ def normalize_rewards(scores: Tensor, *, center: bool = True, eps: Epsilon = 1e-
 
 @register("shaping", "clip_rewards", "token")
 def clip_rewards(rewards: Tensor, *, low: float, high: float) -> Tensor:
-    """clip(R, low, high), any shape.
-
-    Raises:
-        ConfigError: ``algorithm.input``.
-    """
+    """clip(R, low, high), any shape. Bounds that do not ascend are refused (``algorithm.input``)."""
     if not low < high:
         raise ConfigError("clip_rewards needs low < high", code="algorithm.input", found=f"{low}, {high}")
     return rewards.clamp(low, high)
@@ -144,10 +131,8 @@ def fill_failed(scores: Tensor, failed: Tensor, group_ids: Tensor) -> tuple[Tens
     Differs: A group that failed as a whole has no mean: its rows are reported, not scored 0.
 
     ``scores`` float, ``failed`` bool and ``group_ids`` int are ``[B]``; what a failed row holds does not matter, NaN
-    included. It returns both, ``[B]``: still failed (and 0) are the rows of groups without any score.
-
-    Raises:
-        ConfigError: ``algorithm.not-finite``: a score that has not failed is NaN or infinite (names the first row).
+    included. It returns both, ``[B]``: still failed (and 0) are the rows of groups without any score. A score that has
+    not failed and is NaN or infinite is refused (``algorithm.not-finite``), with its row.
     """
     known_scores = scores.masked_fill(failed, 0.0)
     require_finite({"a score that has not failed": known_scores}, None, "report a failure status in its place")

@@ -21,7 +21,8 @@ from jackfield.compose.resolve import log_prob_check_options, rollout_bound
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import as_plain
-from jackfield.data.tasks import SeededOrder, Task, TaskSet
+from jackfield.data.task_set import SeededOrder, TaskSet
+from jackfield.data.tasks import Task
 from jackfield.queue import GroupKey, Values
 from jackfield.queue.remote import connect_queue
 from jackfield.runtime.engine_group import EngineGroup

@@ -19,7 +19,8 @@ from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.compose.checks import refusal
 from jackfield.compose.folder import find_queue
 from jackfield.config.sections import MixingConfig, RunConfig
-from jackfield.data.tasks import Task, TaskSet
+from jackfield.data.task_set import TaskSet
+from jackfield.data.tasks import Task
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError
 from jackfield.queue import TransferQueue, Values

@@ -29,7 +29,7 @@ from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, resolve_defaults, show
-from jackfield.data.tasks import TaskSet
+from jackfield.data.task_set import TaskSet
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.files import replace_file
 from jackfield.imports import collection_paused

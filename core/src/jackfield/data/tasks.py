@@ -1,39 +1,30 @@
-"""Tasks: what a model is asked, what is right, and in which order tasks come.
+"""Tasks: what a model is asked and what is right, and how a record becomes one.
 
-A :class:`TaskSet` reads a JSONL file, in GSM8K's own format by default. It keeps byte offsets, not text, so that a file
-may be larger than memory. A :class:`SeededOrder` is an endless shuffled walk over task numbers whose only state is a
-position.
+A record holds texts or conversations, lists of messages, as prompt and as answers. What is refused is
+``data.malformed``.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
-import math
-import struct
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
 
 import attrs
-import xxhash
 
-from jackfield.data.conversations import (
-    Answer,
-    Conversation,
-    check_preference,
-    check_turn,
-    implied_prompt,
-    is_conversation,
-    plain_text,
-    read_answer,
-    read_conversation,
-    split,
-    unpacked,
-)
-from jackfield.data.sources import JsonLines, malformed, naming
 from jackfield.errors import ConfigError, DataError
 from jackfield.settings import option
 
+Conversation: TypeAlias = tuple[Mapping[str, Any], ...]  #: messages with a role and content each
+Answer: TypeAlias = str | Conversation  #: a text, or the messages that follow the prompt
+
+_ASKING = ("user", "system", "developer")  #: roles of which the last ends the prompt of a conversation
+_ROLES = {*_ASKING, "assistant", "tool", "function"}
+_PACKED = re.compile(r"""\s*\[\s*\{\s*(['"])\w+\1\s*:""")
+_MESSAGES = "a list of messages, each with a role (a text) and content (a text, or parts)"
 #: Parameters of an agent loop's ``run`` beside the fields.
 _RESERVED = frozenset({"self", "sampling_params"})
 _MISSING = "name the right keys of the records in data.format; null where they have none"
@@ -52,24 +43,10 @@ class Task:
     rejected: Answer | None = None  #: what a preference ranks below the response
     place: str = attrs.field(default="", eq=False)  #: for errors: ``file:line``
 
-    @property
-    def digest(self) -> str:
-        """xxh3_128 of the content, the id left out: the same text has the same digest in any file."""
-        content = [list(self.messages), self.ground_truth, self.data_source, self.response]
-        content += [] if self.rejected is None else [self.rejected]
-        return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, ensure_ascii=False).encode())
-
     def agent_fields(self) -> dict[str, Any]:
-        """Keywords for an agent loop's ``run``: the record, and the task's own ``messages``, ``task_id``,
-        ``data_source`` and ``ground_truth``, which win over fields of these names.
-        """
-        return {
-            **self.fields,
-            "messages": list(self.messages),
-            "task_id": self.id,
-            "data_source": self.data_source,
-            "ground_truth": self.ground_truth,
-        }
+        """Return keywords for an agent loop's ``run``: the record's fields, in which the task's own ones win."""
+        own = {"task_id": self.id, "data_source": self.data_source, "ground_truth": self.ground_truth}
+        return {**self.fields, "messages": list(self.messages), **own}
 
 
 @attrs.frozen(kw_only=True)
@@ -102,30 +79,14 @@ class TaskFormat:
 
     def __attrs_post_init__(self) -> None:
         if "{prompt}" not in self.prompt_template:
-            raise ConfigError(
-                "the prompt template does not contain the problem",
-                where="prompt_template",
-                expected="a text with {prompt} in it",
-                found=repr(self.prompt_template),
-            )
+            details = {"where": "prompt_template", "expected": "a text with {prompt} in it"}
+            raise ConfigError("the template does not contain the problem", **details, found=repr(self.prompt_template))
         if self.messages_key is not None and self.prompt_template != "{prompt}":
-            raise ConfigError(
-                "a prompt template has no effect on whole conversations",
-                where="prompt_template",
-                fix="remove prompt_template, or messages_key",
-            )
+            fix = "remove prompt_template, or messages_key"
+            raise ConfigError("a prompt template has no effect on conversations", where="prompt_template", fix=fix)
 
     def task(self, record: Any, default_id: str, default_source: str) -> Task:
-        """Make a task of a parsed line.
-
-        Args:
-            record: with the fields that this format names.
-            default_id: the id of a record without one.
-            default_source: the data source of a record without one.
-
-        Raises:
-            DataError: ``data.malformed``, with what is missing.
-        """
+        """Make a task of a parsed line; the defaults are for a record without an id, or without a data source."""
         if not isinstance(record, dict):
             raise malformed("a line is not a JSON object", "a JSON object", type(record).__name__)
         for name in _RESERVED & record.keys():
@@ -183,114 +144,6 @@ class TaskFormat:
         return split(messages, key)
 
 
-class TaskSet(Sequence[Task]):
-    """The tasks of a file, by number.
-
-    The file stays open and is read where needed. A number is stable as long as the file is: :attr:`digest` tells.
-
-    Args:
-        file: a JSONL file.
-        task_format: how records become tasks; GSM8K's format by default.
-        limit: use the first so many tasks only.
-        answers: refuse a record without an answer to learn from.
-
-    Raises:
-        DataError: ``data.missing``, ``data.empty``, ``data.malformed`` (lines in the first 64 MiB of the file are
-            checked here, ids among them for doubles; later lines when they are used).
-    """
-
-    def __init__(
-        self,
-        file: str | Path,
-        task_format: TaskFormat | None = None,
-        *,
-        limit: int | None = None,
-        answers: bool = False,
-    ) -> None:
-        self.answers = answers  #: whether each task has an answer to learn from
-        self._source, self._format = JsonLines(Path(file)), task_format or TaskFormat()
-        self._length = len(self._source) if limit is None else min(limit, len(self._source))
-        #: the numbers of the tasks that were checked when the file was opened
-        self.checked = range(min(self._source.checked, self._length))
-        if not self._length:
-            raise DataError(
-                "there are no tasks", code="data.empty", where=str(file), expected="one JSON object per line"
-            )
-        seen: dict[str, str] = {}
-        for task in map(self.__getitem__, self.checked):
-            if task.id in seen:
-                with naming(task.place):
-                    raise malformed("two tasks have one id", "unique ids", f"{task.id!r}, as in {seen[task.id]}")
-            seen[task.id] = task.place
-
-    @property
-    def digest(self) -> str:
-        """xxh3_128 over the file's digest: what a resumed run compares."""
-        return xxhash.xxh3_128_hexdigest(self._source.digest.encode())
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, number: Any) -> Any:
-        """One task by number, or a list of them by a slice."""
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(self._length))]
-        index = number + self._length if number < 0 else number
-        if not 0 <= index < self._length:
-            raise IndexError(f"task {number} of {self._length}")
-        line, stem = self._source.line(index), self._source.path.stem
-        place = f"{self._source.path}:{line}"
-        with naming(place):
-            task = attrs.evolve(self._format.task(self._source.record(index), f"{stem}:{line}", stem), place=place)
-            if self.answers and task.response is None:
-                raise malformed(
-                    "a record has no answer to learn from",
-                    "a text or messages in data.format.response_key, or a conversation that ends with the assistant",
-                    f"a prompt that ends with the role {task.messages[-1]['role']!r}, and no answer to it",
-                    "correct the line, or name the right fields in data.format",
-                )
-        return task
-
-
-@attrs.frozen
-class SeededOrder:
-    """An endless walk over the numbers 0 … size-1: each epoch is another permutation, fixed by seed and epoch.
-
-    The state of a walk is its position, and any position costs the same: a Feistel network with modular addition
-    permutes the numbers (format-preserving encryption; Black and Rogaway, "Ciphers with arbitrary finite domains",
-    2002), so that no permutation is ever stored. The end of one epoch may name a number that the next begins with:
-    within a batch, tell samples apart by position, not by task.
-    """
-
-    size: int = attrs.field(validator=attrs.validators.ge(1))
-    seed: int = 0
-    shuffle: bool = attrs.field(default=True, kw_only=True)  #: False: every epoch is 0, 1, 2, …
-
-    def index(self, position: int) -> int:
-        """The number at a position of the walk; positions count from 0 through all epochs."""
-        if position < 0:
-            raise IndexError(f"position {position} is before the beginning")
-        epoch, place = divmod(position, self.size)
-        return self._permute(place, epoch) if self.shuffle else place
-
-    def _permute(self, place: int, epoch: int) -> int:
-        rows = math.isqrt(self.size - 1) + 1
-        columns = -(-self.size // rows)
-        key = xxhash.xxh3_64_intdigest(f"{self.seed}:{epoch}".encode())
-        while True:  # the network permutes rows x columns >= size numbers: walk until inside again
-            left, right = divmod(place, columns)
-            for turn in range(0, 8, 2):
-                left = (left + _mix(key, turn, right)) % rows
-                right = (right + _mix(key, turn + 1, left)) % columns
-            place = left * columns + right
-            if place < self.size:
-                return place
-
-
-def _mix(key: int, turn: int, value: int) -> int:
-    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", turn, value), seed=key)
-
-
 def _lookup(record: dict[str, Any], path: str) -> Any:
     if path in record:
         return record[path]
@@ -301,3 +154,128 @@ def _lookup(record: dict[str, Any], path: str) -> Any:
             raise malformed(f"field {path!r} is missing", f"a field {path!r}", fields, _MISSING)
         value = value[key]
     return value
+
+
+def unpacked(value: Any) -> Any:
+    """Return messages that a table has as a text (JSON, or Python's notation, as pandas writes CSV); else the value.
+
+    A text is taken for messages only if the whole of it is a list of objects with a known role and content each.
+    """
+    if not isinstance(value, str) or not _PACKED.match(value):
+        return value
+    for parse in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = parse(value.strip())
+            roles = [message.get("role") for message in found] if is_conversation(found) else [None]
+            return found if set(roles) <= _ROLES else value
+    return value
+
+
+def read_conversation(value: Any, key: str) -> Conversation:
+    """Check a list of messages."""
+    if not is_conversation(value):
+        raise malformed(f"field {key!r} is not a conversation", _MESSAGES, repr(value)[:200])
+    return tuple(value)
+
+
+def read_answer(value: Any, key: str) -> Answer:
+    """Check an answer that is taught: a text, a number (as its JSON text), or a list of messages."""
+    if isinstance(value, str | int | float):
+        return plain_text(value)
+    if not isinstance(value, list):
+        raise malformed(f"field {key!r} is not an answer", f"a text, or {_MESSAGES}", repr(value)[:200])
+    return read_conversation(value, key)
+
+
+def check_turn(answer: Answer | None) -> None:
+    """Refuse messages that do not begin and end with the assistant."""
+    roles = [message["role"] for message in answer] if isinstance(answer, tuple) else ["assistant"]
+    if roles[:1] != ["assistant"] or roles[-1:] != ["assistant"]:
+        raise malformed(
+            "the messages of an answer do not begin and end with the assistant's",
+            "messages from the assistant's first to its last; the prompt is apart",
+            f"the roles {', '.join(roles) or '(none)'}",
+            "where the answer repeats the whole conversation, set data.format.prompt_key to null",
+        )
+
+
+def check_preference(better: Answer | None, worse: Answer) -> None:
+    """Refuse two answers of which neither is the better one."""
+    one, other = (
+        each[0]["content"] if isinstance(each, tuple) and len(each) == 1 else each for each in (better, worse)
+    )
+    if one == other:
+        found = repr(one)[:200]
+        raise malformed("the two answers are the same", "two different answers", found, "leave the record out")
+
+
+def split(messages: Conversation, key: str) -> tuple[Conversation, Conversation | None]:
+    """Return prompt and answer of a conversation; no answer where the assistant does not have the last word.
+
+    The answer is the last turn: what follows the last message of a user (or system), from the assistant's first
+    message on, tool calls and their results included. A conversation without a prompt is refused.
+    """
+    roles = [message["role"] for message in messages]
+    if roles[-1] != "assistant":
+        return messages, None
+    asked = max((index for index, role in enumerate(roles) if role in _ASKING), default=-1)
+    first = roles.index("assistant", asked + 1)
+    if not first:
+        found = f"the roles {', '.join(roles)}"
+        raise malformed(f"the conversation {key!r} has no prompt", "a message before the assistant's", found)
+    return messages[:first], messages[first:]
+
+
+def implied_prompt(
+    answer: Answer | None, rejected: Answer | None
+) -> tuple[Conversation, Conversation, Conversation | None]:
+    """Return prompt and answers where answers repeat the whole conversation: the prompt is what two of them share."""
+    if not isinstance(answer, tuple) or isinstance(rejected, str):
+        expected = "whole conversations, as lists of messages, as data.format.prompt_key is null"
+        fix = "name the prompt's field as data.format.prompt_key"
+        raise malformed("the answers do not hold the prompt", expected, "a text", fix)
+    if rejected is None:
+        prompt, own = split(answer, "response_key")
+        check_turn(own or ())
+        return prompt, own or (), None
+    shared = next((n for n, pair in enumerate(zip(answer, rejected, strict=False)) if pair[0] != pair[1]), 0)
+    if not shared:
+        found = "the same conversation twice" if answer == rejected else "nothing in common at the beginning"
+        expected = "messages that both share, then two answers"
+        raise malformed("the two conversations imply no prompt", expected, found)
+    for each in (answer[shared:], rejected[shared:]):
+        check_turn(each)
+    return answer[:shared], answer[shared:], rejected[shared:]
+
+
+def plain_text(value: Any) -> str:
+    """Return a text as it is, the last message's content of a conversation, and anything else as JSON."""
+    if is_conversation(value):
+        value = value[-1].get("content")
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def is_conversation(value: Any) -> bool:
+    """Return whether a value is a list of at least one message."""
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), str | list) or bool(value.get("tool_calls"))
+
+
+def malformed(message: str, expected: str, found: str, fix: str = "correct the line, or leave it out") -> DataError:
+    """Return the error of a record that is refused; :func:`naming` adds its place."""
+    return DataError(message, code="data.malformed", expected=expected, found=found, fix=fix)
+
+
+@contextlib.contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Name the place of a record, ``file:line``, in an error that is raised about it."""
+    try:
+        yield
+    except DataError as error:
+        error.where = place if error.where is None else f"{place} ({error.where})"
+        raise

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jackfield.abc.agent import ChatTokenizer
-from jackfield.data.sources import naming
-from jackfield.data.tasks import Task
+from jackfield.data.tasks import Task, naming
 from jackfield.errors import DataError
 
 if TYPE_CHECKING:
@@ -98,8 +97,7 @@ class HuggingFaceChatTokenizer:
     def encode_chat(self, messages: _Messages) -> tuple[int, ...]:
         """Tokens of a conversation, up to where the model has to answer. Cached: runs of a group share their prompt.
 
-        Raises:
-            DataError: ``data.malformed`` when the template refuses the messages.
+        Messages that the template refuses are ``data.malformed``.
         """
         return self._encode_chat(json.dumps(list(messages), default=dict))
 
@@ -107,10 +105,8 @@ class HuggingFaceChatTokenizer:
         """Tokens that append further messages after the model's own answer, up to where it has to answer again.
 
         The answer is taken to end with one of :attr:`end_token_ids`; that token is not repeated. Thinking that a
-        template would remove from earlier answers stays: it is what the model saw.
-
-        Raises:
-            DataError: ``data.not-append-only`` when the template would change the turns before.
+        template would remove from earlier answers stays: it is what the model saw. A template that would change the
+        turns before is refused (``data.not-append-only``).
         """
         before = self._render([_QUESTION], generation_prompt=False)
         after = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages], generation_prompt=True)
@@ -133,11 +129,8 @@ class HuggingFaceChatTokenizer:
         """Tokens of messages that are taught, as the template renders them behind the prompt, and their mask.
 
         The mask is 1 on what the assistant says, the token that ends its turn included, and 0 on tools' results, on
-        headers of turns and on what the template puts behind the last turn.
-
-        Args:
-            messages: the prompt's.
-            completion: what follows; its last message is the assistant's.
+        headers of turns and on what the template puts behind the last turn. ``messages`` are the prompt's; the last of
+        ``completion`` is the assistant's.
 
         Raises:
             DataError: ``data.not-append-only``: the tokens of the prompt, or of the turns before an answer, do not
@@ -268,10 +261,8 @@ def encode_answers(tokenizer: HuggingFaceChatTokenizer, task: Task) -> list[tupl
 def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size: int) -> None:
     """Refuse a tokenizer that can make token ids which the model's embedding does not have.
 
-    A model with more rows than the tokenizer has tokens is fine (rows are padded to round numbers).
-
-    Raises:
-        DataError: ``data.vocabulary``.
+    A model with more rows than the tokenizer has tokens is fine (rows are padded to round numbers). The error is
+    ``data.vocabulary``.
     """
     largest = max(tokenizer.tokenizer.get_vocab().values())  # with added tokens
     if largest >= model_vocabulary_size:

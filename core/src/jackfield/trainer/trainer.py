@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from jackfield.algorithms import VALUE_LOSS, KLController, LossSpec
+from jackfield.algorithms import VALUE_LOSS, LossSpec
 from jackfield.cluster.device import DeviceLease
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
@@ -58,14 +58,14 @@ class Trainer:
     evaluator: Evaluator
     checkpoints: Checkpointer
     placement: DeviceLease
-    kl: KLController = attrs.field(init=False)  #: of the KL to the reference, in the loss or in the reward
+    kl_coefficient: float = attrs.field(init=False)  #: of the KL to the reference, in the loss or in the reward
     updated: int = attrs.field(default=0, init=False)  #: steps that are in the engine's weights
     _synced: SyncReport | None = attrs.field(default=None, init=False)  #: of the newest version that was published
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
     def __attrs_post_init__(self) -> None:
         """Begin with the coefficient of the KL that is configured."""
-        self.kl = self.role.config.algorithm.kl.controller()
+        self.kl_coefficient = self.role.config.algorithm.kl.coefficient
 
     async def begin(self, first_step: int = 0, restored: Mapping[str, Any] | None = None) -> None:
         """Evaluate the initial model, or bring restored weights to the replicas, before explorers start.
@@ -76,7 +76,7 @@ class Trainer:
         if restored is None:
             await self.evaluate(0)
         else:
-            self.kl.coefficient = restored["kl_coefficient"]
+            self.kl_coefficient = restored["kl_coefficient"]
             if self.sync is not None:
                 async with self.placement.hold("train"):
                     self._synced = await self.sync(first_step)
@@ -148,7 +148,7 @@ class Trainer:
         """Turn rewards into advantages, unless the data's own answers are the target."""
         if self.role.algorithm.advantages is not None:
             async with self.role.measure("advantages", "trainer", step.number):
-                metrics, written = await self.role.workers.estimator.estimate(step.batch, self.kl.coefficient)
+                metrics, written = await self.role.workers.estimator.estimate(step.batch, self.kl_coefficient)
                 await self.role.queue.add_columns(step.rows, written)
                 step.metrics |= metrics
 
@@ -177,10 +177,10 @@ class Trainer:
                 found.setdefault(name, []).append(value)
         step.metrics |= {name: sum(values) / len(values) for name, values in found.items()}
         if "policy/kl" in step.metrics:
-            step.metrics["policy/kl_coefficient"] = self.kl.coefficient
-            self.kl.update(step.metrics["policy/kl"], len(step.rows))
-        if self.role.algorithm.kl_in_reward:
-            self.kl.update(step.metrics["reward/kl"], len(step.rows))
+            step.metrics["policy/kl_coefficient"] = self.kl_coefficient
+        if (kl := step.metrics.get("policy/kl", step.metrics.get("reward/kl"))) is not None:
+            settings = self.role.config.algorithm.kl
+            self.kl_coefficient = settings.adapted(self.kl_coefficient, kl, len(step.rows))
         self.updated = step.number + 1
 
     async def publish_weights(self, step: Step) -> None:
@@ -217,7 +217,7 @@ class Trainer:
         if not self.role.config.checkpoint.every:
             await self.role.queue.commit(steps_done - 1)  # no run goes on from here: there is nothing to wait for
         if self.checkpoints.is_due(steps_done):
-            await self.checkpoints.save(steps_done, {"kl_coefficient": self.kl.coefficient})
+            await self.checkpoints.save(steps_done, {"kl_coefficient": self.kl_coefficient})
 
     async def checkpoint_before(self, step: Step) -> int:
         """Write a checkpoint of the state before a step. Returns the number of completed steps.
@@ -226,7 +226,7 @@ class Trainer:
         """
         if step.number > self.checkpoints.saved:
             again_from = None if self.role.schedule.sync_offset else step.number
-            await self.checkpoints.save(step.number, {"kl_coefficient": self.kl.coefficient}, again_from=again_from)
+            await self.checkpoints.save(step.number, {"kl_coefficient": self.kl_coefficient}, again_from=again_from)
         return step.number
 
     async def release_explorers(self, steps_done: int) -> None:
@@ -258,7 +258,7 @@ class Trainer:
             await self.role.queue.add_columns(part, await self.role.workers.estimator.prepare(part))
         options = dict(algorithm.loss_options)
         if "kl" in options:
-            options["kl_coefficient"] = self.kl.coefficient
+            options["kl_coefficient"] = self.kl_coefficient
         loss = LossSpec(name=algorithm.loss, options=options, global_counts=global_counts(part.tags))
         update = await self.actor.update(part, loss, comparison)
         if comparison is not None:

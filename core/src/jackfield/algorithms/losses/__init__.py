@@ -76,13 +76,14 @@ def policy_loss(
     result, metrics = chosen(offered, options)
     del offered  # copies of the inputs; what the gradient needs of them is kept by what was computed
     terms: tuple[Term, ...] = result if isinstance(result, tuple) else (Term(values=result),)
+    averaging: dict[str, Any] = {"aggregation": aggregation, "length_norm": length_norm, **counts}
     shares = []
     for term in terms:
         values = _weighed(term.values, rollout_weights, response_mask)
-        mask, own = response_mask if term.mask is None else term.mask, {**counts, **term.counts}
-        shares.append(term.weight * aggregate(values, mask, aggregation, length_norm=length_norm, **own))
+        mask = response_mask if term.mask is None else term.mask
+        shares.append(term.weight * aggregate(values, mask, **{**averaging, **term.counts}))
     loss = sum(shares[1:], start=shares[0])
-    return loss, means(metrics, response_mask, loss, **counts)
+    return loss, means(metrics, response_mask, loss, **averaging)
 
 
 def prepare(name: str, *, log_probs: Tensor, response_mask: Tensor, **options: Any) -> dict[str, Tensor]:
@@ -92,7 +93,7 @@ def prepare(name: str, *, log_probs: Tensor, response_mask: Tensor, **options: A
     micro-batches as it is. Its rows can, once each carries these columns: pass them to :func:`policy_loss`.
 
     Args:
-        name: of the loss. One that can be split needs nothing: the answer is empty.
+        name: of the loss. One that can be split needs nothing: the result is empty.
         log_probs: of the policy as it is right before the optimizer step, over the whole batch, ``[B, T]``.
         response_mask: ``[B, T]``.
         **options: the same inputs and options as for :func:`policy_loss`.
@@ -110,12 +111,9 @@ def value_loss(
     values: Tensor,
     returns: Tensor,
     response_mask: Tensor,
-    global_tokens: int,
-    global_sequences: int,
     old_values: Tensor | None = None,
     clip: float | None = 0.2,
-    aggregation: str = "token-mean",
-    length_norm: float | None = None,
+    **averaging: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a critic and its metrics: the share of these rows.
 
@@ -126,12 +124,9 @@ def value_loss(
         values: of the critic, with gradients.
         returns: what they should be (:func:`jackfield.algorithms.advantages`).
         response_mask: bool or float.
-        global_tokens: masked tokens in the whole batch.
-        global_sequences: sequences in the whole batch.
         old_values: of the critic before this batch's updates; needed by ``clip``.
         clip: how far from ``old_values`` a prediction may get better; None: off.
-        aggregation: see :func:`aggregate`.
-        length_norm: see :func:`aggregate`.
+        **averaging: the counts, ``aggregation`` and ``length_norm`` of :func:`aggregate`.
 
     Raises:
         ConfigError: ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
@@ -145,11 +140,9 @@ def value_loss(
     if clip is not None:
         old = tensors["old_values"]
         clipped = (predicted.maximum(old - clip).minimum(old + clip) - target).square()
-    counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
-    losses = 0.5 * errors.maximum(clipped)
-    loss = aggregate(losses, response_mask, aggregation, length_norm=length_norm, **counts)
+    loss = aggregate(0.5 * errors.maximum(clipped), response_mask, **averaging)
     metrics = {"value/clip_fraction": clipped > errors, "value/mean": predicted, "value/squared_error": errors}
-    return loss, means(metrics, response_mask, loss, **counts)
+    return loss, means(metrics, response_mask, loss, **averaging)
 
 
 def _columns(chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -175,11 +168,8 @@ def _weighed(values: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:
     if weights is None:
         return values
     if values.dim() == 1:
-        raise ConfigError(
-            "a loss with one value per sequence takes no importance weights per token",
-            code="algorithm.input",
-            fix="leave the correction out, or choose a loss with a value per token",
-        )
+        fix = "leave the correction out, or choose a loss with a value per token"
+        raise ConfigError("a loss per sequence takes no weights per token", code="algorithm.input", fix=fix)
     return values * weights.detach().masked_fill(mask == 0, 0.0)
 
 
@@ -212,18 +202,15 @@ def resolve_loss(spec: LossSpec) -> LossFunction:
     Raises:
         ConfigError: ``algorithm.unknown`` or ``algorithm.input``: an option that the loss does not have.
     """
-    counts = {name: int(count) for name, count in spec.global_counts.items() if name in COUNTS}
-    averaged: dict[str, Any] = {name: counts[name] for name in ("global_tokens", "global_sequences")}
     if spec.name != VALUE_LOSS:
-        return _ComposedLoss(spec, counts, averaged)
+        return _ComposedLoss(spec)
+    counts: dict[str, Any] = {name: spec.global_counts[name] for name in ("global_tokens", "global_sequences")}
 
     def critic(output: TokenOutput, data: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         assert output.values is not None, "the model of a critic has a value head"
-        columns: dict[str, Any] = {name: data[name] for name in ("returns", "response_mask")}
+        columns = {"returns": data["returns"], "response_mask": data["response_mask"], "old_values": data.get("values")}
         with _naming_rows(data):
-            loss, metrics = value_loss(
-                values=output.values, old_values=data.get("values"), **columns, **averaged, **spec.options
-            )
+            loss, metrics = value_loss(values=output.values, **columns, **counts, **spec.options)
         return loss, {**metrics, "value/loss": loss.detach()}
 
     return critic
@@ -245,18 +232,21 @@ def _naming_rows(data: TensorDict) -> Iterator[None]:
 class _ComposedLoss:
     """policy loss + kl_coefficient * KL(pi, reference) - entropy_coefficient * entropy."""
 
-    def __init__(self, spec: LossSpec, counts: Mapping[str, int], averaged: Mapping[str, int]) -> None:
+    def __init__(self, spec: LossSpec) -> None:
         self._options = dict(spec.options)
         take = self._options.pop
-        self._part, self._counts, self._averaged = part("loss", spec.name), counts, averaged
-        self._how = {"aggregation": take("aggregation", "token-mean"), "length_norm": take("length_norm", None)}
+        self._part = part("loss", spec.name)
+        self._counts: dict[str, Any] = {name: int(n) for name, n in spec.global_counts.items() if name in COUNTS}
+        averaged = ("global_tokens", "global_sequences")
+        self._averaging: dict[str, Any] = {name: self._counts.pop(name) for name in averaged}
+        self._averaging |= {"aggregation": take("aggregation", "token-mean"), "length_norm": take("length_norm", None)}
         self._kl, self._kl_coefficient = take("kl", "k3"), take("kl_coefficient", 0.0)
         self._entropy_coefficient = take("entropy_coefficient", 0.0)
         self._part.split(self._options)
-        part("aggregation", self._how["aggregation"])
+        part("aggregation", self._averaging["aggregation"])
         if self._kl_coefficient:
             part("kl", self._kl)
-        if self._how["aggregation"] == "seq-mean-token-sum-norm" and self._how["length_norm"] is None:
+        if self._averaging["aggregation"] == "seq-mean-token-sum-norm" and self._averaging["length_norm"] is None:
             raise ConfigError(
                 "seq-mean-token-sum-norm needs length_norm: micro-batches are padded to different widths",
                 code="algorithm.input",
@@ -272,7 +262,7 @@ class _ComposedLoss:
                 log_probs=output.log_probs,
                 response_mask=data["response_mask"],
                 rollout_weights=data.get("rollout_weights"),
-                **self._how,
+                **self._averaging,
                 **self._counts,
                 **self._inputs(data),
                 **self._options,
@@ -282,9 +272,8 @@ class _ComposedLoss:
         if "expert_mask" in self._part.inputs and (expert := data.get("expert_mask")) is not None:
             mask = mask.masked_fill((expert != 0).unsqueeze(-1), 0)
         if self._kl_coefficient:  # what does not count is emptied first, so that no NaN reaches a gradient
-            known = {name: data.get(name) for name in ("ref_log_probs", "old_log_probs")} | {
-                "log_probs": output.log_probs
-            }
+            known = {"log_probs": output.log_probs}
+            known |= {name: data.get(name) for name in ("ref_log_probs", "old_log_probs")}
             emptied = {name: one.masked_fill(mask == 0, 0.0) for name, one in known.items() if one is not None}
             penalty = self._penalty("policy/kl", kl(self._kl, **emptied), mask, metrics)
             loss = loss + self._kl_coefficient * penalty
@@ -294,9 +283,8 @@ class _ComposedLoss:
 
     def _penalty(self, name: str, values: Tensor, mask: Tensor, metrics: dict[str, Tensor]) -> Tensor:
         """The values aggregated like the loss; in the metrics stands their mean per token."""
-        metrics |= means({name: values}, mask, values, **self._averaged)
-        mode, length_norm = self._how.values()
-        return aggregate(values, mask, mode, length_norm=length_norm, **self._averaged)
+        metrics |= means({name: values}, mask, values, **self._averaging)
+        return aggregate(values, mask, **self._averaging)
 
     def _inputs(self, data: TensorDict) -> dict[str, Any]:
         """What the loss takes and the data hold; what it would need of the whole batch has to be there."""

@@ -139,9 +139,8 @@ def _require_pairs(wrong: Tensor, pair_ids: Tensor, message: str, fix: str) -> N
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0, 0])
         where = f"row {row}, pair_ids {int(pair_ids[row])}"
-        raise ConfigError(
-            f"{message}; a pair of dpo is one chosen and one rejected row", code="algorithm.input", where=where, fix=fix
-        )
+        message += "; a pair of dpo is one chosen and one rejected row"
+        raise ConfigError(message, code="algorithm.input", where=where, fix=fix)
 
 
 def _dpo_columns(

@@ -6,7 +6,7 @@ The tokens are the student's own (on-policy distillation).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from attrs.validators import gt, lt
 
@@ -25,11 +25,8 @@ def distillation_loss(
     log_probs: Tensor,
     teacher_log_probs: Tensor,
     response_mask: Tensor,
-    global_tokens: int,
-    global_sequences: int,
-    aggregation: str = "token-mean",
-    length_norm: float | None = None,
-    **options: float,
+    beta: float | None = None,
+    **averaging: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the share of these rows in the batch's distillation loss, and its metrics.
 
@@ -38,17 +35,14 @@ def distillation_loss(
         log_probs: the student's, normalised over the vocabulary, float ``[B, T, V]``, with gradients.
         teacher_log_probs: the teacher's, float ``[B, T, V]``; -inf is a probability of 0.
         response_mask: bool or float ``[B, T]``.
-        global_tokens: masked tokens in the whole batch.
-        global_sequences: sequences in the whole batch.
-        aggregation: see :func:`jackfield.algorithms.aggregate`.
-        length_norm: see there.
-        **options: ``beta`` of ``jsd``.
+        beta: of ``jsd``; None: its default.
+        **averaging: the counts, ``aggregation`` and ``length_norm`` of :func:`jackfield.algorithms.aggregate`.
 
     Raises:
         ConfigError: ``algorithm.unknown``, ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
     """
     chosen = part("distillation", name)
-    _, checked = chosen.split(options)
+    _, options = chosen.split({} if beta is None else {"beta": beta})
     if log_probs.shape != teacher_log_probs.shape or log_probs.shape[:2] != response_mask.shape:
         raise ConfigError(
             "student, teacher and response_mask do not fit together",
@@ -58,12 +52,11 @@ def distillation_loss(
         )
     outside, even = (response_mask == 0).unsqueeze(-1), -math.log(log_probs.shape[-1])
     tensors = {"log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
-    divergence: Tensor = chosen({key: value.masked_fill(outside, even) for key, value in tensors.items()}, checked)
+    divergence: Tensor = chosen({key: value.masked_fill(outside, even) for key, value in tensors.items()}, options)
     fix = "student and teacher need the same vocabulary; reverse_kl needs a teacher that excludes no token"
     require_finite({f"the {name}": divergence}, response_mask, fix)
-    counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
-    loss = aggregate(divergence, response_mask, aggregation, length_norm=length_norm, **counts)
-    return loss, means({f"distillation/{name}": divergence}, response_mask, loss, **counts)
+    loss = aggregate(divergence, response_mask, **averaging)
+    return loss, means({f"distillation/{name}": divergence}, response_mask, loss, **averaging)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:

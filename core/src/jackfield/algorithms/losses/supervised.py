@@ -51,10 +51,8 @@ def _mix_chord(
     Differs: mu is an option; the schedule that the paper decays it by is jackfield.algorithms.chord_mu.
     """
     if (global_usual_tokens is None) != (global_expert_tokens is None):
-        raise ConfigError(
-            "give both global_usual_tokens and global_expert_tokens, or none: then this call is the whole batch",
-            code="algorithm.input",
-        )
+        message = "give both global_usual_tokens and global_expert_tokens, or none: then this call is the whole batch"
+        raise ConfigError(message, code="algorithm.input")
     probability = log_probs.detach().exp()
     imitation = -log_probs * (probability * (1.0 - probability) if phi else 1.0)
     clips: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}

@@ -1,0 +1,199 @@
+"""The tasks of a file, by number, and the order in which they come.
+
+A :class:`TaskSet` reads a JSONL file, in GSM8K's own format by default. It keeps byte offsets, not text, so that a file
+may be larger than memory. A :class:`SeededOrder` is an endless shuffled walk over task numbers whose only state is a
+position.
+"""
+
+from __future__ import annotations
+
+import array
+import codecs
+import json
+import math
+import os
+import struct
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import xxhash
+
+from jackfield.data.tasks import Task, TaskFormat, malformed, naming
+from jackfield.errors import DataError
+
+#: Lines in the first so many bytes of a file are parsed when the file is opened, later ones when they are used.
+CHECKED_BYTES = 64 * 2**20
+LINE_BYTES = 16 * 2**20  #: of the longest line
+
+
+class TaskSet(Sequence[Task]):
+    """The tasks of a JSONL file, whose lines may be blank: 16 bytes of memory per task, one ``pread`` per access.
+
+    The file stays open. A number is stable as long as the file is: :attr:`digest` tells.
+
+    Args:
+        file: its path.
+        task_format: how records become tasks; GSM8K's format by default.
+        limit: use the first so many tasks only.
+        answers: refuse a record without an answer to learn from.
+
+    Raises:
+        DataError: ``data.missing``, ``data.empty``, ``data.malformed`` (lines in the first 64 MiB of the file are
+            checked here, ids among them for doubles; later lines when they are used).
+    """
+
+    def __init__(
+        self,
+        file: str | Path,
+        task_format: TaskFormat | None = None,
+        *,
+        limit: int | None = None,
+        answers: bool = False,
+    ) -> None:
+        self._path, self._format = Path(file), task_format or TaskFormat()
+        self.answers = answers  #: whether each task has an answer to learn from
+        if not self._path.is_file():
+            raise DataError(
+                "the task file does not exist",
+                code="data.missing",
+                where=str(file),
+                expected="a JSONL file",
+                found="a folder" if self._path.is_dir() else "nothing",
+                fix=f"check the path; the working folder is {Path.cwd()}",
+            )
+        self._offsets, self._lines = array.array("Q"), array.array("Q")
+        self._file = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self.digest = self._scan()  #: of the file's bytes: what a resumed run compares
+        self._length = len(self._lines) if limit is None else min(limit, len(self._lines))
+        if not self._length:
+            raise DataError(
+                "there are no tasks", code="data.empty", where=str(file), expected="one JSON object per line"
+            )
+        #: the numbers of the tasks that are checked when the file is opened
+        self.checked = range(min(self._length, sum(offset < CHECKED_BYTES for offset in self._offsets)))
+        seen: dict[str, str] = {}
+        for task in map(self.__getitem__, self.checked):
+            if task.id in seen:
+                with naming(task.place):
+                    raise malformed("two tasks have one id", "unique ids", f"{task.id!r}, as in {seen[task.id]}")
+            seen[task.id] = task.place
+
+    def _scan(self) -> str:
+        content, self._end = xxhash.xxh3_128(), 0
+        with open(self._file, "rb", closefd=False) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
+                with naming(f"{self._path}:{number}"):
+                    _check_line(line, number)
+                content.update(line)
+                if line.strip():
+                    self._offsets.append(self._end)
+                    self._lines.append(number)
+                self._end += len(line)
+        return xxhash.xxh3_128_hexdigest(content.hexdigest().encode())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: Any) -> Any:
+        """One task by number, or a list of them by a slice."""
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(self._length))]
+        index = number + self._length if number < 0 else number
+        if not 0 <= index < self._length:
+            raise IndexError(f"task {number} of {self._length}")
+        line, stem = self._lines[index], self._path.stem
+        place = f"{self._path}:{line}"
+        with naming(place):
+            task = attrs.evolve(self._format.task(self._record(index), f"{stem}:{line}", stem), place=place)
+            if self.answers and task.response is None:
+                raise malformed(
+                    "a record has no answer to learn from",
+                    "a text or messages in data.format.response_key, or a conversation that ends with the assistant",
+                    f"a prompt that ends with the role {task.messages[-1]['role']!r}, and no answer to it",
+                    "correct the line, or name the right fields in data.format",
+                )
+        return task
+
+    def _record(self, index: int) -> Any:
+        start, ends = self._offsets[index], (*self._offsets[index + 1 : index + 2], self._end)
+        text = os.pread(self._file, ends[0] - start, start)
+        try:
+            return _parsed(text)
+        except (ValueError, RecursionError) as error:  # UnicodeError is a ValueError
+            found = f"{type(error).__name__}: {error}"[:300]
+            raise malformed("a line is not JSON", "a JSON object in UTF-8", found) from None
+
+
+def _check_line(line: bytes, number: int) -> None:
+    """Refuse what would otherwise be read into memory, or be cut in two, before it can be parsed."""
+    if len(line) > LINE_BYTES:
+        raise malformed("a line is too long", f"at most {LINE_BYTES >> 20} MiB", f"more than {LINE_BYTES} bytes")
+    if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise malformed("the file is not UTF-8", "UTF-8", "a byte-order mark of UTF-16", "save it as UTF-8")
+
+
+def _parsed(text: bytes) -> Any:
+    """Parse a line that any other process, too, can read: finite numbers, integers of 64 bits, texts in UTF-8.
+
+    Raises:
+        ValueError, RecursionError: it is none.
+    """
+    value = json.loads(text.decode("utf-8-sig"), parse_constant=_finite, parse_float=_finite, parse_int=_integer)
+    if rb"\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+    return value
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= (number := int(text)) < 2**64:
+        raise ValueError(f"the integer {text[:40]} does not fit into 64 bits; write it as a text")
+    return number
+
+
+@attrs.frozen
+class SeededOrder:
+    """An endless walk over the numbers 0 … size-1: each epoch is another permutation, fixed by seed and epoch.
+
+    The state of a walk is its position, and any position costs the same: a Feistel network with modular addition
+    permutes the numbers (format-preserving encryption; Black and Rogaway, "Ciphers with arbitrary finite domains",
+    2002), so that no permutation is ever stored. The end of one epoch may name a number that the next begins with:
+    within a batch, tell samples apart by position, not by task.
+    """
+
+    size: int = attrs.field(validator=attrs.validators.ge(1))
+    seed: int = 0
+    shuffle: bool = attrs.field(default=True, kw_only=True)  #: False: every epoch is 0, 1, 2, …
+
+    def index(self, position: int) -> int:
+        """The number at a position of the walk; positions count from 0 through all epochs."""
+        if position < 0:
+            raise IndexError(f"position {position} is before the beginning")
+        epoch, place = divmod(position, self.size)
+        return self._permute(place, epoch) if self.shuffle else place
+
+    def _permute(self, place: int, epoch: int) -> int:
+        rows = math.isqrt(self.size - 1) + 1
+        columns = -(-self.size // rows)
+        key = xxhash.xxh3_64_intdigest(f"{self.seed}:{epoch}".encode())
+        while True:  # the network permutes rows x columns >= size numbers: walk until inside again
+            left, right = divmod(place, columns)
+            for turn in range(0, 8, 2):
+                left = (left + _mix(key, turn, right)) % rows
+                right = (right + _mix(key, turn + 1, left)) % columns
+            place = left * columns + right
+            if place < self.size:
+                return place
+
+
+def _mix(key: int, turn: int, value: int) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", turn, value), seed=key)
