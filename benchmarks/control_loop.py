@@ -36,7 +36,7 @@ from jackfield.errors import JackfieldError
 from jackfield.plugins import HookManager
 from jackfield.queue import BatchMeta, GroupKey, TransferQueue, Values, Written
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.rpc import Address, Service
+from jackfield.rpc import Address, Service, stub
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.engine_rank import EngineRank
@@ -197,9 +197,9 @@ async def ray_workers(stack: AsyncExitStack) -> RunWorkers:
     rank = await started("rank", serve_rank)
     return workers(
         remote_backend(store.connection, SECONDS),
-        agents.stub("worker", CONTRACTS[AgentWorker], AgentWorker, SECONDS),
-        rewards.stub("worker", CONTRACTS[RewardWorker], RewardWorker, SECONDS),
-        rank.stub("worker", CONTRACTS[EngineRank], EngineRank, SECONDS),
+        stub(agents.connection, "worker", CONTRACTS[AgentWorker], AgentWorker, SECONDS),
+        stub(rewards.connection, "worker", CONTRACTS[RewardWorker], RewardWorker, SECONDS),
+        stub(rank.connection, "worker", CONTRACTS[EngineRank], EngineRank, SECONDS),
     )
 
 

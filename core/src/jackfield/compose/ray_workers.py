@@ -252,7 +252,7 @@ class RayWorkers:
         )
 
     def _stub(self, actor: Actor, cls: type[T], seconds: float) -> T:
-        return actor.stub(cls.__name__, CONTRACTS[cls], cls, seconds)
+        return stub(actor.connection, cls.__name__, CONTRACTS[cls], cls, seconds)
 
     def _restarting_stub(self, name: str, cls: type[T]) -> T:
         async def begin(actor: Actor) -> None:
@@ -261,7 +261,8 @@ class RayWorkers:
                 await self._routed(actor, 0.0)
 
         seconds = longest(self._config) + self._deadlines.batch
-        return self._cluster.restarting_stub(name, cls.__name__, CONTRACTS[cls], cls, seconds, begin)
+        stub_of = partial(self._stub, cls=cls, seconds=seconds)
+        return self._cluster.restarting_stub(name, stub_of, CONTRACTS[cls], begin)
 
     def _rank(self, role: str, rank: int) -> Actor:
         return self._cluster.actors[worker_name("engine", rank, role)]
@@ -287,9 +288,8 @@ class RayWorkers:
             self._note_places()
         else:
             await self._add(number, name)
-        actor, server = self._cluster.actors[name], cast(Any, BaseRolloutServer)
-        worker = Worker(actor.stub("worker", ROLLOUT, server, longest(self._config)), "cluster")
-        connection = actor.connection
+        connection, server = self._cluster.actors[name].connection, cast(Any, BaseRolloutServer)
+        worker = Worker(stub(connection, "worker", ROLLOUT, server, longest(self._config)), "cluster")
         connection.lost.add_done_callback(lambda _: worker.lose(connection.error()))
         return worker
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from typing import Protocol
 
 import attrs
@@ -40,7 +39,6 @@ class _Route:
     number: int
     server: Generates
     running: set[asyncio.Task[GenerateResult]] = attrs.field(factory=set)
-    idle: asyncio.Event = attrs.field(factory=asyncio.Event)
 
 
 @attrs.define(eq=False)
@@ -106,9 +104,7 @@ class Router:
         """Wait until a removed replica has no request, or move what it has."""
         if not route.running:
             return 0
-        with suppress(DeadlineExceeded):
-            await self._clock.wait_for(route.idle.wait(), seconds, f"requests on replica {route.number} to end")
-        late = list(route.running)
+        _, late = await asyncio.wait(set(route.running), timeout=seconds)
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
@@ -118,7 +114,6 @@ class Router:
         """Generate on a replica. Returns None for a request that was aborted because its replica was removed."""
         task = asyncio.ensure_future(route.server.generate(request))
         route.running.add(task)
-        route.idle.clear()
         try:
             return await task
         except asyncio.CancelledError:
@@ -128,8 +123,6 @@ class Router:
             raise
         finally:
             route.running.discard(task)
-            if not route.running:
-                route.idle.set()
 
     async def _is_updated(self, route: _Route, request: GenerateRequest) -> bool:
         """Wait until a replica has whole weights; return whether these are new enough for a refused request.

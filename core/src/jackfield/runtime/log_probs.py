@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -22,11 +21,9 @@ class Comparison:
     """What a training pass is compared with; plain values, so that it can travel."""
 
     engine: str  #: column of the engine's log-probs, computed by an inference pass with the same weights
-    #: rows that weights of this version alone have generated are compared with ``rollout_log_probs``, too; None: no row
+    #: samples that weights of this version alone generated are compared with ``rollout_log_probs``, too; None: none is
     version: int | None
-    slack: float = (
-        0.0  #: nats by which the rollout's log-probs may be higher than the engine's: what its filters explain
-    )
+    slack: float = 0.0  #: nats by which the rollout's may be higher than the engine's: what its filters explain
     dropout: bool = False  #: it is wanted: the rollout's are compared with the inference pass
 
     @property
@@ -36,26 +33,31 @@ class Comparison:
 
 
 def distances(trained: torch.Tensor, table: TensorDict, batch: BatchMeta, comparison: Comparison) -> dict[str, float]:
-    """Distances of log-probs over the model's own tokens, in nats.
+    """Compute distances of log-probs over the model's own tokens, in nats.
 
     Args:
-        trained: of the training pass, jagged ``[B, j]``.
-        table: jagged ``response_mask`` and the comparison's columns, ``[B, j]``.
-        batch: the rows.
-        comparison: with what.
+        trained: Of the training pass, jagged ``[B, j]``.
+        table: Jagged ``response_mask`` and the comparison's columns, ``[B, j]``.
+        batch: The samples.
+        comparison: With what.
 
     Returns:
-        behind :data:`PREFIX`, for ``train_mode`` (training against inference pass) and ``rollout`` (rollout against
+        Behind :data:`PREFIX`, for ``train_mode`` (training against inference pass) and ``rollout`` (rollout against
         training pass): ``tokens``, ``sum`` and ``max`` of the distances; ``rollout/signed_sum``, positive where the
-        rollout's are higher; and ``sample/KEY/max``, the mean distance of the row that is farthest from the rollout.
-        All but ``max`` add up over ranks. Nothing of ``rollout`` where no row can be compared.
+        rollout's are higher; and ``sample/KEY/max``, the mean distance of the sample that is farthest from the rollout.
+        All but ``max`` add up over ranks. Nothing of ``rollout`` where no sample can be compared.
     """
     import torch
 
     mask = to_padded(table["response_mask"]) != 0
     now, engine = to_padded(trained), to_padded(table[comparison.engine])
-    result = _statistics("train_mode", (now - engine).abs(), mask)
-    own = mask & torch.tensor([_is_of(tags, comparison.version) for tags in batch.tags])[:, None]
+    result, version = _statistics("train_mode", (now - engine).abs()[mask]), comparison.version
+    # an expert's samples have no versions
+    compared = [
+        version is not None and tags.get("weight_version_min") == version == tags.get("weight_version_max")
+        for tags in batch.tags
+    ]
+    own = mask & torch.tensor(compared)[:, None]
     if not own.any():
         return result
     higher = to_padded(table["rollout_log_probs"]) - (engine if comparison.dropout else now)
@@ -64,20 +66,14 @@ def distances(trained: torch.Tensor, table: TensorDict, batch: BatchMeta, compar
     farthest = int(rows.nan_to_num(torch.inf).argmax())
     return {
         **result,
-        **_statistics("rollout", distance, own),
+        **_statistics("rollout", distance[own]),
         f"{PREFIX}rollout/signed_sum": float(higher.double()[own].sum()),
         f"{PREFIX}sample/{batch.keys[farthest]}/max": float(rows[farthest]),
     }
 
 
-def _is_of(tags: Mapping[str, Any], version: int | None) -> bool:
-    """Whether all of a row's tokens were generated with weights of this version; an expert's have none."""
-    return version is not None and tags.get("weight_version_min") == version == tags.get("weight_version_max")
-
-
-def _statistics(name: str, distance: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    chosen = distance.double()[mask]
-    if not len(chosen):
+def _statistics(name: str, distances: torch.Tensor) -> dict[str, float]:
+    if not len(distances):
         return {}
-    values = {"tokens": float(len(chosen)), "sum": float(chosen.sum()), "max": float(chosen.max())}
-    return {f"{PREFIX}{name}/{key}": value for key, value in values.items()}
+    values: dict[str, Any] = {"tokens": len(distances), "sum": distances.double().sum(), "max": distances.max()}
+    return {f"{PREFIX}{name}/{key}": float(value) for key, value in values.items()}

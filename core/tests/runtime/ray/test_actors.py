@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+from jackfield import rpc
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, SamplingParams
 from jackfield.errors import EngineError, RunError, WorkerLost
 from jackfield.runtime.process import ROLLOUT
@@ -30,7 +31,11 @@ Hosted = Run = Callable[..., Any]
 
 
 def stub(actor: Actor, seconds: float = 60.0) -> Counter:
-    return actor.stub("worker", COUNTER, Counter, seconds)
+    return rpc.stub(actor.connection, "worker", COUNTER, Counter, seconds)
+
+
+def rollout_stub(actor: Actor) -> BaseRolloutServer:
+    return rpc.stub(actor.connection, "worker", ROLLOUT, BaseRolloutServer, 60.0)  # type: ignore[type-abstract]
 
 
 def test_a_stub_is_the_worker_from_afar(hosted: Hosted, run: Run) -> None:
@@ -100,7 +105,7 @@ def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(
         async def begin(actor: Actor) -> None:
             begun.append(await stub(actor).pid())
 
-        counter = cluster.restarting_stub("reward worker 0", "worker", COUNTER, Counter, 60.0, begin)
+        counter = cluster.restarting_stub("reward worker 0", stub, COUNTER, begin)
         first = await counter.pid()
         assert 11 == await counter.add(1)
         os.kill(first, signal.SIGKILL)
@@ -162,15 +167,14 @@ def test_a_server_that_is_not_healthy_ends_with_its_process(cluster: Cluster, ho
 
     async def main() -> None:
         actor = await hosted("rollout replica 0", make_replica)
-        server = actor.stub("worker", ROLLOUT, BaseRolloutServer, 60.0)  # type: ignore[type-abstract]
+        server = rollout_stub(actor)
         before = (await server.generate(request())).request_id
         with refused("run.failed", "ZeroDivisionError"):
             await server.generate(request(1))
         assert before == (await server.generate(request())).request_id
         with pytest.raises(WorkerLost):
             await server.generate(request(9))
-        again = await cluster.restart("rollout replica 0")
-        server = again.stub("worker", ROLLOUT, BaseRolloutServer, 60.0)  # type: ignore[type-abstract]
+        server = rollout_stub(await cluster.restart("rollout replica 0"))
         assert before != (await server.generate(request())).request_id, "made again"
 
     run(main())

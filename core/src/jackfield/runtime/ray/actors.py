@@ -6,19 +6,20 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RunError, WorkerLost
-from jackfield.rpc import Address, Connection, Contract, Process, connect, stub
+from jackfield.rpc import Address, Connection, Process, connect
 from jackfield.runtime.ray.host import MakeServices, Place
 
-T = TypeVar("T")
-
 _END_SECONDS = 15.0  #: for a worker to close what it has opened
+
+unavailable = partial(RunError, code="cluster.unavailable")
 
 
 @attrs.frozen(kw_only=True)
@@ -44,18 +45,7 @@ class Actor:
     start_seconds: float  #: for the process, and for the worker, to be there
     place: Place = attrs.field(init=False)
     address: Address | None = attrs.field(default=None, init=False)  #: where the worker is served; None: it is not
-    _connection: Connection | None = attrs.field(default=None, init=False)
-
-    @property
-    def connection(self) -> Connection:
-        """Return the connection to the worker.
-
-        Raises:
-            WorkerLost: There is none yet.
-        """
-        if self._connection is None:
-            raise _death(self.spec.name, self.spec.name, "it was not made")
-        return self._connection
+    connection: Connection = attrs.field(init=False)  #: to the worker, once it is made
 
     async def find(self) -> None:
         """Wait for the process, and compare its versions.
@@ -66,9 +56,8 @@ class Actor:
         self.place = place = await self._answer(self.handle.place.remote(), self.start_seconds, "to start")
         ours = {package: version(package) for package in place.versions}
         if place.versions != ours:
-            raise RunError(
+            raise unavailable(
                 f"{self.spec.name} has other versions than the controller",
-                code="cluster.unavailable",
                 where=f"node {place.address}",
                 expected=ours,
                 found=place.versions,
@@ -85,8 +74,8 @@ class Actor:
 
         making = self.handle.make.remote(cast(Any, cloudpickle).dumps(self.spec.make()))
         self.address = address = cast(Address, await self._answer(making, self.start_seconds, "to be ready"))
-        self._connection = await connect_worker(address, self.spec.name, "the controller", self.clock, kills=True)
-        self._connection.lost.add_done_callback(self._forget)
+        self.connection = await connect_worker(address, self.spec.name, "the controller", self.clock, kills=True)
+        self.connection.lost.add_done_callback(self._forget)
         return address
 
     def _forget(self, lost: asyncio.Future[str]) -> None:
@@ -95,10 +84,6 @@ class Actor:
             log = logging.getLogger("jackfield")
             log.warning("%s (%s) died: it %s", self.spec.name, address.process, lost.result())
 
-    def stub(self, service: str, contract: Contract, cls: type[T], seconds: float) -> T:
-        """Return an object whose methods call a service of the worker."""
-        return stub(self.connection, service, contract, cls, seconds)
-
     async def empty(self) -> None:
         """End the worker, so that the process can make another.
 
@@ -106,10 +91,10 @@ class Actor:
             JackfieldError: It cannot.
         """
         self.address = None
-        if self._connection is not None:
-            if self._connection.lost.done():
-                raise self._connection.error()
-            await self._connection.close()
+        if hasattr(self, "connection"):
+            if self.connection.lost.done():
+                raise self.connection.error()
+            await self.connection.close()
         await self._answer(self.handle.end.remote(), _END_SECONDS, "to end")
 
     async def kill(self) -> None:
@@ -118,7 +103,7 @@ class Actor:
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        process = None if self._connection is None else self._connection.process
+        process = self.connection.process if hasattr(self, "connection") else None
         if process is not None and process.is_near:
             _kill_if_stopped(process)
         elif process is not None:

@@ -12,16 +12,17 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import attrs
 
 from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
-from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError, WorkerLost
+from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, WorkerLost
 from jackfield.plugins.interpreters import look
 from jackfield.rpc import Contract
-from jackfield.runtime.ray.actors import Actor, WorkerSpec
+from jackfield.runtime.ray.actors import Actor, WorkerSpec, unavailable
 from jackfield.runtime.ray.host import Host
 from jackfield.sdk.ray_loopback import HOST, enter
 from jackfield.sdk.ray_processes import see_gone, with_descendants
@@ -60,30 +61,23 @@ class Cluster:
             RunError: ``cluster.unavailable``.
         """
         _use_token(joins=options.address is not None)
-        ray = _ray()
-        if ray.is_initialized():
-            raise RunError(
-                "this process is in a Ray cluster already",
-                code="cluster.unavailable",
-                fix="do the run in a process of its own, or call ray.shutdown() first",
-            )
-        own: dict[str, Any] = {}
-        if options.address is None:
-            own = {
-                "num_cpus": options.num_cpus or max(os.cpu_count() or 1, round(needed_cpus + 0.5)),
-                "object_store_memory": options.object_store_bytes,
-                "include_dashboard": False,
-                "_node_ip_address": HOST,
-            }
+        if _ray().is_initialized():
+            fix = "do the run in a process of its own, or call ray.shutdown() first"
+            raise unavailable("this process is in a Ray cluster already", fix=fix)
+        own = {
+            "num_cpus": options.num_cpus or max(os.cpu_count() or 1, round(needed_cpus + 0.5)),
+            "object_store_memory": options.object_store_bytes,
+            "include_dashboard": False,
+            "_node_ip_address": HOST,
+        }
         try:
             if options.address is not None:
                 await self._clock.wait_for(_reach(options.address), _REACH_SECONDS, f"the cluster {options.address}")
             # in this thread: what Ray starts would end with another one, and Ray has deadlines of its own here
-            self._processes = enter(options.address, own)
+            self._processes = enter(options.address, {} if options.address else own)
         except Exception as error:  # whatever Ray raises
-            raise RunError(
+            raise unavailable(
                 f"the Ray cluster at {options.address} cannot be joined" if options.address else "Ray cannot start",
-                code="cluster.unavailable",
                 where=options.address,
                 expected=f"a cluster of Ray {version('ray')} and Python {platform.python_version()}, and its token",
                 found=f"{type(error).__name__}: {error}",
@@ -111,9 +105,8 @@ class Cluster:
                 raise
             free, total = ray.available_resources(), ray.cluster_resources()
             parts = (f"{name}: {free.get(name, 0):g} of {total.get(name, 0):g} free" for name in resources)
-            raise RunError(
+            raise unavailable(
                 f"the cluster has no room for {what}",
-                code="cluster.unavailable",
                 expected=who,
                 found=f"in the whole cluster {', '.join(parts)}",
                 fix="raise cluster.ray.num_cpus, join a larger cluster, or ask for fewer or smaller workers",
@@ -124,9 +117,8 @@ class Cluster:
         """Give back the places of ``what``, if there are any."""
         from ray.util.placement_group import remove_placement_group
 
-        group = self._groups.pop(what, None)
-        if group is not None:
-            remove_placement_group(group)
+        if what in self._groups:
+            remove_placement_group(self._groups.pop(what))
 
     async def start(self, spec: WorkerSpec) -> Actor:
         """Start a process for a worker, or take the one that an earlier worker of this name has left.
@@ -160,34 +152,31 @@ class Cluster:
         """Make a worker once more: in its process if that still works, else in a new one."""
         actor = self.actors[name]
         await self._empty(actor)
-        made = await self.start(actor.spec)
-        await made.make()
+        try:
+            made = await self.start(actor.spec)
+            await made.make()
+        except BaseException:
+            made, self.actors[name] = self.actors[name], actor  # it is dead: the next restart begins like this one
+            await made.kill()
+            raise
         return made
 
     def restarting_stub(
-        self,
-        name: str,
-        service: str,
-        contract: Contract,
-        cls: type[T],
-        seconds: float,
-        begin: Callable[[Actor], Awaitable[object]],
+        self, name: str, stub_of: Callable[[Actor], T], contract: Contract, begin: Callable[[Actor], Awaitable[object]]
     ) -> T:
         """Return a stub of a worker without state: a call that its death has ended raises once it is restarted.
 
         Args:
             name: of the worker.
-            service: its name in the worker.
-            contract: of the service.
-            cls: what the object is to type checkers and readers.
-            seconds: the longest that a call may take.
+            stub_of: makes a stub of one life of the worker.
+            contract: of the stub.
             begin: called each time that the worker was restarted.
         """
 
         async def call(method: str, *arguments: Any, **keywords: Any) -> Any:
             actor = self.actors[name]
             try:
-                return await getattr(actor.stub(service, contract, cls, seconds), method)(*arguments, **keywords)
+                return await getattr(stub_of(actor), method)(*arguments, **keywords)
             except WorkerLost:
                 with suppress(WorkerLost):  # the next call tries again
                     async with self._restarting:
@@ -195,9 +184,7 @@ class Cluster:
                             await begin(await self.restart(name))
                 raise
 
-        made = type(f"Restarting{cls.__name__}", (), {})()
-        vars(made).update({method.name: partial(call, method.name) for method in contract})
-        return cast(T, made)
+        return cast(T, SimpleNamespace(**{method.name: partial(call, method.name) for method in contract}))
 
     @staticmethod
     async def watch(actors: Sequence[Actor]) -> None:
@@ -298,7 +285,6 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise PluginError(
-            "the Ray runtime needs Ray", where="cluster.name", fix="pip install 'jackfield[ray]'", found=error
-        ) from error
+        fix = "pip install 'jackfield[ray]'"
+        raise PluginError("the Ray runtime needs Ray", where="cluster.name", fix=fix, found=error) from error
     return ray
