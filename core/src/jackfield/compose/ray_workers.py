@@ -37,9 +37,15 @@ from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.process import ROLLOUT
-from jackfield.runtime.ray.actors import Actor, WorkerSpec, connect_worker
+from jackfield.runtime.ray.actors import (
+    Actor,
+    WorkerSpec,
+    connect_worker,
+    interface_of,
+    node_address,
+    rollout_service,
+)
 from jackfield.runtime.ray.cluster import Cluster, check_interpreter
-from jackfield.runtime.ray.host import interface_of, node_address, rollout_service
 from jackfield.runtime.ray.store import remote_backend, store_services
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers

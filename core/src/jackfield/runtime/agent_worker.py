@@ -56,7 +56,7 @@ class AgentWorker:
         """Run a rollout to its end, or copy the task's answers, and write the samples to the queue's backend.
 
         Raises:
-            JackfieldError: as :func:`run_agent`.
+            JackfieldError: the loop's own, ``agent.failed``, ``agent.output`` or ``deadline``.
             DataError: the task has no answer, or its prompt is too long.
             QueueError: ``queue.lost`` where storage units die again and again.
         """
@@ -77,7 +77,15 @@ class AgentWorker:
             return self._answers(job.task), {}
         assert self._make_agent is not None, "a worker without replicas runs no agents"
         asked: list[SamplingParams] = []
-        output = await run_agent(self._make_agent(asked.append), sampling, job.task, self._clock, job.seconds)
+        try:
+            running = self._make_agent(asked.append).run(sampling, **job.task.agent_fields())
+            output = await self._clock.wait_for(running, job.seconds, f"the agent loop on task {job.task.id}")
+        except JackfieldError:
+            raise
+        except Exception as error:
+            message = f"{described(error)} (raised by the agent loop)"
+            raise AgentError(message, where=f"task {job.task.id}") from error
+        _check(output, job.task)
         tags = {"turns": output.num_turns, **metric_tags("agent", output.metrics), **_own_sampling(sampling, asked)}
         return output.sequences[-1:] if job.last else output.sequences, tags
 
@@ -142,26 +150,6 @@ def _own_sampling(given: Mapping[str, Any], asked: Iterable[SamplingParams]) -> 
 def ends_the_run(error: JackfieldError) -> bool:
     """Return whether every rollout would fail likewise: input, configuration or a replica is wrong."""
     return isinstance(error, ConfigError | DataError | PluginError) or error.code == "rollout.stopped"
-
-
-async def run_agent(
-    agent: AgentLoopBase, sampling: Mapping[str, Any], task: Task, clock: Clock, seconds: float
-) -> AgentLoopOutput:
-    """Run an agent loop once, check what it returns, and give every failure a name.
-
-    Raises:
-        JackfieldError: the loop's own, ``agent.failed``, ``agent.output`` or ``deadline``.
-    """
-    try:
-        output = await clock.wait_for(
-            agent.run(sampling, **task.agent_fields()), seconds, f"the agent loop on task {task.id}"
-        )
-    except JackfieldError:
-        raise
-    except Exception as error:
-        raise AgentError(f"{described(error)} (raised by the agent loop)", where=f"task {task.id}") from error
-    _check(output, task)
-    return output
 
 
 def _check(output: AgentLoopOutput, task: Task) -> None:

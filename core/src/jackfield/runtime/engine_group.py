@@ -15,8 +15,7 @@ from jackfield.algorithms import LossSpec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError, WorkerLost
 from jackfield.queue import BatchMeta, TransferQueue
-from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.log_probs import Comparison
+from jackfield.runtime.engine_rank import Comparison, EngineRank
 
 T = TypeVar("T")
 

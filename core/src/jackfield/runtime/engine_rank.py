@@ -1,4 +1,4 @@
-"""One rank of an engine: it reads its rows from the queue's backend and writes its columns there."""
+"""One rank of an engine: it reads its samples from the queue's backend and writes its columns there."""
 
 from __future__ import annotations
 
@@ -14,15 +14,32 @@ from jackfield.abc.transfer_queue import Column
 from jackfield.algorithms import LossSpec, resolve_loss
 from jackfield.errors import EngineError, JackfieldError
 from jackfield.queue import BatchMeta, Values, Written, column_from_rows, from_nested, to_nested
-from jackfield.runtime.log_probs import Comparison, distances
 from jackfield.runtime.samples import naming_samples
+from jackfield.sdk.jagged import to_padded
 from jackfield.weights import WeightSender
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+PREFIX = "log_prob_check/"  #: of the names that :func:`distances` returns
 _SAMPLE = ("prompt_ids", "response_ids", "response_mask")
+
+
+@attrs.frozen(kw_only=True)
+class Comparison:
+    """What a training pass is compared with; plain values, so that it can travel."""
+
+    engine: str  #: column of the engine's log-probs, computed by an inference pass with the same weights
+    #: samples that weights of this version alone generated are compared with ``rollout_log_probs``, too; None: none is
+    version: int | None
+    slack: float = 0.0  #: nats by which the rollout's may be higher than the engine's: what its filters explain
+    dropout: bool = False  #: it is wanted: the rollout's are compared with the inference pass
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the columns that have to be read for it."""
+        return (self.engine,) if self.version is None else (self.engine, "rollout_log_probs")
 
 
 @attrs.define(eq=False)
@@ -87,7 +104,7 @@ class EngineRank:
     async def update(self, loss: LossSpec) -> dict[str, float]:
         """Do this rank's part in one optimizer step: ``grad_norm``, ``lr`` and its share of the loss's metrics.
 
-        With a comparison, the :func:`~jackfield.runtime.log_probs.distances` of the pass that is trained on, too.
+        With a comparison, the :func:`distances` of the pass that is trained on, too.
         """
         import torch
 
@@ -172,3 +189,50 @@ def _table(prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> Ten
 
 def _tensor(column: Column) -> Any:
     return column.values if column.offsets is None else to_nested(column)
+
+
+def distances(trained: torch.Tensor, table: TensorDict, batch: BatchMeta, comparison: Comparison) -> dict[str, float]:
+    """Compute distances of log-probs over the model's own tokens, in nats.
+
+    Args:
+        trained: Of the training pass, jagged ``[B, j]``.
+        table: Jagged ``response_mask`` and the comparison's columns, ``[B, j]``.
+        batch: The samples.
+        comparison: With what.
+
+    Returns:
+        Behind :data:`PREFIX`, for ``train_mode`` (training against inference pass) and ``rollout`` (rollout against
+        training pass): ``tokens``, ``sum`` and ``max`` of the distances; ``rollout/signed_sum``, positive where the
+        rollout's are higher; and ``sample/KEY/max``, the mean distance of the sample that is farthest from the rollout.
+        All but ``max`` add up over ranks. Nothing of ``rollout`` where no sample can be compared.
+    """
+    import torch
+
+    mask = to_padded(table["response_mask"]) != 0
+    now, engine = to_padded(trained), to_padded(table[comparison.engine])
+    result, version = _statistics("train_mode", (now - engine).abs()[mask]), comparison.version
+    # an expert's samples have no versions
+    compared = [
+        version is not None and tags.get("weight_version_min") == version == tags.get("weight_version_max")
+        for tags in batch.tags
+    ]
+    own = mask & torch.tensor(compared)[:, None]
+    if not own.any():
+        return result
+    higher = to_padded(table["rollout_log_probs"]) - (engine if comparison.dropout else now)
+    distance = torch.maximum(-higher, higher - comparison.slack).clamp(min=0.0)
+    rows = distance.double().masked_fill(~own, 0.0).sum(-1) / own.sum(-1).clamp(min=1)
+    farthest = int(rows.nan_to_num(torch.inf).argmax())
+    return {
+        **result,
+        **_statistics("rollout", distance[own]),
+        f"{PREFIX}rollout/signed_sum": float(higher.double()[own].sum()),
+        f"{PREFIX}sample/{batch.keys[farthest]}/max": float(rows[farthest]),
+    }
+
+
+def _statistics(name: str, distances: torch.Tensor) -> dict[str, float]:
+    if not len(distances):
+        return {}
+    values: dict[str, Any] = {"tokens": len(distances), "sum": distances.double().sum(), "max": distances.max()}
+    return {f"{PREFIX}{name}/{key}": float(value) for key, value in values.items()}

@@ -14,7 +14,7 @@ import attrs
 
 from jackfield.errors import RunError
 from jackfield.queue import BatchMeta
-from jackfield.runtime.log_probs import PREFIX, Comparison
+from jackfield.runtime.engine_rank import PREFIX, Comparison
 from jackfield.trainer.role import Role
 
 _SAMPLE_FACTOR = 10.0  #: by which one sample may be farther away than all are on average

@@ -13,7 +13,7 @@ from jackfield.errors import EngineError
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.rpc import Contract, Service
 from jackfield.runtime.process import ROLLOUT
-from jackfield.runtime.ray.host import rollout_service
+from jackfield.runtime.ray.actors import rollout_service
 from jackfield.runtime.ray.store import store_services
 
 

@@ -22,8 +22,7 @@ from jackfield.config.sections import RayConfig
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, WorkerLost
 from jackfield.plugins.interpreters import look
 from jackfield.rpc import Contract
-from jackfield.runtime.ray.actors import Actor, WorkerSpec, unavailable
-from jackfield.runtime.ray.host import Host
+from jackfield.runtime.ray.actors import Actor, Host, WorkerSpec, unavailable
 from jackfield.sdk.ray_loopback import HOST, enter
 from jackfield.sdk.ray_processes import see_gone, with_descendants
 
