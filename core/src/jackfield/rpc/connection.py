@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         """Cut the bytes that have come into messages."""
         self._bytes += data
         try:
-            while len(self._bytes) >= wire.HEAD.size:
+            while len(self._bytes) >= wire.HEAD.size and not self.lost.done():
                 magic, size = wire.HEAD.unpack_from(self._bytes)
                 if magic != wire.MAGIC or size > self.limit:
                     message = "a message is too long, or is not one of this protocol"
@@ -185,8 +185,8 @@ class Connection(asyncio.Protocol):
             case wire.Cancel() if message.id in self._served:
                 # the call may not have begun, and is replied to all the same
                 asyncio.get_running_loop().call_soon(self._served[message.id].cancel)
-            case wire.News():
-                logging.getLogger("jackfield").warning("%s", message.text)
+            case wire.Heartbeat() if message.news:
+                logging.getLogger("jackfield").warning("%s", message.news)
             case wire.Goodbye():
                 self.end(message.reason or f"has ended{' before its work was done' if message.early else ''}")
 
@@ -304,14 +304,9 @@ def _new_number() -> int:
 
 
 def stub(connection: Connection, service: str, contract: Contract, cls: type[T], seconds: float) -> T:
-    """Make an object whose methods call a service of the other end.
+    """Make an object whose methods call a service of the other end, in at most ``seconds``.
 
-    Args:
-        connection: To the other end.
-        service: The service's name there.
-        contract: Which methods there are.
-        cls: The object's class, for type checkers and readers.
-        seconds: The longest that a call may take. A method's own ``deadline_seconds`` is added.
+    A method's own ``deadline_seconds`` is added. ``cls`` is the object's class for type checkers and readers.
     """
 
     def calling(method: Method) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError
 from jackfield.files import replace_file
 from jackfield.rpc.connection import Connection, Service
-from jackfield.rpc.wire import LIMIT, STRANGER_LIMIT, Contract, Heartbeat, Hello, Message, News, Process, Welcome
+from jackfield.rpc.wire import LIMIT, STRANGER_LIMIT, Contract, Heartbeat, Hello, Message, Process, Welcome
 
 LOOKS = 4  #: looks at a process, and heartbeats that it sends, in the deadline
 _STRANGERS = 64  #: connections that have proved nothing yet; further ones are closed at once
@@ -99,7 +99,7 @@ class _Guarded(Connection):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        self._nonce, self._challenge = secrets.token_bytes(32), b""
+        self._nonce, self._expected = secrets.token_bytes(32), b""  #: own challenge, and proof of the other end
         self.admitted: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self.lost.add_done_callback(lambda _: self.admitted.cancel())
 
@@ -112,19 +112,16 @@ class _Guarded(Connection):
         """Handle a message; before the proof only those of the handshake are accepted."""
         if self.admitted.done():
             super().handle(message)
-        elif isinstance(message, Hello) and not self._challenge and message.nonce != self._nonce:
-            self._challenge = message.nonce
+        elif isinstance(message, Hello) and not self._expected and message.nonce != self._nonce:
+            self._expected = self._address.proof(message.nonce, self._nonce)
             proof, process = self._address.proof(self._nonce, message.nonce), Process.of(os.getpid())
             contracts = {name: service.contract.fingerprint for name, service in self.services.items()}
             self.send(Welcome(proof, self._own_name, process, contracts, self._owner or self.session))
-        elif isinstance(message, Welcome) and self._challenge and self._is_proof(message.proof):
+        elif isinstance(message, Welcome) and self._expected and hmac.compare_digest(message.proof, self._expected):
             self.limit, self.name, self.process = LIMIT, message.name, message.process
             self.admitted.set_result(message)
         else:
             self.refused(RpcError("it has not proved that it knows the secret"))
-
-    def _is_proof(self, proof: bytes) -> bool:
-        return hmac.compare_digest(proof, self._address.proof(self._challenge, self._nonce))
 
 
 @attrs.define(eq=False)
@@ -204,7 +201,7 @@ class Server:
             text = f"{connection.name} ({connection.process}) {reason}"
             logging.getLogger("jackfield").warning("%s", text)
             for other in self.clients.values():
-                other.send(News(text))
+                other.send(Heartbeat(text))
         await connection.close()
         if self._on_end is not None:
             await self._on_end(connection, reason)

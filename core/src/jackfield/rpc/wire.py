@@ -131,25 +131,25 @@ class Cancel(msgspec.Struct, array_like=True, tag=5):
 class Heartbeat(msgspec.Struct, array_like=True, tag=6):
     """A sign that the process lives."""
 
-
-class News(msgspec.Struct, array_like=True, tag=7):
-    """A report of what happened to another client, for the log."""
-
-    text: str
+    news: str = ""  #: what happened to another client, for the log
 
 
-class Goodbye(msgspec.Struct, array_like=True, tag=8):
+class Goodbye(msgspec.Struct, array_like=True, tag=7):
     """The connection ends on purpose."""
 
     reason: str = ""
     early: bool = False  #: work of this process is left to do
 
 
-Message: TypeAlias = Hello | Welcome | Call | Reply | Cancel | Heartbeat | News | Goodbye
+Message: TypeAlias = Hello | Welcome | Call | Reply | Cancel | Heartbeat | Goodbye
 
 
 class Codec:
-    """Encodes values as msgpack, or as JSON for a peer that has only the standard library."""
+    """Encodes values as msgpack, or as JSON for a peer that has only the standard library.
+
+    Raises ``rpc.value`` for a value that is not made of plain values and attrs instances, or is of another type, and
+    what a validator of an attrs class raises.
+    """
 
     def __init__(self, name: Literal["msgpack", "json"] = "msgpack") -> None:
         module: Any = msgspec.msgpack if name == "msgpack" else msgspec.json
@@ -158,11 +158,7 @@ class Codec:
         self._decoder = functools.cache(lambda kind: module.Decoder(kind, dec_hook=made))
 
     def encode(self, value: Any) -> bytes:
-        """Encode a value.
-
-        Raises:
-            RpcError: ``rpc.value``: it is not made of plain values and attrs instances.
-        """
+        """Encode a value."""
         try:
             encoded: bytes = self._encoder.encode(value)
         except (TypeError, OverflowError, ValueError, RecursionError) as error:
@@ -170,12 +166,7 @@ class Codec:
         return encoded
 
     def decode(self, content: Any, kind: Any, where: str) -> Any:
-        """Decode a value of a type.
-
-        Raises:
-            RpcError: ``rpc.value``: it is of another type.
-            JackfieldError: what a validator of an attrs class refuses.
-        """
+        """Decode a value of a type; errors say ``where`` it came from."""
         try:
             return self._decoder(kind).decode(content)
         except JackfieldError:

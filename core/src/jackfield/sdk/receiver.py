@@ -63,7 +63,11 @@ def open_receiver(
 
 @attrs.define(eq=False)
 class WeightReceiver:
-    """The receiving end of one inference worker. It can be used again."""
+    """The receiving end of one inference worker. It can be used again.
+
+    Raises (both methods): ``WeightsError`` with ``weights.transfer``, or ``weights.missing`` for a name that arrives
+    twice; ``DeadlineExceeded`` naming the sender.
+    """
 
     _engine: CheckpointEngine  #: of the end ``receiver``
     _held: HeldWeights | None = None  #: the worker's, which outlives the receiver; None: no delta will come
@@ -76,10 +80,6 @@ class WeightReceiver:
 
         A tensor is valid until the next one is drawn. Iterate inside of ``contextlib.aclosing`` where the loop may be
         left early.
-
-        Raises:
-            WeightsError: ``weights.missing`` for a name that arrives twice; ``weights.transfer``.
-            DeadlineExceeded: names the sender.
         """
         held = self._held
         if held is not None:
@@ -96,11 +96,8 @@ class WeightReceiver:
     async def changes(self, arguments: Mapping[str, Any], version: int, base: int | None) -> dict[str, torch.Tensor]:
         """Connect, receive a delta to version ``base`` as a whole, and release everything; nothing is changed yet.
 
-        Returns:
-            What came, by the name under which it came, for :meth:`HeldWeights.apply`; in host memory.
-
-        Raises:
-            WeightsError: ``weights.base``: another version is held; as :meth:`tensors`.
+        Returns what came, by the name under which it came and in host memory, for :meth:`HeldWeights.apply`. Raises
+        ``weights.base`` where another version is held.
         """
         assert self._held is not None, "a worker that takes deltas holds weights"
         check_base(self._held.version, base)

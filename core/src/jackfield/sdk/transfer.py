@@ -48,7 +48,11 @@ class Peer:
 
 @attrs.define(eq=False, slots=False)
 class TransferSession:
-    """One end of the conversation beside a transfer."""
+    """One end of the conversation beside a transfer.
+
+    Raises (all waits): ``WeightsError`` with ``weights.transfer`` when a peer breaks off; ``DeadlineExceeded``, which
+    names the peers that are late.
+    """
 
     _seconds: float  #: the deadline of the whole, counted from :meth:`admit`; workers count from their arrival
     #: called with each message of a peer, until the session is closed
@@ -79,12 +83,7 @@ class TransferSession:
         return attrs.asdict(address)
 
     async def admit(self, workers: int, version: int) -> None:
-        """Wait, as the sender, until every worker has come.
-
-        Raises:
-            DeadlineExceeded: names the workers that have not come.
-            WeightsError: a worker came for another version.
-        """
+        """Wait, as the sender, until every worker has come, for this version."""
         self._ends = self._loop.time() + self._seconds
         self._expected, self._version = workers, version
         self.notify()
@@ -107,13 +106,7 @@ class TransferSession:
         return self._version
 
     async def join(self, address: Mapping[str, Any], worker: int, version: int) -> None:
-        """Connect to the sender, as a worker.
-
-        Raises:
-            WeightsError: ``weights.version`` for weights of another version; ``weights.transfer`` when the sender
-                cannot be reached or leaves.
-            DeadlineExceeded: names the sender.
-        """
+        """Connect to the sender, as a worker. Raises ``weights.version`` where it sends another version."""
         self._ends = self._loop.time() + self._seconds
         try:
             found = await self._entered(address, worker, version)
@@ -177,21 +170,11 @@ class TransferSession:
         self.tell({"broken": self._why})
 
     async def until(self, ready: Callable[[Peer], bool], what: str) -> None:
-        """Wait until every peer is ready, judged by what it has said; ``what`` says for errors what it has to do.
-
-        Raises:
-            WeightsError: a peer broke off.
-            DeadlineExceeded: names the peers that are not ready.
-        """
+        """Wait until every peer is ready, judged by what it has said; ``what`` says for errors what it has to do."""
         await self._wait(lambda: [f"{peer.name} to {what}" for peer in self.peers.values() if not ready(peer)])
 
     async def wait_for(self, awaitable: Awaitable[T], who: str) -> T:
-        """Await something else until the transfer's deadline, or until a peer breaks off.
-
-        Raises:
-            WeightsError: a peer broke off.
-            DeadlineExceeded: names ``who``.
-        """
+        """Await something else until the transfer's deadline, or until a peer breaks off; ``who`` is late then."""
         future = asyncio.ensure_future(awaitable)
         future.add_done_callback(lambda _: self.notify())
         try:
@@ -204,11 +187,7 @@ class TransferSession:
         return future.result()
 
     async def cause(self, seconds: float = 1.0) -> None:
-        """Raise what a peer did, if that shows soon after a failure of something that all ends do together.
-
-        Raises:
-            WeightsError: a peer broke off.
-        """
+        """Raise what a peer did, if that shows soon after a failure of something that all ends do together."""
         with suppress(DeadlineExceeded):
             await self._clock.wait_for(self._wait(lambda: ["a peer"]), seconds, "")
 

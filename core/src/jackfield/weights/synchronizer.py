@@ -299,7 +299,11 @@ class ProbeAnswer:
 
 @attrs.define(kw_only=True, eq=False)
 class ReplicaProbe:
-    """Has every replica generate a few tokens, and the engine score them."""
+    """Has every replica generate a few tokens, and the engine score them.
+
+    Raises: ``weights.log-probs``, naming the replica that is farthest away, if it is beyond the bound;
+    ``DeadlineExceeded`` when a replica does not answer.
+    """
 
     prompt: Callable[[], Awaitable[Sequence[int]]]  #: its tokens; asked for once
     #: the engine's log-probs of each response's tokens, from a prompt and responses
@@ -318,11 +322,7 @@ class ReplicaProbe:
         await self.compare(await self.ask(servers, version))
 
     async def ask(self, servers: Mapping[int, BaseRolloutServer], version: int) -> list[ProbeAnswer]:
-        """Have every replica (by number) generate; one that has older weights refuses.
-
-        Raises:
-            DeadlineExceeded: a replica has not answered.
-        """
+        """Have every replica (by number) generate; one that has older weights refuses."""
         self._prompt_ids = self._prompt_ids or tuple(await self.prompt())
         sampling = SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True)
         name, prompt = f"probe-{version}", self._prompt_ids
@@ -332,11 +332,7 @@ class ReplicaProbe:
         return [ProbeAnswer(number, version, result) for number, result in zip(servers, results, strict=True)]
 
     async def compare(self, answers: Sequence[ProbeAnswer]) -> None:
-        """Score what replicas generated. The engine must have the weights that they had.
-
-        Raises:
-            WeightsError: ``weights.log-probs``, naming the replica that is farthest away, if it is beyond the bound.
-        """
+        """Score what replicas generated. The engine must have the weights that they had."""
         scored = await self.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
         compared = [
             (_distance(answer.result.log_probs, own), answer, own) for answer, own in zip(answers, scored, strict=True)
@@ -346,8 +342,7 @@ class ReplicaProbe:
         if distance <= self.bound:
             return
         error = WeightsError(
-            f"replica {answer.replica} computes other log-probs than the engine, with weights of version "
-            f"{answer.version}",
+            f"replica {answer.replica} computes other log-probs than the engine with version {answer.version}",
             code="weights.log-probs",
             where=f"replica {answer.replica}",
             expected=f"a mean distance of at most {self.bound:.3g} nats over {len(own)} tokens",
