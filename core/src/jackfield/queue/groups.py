@@ -211,7 +211,9 @@ class Groups:
         if place.retry <= self.max_retries:
             self.vacate(place)
         else:
-            batch.failure = f"{_counted(place.reasons)}; index {place.index} was made again {self.max_retries} times"
+            counted = Counter(place.reasons).most_common(3)
+            why = "; ".join(each if count == 1 else f"{each} (in {count} attempts)" for each, count in counted)
+            batch.failure = f"{why}; index {place.index} was made again {self.max_retries} times"
 
     def vacate(self, place: Place) -> None:
         """Let a place be handed out again."""
@@ -277,9 +279,3 @@ def _shortage(group: Group) -> str:
     alive = {sample.rollout for sample in group.samples.values()}
     lost = [str(rollout) for rollout in range(group.new.rollouts) if rollout not in alive]
     return f"rollouts without a surviving sample: {', '.join(lost)}"
-
-
-def _counted(reasons: Sequence[str]) -> str:
-    """Join the distinct reasons of an index's attempts, the most frequent first, three at most."""
-    counted = Counter(reasons).most_common(3)
-    return "; ".join(why if count == 1 else f"{why} (in {count} attempts)" for why, count in counted)
