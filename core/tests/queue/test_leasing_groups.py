@@ -256,3 +256,17 @@ def test_closing_ends_every_wait(run: Run) -> None:
         assert ["queue.closed"] * len(tasks) == [getattr(error, "code", error) for error in found]
 
     run(test)
+
+
+def test_a_group_that_is_given_up_at_a_committed_step_is_consumed_once(run: Run) -> None:
+    """The capacity lets it go while the ack that comes first is final already."""
+
+    async def test(bench: Any) -> None:
+        await bench.trainer(reuse=Reuse(capacity=1))
+        await bench.publish(await bench.claim(groups=2))
+        await bench.queue.commit(5)
+        await bench.queue.ack(await bench.queue.lease_groups("trainer", 2, deadline_seconds=0), step=3)
+        assert {"samples": 2} == await bench.counts("samples")
+        await bench.queue.flush()
+
+    run(test)

@@ -85,9 +85,9 @@ class Group:
         return any(not each.writes and each.name in self.uses for each in self.partition.consumers)
 
     def is_done(self, committed: int) -> bool:
-        """Tell whether every consumer is done with a published group."""
-        consumers = self.partition.consumers
-        return self.is_published and bool(consumers) and all(each.is_done(self, committed) for each in consumers)
+        """Tell whether every consumer is done with the group, which is published and was not forgotten."""
+        consumers, is_there = self.partition.consumers, self.place.published is self
+        return is_there and bool(consumers) and all(each.is_done(self, committed) for each in consumers)
 
     def last_step(self) -> int:
         """Return the last step that needs a commit, -1 without any."""
