@@ -55,7 +55,7 @@ def serve(folder: Path, ask: Callable[[], Any], fake: Fake | None = None) -> Any
 
     async def life() -> Any:
         pool = cast(ReplicaPool, fake or Fake())
-        async with serve_control(folder, pool, Clock(), metrics="http://127.0.0.1:1/metrics"):
+        async with serve_control(folder, pool, Clock(), metrics_port=0):
             return await asyncio.to_thread(ask)
 
     return asyncio.run(life())

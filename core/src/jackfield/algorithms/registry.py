@@ -188,13 +188,13 @@ def part(kind: str, name: str) -> Part:
     """Return the part of this kind and name; an unknown one is refused (``algorithm.unknown``), with what there is."""
     if (kind, name) in _PARTS:
         return _PARTS[kind, name]
-    raise unknown_part(f"part of kind {kind}", name, names(kind))
+    raise unknown_part(f"part of kind {kind}", name, names(kind), f"algorithm: {kind}")
 
 
-def unknown_part(noun: str, name: str, known: Sequence[str]) -> ConfigError:
+def unknown_part(noun: str, name: str, known: Sequence[str], where: str = "algorithm") -> ConfigError:
     """Make the error of a name that no part has."""
     message, expected = f"no {noun} is named {name!r}{did_you_mean(name, known)}", "one of " + ", ".join(known)
-    return ConfigError(message, code="algorithm.unknown", where="algorithm", expected=expected, found=name)
+    return ConfigError(message, code="algorithm.unknown", where=where, expected=expected, found=name)
 
 
 def names(kind: str) -> tuple[str, ...]:

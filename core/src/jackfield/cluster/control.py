@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from jackfield.clock import Clock
@@ -35,7 +35,7 @@ _METRICS = {
 
 @asynccontextmanager
 async def serve_control(
-    folder: Path, pool: ReplicaPool, clock: Clock, heartbeat_seconds: float = 30.0, **further: str
+    folder: Path, pool: ReplicaPool, clock: Clock, heartbeat_seconds: float = 30.0, metrics_port: int | None = None
 ) -> AsyncIterator[None]:
     """Serve the replicas of a run to ``jackfield replicas``.
 
@@ -44,15 +44,17 @@ async def serve_control(
         pool: The run's replicas.
         clock: Time source for all waits and deadlines.
         heartbeat_seconds: Silence after which a client is dead.
-        further: What the file names beside the address.
+        metrics_port: Where :func:`serve_metrics` serves; the file names its address, too. None: nowhere.
     """
     server = Server("the run", {"replicas": Service(target=pool, contract=_CONTRACT)}, clock, heartbeat_seconds)
-    try:
-        (await server.listen()).write(folder / _FILE, **further)
+    async with AsyncExitStack() as stack:
+        metrics = {}
+        if metrics_port is not None:
+            metrics["metrics"] = await stack.enter_async_context(serve_metrics(pool, metrics_port))
+        stack.push_async_callback(server.close)
+        stack.callback((folder / _FILE).unlink, missing_ok=True)
+        (await server.listen()).write(folder / _FILE, **metrics)
         yield
-    finally:
-        (folder / _FILE).unlink(missing_ok=True)
-        await server.close()
 
 
 def list_replicas(folder: Path) -> list[ReplicaState]:

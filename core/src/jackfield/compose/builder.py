@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import attrs
 
-from jackfield.cluster.control import serve_control, serve_metrics
+from jackfield.cluster.control import serve_control
 from jackfield.cluster.device import DeviceLease, SharedDevice
 from jackfield.cluster.pool import ReplicaPool, WeightSource
 from jackfield.compose.checks import address_file
-from jackfield.compose.folder import checkpoint_store, export_model, mark_finished
+from jackfield.compose.folder import export_model, mark_finished
 from jackfield.compose.inputs import digests, mixed_samples
 from jackfield.compose.resolve import log_prob_check_options, rollout_bound
 from jackfield.compose.stopping import Stop
@@ -33,6 +33,7 @@ from jackfield.trainer import (
     BatchSource,
     Checkpoint,
     Checkpointer,
+    CheckpointStore,
     Evaluator,
     Explorer,
     LogProbCheck,
@@ -68,16 +69,9 @@ class RunBuilder:
     _finished: bool = attrs.field(init=False, default=False)  #: whether the role has done its work
 
     async def execute(self, checkpoint: Checkpoint | None) -> int:
-        """Run the role to its end, and close everything in reverse order, whatever happens.
+        """Run the role to its end, training from a checkpoint on if there is one, and close everything.
 
-        Args:
-            checkpoint: where training goes on; None: from the beginning.
-
-        Returns:
-            what :attr:`~jackfield.trainer.Role.progress` counts.
-
-        Raises:
-            JackfieldError: the first part that does not work.
+        Returns what :attr:`~jackfield.trainer.Role.progress` counts.
         """
         role = self.role
         async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._loops:
@@ -208,15 +202,11 @@ class RunBuilder:
 
     async def _open_control(self) -> None:
         """Let other processes list and change the replicas, where there are any."""
-        config, pool = self.role.config, self._pool
-        if pool is None:
-            return
-        addresses = {}
-        if config.cluster.metrics_port is not None:
-            metrics = serve_metrics(pool, config.cluster.metrics_port)
-            addresses["metrics"] = await self.stack.enter_async_context(metrics)
-        control = serve_control(Path(config.folder), pool, self.role.clock, config.deadlines.heartbeat, **addresses)
-        await self.stack.enter_async_context(control)
+        config = self.role.config
+        if self._pool is not None:
+            silence, port = config.deadlines.heartbeat, config.cluster.metrics_port
+            control = serve_control(Path(config.folder), self._pool, self.role.clock, silence, port)
+            await self.stack.enter_async_context(control)
 
     # -- the trainer
 
@@ -240,6 +230,7 @@ class RunBuilder:
             self.placement = placement
         trained = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
         description = {"config": as_plain(config), "data": digests(self.tasks)}
+        store = CheckpointStore(Path(config.folder) / "checkpoints", config.checkpoint.keep)
         weights = shared or pool or synchronizer
         trainer = Trainer(
             role=role,
@@ -250,9 +241,7 @@ class RunBuilder:
             log_prob_check=LogProbCheck(role=role, **log_prob_check_options(config)),
             sync=None if weights is None else weights.sync,
             evaluator=Evaluator(role=role, tasks=self.tasks.get("eval", ()), placement=self.placement),
-            checkpoints=Checkpointer(
-                role=role, store=checkpoint_store(config), engines=trained, description=description
-            ),
+            checkpoints=Checkpointer(role=role, store=store, engines=trained, description=description),
             placement=placement,
         )
         if pool is not None and synchronizer is not None:

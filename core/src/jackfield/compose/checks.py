@@ -85,10 +85,10 @@ def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all")
             _add_failures(error, registry, kind, name)
             raise
     validate_plugins(config, registry)
-    for kind, python in interpreters(config, registry).items():  # each is there and has the plugin that runs in it
-        look(
-            python, registry.resolve(getattr(config, kind).name, kind), min(config.deadlines.start, _PROBE_SECONDS)
-        ).check()
+    own, seconds = interpreters(config, registry), min(config.deadlines.start, _PROBE_SECONDS)
+    for kind, name in chosen(config):
+        if kind in own:
+            look(own[kind], registry.resolve(name, kind), seconds).check()
     check_capabilities(config, registry, role)
 
 
@@ -169,8 +169,12 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
             manifest = registry.find(kind, name)
             wanted, where = manifest.env.python, f"the manifest of the {manifest.label}, [env] python"
         elif wanted in config.environments:
-            wanted = _python_of(config, wanted, where)
-        path = os.path.abspath(sys.executable) if wanted is None else resolve_interpreter(wanted, where)
+            python = environment_python(config.environments[wanted].path(wanted))
+            if not Path(python).exists():
+                what, fix = f"the environment '{wanted}' has not been made", f"jackfield env create {wanted} FILE"
+                raise _no_interpreter(what, where, python, "no such file", fix)
+            wanted = python
+        path = os.path.abspath(resolve_interpreter(wanted, where))
         if path == os.path.abspath(sys.executable):
             continue
         if config.cluster.name == "inline" and kind != "rollout":
@@ -179,14 +183,6 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
             raise _no_interpreter(what, where, f"{sys.executable}; or an interpreter for rollout", path, fix)
         found[kind] = path
     return found
-
-
-def _python_of(config: RunConfig, name: str, where: str) -> str:
-    python = environment_python(config.environments[name].path(name))
-    if Path(python).exists():
-        return python
-    what, fix = f"the environment '{name}' has not been made", f"jackfield env create {name} FILE, with this file"
-    raise _no_interpreter(what, where, python, "no such file", fix)
 
 
 def _no_interpreter(what: str, where: str, expected: str, found: str, fix: str) -> PluginError:

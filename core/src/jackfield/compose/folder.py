@@ -87,26 +87,19 @@ def folder_lock(folder: Path) -> Iterator[None]:
 # -- where a run begins
 
 
-def checkpoint_store(config: RunConfig) -> CheckpointStore:
-    """Return the store of the run's checkpoints."""
-    return CheckpointStore(Path(config.folder) / "checkpoints", config.checkpoint.keep)
-
-
 def starting_point(config: RunConfig, digests: Mapping[str, str] | None = None) -> Checkpoint | None:
     """Find the checkpoint to go on from: the newest whole one. What earlier starts left half done is removed.
 
-    Without ``checkpoint.resume`` nothing is read of what is there. A refusal leaves the folder as it was.
-
-    Args:
-        config: of the run.
-        digests: of the data, by the names of the files; None: it has been compared.
+    Without ``checkpoint.resume`` nothing is read of what is there. A refusal leaves the folder as it was. ``digests``
+    are those of the data by the names of the files; with None it has been compared.
 
     Raises:
         RunError: ``run.changed`` when the folder's run is another one; ``run.checkpoint-damaged``,
             ``run.checkpoint-format``.
         QueueError: ``queue.ledger``.
     """
-    folder, store, served = Path(config.folder), checkpoint_store(config), config.queue.address is not None
+    folder, served = Path(config.folder), config.queue.address is not None
+    store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
     if not config.checkpoint.resume:
         store.clean(everything=True)
         if not served:  # else a controller works there
@@ -193,9 +186,7 @@ def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
 def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
     """Find a checkpoint by its own folder, or the newest whole one of a run by the run's folder.
 
-    Args:
-        folder: of the checkpoint, or of the run.
-        part: the folder in the checkpoint that is verified; all, where it is not given.
+    The folder ``part`` in it is verified; everything, where it is not given.
 
     Raises:
         RunError: ``run.no-checkpoint``, ``run.checkpoint-damaged``, ``run.checkpoint-format``.

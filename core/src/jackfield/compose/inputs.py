@@ -20,7 +20,6 @@ from jackfield.compose.checks import refusal
 from jackfield.compose.folder import find_queue
 from jackfield.config.sections import MixingConfig, RunConfig
 from jackfield.data.task_set import TaskSet
-from jackfield.data.tasks import Task
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError
 from jackfield.queue import TransferQueue, Values
@@ -139,14 +138,10 @@ def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
         check_vocabulary(tokenizer, vocabulary)
     for each in tasks.values():
         found = (each[number] for number in each.checked)
-        for task in heapq.nlargest(_ENCODED_PROMPTS, found, key=_characters):
+        for task in heapq.nlargest(_ENCODED_PROMPTS, found, key=lambda task: len(str(task.messages))):
             encode_prompt(tokenizer, task, limit)
             if each.answers:
                 encode_answers(tokenizer, task)
-
-
-def _characters(task: Task) -> int:
-    return sum(len(str(message.get("content"))) for message in task.messages)
 
 
 # -- replay and mixing

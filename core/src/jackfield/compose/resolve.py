@@ -38,9 +38,7 @@ _EXACT_ENGINE_BOUND, _ROUNDED_ENGINE_BOUND = 0.001, 0.1
 def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm:
     """Make every choice that the configuration leaves open.
 
-    Args:
-        config: of the run.
-        rollout: the rollout plugin's manifest: how far its log-probs are from the engine's.
+    The manifest of the rollout plugin says how far its log-probs are from the engine's.
 
     Raises:
         ConfigError: an algorithm that this run cannot have, or a setting without effect.
