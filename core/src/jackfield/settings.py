@@ -179,6 +179,8 @@ class _Reader:
         try:
             if field.validator is not None:
                 field.validator(made, field, value)
+        except ConfigError:
+            raise  # it names the place within the value, and what to do
         except JackfieldError as caught:
             raise self.wrong(value, path, caught.expected, ValueError(caught.message)) from caught
         except Exception as caught:

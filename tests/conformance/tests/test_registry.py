@@ -12,7 +12,6 @@ import attrs
 import pytest
 
 from jackfield.abc import KINDS
-from jackfield_conformance.certificate import CheckResult, level_of, level_table
 from jackfield_conformance.registry import (
     EVERY_KIND,
     PREFIXES,
@@ -24,6 +23,7 @@ from jackfield_conformance.registry import (
     checks,
     run_check,
 )
+from jackfield_conformance.runner import CheckResult, level_of, level_table
 from jackfield_conformance.subject import Subject
 
 ALL = [each for kind in KINDS for each in checks(kind)]

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jackfield_conformance.certificate import Certificate
-from jackfield_conformance.runner import Run
+from jackfield_conformance.runner import Certificate, Run
 
 #: Runs the checks on a plugin that has these files in the place of healthy ones.
 Checks = Callable[[Mapping[str, str]], Certificate]

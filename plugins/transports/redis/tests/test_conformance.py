@@ -10,8 +10,7 @@ from jackfield_queue_model import check_against_model
 from jackfield_servers import RedisServer
 from jackfield_testing import refused
 from jackfield_transport_redis.backend import RedisBackend
-from jackfield_transport_redis.config import Config
-from jackfield_transport_redis.conformance import URL_VARIABLE, server
+from jackfield_transport_redis.config import URL_VARIABLE, Config, server
 
 
 @pytest.mark.timeout(180)

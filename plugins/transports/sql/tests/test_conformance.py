@@ -6,7 +6,7 @@ import pytest
 
 from jackfield_conformance import certify
 from jackfield_servers import PostgresServer
-from jackfield_transport_sql.conformance import URL_VARIABLE
+from jackfield_transport_sql.config import URL_VARIABLE
 
 
 @pytest.mark.timeout(180)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from jackfield_conformance.certificate import level_table
 from jackfield_conformance.registry import TIERS
+from jackfield_conformance.runner import level_table
 
 _INI = Path(__file__).with_name("pytest.ini")
 

@@ -192,7 +192,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(run.certificate().report())
     certificates = [*_certificates(), *config.stash.get(_WORKERS, [])]
     if certificates:
-        from jackfield_conformance.certificate import level_table
+        from jackfield_conformance.runner import level_table
 
         terminalreporter.write_line("conformance, checks passed of those that apply:")
         for line in level_table(certificates):

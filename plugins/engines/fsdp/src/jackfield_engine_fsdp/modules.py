@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.sdk.rotary import length_limits
+from jackfield_huggingface.norms import replace_norms
 
 #: "xdrope" is a rotary embedding; "router_jitter_noise" of PhiMoE's routers is the width of a mask, in inference, too
 _RANDOM = re.compile(r"(?<!x)drop|(?<!router_)jitter")
@@ -152,49 +152,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _RMSNorm.apply(  # type: ignore[no-untyped-call]
-        hidden_states, self.weight, self.variance_epsilon
-    )
+    result: torch.Tensor = _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
     return result
 
 
 def speed_up_norms(model: nn.Module) -> int:
-    """Give the model's norms a faster forward, where it computes what theirs does; return how many.
-
-    A norm of another kind (with an offset of its weight, say) shows when both are tried, and stays as it is.
-    """
-    chosen = [module for module in model.modules() if _is_candidate(module)]
-    alike = {kind: _agrees(next(m for m in chosen if type(m) is kind)) for kind in {type(m) for m in chosen}}
-    replaced = [module for module in chosen if alike[type(module)]]
-    for module in replaced:
-        module.forward = MethodType(_forward, module)
-    return len(replaced)
-
-
-def _is_candidate(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return (
-        type(module).__name__.endswith("RMSNorm")
-        and isinstance(getattr(module, "variance_epsilon", None), float)
-        and isinstance(weight, torch.Tensor)
-        and weight.ndim == 1
-        and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and len(list(module.parameters())) == 1
-        and not list(module.buffers())
-    )
-
-
-@torch.no_grad()
-def _agrees(module: nn.Module) -> bool:
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    before = weight.clone()
-    ramp = torch.linspace(-2.0, 3.0, 4 * len(weight)).view(4, len(weight)) * torch.tensor(
-        [[1e-3], [0.1], [1.0], [30.0]]
-    )
-    try:
-        weight.copy_(torch.linspace(0.5, 1.5, len(weight)))  # weights of one would hide an offset or an order
-        return torch.allclose(module(ramp), _forward(module, ramp), rtol=_NORM_TOLERANCE, atol=_NORM_TOLERANCE)
-    finally:
-        weight.copy_(before)
+    """Give the model's norms a faster forward, where it computes what theirs does; return how many."""
+    return replace_norms(model, _forward, _NORM_TOLERANCE)

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 from attrs.validators import and_, ge, gt, le
 
-from jackfield.errors import ConfigError
 from jackfield.sdk import option
+from jackfield_huggingface.serving import without
 
 #: Arguments of SGLang's server that this plugin sets itself, with the setting that stands for each.
 _OURS = {
@@ -35,17 +35,6 @@ _OURS = {
 }
 
 
-def _is_free(_: Any, __: attrs.Attribute[Any], value: Mapping[str, Any]) -> None:
-    for name in value:
-        if name in _OURS:
-            raise ConfigError(
-                f"the argument --{name} of SGLang is not free",
-                where=f"rollout.arguments.{name}",
-                expected="an argument that no setting stands for",
-                fix=f"use {_OURS[name]}",
-            )
-
-
 @attrs.frozen(kw_only=True)
 class Config:
     """Settings of the ``sglang`` rollout server."""
@@ -66,5 +55,5 @@ class Config:
     arguments: Mapping[str, Any] = option(
         factory=dict,
         help="further arguments of sglang.launch_server, without the dashes in front; true: a flag",
-        validator=_is_free,
+        validator=without(_OURS, "SGLang", "rollout.arguments"),
     )

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import aclosing, suppress
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 from jackfield.abc.rollout import (
     GenerateRequest,
     RolloutContext,
     ServerInfo,
-    SleepRequest,
-    SleepResult,
     UpdateWeightsRequest,
-    WakeUpRequest,
-    WakeUpResult,
-    WorkerReceipt,
 )
-from jackfield.errors import JackfieldError, PluginError, WeightsError
-from jackfield.sdk.relay import MEMORY, InterruptingServer
+from jackfield.errors import WeightsError
 from jackfield.sdk.requests import Running
-from jackfield_huggingface.folders import ReceivedWeights, WeightFolder
+from jackfield_huggingface.folders import WeightFolder
+from jackfield_huggingface.serving import FolderServer
 from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.process import SglangProcess, free_port
 from jackfield_rollout_sglang.requests import check_log_probs, generate_body, launch_arguments, read_answer
@@ -30,7 +24,7 @@ from jackfield_rollout_sglang.requests import check_log_probs, generate_body, la
 _CONTROL_SECONDS = 120.0  #: for SGLang to pause, go on, sleep or wake up
 
 
-class SglangServer(InterruptingServer):
+class SglangServer(FolderServer):
     """One replica: SGLang's server is a process that this one starts."""
 
     config: Config
@@ -40,7 +34,6 @@ class SglangServer(InterruptingServer):
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
         self._sglang: SglangProcess | None = None
-        self._weight_folder: WeightFolder | None = None
         self._adapter: str | None = None
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -62,15 +55,8 @@ class SglangServer(InterruptingServer):
         return ServerInfo(replica=self.context.replica)  # SGLang's own workers read what this process receives
 
     def _require_sglang(self) -> None:
-        from importlib.util import find_spec
-
         if find_spec("sglang") is None:
-            raise PluginError(
-                "SGLang is not installed in this interpreter",
-                where="the rollout server 'sglang'",
-                expected="the package sglang",
-                fix="give it an environment that has it: cluster.interpreters.rollout; see the plugin's README",
-            )
+            raise self.missing()
 
     async def _open(self, sglang: SglangProcess, arguments: list[str]) -> None:
         await sglang.start(arguments, self.config.start_seconds)
@@ -131,59 +117,24 @@ class SglangServer(InterruptingServer):
     async def _continue(self) -> None:
         await self._post("/continue_generation", {})
 
-    async def sleep(self, request: SleepRequest) -> SleepResult:
-        """Give memory back; only while paused or idle.
-
-        Raises:
-            RolloutError: ``rollout.request`` while decoding; ``rollout.stopped``.
-        """
-        self._require_running()
-        if not self._paused and self._running:
-            raise self._error("the server is decoding", "rollout.request", fix="pause it before it sleeps")
+    async def _give_back(self, tags: list[str], level: int) -> None:
         await self._post("/flush_cache", None)
-        await self._post("/release_memory_occupation", {"tags": [tag for tag in MEMORY if tag in self._awake]})
-        if request.level == 2:
-            self._stale = "the weights were given back by sleep(level=2) and no full update has come"
-        self._awake.clear()
-        return SleepResult()
+        await self._post("/release_memory_occupation", {"tags": tags})
 
-    async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
-        """Take memory again."""
-        self._require_running()
-        tags = [tag for tag in request.tags or MEMORY if tag not in self._awake]
-        if tags:
-            await self._post("/resume_memory_occupation", {"tags": tags})
-        self._awake |= set(tags)
-        return WakeUpResult(awake=tuple(tag for tag in MEMORY if tag in self._awake))
+    async def _take_back(self, tags: list[str]) -> None:
+        await self._post("/resume_memory_occupation", {"tags": tags})
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    async def _receive(self, request: UpdateWeightsRequest) -> ReceivedWeights:
-        """Write what comes into a folder, while SGLang decodes."""
-        assert self._weight_folder is not None
-        return await self._weight_folder.receive(request)
+    async def _read_folder(self, request: UpdateWeightsRequest, folder: str) -> None:
+        if request.kind == "adapter":
+            await self._load_adapter(request, folder)
+        else:
+            await self._load_full(request, folder)
 
-    async def _load(self, request: UpdateWeightsRequest, received: ReceivedWeights) -> Sequence[WorkerReceipt]:
-        """Have SGLang read the folder, and remove it."""
-        try:
-            if request.kind == "adapter":
-                await self._load_adapter(request, received.folder)
-            else:
-                await self._load_full(request, received.folder)
-        except JackfieldError as error:
-            raise WeightsError(
-                f"SGLang has not loaded version {request.version}: {error.message}",
-                where=f"replica {self.context.replica}",
-                found=error.found,
-                fix="see what SGLang has printed",
-            ) from error
-        finally:
-            received.remove()
-        return [WorkerReceipt(worker=0, digests=received.digests)]
-
-    async def _load_full(self, request: UpdateWeightsRequest, folder: Path) -> None:
+    async def _load_full(self, request: UpdateWeightsRequest, folder: str) -> None:
         body = {
-            "model_path": str(folder),
+            "model_path": folder,
             "load_format": "safetensors",
             "flush_cache": True,
             "weight_version": str(request.version),
@@ -191,14 +142,14 @@ class SglangServer(InterruptingServer):
         await self._post("/update_weights_from_disk", body, request.deadline_seconds)
         await self._forget_adapter()
 
-    async def _load_adapter(self, request: UpdateWeightsRequest, folder: Path) -> None:
+    async def _load_adapter(self, request: UpdateWeightsRequest, folder: str) -> None:
         if self.context.model.lora is None:
             raise WeightsError("an adapter came for a replica that was started without", fix="set model.lora")
         name = f"jackfield-{request.version}"
         await self._forget_adapter()
         await self._post(
             "/load_lora_adapter",
-            {"lora_name": name, "lora_path": str(folder), "pinned": True},
+            {"lora_name": name, "lora_path": folder, "pinned": True},
             request.deadline_seconds,
         )
         self._adapter = name

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 from attrs.validators import and_, ge, gt, le
 
-from jackfield.errors import ConfigError
 from jackfield.sdk import option
+from jackfield_huggingface.serving import without
 
 #: Arguments of TensorRT-LLM's LLM that this plugin sets itself, with the setting that stands for each.
 _OURS = {
@@ -24,17 +24,6 @@ _OURS = {
     "ray_worker_extension_cls": "nothing: it is how weights come",
     "quant_config": "nothing: weights come unquantised",
 }
-
-
-def _is_free(_: Any, __: attrs.Attribute[Any], value: Mapping[str, Any]) -> None:
-    for name in value:
-        if name in _OURS:
-            raise ConfigError(
-                f"the argument {name} of TensorRT-LLM is not free",
-                where=f"rollout.arguments.{name}",
-                expected="an argument that no setting stands for",
-                fix=f"use {_OURS[name]}",
-            )
 
 
 @attrs.frozen(kw_only=True)
@@ -52,5 +41,7 @@ class Config:
     )
     start_seconds: float = option(900.0, help="for TensorRT-LLM to load the model", validator=gt(0.0))
     arguments: Mapping[str, Any] = option(
-        factory=dict, help="further arguments of TensorRT-LLM's LLM, as it names them", validator=_is_free
+        factory=dict,
+        help="further arguments of TensorRT-LLM's LLM, as it names them",
+        validator=without(_OURS, "TensorRT-LLM", "rollout.arguments"),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,17 +10,11 @@ from jackfield.abc.rollout import (
     GenerateRequest,
     RolloutContext,
     ServerInfo,
-    SleepRequest,
-    SleepResult,
     UpdateWeightsRequest,
-    WakeUpRequest,
-    WakeUpResult,
-    WorkerReceipt,
 )
-from jackfield.errors import PluginError, WeightsError
-from jackfield.sdk.relay import MEMORY, InterruptingServer
 from jackfield.sdk.requests import Running
-from jackfield_huggingface.folders import ReceivedWeights, WeightFolder
+from jackfield_huggingface.folders import WeightFolder
+from jackfield_huggingface.serving import FolderServer
 from jackfield_rollout_trtllm.config import Config
 from jackfield_rollout_trtllm.requests import check_sampling, llm_arguments, new_tokens, sampling_arguments
 
@@ -29,16 +22,16 @@ _TAGS = {"weights": "model", "kv_cache": "kv_cache"}  #: TensorRT-LLM's names of
 _CONTROL_SECONDS = 120.0
 
 
-class TrtllmServer(InterruptingServer):
+class TrtllmServer(FolderServer):
     """One replica: TensorRT-LLM's workers are actors of a Ray cluster that it starts."""
 
     config: Config
     engine_name = "TensorRT-LLM"
+    level_1 = ("kv_cache",)
 
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
         self._llm: Any = None
-        self._weight_folder: WeightFolder | None = None
         self._answers: set[Any] = set()  #: of what runs in TensorRT-LLM
         self._idle = asyncio.Event()  #: nothing runs there
         self._idle.set()
@@ -61,12 +54,7 @@ class TrtllmServer(InterruptingServer):
                 self._llm.setup_async(), self.config.start_seconds, "TensorRT-LLM to load the model"
             )
         except Exception as error:
-            raise self._error(
-                f"TensorRT-LLM cannot serve the model: {type(error).__name__}: {error}",
-                "engine.model",
-                found=self.context.model.path,
-                fix="see what TensorRT-LLM has printed",
-            ) from error
+            raise self.cannot_serve(error) from error
         return ServerInfo(replica=self.context.replica)  # its workers read what this process receives
 
     def _make(self) -> Any:
@@ -74,12 +62,7 @@ class TrtllmServer(InterruptingServer):
             from tensorrt_llm._torch.async_llm import AsyncLLM
             from tensorrt_llm.llmapi import KvCacheConfig
         except ImportError as error:
-            raise PluginError(
-                "TensorRT-LLM is not installed in this interpreter",
-                where="the rollout server 'trtllm'",
-                found=error,
-                fix="give it an environment that has it: cluster.interpreters.rollout; see the plugin's README",
-            ) from error
+            raise self.missing(error) from error
         cache = KvCacheConfig(
             free_gpu_memory_fraction=self.config.memory_fraction, enable_block_reuse=self.config.prefix_caching
         )
@@ -143,54 +126,16 @@ class TrtllmServer(InterruptingServer):
             answer.abort()
         await self._clock.wait_for(self._idle.wait(), _CONTROL_SECONDS, "TensorRT-LLM to end what it has to abort")
 
-    async def sleep(self, request: SleepRequest) -> SleepResult:
-        """Give memory back, level 1 that of the KV cache alone; only while paused or idle.
+    async def _give_back(self, tags: list[str], level: int) -> None:
+        given_back = self._llm.release([_TAGS[tag] for tag in tags])
+        await self._clock.wait_for(given_back, _CONTROL_SECONDS, "TensorRT-LLM to give memory back")
 
-        Raises:
-            RolloutError: ``rollout.request`` while decoding; ``rollout.stopped``.
-        """
-        self._require_running()
-        if not self._paused and self._running:
-            raise self._error("the server is decoding", "rollout.request", fix="pause it before it sleeps")
-        chosen = ("kv_cache",) if request.level == 1 else MEMORY
-        tags = [_TAGS[tag] for tag in chosen if tag in self._awake]
-        await self._clock.wait_for(self._llm.release(tags), _CONTROL_SECONDS, "TensorRT-LLM to give memory back")
-        if request.level == 2:
-            self._stale = "the weights were given back by sleep(level=2) and no full update has come"
-        self._awake -= set(chosen)
-        return SleepResult()
+    async def _take_back(self, tags: list[str]) -> None:
+        resumed = self._llm.resume([_TAGS[tag] for tag in tags])
+        await self._clock.wait_for(resumed, _CONTROL_SECONDS, "TensorRT-LLM to take memory")
 
-    async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
-        """Take memory again."""
-        self._require_running()
-        tags = [tag for tag in request.tags or MEMORY if tag not in self._awake]
-        if tags:
-            resumed = self._llm.resume([_TAGS[tag] for tag in tags])
-            await self._clock.wait_for(resumed, _CONTROL_SECONDS, "TensorRT-LLM to take memory")
-        self._awake |= set(tags)
-        return WakeUpResult(awake=tuple(tag for tag in MEMORY if tag in self._awake))
-
-    # -- weights ---------------------------------------------------------------------------------------------------
-
-    async def _receive(self, request: UpdateWeightsRequest) -> ReceivedWeights:
-        """Write what comes into a folder, while TensorRT-LLM decodes."""
-        assert self._weight_folder is not None
-        return await self._weight_folder.receive(request)
-
-    async def _load(self, request: UpdateWeightsRequest, received: ReceivedWeights) -> Sequence[WorkerReceipt]:
-        """Have every worker read the folder, and remove it. TensorRT-LLM forgets cached prefixes at the end."""
-        calls = (("jackfield_load", (str(received.folder),)), ("update_weights", (None,)))
-        try:
-            for method, arguments in calls:
-                await self._clock.wait_for(
-                    self._llm.collective_rpc(method, args=arguments), request.deadline_seconds, f"workers to {method}"
-                )
-        except Exception as error:
-            raise WeightsError(
-                f"TensorRT-LLM has not loaded version {request.version}: {type(error).__name__}: {error}",
-                where=f"replica {self.context.replica}",
-                fix="see what TensorRT-LLM has printed",
-            ) from error
-        finally:
-            received.remove()
-        return [WorkerReceipt(worker=0, digests=received.digests)]
+    async def _read_folder(self, request: UpdateWeightsRequest, folder: str) -> None:
+        """Have every worker read the folder. TensorRT-LLM forgets cached prefixes at the end."""
+        for method, arguments in (("jackfield_load", (folder,)), ("update_weights", (None,))):
+            called = self._llm.collective_rpc(method, args=arguments)
+            await self._clock.wait_for(called, request.deadline_seconds, f"workers to {method}")

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 from attrs.validators import and_, ge, gt, le, optional
 
-from jackfield.errors import ConfigError
 from jackfield.sdk import option
+from jackfield_huggingface.serving import without
 
 #: Arguments of vLLM's engine that this plugin sets itself, with the setting that stands for each.
 _OURS = {
@@ -31,17 +31,6 @@ _OURS = {
 }
 
 
-def _is_free(_: Any, __: attrs.Attribute[Any], value: Mapping[str, Any]) -> None:
-    for name in value:
-        if name in _OURS:
-            raise ConfigError(
-                f"the argument {name} of vLLM is not free",
-                where=f"rollout.engine.{name}",
-                expected="an argument that no setting stands for",
-                fix=f"use {_OURS[name]}",
-            )
-
-
 @attrs.frozen(kw_only=True)
 class Config:
     """Settings of the ``vllm`` rollout server."""
@@ -59,5 +48,5 @@ class Config:
     engine: Mapping[str, Any] = option(
         factory=dict,
         help="further arguments of vLLM's engine (AsyncEngineArgs), as vLLM names them",
-        validator=_is_free,
+        validator=without(_OURS, "vLLM", "rollout.engine"),
     )

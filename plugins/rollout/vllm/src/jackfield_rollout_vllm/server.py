@@ -18,20 +18,18 @@ from jackfield.abc.rollout import (
     SleepRequest,
     SleepResult,
     UpdateWeightsRequest,
-    WakeUpRequest,
-    WakeUpResult,
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, PluginError, WeightsError, rebuilt_error
-from jackfield.sdk.relay import MEMORY, RelayServer
 from jackfield.sdk.requests import Running, own_seed
+from jackfield_huggingface.serving import SleepingServer
 from jackfield_rollout_vllm.config import Config
 from jackfield_rollout_vllm.requests import vllm_arguments
 
 _CPU_CACHE_BYTES = 1 << 30
 
 
-class VllmServer(RelayServer):
+class VllmServer(SleepingServer):
     """One replica: vLLM's engine core and its workers are processes that this one starts."""
 
     config: Config
@@ -66,22 +64,12 @@ class VllmServer(RelayServer):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
-            raise PluginError(
-                "vLLM is not installed in this interpreter",
-                where="the rollout server 'vllm'",
-                found=error,
-                fix="give it an environment that has it: cluster.interpreters.rollout; see the plugin's README",
-            ) from error
+            raise self.missing(error) from error
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_arguments()))
             await engine.collective_rpc("jackfield_prepare")
         except Exception as error:
-            raise self._error(
-                f"vLLM cannot serve the model: {type(error).__name__}: {error}",
-                "engine.model",
-                found=self.context.model.path,
-                fix="see what vLLM has printed",
-            ) from error
+            raise self.cannot_serve(error) from error
         return engine
 
     def _engine_arguments(self) -> dict[str, Any]:
@@ -202,23 +190,13 @@ class VllmServer(RelayServer):
                 expected="a GPU",
                 fix="set cluster.offload: false",
             )
-        if not self._paused and self._running:
-            raise self._error("the server is decoding", "rollout.request", fix="pause it before it sleeps")
-        await self._engine.sleep(request.level, mode="keep")
-        if request.level == 2:
-            self._held = None
-            self._stale = "the weights were given back by sleep(level=2) and no full update has come"
-        self._awake.clear()
-        return SleepResult()
+        return await super().sleep(request)
 
-    async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
-        """Take memory again."""
-        self._require_running()
-        tags = [tag for tag in request.tags or MEMORY if tag not in self._awake]
-        if tags:
-            await self._engine.wake_up(tags)
-        self._awake |= set(tags)
-        return WakeUpResult(awake=tuple(tag for tag in MEMORY if tag in self._awake))
+    async def _give_back(self, tags: list[str], level: int) -> None:
+        await self._engine.sleep(level, mode="keep")
+
+    async def _take_back(self, tags: list[str]) -> None:
+        await self._engine.wake_up(tags)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,9 @@
-"""Settings of the engine; importable without torch."""
+"""Settings of the engine, and what they are tried with; importable without torch."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import attrs
 from attrs.validators import ge, gt
@@ -22,3 +25,8 @@ class Config:
     poll_seconds: float = option(
         0.05, help="How often the folder is looked at: network file systems do not tell of changes.", validator=gt(0)
     )
+
+
+def folder(folder: Path) -> dict[str, Any]:
+    """A folder of its own."""
+    return {"settings": {"folder": str(folder / "weights"), "poll_seconds": 0.005}}

@@ -1,8 +1,9 @@
-"""Settings of the engine; importable without torch."""
+"""Settings of the engine, and what they are tried with; importable without torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import attrs
 from attrs.validators import gt
@@ -22,3 +23,8 @@ class Config(SessionSettings):
     bucket_bytes: int = option(
         32 * 2**20, help="Tensors are sent in buckets of this size, two at a time; larger ones alone.", validator=gt(0)
     )
+
+
+def patient(folder: Path) -> dict[str, Any]:
+    """Forming a group takes several threads their turns, so a deadline that is too short would name the wrong one."""
+    return {"silence_seconds": 1.5}

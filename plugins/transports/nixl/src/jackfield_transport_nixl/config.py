@@ -1,6 +1,9 @@
-"""Settings of both plugins; importable without torch."""
+"""Settings of both plugins, and what they are tried with; importable without torch."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import attrs
 from attrs.validators import and_, ge, gt, le
@@ -56,3 +59,16 @@ class QueueConfig:
     )  # fmt: skip
     seconds: float = option(30.0, help="Longest time for one request.", validator=gt(0))
     checkpoint_seconds: float = option(1800.0, help="Longest time for a checkpoint or a restore.", validator=gt(0))
+
+
+def patient(folder: Path) -> dict[str, Any]:
+    """Making connections takes several threads their turns; a deadline that is too short would name the wrong one.
+    Large tensors in place, and copied."""
+    copied = {"in_place": False}
+    buckets = [{"bucket_bytes": 64}, {"bucket_bytes": 64, **copied}, {"bucket_bytes": 1000, **copied}, {}]
+    return {"silence_seconds": 1.5, "bucket_settings": buckets}
+
+
+def by_transfers(folder: Path) -> dict[str, Any]:
+    """Even small values are moved by NIXL."""
+    return {"settings": {"inline_bytes": 64, "region_bytes": 1 << 20}}

@@ -1,13 +1,15 @@
-"""Settings of the backend; importable without redis."""
+"""Settings of the backend, and what they are tried with; importable without redis."""
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from pathlib import Path
+from typing import Any, Literal
 
 import attrs
 from attrs.validators import gt
 
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, PluginError
 from jackfield.sdk import option
 
 
@@ -41,3 +43,23 @@ class Config:
                 expected="redis://user@host:port/number, rediss://… or unix:///path",
                 found=self.url.partition(":")[0] + ":…",
             )
+
+
+URL_VARIABLE = "JACKFIELD_REDIS_URL"
+
+
+def server(folder: Path) -> dict[str, Any]:
+    """Settings: the server of the environment variable ``JACKFIELD_REDIS_URL``; its rows stay on it.
+
+    Raises:
+        PluginError: the variable is not set.
+    """
+    url = os.environ.get(URL_VARIABLE)
+    if not url:
+        raise PluginError(
+            "the checks need a Redis server",
+            code="plugin.check",
+            where=URL_VARIABLE,
+            fix=f"start one (redis-server --appendonly yes) and set {URL_VARIABLE}=redis://127.0.0.1:6379/0",
+        )
+    return {"settings": {"url": url}}

@@ -1,8 +1,10 @@
-"""Settings of the backend; importable without SQLAlchemy."""
+"""Settings of the backend, and what they are tried with; importable without SQLAlchemy."""
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from pathlib import Path
+from typing import Any, Literal
 
 import attrs
 from attrs.validators import gt, le
@@ -75,3 +77,12 @@ class Config:
                 raise ConfigError(
                     "not a name for a column", where="tag_columns", expected="1 to 60 characters, no quotes"
                 )
+
+
+URL_VARIABLE = "JACKFIELD_SQL_URL"
+
+
+def database(folder: Path) -> dict[str, Any]:
+    """Settings: the database of the environment variable ``JACKFIELD_SQL_URL``; without it, SQLite."""
+    url = os.environ.get(URL_VARIABLE)
+    return {"settings": {} if url is None else {"url": url}}

@@ -1,8 +1,9 @@
-"""Settings of the plugins; importable without zmq."""
+"""Settings of the plugins, and what they are tried with; importable without zmq."""
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import attrs
 from attrs.validators import and_, ge, gt, le, optional
@@ -57,3 +58,8 @@ class EngineConfig(SessionSettings):
     data_port: int = option(
         0, help="Where tensors leave, with tcp; 0: any port that is free.", validator=and_(ge(0), le(65535))
     )
+
+
+def two_units(folder: Path) -> dict[str, Any]:
+    """Rows are spread over two units, and even small values go through shared memory."""
+    return {"settings": {"units": 2, "shared_from_bytes": 256}}

@@ -6,9 +6,9 @@ Fixture keys: ``settings`` (default: none). Every check opens its backends in a 
 from __future__ import annotations
 
 from jackfield_conformance.registry import Capability
-from jackfield_conformance.suites.transfer_queue import keeping, reading, storing
+from jackfield_conformance.suites.transfer_queue import keeping, storing
 
-__all__ = ["CAPABILITIES", "keeping", "reading", "storing"]
+__all__ = ["CAPABILITIES", "keeping", "storing"]
 
 #: What a manifest may declare.
 CAPABILITIES = {
