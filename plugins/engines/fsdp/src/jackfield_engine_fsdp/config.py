@@ -16,52 +16,49 @@ class Config:
 
     mixed_precision: Literal["none", "bfloat16"] = option(
         "none",
-        help="Arithmetic of forward and backward passes. bfloat16: parameters are gathered in bfloat16 and gradients "
+        "Arithmetic of forward and backward passes. bfloat16: parameters are gathered in bfloat16 and gradients "
         "reduced in float32, while the sharded weights and the optimizer keep the model's dtype.",
     )
     master_weights: bool = option(
         True,
-        help="Where a model in bfloat16 or float16 is trained, keep its weights, gradients and optimizer state in "
+        "Where a model in bfloat16 or float16 is trained, keep its weights, gradients and optimizer state in "
         "float32; passes run in the model's dtype, and published weights are cast to it. false: half the memory, and "
         "updates that are smaller than the spacing of a weight's neighbours are lost (the log says how many).",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = option(
-        "sdpa",
-        help="Attention kernel of transformers. sdpa and eager run everywhere, the others need their own packages.",
+        "sdpa", "Attention kernel of transformers. sdpa and eager run everywhere, the others need their own packages."
     )
     wrap: Literal["auto", "layers", "root"] = option(
         "auto",
-        help="What is gathered at once. layers: one decoder layer after the other, the least memory; root: the whole "
+        "What is gathered at once. layers: one decoder layer after the other, the least memory; root: the whole "
         "model, the fewest collectives; auto: layers where a layer has wrap_min_parameters.",
     )
     wrap_min_parameters: int = option(
-        1_000_000, help="With wrap auto: parameters of a decoder layer that is gathered alone.", validator=gt(0)
+        1_000_000, "With wrap auto: parameters of a decoder layer that is gathered alone.", gt(0)
     )
     reshard_after_forward: bool = option(
-        True, help="Free a layer's gathered weights after its forward pass and gather them again for its backward pass."
+        True, "Free a layer's gathered weights after its forward pass and gather them again for its backward pass."
     )
     gradient_accumulation: Literal["auto", "sharded", "unsharded"] = option(
         "auto",
-        help="Where gradients of several micro-batches add up. sharded: reduced after each one; unsharded: reduced "
+        "Where gradients of several micro-batches add up. sharded: reduced after each one; unsharded: reduced "
         "once, after the last (a whole gradient per rank in memory); auto: unsharded where several ranks train at "
         "most unsharded_max_parameters.",
     )
     unsharded_max_parameters: int = option(
-        100_000_000, help="With gradient_accumulation auto: parameters of a model, at most.", validator=gt(0)
+        100_000_000, "With gradient_accumulation auto: parameters of a model, at most.", gt(0)
     )
     cpu_offload: bool = option(
         False,
-        help="Keep weights, gradients and optimizer state in the host's memory and stream them to the accelerator. "
+        "Keep weights, gradients and optimizer state in the host's memory and stream them to the accelerator. "
         "No effect when the device is the CPU.",
     )
     logits_chunk: int = option(
         1 << 27,
-        help="Log-probabilities are computed over at most this many logits at once (float32 numbers); larger "
+        "Log-probabilities are computed over at most this many logits at once (float32 numbers); larger "
         "micro-batches go in pieces that the backward pass computes again.",
-        validator=gt(0),
+        gt(0),
     )
     collective_timeout: float = option(
-        600.0,
-        help="Seconds that ranks wait for each other in a collective operation before they fail.",
-        validator=gt(0),
+        600.0, "Seconds that ranks wait for each other in a collective operation before they fail.", gt(0)
     )

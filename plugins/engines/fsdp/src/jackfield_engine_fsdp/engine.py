@@ -308,9 +308,7 @@ class FSDPEngine(BaseEngine):
 
     # ---- weights
 
-    def get_per_tensor_param(
-        self,
-    ) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
+    def get_per_tensor_param(self) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
         """Copies of the full tensors on the engine's device, as a checkpoint has them; the value head stays here."""
         model, names = self._ready(), self._names
 

@@ -120,10 +120,7 @@ def merge_folder(spec: ModelSpec, folder: Path) -> None:
 
     file, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     model = auto_class(Path(spec.path), spec.trust_remote_code).from_pretrained(
-        spec.path,
-        dtype=getattr(torch, spec.dtype),
-        trust_remote_code=spec.trust_remote_code,
-        local_files_only=True,
+        spec.path, dtype=getattr(torch, spec.dtype), trust_remote_code=spec.trust_remote_code, local_files_only=True
     )
     weights = model.state_dict(keep_vars=True)
     named = {name.removesuffix(".weight"): weight.data for name, weight in weights.items() if name.endswith(".weight")}

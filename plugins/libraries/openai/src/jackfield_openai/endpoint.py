@@ -331,11 +331,7 @@ class _Connection(web.RequestHandler):
     __slots__ = ()
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """The answer to a request that could not be read."""
         if status >= 500 or request.writer.output_size:

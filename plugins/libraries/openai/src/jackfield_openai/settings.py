@@ -12,20 +12,14 @@ from jackfield.sdk import option
 class EndpointConfig:
     """An OpenAI-compatible address beside a replica."""
 
-    port: int = option(
-        0, help="of the first replica, the next ones count on; 0: a free one", validator=[ge(0), le(65535)]
-    )
-    api_key: str | None = option(
-        None, help="what clients send as bearer token; needed where it does not listen on loopback"
-    )
-    model_name: str | None = option(None, help="under which clients ask for the model; null: any name will do")
-    request_seconds: float = option(600.0, help="the longest that one request may take", validator=gt(0.0))
-    max_body_bytes: int = option(16 * 2**20, help="a longer request is refused", validator=gt(0))
-    max_choices: int = option(512, help="answers of one request, prompts times n; more are refused", validator=ge(1))
-    max_connections: int = option(512, help="at a time; further ones are answered with 503", validator=ge(1))
+    port: int = option(0, "of the first replica, the next ones count on; 0: a free one", [ge(0), le(65535)])
+    api_key: str | None = option(None, "what clients send as bearer token; needed where it does not listen on loopback")
+    model_name: str | None = option(None, "under which clients ask for the model; null: any name will do")
+    request_seconds: float = option(600.0, "the longest that one request may take", gt(0.0))
+    max_body_bytes: int = option(16 * 2**20, "a longer request is refused", gt(0))
+    max_choices: int = option(512, "answers of one request, prompts times n; more are refused", ge(1))
+    max_connections: int = option(512, "at a time; further ones are answered with 503", ge(1))
     idle_seconds: float = option(
-        30.0,
-        help="a connection is closed that has sent no whole header for so long, at first or after an answer",
-        validator=gt(0.0),
+        30.0, "a connection is closed that has sent no whole header for so long, at first or after an answer", gt(0.0)
     )
-    body_seconds: float = option(30.0, help="the longest that a request's body may take to come", validator=gt(0.0))
+    body_seconds: float = option(30.0, "the longest that a request's body may take to come", gt(0.0))

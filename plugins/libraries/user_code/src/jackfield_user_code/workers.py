@@ -329,11 +329,7 @@ class UserCodePool:
             await worker.start()
 
     async def call(
-        self,
-        arguments: Mapping[str, Any],
-        deadline_seconds: float,
-        call_seconds: float | None = None,
-        name: str = "",
+        self, arguments: Mapping[str, Any], deadline_seconds: float, call_seconds: float | None = None, name: str = ""
     ) -> WorkerResult:
         """Call the function in the next free process. What cannot start is a failed result, with the reason.
 

@@ -38,48 +38,42 @@ class Config:
     """How an answer is found in a response, and when it is right."""
 
     method: Literal["exact", "regex", "math"] = option(
-        "exact", help="exact: equal texts; regex: the ground truth is a pattern; math: equal mathematically."
+        "exact", "exact: equal texts; regex: the ground truth is a pattern; math: equal mathematically."
     )
-    pattern: str | None = attrs.field(
-        default=attrs.Factory(_default_pattern, takes_self=True),
-        validator=_is_pattern,
-        metadata={
-            "help": "Where the answer is in a response: the group `answer`, else the first group, else all that "
-            "matches; null: the whole response. Default for exact: GSM8K's `#### n`; else null."
-        },
+    pattern: str | None = option(
+        attrs.Factory(_default_pattern, takes_self=True),
+        "Where the answer is in a response: the group `answer`, else the first group, else all that matches; null: the "
+        "whole response. Default for exact: GSM8K's `#### n`; else null.",
+        _is_pattern,
     )
-    ground_truth_pattern: str | None = attrs.field(
-        default=attrs.Factory(_default_pattern, takes_self=True),
-        validator=_is_pattern,
-        metadata={"help": "The same for the ground truth, in which it has to match. Same defaults."},
+    ground_truth_pattern: str | None = option(
+        attrs.Factory(_default_pattern, takes_self=True),
+        "The same for the ground truth, in which it has to match. Same defaults.",
+        _is_pattern,
     )
-    match: Literal["last", "first"] = option(
-        "last", help="Which match in the response counts, where there are several."
-    )
+    match: Literal["last", "first"] = option("last", "Which match in the response counts, where there are several.")
     expected: str | None = option(
-        None, help="regex: the pattern an answer has to match fully, {ground_truth} in it; null: the ground truth."
+        None, "regex: the pattern an answer has to match fully, {ground_truth} in it; null: the ground truth."
     )
-    correct: float = option(1.0, help="Score of a right answer.")
-    incorrect: float = option(0.0, help="Score of a wrong answer, and of none.")
-    format_score: float | None = option(None, help="Score of a wrong answer in the right form; null: incorrect.")
-    remove: str | None = option(None, help="exact: characters to ignore in both texts; null: commas.")
-    ignore_case: bool = option(False, help="exact, regex: upper and lower case are the same.")
-    strip: bool = option(True, help="exact, regex: white space around answers, and its amount inside, is ignored.")
+    correct: float = option(1.0, "Score of a right answer.")
+    incorrect: float = option(0.0, "Score of a wrong answer, and of none.")
+    format_score: float | None = option(None, "Score of a wrong answer in the right form; null: incorrect.")
+    remove: str | None = option(None, "exact: characters to ignore in both texts; null: commas.")
+    ignore_case: bool = option(False, "exact, regex: upper and lower case are the same.")
+    strip: bool = option(True, "exact, regex: white space around answers, and its amount inside, is ignored.")
     seconds: float = option(
         10.0,
-        help="Longest time for one answer, and at most half of the request's deadline; then its worker is killed, see "
+        "Longest time for one answer, and at most half of the request's deadline; then its worker is killed, see "
         "on_timeout.",
-        validator=gt(0.0),
+        gt(0.0),
     )
     on_timeout: Literal["incorrect", "fail"] = option(
         "incorrect",
-        help="What an answer is on which `seconds` run out: incorrect: wrong; fail: not scored, so that it is left out "
+        "What an answer is on which `seconds` run out: incorrect: wrong; fail: not scored, so that it is left out "
         "of training, which a policy can learn to bring about.",
     )
-    workers: int = option(
-        1, help="Worker processes for math (and for patterns that take long).", validator=[gt(0), le(4096)]
-    )
-    memory_bytes: int = option(4 * 2**30, help="Address space of a worker process.", validator=gt(0))
+    workers: int = option(1, "Worker processes for math (and for patterns that take long).", [gt(0), le(4096)])
+    memory_bytes: int = option(4 * 2**30, "Address space of a worker process.", gt(0))
 
     def __attrs_post_init__(self) -> None:
         if self.remove is not None and self.method != "exact":

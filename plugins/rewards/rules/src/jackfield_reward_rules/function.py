@@ -22,16 +22,14 @@ class FunctionRewardConfig:
     """Where the function is, and what it may use."""
 
     path: str = option(help="folder/file.py:function or package.module:function; a class or an instance will do.")
-    method: str = option("compute_score", help="What is called of a class or an instance.")
+    method: str = option("compute_score", "What is called of a class or an instance.")
     keywords: Mapping[str, Any] = option(
         factory=dict, help="Further keyword arguments of the function, or of the class's constructor."
     )
-    workers: int = option(1, help="Processes that score side by side.", validator=[gt(0), le(4096)])
-    python: str | None = option(None, help="Interpreter of these processes, for packages of its own; null: this one.")
-    memory_bytes: int | None = option(
-        4 * 2**30, help="Address space of one process; null: unlimited.", validator=optional(gt(0))
-    )
-    start_seconds: float = option(60.0, help="Longest time to import the function.", validator=gt(0.0))
+    workers: int = option(1, "Processes that score side by side.", [gt(0), le(4096)])
+    python: str | None = option(None, "Interpreter of these processes, for packages of its own; null: this one.")
+    memory_bytes: int | None = option(4 * 2**30, "Address space of one process; null: unlimited.", optional(gt(0)))
+    start_seconds: float = option(60.0, "Longest time to import the function.", gt(0.0))
 
     def __attrs_post_init__(self) -> None:
         _interpreter(self.python)  # refuses it before a run has begun

@@ -39,19 +39,17 @@ _OURS = {
 class Config:
     """Settings of the ``sglang`` rollout server."""
 
-    max_batch_size: int = option(256, help="requests decoded together", validator=ge(1))
-    tensor_parallel: int = option(1, help="GPUs of a replica", validator=ge(1))
-    memory_fraction: float = option(
-        0.85, help="of the device's memory, for weights and KV cache", validator=and_(gt(0.0), le(1.0))
-    )
-    prefix_caching: bool = option(True, help="keep what prompts have in common; forgotten at every update of weights")
+    max_batch_size: int = option(256, "requests decoded together", ge(1))
+    tensor_parallel: int = option(1, "GPUs of a replica", ge(1))
+    memory_fraction: float = option(0.85, "of the device's memory, for weights and KV cache", and_(gt(0.0), le(1.0)))
+    prefix_caching: bool = option(True, "keep what prompts have in common; forgotten at every update of weights")
     deterministic: bool = option(
-        True, help="SGLang's deterministic kernels, without which seeds have no effect; false: faster"
+        True, "SGLang's deterministic kernels, without which seeds have no effect; false: faster"
     )
     weight_folder: str = option(
-        "/dev/shm", help="an existing folder, in memory if it can be: new weights pass through files there"
+        "/dev/shm", "an existing folder, in memory if it can be: new weights pass through files there"
     )
-    start_seconds: float = option(600.0, help="for SGLang to load the model and answer", validator=gt(0.0))
+    start_seconds: float = option(600.0, "for SGLang to load the model and answer", gt(0.0))
     arguments: Mapping[str, Any] = option(
         factory=dict,
         help="further arguments of sglang.launch_server, without the dashes in front; true: a flag",

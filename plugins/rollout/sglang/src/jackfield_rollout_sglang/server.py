@@ -7,12 +7,7 @@ from contextlib import aclosing, suppress
 from importlib.util import find_spec
 from typing import Any
 
-from jackfield.abc.rollout import (
-    GenerateRequest,
-    RolloutContext,
-    ServerInfo,
-    UpdateWeightsRequest,
-)
+from jackfield.abc.rollout import GenerateRequest, RolloutContext, ServerInfo, UpdateWeightsRequest
 from jackfield.errors import WeightsError
 from jackfield.sdk.requests import Running
 from jackfield_huggingface.folders import WeightFolder
@@ -148,9 +143,7 @@ class SglangServer(FolderServer):
         name = f"jackfield-{request.version}"
         await self._forget_adapter()
         await self._post(
-            "/load_lora_adapter",
-            {"lora_name": name, "lora_path": folder, "pinned": True},
-            request.deadline_seconds,
+            "/load_lora_adapter", {"lora_name": name, "lora_path": folder, "pinned": True}, request.deadline_seconds
         )
         self._adapter = name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import attrs
-from attrs.validators import ge, optional
+from attrs.validators import ge
 
 from jackfield.sdk import option
 from jackfield_openai import EndpointConfig
@@ -15,33 +15,33 @@ from jackfield_openai import EndpointConfig
 class Config:
     """Settings of the ``transformers`` rollout server."""
 
-    max_batch_size: int = option(256, help="requests decoded together, at most", validator=ge(1))
+    max_batch_size: int = option(256, "requests decoded together, at most", ge(1))
     batch_invariant: bool = option(
         False,
-        help="compute one sequence at a time: its tokens and log-probs are then the same, to the last bit, whatever"
+        "compute one sequence at a time: its tokens and log-probs are then the same, to the last bit, whatever"
         " other requests the server has; slower, and max_batch_size has no effect",
     )
     max_prefill_tokens: int | None = option(
         None,
-        help="padded prompt tokens of one prefill pass, at most (one prompt may exceed it); null: 2048 on a CPU, where"
+        "padded prompt tokens of one prefill pass, at most (one prompt may exceed it); null: 2048 on a CPU, where"
         " larger passes fall out of its caches, 16384 elsewhere",
-        validator=optional(ge(1)),
+        ge(1),
     )
     max_cache_tokens: int | None = option(
         None,
-        help="tokens that the KV cache may hold (rows x longest row); null: no bound beside batch and model length",
-        validator=optional(ge(1)),
+        "tokens that the KV cache may hold (rows x longest row); null: no bound beside batch and model length",
+        ge(1),
     )
     attention: Literal["sdpa", "eager"] = option(
-        "sdpa", help="the library's attention implementation; both take the masks that this server prepares"
+        "sdpa", "the library's attention implementation; both take the masks that this server prepares"
     )
     steps_per_hop: int = option(
         8,
-        help="decode steps of one visit to the worker thread while nothing else is asked of the server; 1: return"
+        "decode steps of one visit to the worker thread while nothing else is asked of the server; 1: return"
         " after each",
-        validator=ge(1),
+        ge(1),
     )
-    openai: EndpointConfig | None = option(None, help="listen at an OpenAI-compatible address; null: no address")
+    openai: EndpointConfig | None = option(None, "listen at an OpenAI-compatible address; null: no address")
 
     @property
     def rows(self) -> int:

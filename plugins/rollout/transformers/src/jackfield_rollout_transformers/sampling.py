@@ -109,9 +109,7 @@ class RowTable:
         for sampling, seed, position, counter in rows:
             modes = Modes.of(sampling)
             state = _signed(mix(seed))
-            integers.append(
-                (position, counter, 0, state, sampling.top_k, modes.greedy, modes.filtered, modes.raw),
-            )
+            integers.append((position, counter, 0, state, sampling.top_k, modes.greedy, modes.filtered, modes.raw))
             floats.append((sampling.temperature or 1.0, sampling.top_p, sampling.min_p))
         return cls(
             torch.tensor(integers, dtype=torch.int64, device=device),

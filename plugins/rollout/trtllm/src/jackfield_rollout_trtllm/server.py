@@ -6,12 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from jackfield.abc.rollout import (
-    GenerateRequest,
-    RolloutContext,
-    ServerInfo,
-    UpdateWeightsRequest,
-)
+from jackfield.abc.rollout import GenerateRequest, RolloutContext, ServerInfo, UpdateWeightsRequest
 from jackfield.sdk.requests import Running
 from jackfield_huggingface.folders import WeightFolder
 from jackfield_huggingface.serving import FolderServer

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-from attrs.validators import and_, ge, gt, le, optional
+from attrs.validators import and_, ge, gt, le
 
 from jackfield.sdk import option
 from jackfield_huggingface.serving import without
@@ -35,16 +35,14 @@ _OURS = {
 class Config:
     """Settings of the ``vllm`` rollout server."""
 
-    max_batch_size: int = option(256, help="requests decoded together", validator=ge(1))
-    tensor_parallel: int = option(1, help="inference workers of a replica", validator=ge(1))
-    memory_fraction: float = option(
-        0.9, help="of the device's memory, for weights and KV cache", validator=and_(gt(0.0), le(1.0))
-    )
+    max_batch_size: int = option(256, "requests decoded together", ge(1))
+    tensor_parallel: int = option(1, "inference workers of a replica", ge(1))
+    memory_fraction: float = option(0.9, "of the device's memory, for weights and KV cache", and_(gt(0.0), le(1.0)))
     kv_cache_bytes: int | None = option(
-        None, help="for the KV cache; null: what memory_fraction leaves, on a CPU 1 GiB", validator=optional(gt(0))
+        None, "for the KV cache; null: what memory_fraction leaves, on a CPU 1 GiB", gt(0)
     )
-    prefix_caching: bool = option(True, help="keep what prompts have in common; forgotten at every update of weights")
-    eager: bool = option(False, help="no compilation and no CUDA graphs: starts sooner, generates more slowly")
+    prefix_caching: bool = option(True, "keep what prompts have in common; forgotten at every update of weights")
+    eager: bool = option(False, "no compilation and no CUDA graphs: starts sooner, generates more slowly")
     engine: Mapping[str, Any] = option(
         factory=dict,
         help="further arguments of vLLM's engine (AsyncEngineArgs), as vLLM names them",

@@ -15,15 +15,15 @@ from jackfield.sdk import option
 class Config:
     """Where weights lie, and for how long."""
 
-    folder: str = attrs.field(
-        metadata={"help": "Where weights are written to; trainer and explorers reach it under this path, each its own."}
+    folder: str = option(
+        help="Where weights are written to; trainer and explorers reach it under this path, each its own."
     )
-    keep: int = option(2, help="Weights of so many transfers stay, for those who come late.", validator=ge(1))
+    keep: int = option(2, "Weights of so many transfers stay, for those who come late.", ge(1))
     bucket_bytes: int = option(
-        256 * 2**20, help="Tensors share files of this size; a larger tensor has one of its own.", validator=gt(0)
+        256 * 2**20, "Tensors share files of this size; a larger tensor has one of its own.", gt(0)
     )
     poll_seconds: float = option(
-        0.05, help="How often the folder is looked at: network file systems do not tell of changes.", validator=gt(0)
+        0.05, "How often the folder is looked at: network file systems do not tell of changes.", gt(0)
     )
 
 

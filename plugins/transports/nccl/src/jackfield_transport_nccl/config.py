@@ -17,11 +17,10 @@ class Config(SessionSettings):
     """How weights are broadcast."""
 
     backend: Literal["auto", "gloo", "nccl"] = option(
-        "auto",
-        help="nccl needs a GPU of its own for the sender and each worker; auto: nccl where the trainer has one.",
+        "auto", "nccl needs a GPU of its own for the sender and each worker; auto: nccl where the trainer has one."
     )
     bucket_bytes: int = option(
-        32 * 2**20, help="Tensors are sent in buckets of this size, two at a time; larger ones alone.", validator=gt(0)
+        32 * 2**20, "Tensors are sent in buckets of this size, two at a time; larger ones alone.", gt(0)
     )
 
 

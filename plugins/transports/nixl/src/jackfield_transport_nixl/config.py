@@ -19,15 +19,12 @@ class EngineConfig(SessionSettings):
     """How workers read weights."""
 
     bucket_bytes: int = option(
-        4 * 2**20,
-        help="Tensors are read in buckets of this size; a larger tensor in several, or in place.",
-        validator=gt(0),
+        4 * 2**20, "Tensors are read in buckets of this size; a larger tensor in several, or in place.", gt(0)
     )
     in_place: bool | None = option(
-        None,
-        help="Register tensors larger than a bucket, and read them where they lie; null: within a host.",
+        None, "Register tensors larger than a bucket, and read them where they lie; null: within a host."
     )
-    devices: str | None = option(None, help=_DEVICES)
+    devices: str | None = option(None, _DEVICES)
 
 
 @attrs.frozen(kw_only=True)
@@ -35,30 +32,27 @@ class QueueConfig:
     """Where values are kept, and how they get there."""
 
     join: str | None = option(
-        None, help="The store.json of a queue that another process has started; null: keep values in this process."
+        None, "The store.json of a queue that another process has started; null: keep values in this process."
     )
     host: str | None = option(
-        None, help="An address of this host where the store listens; null: as the run's other servers do."
+        None, "An address of this host where the store listens; null: as the run's other servers do."
     )
-    port: int = option(
-        0, help="Where the store listens for metadata; 0: any port that is free.", validator=and_(ge(0), le(65535))
-    )
-    devices: str | None = option(None, help=_DEVICES)
-    device: str = option("cpu", help="Of the registered memory: cpu, or a GPU such as cuda:0 (never tried).")
+    port: int = option(0, "Where the store listens for metadata; 0: any port that is free.", and_(ge(0), le(65535)))
+    devices: str | None = option(None, _DEVICES)
+    device: str = option("cpu", "Of the registered memory: cpu, or a GPU such as cuda:0 (never tried).")
     inline_bytes: int = option(
-        1 << 14, help="Requests of fewer bytes carry the values themselves; larger ones move them by NIXL.",
-        validator=and_(ge(0), le(16 * 2**20)),
-    )  # fmt: skip
+        1 << 14,
+        "Requests of fewer bytes carry the values themselves; larger ones move them by NIXL.",
+        and_(ge(0), le(16 * 2**20)),
+    )
     region_bytes: int = option(
-        64 * 2**20, help="Memory is registered in regions of this size; a larger put has one of its own.",
-        validator=gt(0),
-    )  # fmt: skip
+        64 * 2**20, "Memory is registered in regions of this size; a larger put has one of its own.", gt(0)
+    )
     max_bytes: int = option(
-        8 * 2**30, help="Registered memory of the store at most; beyond it, puts wait until rows are deleted.",
-        validator=gt(0),
-    )  # fmt: skip
-    seconds: float = option(30.0, help="Longest time for one request.", validator=gt(0))
-    checkpoint_seconds: float = option(1800.0, help="Longest time for a checkpoint or a restore.", validator=gt(0))
+        8 * 2**30, "Registered memory of the store at most; beyond it, puts wait until rows are deleted.", gt(0)
+    )
+    seconds: float = option(30.0, "Longest time for one request.", gt(0))
+    checkpoint_seconds: float = option(1800.0, "Longest time for a checkpoint or a restore.", gt(0))
 
 
 def patient(folder: Path) -> dict[str, Any]:

@@ -17,23 +17,19 @@ from jackfield.sdk import option
 class Config:
     """Where the server is, and what it has to promise."""
 
-    url: str = option(
-        "redis://127.0.0.1:6379/0", help="redis://user@host:port/number, rediss:// with TLS, or unix:///path."
-    )
+    url: str = option("redis://127.0.0.1:6379/0", "redis://user@host:port/number, rediss:// with TLS, or unix:///path.")
     password_variable: str = option(
-        "JACKFIELD_REDIS_PASSWORD", help="Environment variable with the password, where the URL has none."
+        "JACKFIELD_REDIS_PASSWORD", "Environment variable with the password, where the URL has none."
     )
     queue: str | None = option(
-        None, help="Whose rows, where several queues share a server; null: a name kept in the queue's folder."
+        None, "Whose rows, where several queues share a server; null: a name kept in the queue's folder."
     )
     durability: Literal["always", "everysec", "none"] = option(
         "everysec",
-        help="What the server's log has to promise, checked at the start. always: a put that returned is on disk; "
+        "What the server's log has to promise, checked at the start. always: a put that returned is on disk; "
         "everysec: the server's death may cost what the last seconds put; none: rows live as long as the server.",
     )
-    seconds: float = option(
-        30.0, help="Longest time for one request, with attempts to connect again.", validator=gt(0.0)
-    )
+    seconds: float = option(30.0, "Longest time for one request, with attempts to connect again.", gt(0.0))
 
     def __attrs_post_init__(self) -> None:
         if not self.url.startswith(("redis://", "rediss://", "unix://")):

@@ -14,10 +14,10 @@ class Config(SessionSettings):
     """How weights are laid into shared memory."""
 
     bucket_bytes: int = option(
-        64 * 2**20, help="Tensors share segments of this size; a larger tensor has one of its own.", validator=gt(0)
+        64 * 2**20, "Tensors share segments of this size; a larger tensor has one of its own.", gt(0)
     )
     max_bytes: int = option(
         8 * 2**30,
-        help="Shared memory in use at most (a larger tensor still passes); beyond it, publishing waits for workers.",
-        validator=gt(0),
+        "Shared memory in use at most (a larger tensor still passes); beyond it, publishing waits for workers.",
+        gt(0),
     )

@@ -30,33 +30,27 @@ class Config:
 
     url: str | None = option(
         None,
-        help="postgresql://user@host/database, or sqlite:////absolute/path; null: SQLite, samples.sqlite in the "
+        "postgresql://user@host/database, or sqlite:////absolute/path; null: SQLite, samples.sqlite in the "
         "queue's folder. A password comes best from PGPASSWORD or ~/.pgpass.",
     )
     queue: str | None = option(
-        None, help="Whose rows, where several queues share a database; null: a name kept in the queue's folder."
+        None, "Whose rows, where several queues share a database; null: a name kept in the queue's folder."
     )
     tokenizer: str | None = option(
-        None, help="Folder with tokenizer.json: prompts and responses become text columns, too (extra `text`)."
+        None, "Folder with tokenizer.json: prompts and responses become text columns, too (extra `text`)."
     )
     history: bool = option(
-        True, help="Keep texts, rewards and tags (not tensors) of samples that the queue has forgotten, for people."
+        True, "Keep texts, rewards and tags (not tensors) of samples that the queue has forgotten, for people."
     )
     tag_columns: tuple[str, ...] | None = option(
-        None, help="Tags that are columns of the view; null: as the view has them, at first those of the trainer."
+        None, "Tags that are columns of the view; null: as the view has them, at first those of the trainer."
     )
     synchronous: Literal["normal", "full"] = option(
-        "normal", help="SQLite: normal survives kill -9, full loss of power, too. PostgreSQL always waits for its log."
+        "normal", "SQLite: normal survives kill -9, full loss of power, too. PostgreSQL always waits for its log."
     )
-    connections: int = option(
-        4, help="Connections of this process, and threads that use them.", validator=[gt(0), le(4096)]
-    )
-    seconds: float = option(
-        30.0, help="Longest time for one request, with attempts to connect again.", validator=gt(0.0)
-    )
-    checkpoint_seconds: float = option(
-        3600.0, help="Longest time for a checkpoint or its restoring.", validator=gt(0.0)
-    )
+    connections: int = option(4, "Connections of this process, and threads that use them.", [gt(0), le(4096)])
+    seconds: float = option(30.0, "Longest time for one request, with attempts to connect again.", gt(0.0))
+    checkpoint_seconds: float = option(3600.0, "Longest time for a checkpoint or its restoring.", gt(0.0))
 
     def __attrs_post_init__(self) -> None:
         if self.url is not None and not self.url.startswith(("postgresql://", "sqlite:///")):

@@ -16,29 +16,24 @@ from jackfield.sdk.one_sender import SessionSettings
 class QueueConfig:
     """How many storage units there are, and how values get there."""
 
-    units: int = option(1, help="Storage units, each a process, at the start.", validator=and_(ge(1), le(256)))
+    units: int = option(1, "Storage units, each a process, at the start.", and_(ge(1), le(256)))
     join: str | None = option(
-        None, help="The units.json of a queue that another process has started; null: start units of its own."
+        None, "The units.json of a queue that another process has started; null: start units of its own."
     )
     host: str | None = option(
-        None,
-        help="An address of this host where units listen; null: as the run's other servers do, on loopback by default.",
+        None, "An address of this host where units listen; null: as the run's other servers do, on loopback by default."
     )
-    encrypted: bool | None = option(
-        None, help="TCP with CURVE, for who has the queue's units.json; null: beyond loopback."
-    )
+    encrypted: bool | None = option(None, "TCP with CURVE, for who has the queue's units.json; null: beyond loopback.")
     shared_from_bytes: int | None = option(
         1 << 16,
-        help="A put of so many bytes or more goes through shared memory, where producer and unit share a host; "
+        "A put of so many bytes or more goes through shared memory, where producer and unit share a host; "
         "null: this process uses no shared memory.",
-        validator=optional(ge(1)),
+        optional(ge(1)),
     )
     shared_max_bytes: int = option(
-        8 * 2**30,
-        help="Shared memory of one producer at most; beyond it, its puts wait until rows are deleted.",
-        validator=gt(0),
+        8 * 2**30, "Shared memory of one producer at most; beyond it, its puts wait until rows are deleted.", gt(0)
     )
-    seconds: float = option(30.0, help="Longest time for one request.", validator=gt(0))
+    seconds: float = option(30.0, "Longest time for one request.", gt(0))
 
 
 @attrs.frozen(kw_only=True)
@@ -47,17 +42,15 @@ class EngineConfig(SessionSettings):
 
     bucket_bytes: int = option(
         4 * 2**20,
-        help="Size of a message that small tensors share; a tensor up to four times that goes alone, larger ones in "
+        "Size of a message that small tensors share; a tensor up to four times that goes alone, larger ones in "
         "pieces of this size.",
-        validator=gt(0),
+        gt(0),
     )
     transport: Literal["auto", "ipc", "tcp"] = option(
-        "auto", help="ipc: within this host only; tcp; auto: ipc where the sender listens on loopback, else tcp."
+        "auto", "ipc: within this host only; tcp; auto: ipc where the sender listens on loopback, else tcp."
     )
-    encrypted: bool | None = option(None, help="TCP with CURVE; null: beyond loopback.")
-    data_port: int = option(
-        0, help="Where tensors leave, with tcp; 0: any port that is free.", validator=and_(ge(0), le(65535))
-    )
+    encrypted: bool | None = option(None, "TCP with CURVE; null: beyond loopback.")
+    data_port: int = option(0, "Where tensors leave, with tcp; 0: any port that is free.", and_(ge(0), le(65535)))
 
 
 def two_units(folder: Path) -> dict[str, Any]:

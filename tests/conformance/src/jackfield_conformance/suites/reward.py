@@ -132,8 +132,7 @@ async def many_at_once(subject: Subject, agent: RewardAgent) -> None:
     for round in range(4):
         order = [(round + number) % len(asked) for number in range(4 * len(asked))]
         together = await scores(
-            agent,
-            [attrs.evolve(asked[index], idempotency_key=f"{round}/{n}") for n, index in enumerate(order)],
+            agent, [attrs.evolve(asked[index], idempotency_key=f"{round}/{n}") for n, index in enumerate(order)]
         )
         for index, found in zip(order, together, strict=True):
             expected = _told(alone[index])

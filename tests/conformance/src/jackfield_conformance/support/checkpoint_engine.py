@@ -15,12 +15,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from jackfield.abc.checkpoint_engine import (
-    CheckpointEngine,
-    CheckpointEngineContext,
-    Topology,
-    TopologyRequest,
-)
+from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext, Topology, TopologyRequest
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import HeldWeights, WeightReceiver
@@ -213,10 +208,7 @@ async def sync_delta(made: Ends, tensors: Tensors, held: Sequence[HeldWeights], 
 
 
 async def receive_all(
-    made: Ends,
-    topology: Topology,
-    version: int = 1,
-    meanwhile: Callable[[str], Awaitable[None]] | None = None,
+    made: Ends, topology: Topology, version: int = 1, meanwhile: Callable[[str], Awaitable[None]] | None = None
 ) -> list[dict[str, torch.Tensor]]:
     """Return what each worker receives."""
     pairs = zip(made.workers, topology.rollout, strict=True)

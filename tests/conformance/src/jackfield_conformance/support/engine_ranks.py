@@ -69,12 +69,7 @@ def _run(subject: Subject, folder: Path) -> Played:
     hosts = _hosts()
     for rank, host in enumerate(hosts):
         host.order(
-            {
-                "subject": subject.plain(),
-                "model": str(support.model_folder()),
-                "folder": str(folder),
-                "rank": rank,
-            }
+            {"subject": subject.plain(), "model": str(support.model_folder()), "folder": str(folder), "rank": rank}
         )
     deadline = time.monotonic() + _SECONDS
     answers: list[tuple[int, str] | None] = []

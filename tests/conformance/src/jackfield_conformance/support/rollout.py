@@ -59,10 +59,7 @@ def request(
     """A request; end tokens are ignored unless ``ignore_eos=False`` is said, so that lengths are known."""
     settings = {"ignore_eos": True, **sampling}
     return GenerateRequest(
-        request_id=name,
-        prompt_ids=tuple(prompt),
-        sampling=SamplingParams(**settings),
-        minimum_weight_version=minimum,
+        request_id=name, prompt_ids=tuple(prompt), sampling=SamplingParams(**settings), minimum_weight_version=minimum
     )
 
 

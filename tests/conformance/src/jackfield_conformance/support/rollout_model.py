@@ -13,11 +13,7 @@ import attrs
 import torch
 from safetensors.torch import save_file
 
-from jackfield.abc.rollout import (
-    GenerateRequest,
-    GenerateResult,
-    SamplingParams,
-)
+from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParams
 
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject

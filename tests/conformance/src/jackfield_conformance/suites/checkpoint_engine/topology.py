@@ -127,10 +127,7 @@ async def the_sender_does_not_count_on_memory_of_the_generator(subject: Subject)
     for settings in support.bucket_settings(subject):
         async with support.ends(subject, workers=2, **settings) as made:
             topology = await made.prepare()
-            found = await made.together(
-                support.send(made, topology, [reused()]),
-                support.receive_all(made, topology),
-            )
+            found = await made.together(support.send(made, topology, [reused()]), support.receive_all(made, topology))
         for each in found:
             support.assert_received(wanted, each, "from memory that is used again")
 
@@ -176,10 +173,7 @@ class _Worker:
         receipts = []
         for worker, arguments in enumerate(request.connect):
             context = CheckpointEngineContext(
-                end="receiver",
-                rank=2 * self._replica + worker,
-                world_size=4,
-                deadline_seconds=support.PATIENCE_SECONDS,
+                end="receiver", rank=2 * self._replica + worker, world_size=4, deadline_seconds=support.PATIENCE_SECONDS
             )
             receipts.append(self._load(worker, self._subject.make(context), arguments, request.version))
         done = tuple(await asyncio.gather(*receipts))

@@ -177,12 +177,7 @@ def losses_and_metrics_add_up(subject: Subject) -> None:
     """Losses and metrics of micro-batches add up; of names ending in ``/max`` and ``/min`` the extreme counts."""
     chosen, loss = support.make_rows(), support.Loss()
     advantages = [value for row in chosen for value in row.advantages] + [0.0]  # the padding
-    wanted = {
-        "tokens": loss.tokens,
-        "share": 1.0,
-        "advantage/max": max(advantages),
-        "advantage/min": min(advantages),
-    }
+    wanted = {"tokens": loss.tokens, "share": 1.0, "advantage/max": max(advantages), "advantage/min": min(advantages)}
     with support.opened(subject, micro_batch_tokens=support.SMALL) as engine, engine.train_mode():
         output = engine.forward_backward_batch(support.batch(), loss)
     assert loss.calls > 1, f"{loss.calls} micro-batch of at most {support.SMALL} padded tokens, expected several"

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from jackfield.abc.rollout import (
-    AbortRequest,
-    BaseRolloutServer,
-    GenerateRequest,
-    GenerateResult,
-    SleepRequest,
-)
+from jackfield.abc.rollout import AbortRequest, BaseRolloutServer, GenerateRequest, GenerateResult, SleepRequest
 from jackfield.errors import JackfieldError, RolloutError
 from jackfield_conformance.registry import check
 from jackfield_conformance.support.expecting import refused

@@ -10,13 +10,7 @@ import torch
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import ModelSpec
-from jackfield.abc.rollout import (
-    BaseRolloutServer,
-    GenerateResult,
-    PauseRequest,
-    ResumeRequest,
-    RolloutContext,
-)
+from jackfield.abc.rollout import BaseRolloutServer, GenerateResult, PauseRequest, ResumeRequest, RolloutContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WeightsError
 from jackfield.plugins import load_plugin
@@ -123,10 +117,7 @@ async def receipts_prove(subject: Subject) -> None:
 @check("ROL-072", page=PAGE + "weights", using=serving)
 async def running_requests_change_weights(subject: Subject, server: BaseRolloutServer) -> None:
     """A request that runs through an update goes on with the new weights; each token has the version that made it."""
-    readers = [
-        Reader(server, greedy("greedy", LONG)),
-        Reader(server, request("seeded", max_new_tokens=LONG, seed=2)),
-    ]
+    readers = [Reader(server, greedy("greedy", LONG)), Reader(server, request("seeded", max_new_tokens=LONG, seed=2))]
     for reader in readers:
         await reader.at_least(4)
     await push(subject, server, 5)

@@ -188,10 +188,7 @@ def nothing_is_left(subject: Subject) -> None:
 @check("TRQ-041", page=PAGE + "life")
 async def instances_are_separate(subject: Subject) -> None:
     """Two backends in two folders share nothing."""
-    async with (
-        opened(subject, subject.folder / "one") as one,
-        opened(subject, subject.folder / "two") as two,
-    ):
+    async with opened(subject, subject.folder / "one") as one, opened(subject, subject.folder / "two") as two:
         await put(one, ["a", "b", "c"], sample_columns())
         await assert_holds(two, 0, "rows were put into the other backend", 0)
         with refused("queue.unknown-sample", "a"):
