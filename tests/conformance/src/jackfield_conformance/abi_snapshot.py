@@ -53,13 +53,7 @@ class Change:
 
 
 def describe(kind: str, contract: type, module: types.ModuleType | None = None) -> dict[str, Any]:
-    """The snapshot of a contract: plain values that fit into JSON.
-
-    Args:
-        kind: of plugin.
-        contract: its abstract class.
-        module: where the contract's records, protocols and aliases are; default: the contract's own.
-    """
+    """The snapshot of a contract: plain values that fit into JSON. Its records are in ``module``, or its own."""
     module = module or sys.modules[contract.__module__]
     classes = {
         name: value
@@ -249,15 +243,7 @@ def next_version(version: str, bump: Level) -> str:
 
 
 def check_kind(old: Snapshot | None, new: Snapshot) -> tuple[list[str], list[str]]:
-    """Judge one kind.
-
-    Args:
-        old: the committed snapshot; None: there is none.
-        new: what the code says now.
-
-    Returns:
-        Failures and remarks, lines of text.
-    """
+    """Compare the committed snapshot, if there is one, with what the code says now; return failures and remarks."""
     kind = new["kind"]
     if old is None:
         return [f"{kind}: no snapshot is committed; run: write --unreleased"], []

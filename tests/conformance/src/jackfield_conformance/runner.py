@@ -89,14 +89,7 @@ class Certificate:
 def make_certificate(
     record: PluginRecord, checks: Sequence[Check], outcomes: Sequence[Outcome], tiers: Collection[Tier]
 ) -> Certificate:
-    """The certificate of a run, dated now.
-
-    Args:
-        record: of the plugin.
-        checks: all of its kind.
-        outcomes: one per check, in the same order.
-        tiers: that were asked for.
-    """
+    """The certificate of a run of these tiers, dated now; ``outcomes`` are one per check, in the same order."""
     results = tuple(
         CheckResult(
             id=check.id,

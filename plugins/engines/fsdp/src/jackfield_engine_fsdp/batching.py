@@ -167,13 +167,9 @@ class RowBatch:
 
 
 def plan(lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
-    """Split rows into micro-batches of at most ``max_tokens`` padded tokens (a longer row goes alone).
+    """Split rows of ``lengths`` int64 ``[B]`` into micro-batches of at most ``max_tokens`` padded tokens.
 
-    Rows are taken longest first, so that neighbours have like lengths and little is padded.
-
-    Args:
-        lengths: int64 ``[B]``, tokens of each row.
-        max_tokens: bound of rows times longest row.
+    Rows are taken longest first, so that neighbours have like lengths and little is padded; a longer row goes alone.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     groups: list[torch.Tensor] = []

@@ -41,10 +41,6 @@ class FSDPEngine(BaseEngine):
 
     Every rank is one data-parallel rank. A role ``critic`` with a value head runs no output layer: its loss functions
     get ``log_probs`` of zeros, and its results have none.
-
-    Args:
-        config: how the model is sharded and computed.
-        context: what is trained, and where this rank stands.
     """
 
     config: Config

@@ -100,14 +100,10 @@ def _plain(value: Any) -> Any:
 
 
 def save_folder(model: TokenModel, names: CheckpointNames, source: Path, folder: Path, writes: bool) -> None:
-    """Write ``folder`` for ``from_pretrained`` (transformers', or PEFT's with an adapter). A collective operation.
+    """Write an empty folder for ``from_pretrained`` (transformers', or PEFT's with an adapter).
 
-    Args:
-        model: the sharded model.
-        names: of its tensors.
-        source: the folder from which the model came; the tokenizer's files are copied from there.
-        folder: exists and is empty.
-        writes: whether this rank writes; the others only take part in the gathering.
+    A collective operation: those without ``writes`` take part in the gathering alone. The tokenizer's files are copied
+    from ``source``, the folder from which the model came.
     """
     tensors = {name: tensor.cpu() for name, tensor in published_tensors(model, names) if writes}
     head = value_head_tensors(model)

@@ -101,11 +101,8 @@ class TokenModel(nn.Module):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Log-probabilities, entropy and values of ``N`` tokens, float32 ``[N]`` each, None where not computed.
 
-        Args:
-            input_ids: int64 ``[B, S]``.
-            positions: int64 ``[N]``, indices into the flattened ``[B * S]``: where each label is predicted.
-            labels: int64 ``[N]``.
-            want_entropy: whether the entropy of each prediction is computed.
+        ``input_ids`` are int64 ``[B, S]``, ``labels`` int64 ``[N]``; ``positions``, int64 ``[N]``, are the indices into
+        the flattened ``[B * S]`` where each label is predicted.
         """
         log_probs = entropy = None
         self.rotary.reset()
@@ -132,14 +129,10 @@ class TokenModel(nn.Module):
 def token_statistics(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, want_entropy: bool, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities of ``labels`` and entropies under ``softmax(logits / temperature)``, in float32.
+    """Log-probabilities of ``labels`` int64 ``[N]`` and entropies under ``softmax(logits / temperature)``, in float32.
 
-    Args:
-        logits: ``[N, V]``, any float dtype.
-        labels: int64 ``[N]``.
-        temperature: divides the logits.
-        want_entropy: whether the second result is computed.
-        chunk: logits in float32 at once, at most (but one row); pieces are computed again in the backward pass.
+    ``logits`` are ``[N, V]`` of any float dtype. At most ``chunk`` of them (but one row) are in float32 at once; pieces
+    are computed again in the backward pass.
     """
     rows = max(1, chunk // logits.shape[-1])
     if logits.shape[0] <= rows:

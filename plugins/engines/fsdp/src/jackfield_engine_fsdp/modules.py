@@ -31,9 +31,7 @@ _ALWAYS_OFF = re.compile(r"layer_?drop|drop_?path|drop_?connect|jitter")
 class Dropout:
     """Every dropout of a model, set to one probability; skipped layers and router noise are switched off.
 
-    Args:
-        model: as it was loaded, before an adapter is added: that has a dropout of its own.
-        probability: from 0 to below 1.
+    The model is taken as it was loaded, before an adapter is added: that has a dropout of its own.
     """
 
     def __init__(self, model: nn.Module, probability: float) -> None:
@@ -89,12 +87,9 @@ def _set_numbers(values: dict[str, Any], probability: float) -> None:
 
 
 class Rotary:
-    """What a model's rotary embeddings make of the lengths of rows.
+    """What the rotary embeddings of a model, as it was loaded, make of the lengths of rows.
 
     The library takes the frequencies from the number of positions of a pass, and keeps those of the longest one so far.
-
-    Args:
-        model: as it was loaded.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

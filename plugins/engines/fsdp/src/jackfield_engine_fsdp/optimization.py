@@ -151,14 +151,7 @@ def _sharded_as(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
 
 
 class Placement:
-    """Moves the sharded state and remembers where it is.
-
-    Args:
-        model: the sharded model.
-        optimization: its optimizer, or None.
-        device: the engine's own device.
-        streamed: FSDP keeps the state on the CPU by itself, so nothing is to move.
-    """
+    """Moves the sharded state and remembers where it is; if it is ``streamed``, FSDP keeps it on the CPU by itself."""
 
     def __init__(
         self, model: TokenModel, optimization: Optimization | None, device: torch.device, *, streamed: bool

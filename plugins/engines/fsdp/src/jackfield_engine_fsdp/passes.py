@@ -14,14 +14,7 @@ from jackfield_engine_fsdp.model import TokenModel
 
 
 class Pass:
-    """Runs micro-batches and adds up what they give.
-
-    Args:
-        model: the sharded model.
-        batch: this rank's rows.
-        function: the loss function, or None without one.
-        backward: whether gradients are computed.
-    """
+    """Runs micro-batches of this rank's rows and adds up what they give."""
 
     def __init__(
         self, model: TokenModel, batch: RowBatch, function: Callable[..., Any] | None, *, backward: bool
@@ -43,10 +36,8 @@ class Pass:
     def micro_batch(self, micro: MicroBatch, tie: bool) -> None:
         """Run one micro-batch.
 
-        Args:
-            micro: its tensors.
-            tie: let every output take part in the backward pass, with a factor of 0 if the loss ignores it, so
-                that all ranks reduce the same gradients.
+        To ``tie`` lets every output take part in the backward pass, with a factor of 0 if the loss ignores it, so that
+        all ranks reduce the same gradients.
         """
         log_probs, entropy, values = self._forward(micro)
         for name, tokens in (("log_probs", log_probs), ("entropy", entropy), ("values", values)):

@@ -34,9 +34,8 @@ _Pair: TypeAlias = "dict[str, torch.Tensor]"
 class MergedAdapter:
     """Knows the weights as they were, so that one adapter replaces another.
 
-    Args:
-        find: the weight of a module, a part of a parameter or all of it; None: there is none that is whole.
-        modules: the names of all modules that have a weight, by which a layer that an adapter lacks is noticed.
+    ``find`` gives the weight of a module, a part of a parameter or all of it, or None where there is none that is
+    whole; by ``modules``, the names of all that have a weight, a layer that an adapter lacks is noticed.
     """
 
     def __init__(
@@ -53,11 +52,8 @@ class MergedAdapter:
     def merge(self, tensors: Mapping[str, torch.Tensor], peft_config: Mapping[str, Any]) -> None:
         """Replace the adapter that is merged, if one is. Refuses all of it before it changes anything.
 
-        The product is taken in float32, the sum is stored in the weight's dtype.
-
-        Args:
-            tensors: all of the adapter, under PEFT's names.
-            peft_config: what PEFT calls ``LoraConfig``.
+        The product is taken in float32, the sum is stored in the weight's dtype. ``tensors`` are all of the adapter,
+        under PEFT's names; ``peft_config`` is what PEFT calls ``LoraConfig``.
 
         Raises:
             WeightsError: ``weights.missing`` for an unknown tensor, half a pair or a layer without any;

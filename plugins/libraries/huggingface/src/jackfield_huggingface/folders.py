@@ -44,10 +44,7 @@ class WeightFolder:
     """Receives updates for one replica, whose engine is one receiver however many workers it has."""
 
     def __init__(self, context: RolloutContext, where: str) -> None:
-        """
-        Args:
-            context: The replica's; its model's folder says which tensors there are.
-            where: An existing folder, in which each update gets one of its own.
+        """Each update gets a folder of its own in ``where``; the model's folder says which tensors there are.
 
         Raises:
             WeightsError: ``weights.storage``: the model's folder has no safetensors files.

@@ -107,11 +107,9 @@ class CheckpointNames:
         return None if group is None else (name, group)
 
     def to_checkpoint(self, group: TensorGroup, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert a group to the checkpoint's tensors, contiguous, by name.
+        """Convert whole tensors of a group, in the order of its parts, to the checkpoint's, contiguous, by name.
 
-        Args:
-            group: One of :attr:`groups`.
-            tensors: Whole tensors, in the order of its :attr:`~TensorGroup.parts`. The result may share their memory.
+        The result may share their memory.
         """
         if group.only_renamed:
             return dict(zip(group.shapes, (tensor.contiguous() for tensor in tensors), strict=True))
@@ -121,11 +119,9 @@ class CheckpointNames:
         return {group._names[name]: tensor.contiguous() for name, tensor in self._run(converter, group._key)}
 
     def to_model(self, group: TensorGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert a group to the model's tensors, by their names in the model.
+        """Convert all of the checkpoint's tensors in a group to the model's, by their names in the model.
 
-        Args:
-            group: One of :attr:`groups`.
-            tensors: All of the checkpoint's tensors in it, by name. The result may share their memory.
+        The result may share their memory.
         """
         if group.only_renamed:
             return dict(zip(group.parts, tensors.values(), strict=True))

@@ -13,12 +13,8 @@ from torch import nn
 def replace_norms(model: nn.Module, forward: Callable[[Any, torch.Tensor], torch.Tensor], tolerance: float) -> int:
     """Give the model's norms ``forward``, where it computes what theirs does; return how many.
 
-    A norm of another kind (with an offset of its weight, say) shows when both are tried, and stays as it is.
-
-    Args:
-        model: whose norms in float32 are looked at: in other dtypes the library rounds in between.
-        forward: of ``(module, hidden_states)``.
-        tolerance: relative and absolute.
+    A norm of another kind (with an offset of its weight, say) shows when both are tried, to a relative and absolute
+    tolerance, and stays as it is. Norms in float32 are looked at: in other dtypes the library rounds in between.
     """
     chosen = [module for module in model.modules() if _is_candidate(module)]
     tried = {type(module): module for module in reversed(chosen)}

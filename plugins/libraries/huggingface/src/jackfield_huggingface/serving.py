@@ -21,12 +21,9 @@ from jackfield_huggingface.folders import ReceivedWeights, WeightFolder
 
 
 def without(ours: Mapping[str, str], engine: str, where: str) -> Callable[[Any, Any, Mapping[str, Any]], None]:
-    """Return a validator of further arguments of an engine.
+    """Return a validator of further arguments of an engine, under the setting ``where``.
 
-    Args:
-        ours: the arguments that a plugin sets itself, with the setting that stands for each.
-        engine: its name, for messages.
-        where: the setting that is validated.
+    ``ours`` are those that a plugin sets itself, with the setting that stands for each.
     """
 
     def validate(_: Any, __: Any, value: Mapping[str, Any]) -> None:

@@ -52,13 +52,7 @@ _OPEN = frozenset({"/health"})  #: without a key: load balancers ask
 
 
 class OpenAIEndpoint:
-    """One replica's address.
-
-    Args:
-        server: a started rollout server.
-        config: settings.
-        tokenizer: of its model; None: it is loaded from the model's folder.
-    """
+    """The address of one started rollout server; without a tokenizer, it is loaded from the model's folder."""
 
     def __init__(
         self, server: BaseRolloutServer, config: EndpointConfig, tokenizer: ServedTokenizer | None = None

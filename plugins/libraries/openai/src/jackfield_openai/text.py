@@ -15,10 +15,6 @@ _UNFINISHED = "\ufffd"  # a character of which not all bytes are there
 class ServedTokenizer:
     """The tokenizer of a model folder. A chat template is asked for only by chats.
 
-    Args:
-        path: of the folder.
-        trust_remote_code: run Python code that the folder brings.
-
     Raises:
         OSError: there is none.
     """
@@ -47,14 +43,10 @@ class ServedTokenizer:
 
 
 class TextStream:
-    """The text of one answer, piece by piece.
+    """The text of one answer, piece by piece, as ``decode`` makes it from token ids.
 
     A piece is given out once later tokens cannot change it: characters wait for their last byte, and what may turn out
     to be the beginning of a stop string waits until it is none. The stop string itself is not part of the text.
-
-    Args:
-        decode: token ids to text.
-        stop: the request's stop strings.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
@@ -103,14 +95,7 @@ _INVALID = "invalid_value"  #: OpenAI's code
 
 
 class ClientError(Exception):
-    """What a client did wrong, in OpenAI's words.
-
-    Args:
-        message: for people.
-        code: OpenAI's (``invalid_value``).
-        param: the field of the body.
-        status: of HTTP.
-    """
+    """What a client did wrong, in OpenAI's words: its code (``invalid_value``), and the field of the body."""
 
     def __init__(self, message: str, code: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)

@@ -59,16 +59,10 @@ class _Answer(msgspec.Struct):
 class UserCodeWorker:
     """One process that calls one function, one call at a time. It starts with the first call.
 
-    Args:
-        target: ``package.module:function`` or ``folder/file.py:function``: a function, a class (constructed once)
-            or an instance.
-        method: what is called of a class or an instance.
-        keywords: of the constructor where the target is a class, else of each call. JSON values.
-        limits: resource limits.
-        clock: through which deadlines go.
-        python: the interpreter; this one by default.
-        log: file to which what the code prints is added, 4 MiB at most; then it gets the suffix ``.1`` and another is
-            begun. None: only the end is kept, for messages.
+    ``target`` is ``package.module:function`` or ``folder/file.py:function``: a function, or a class (constructed once)
+    or instance of which ``method`` is called. ``keywords``, JSON values, are those of the constructor where it is a
+    class, else of each call. What the code prints is added to the file ``log``, 4 MiB at most; then it gets the suffix
+    ``.1`` and another is begun. Without one, only the end is kept, for messages.
     """
 
     def __init__(
@@ -333,11 +327,8 @@ class UserCodePool:
     ) -> WorkerResult:
         """Call the function in the next free process. What cannot start is a failed result, with the reason.
 
-        Args:
-            arguments: keyword arguments of the function, JSON values.
-            deadline_seconds: for everything, the wait for a free process included.
-            call_seconds: for the function alone; None: what is left of the deadline.
-            name: of the call, for messages: the sample that is scored.
+        ``deadline_seconds`` are for everything, the wait for a free process included; ``call_seconds`` for the function
+        alone: by default what is left. The ``name``, of the sample that is scored, is for messages.
         """
         began = self._clock.time()
         try:

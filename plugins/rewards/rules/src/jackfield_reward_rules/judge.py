@@ -18,11 +18,7 @@ _MARKUP = ("$", "\\boxed", "\\(", "\\[")
 
 
 class Judge:
-    """Decides whether a response is right.
-
-    Args:
-        settings: fields of :class:`jackfield_reward_rules.config.Config`, as plain values.
-    """
+    """Decides whether a response is right, by the fields of :class:`jackfield_reward_rules.config.Config`."""
 
     def __init__(self, **settings: Any) -> None:
         self.config = config = Config(**settings)
@@ -39,14 +35,9 @@ class Judge:
     def judge(self, response: str, ground_truth: str, timeout: float | None = None) -> tuple[bool, bool]:
         """Return whether the response is right, and whether it has an answer in the right form.
 
-        Args:
-            response: text of the model.
-            ground_truth: text of the task.
-            timeout: seconds for one pattern on one text.
-
         Raises:
             RewardError: ``reward.failed`` for a ground truth that is none.
-            TimeoutError: when a pattern takes longer.
+            TimeoutError: when one pattern takes longer than ``timeout`` seconds on one text.
         """
         truth = self.truth(ground_truth)
         answer = response if self._pattern is None else self._find(self._pattern, response, timeout)

@@ -29,12 +29,6 @@ class SglangProcess:
     """
 
     def __init__(self, clock: Clock, host: str, port: int) -> None:
-        """
-        Args:
-            clock: through which every wait goes.
-            host: where the server listens.
-            port: the same.
-        """
         self._clock = clock
         bracketed = f"[{host}]" if ":" in host else host
         self.url = f"http://{bracketed}:{port}"

@@ -97,16 +97,10 @@ def _asks_for_mask(sampling: SamplingParams) -> bool:
 def generate_body(
     request: GenerateRequest, made: Sequence[int], left: int, seed: int, name: str, *, stream: bool, adapter: str | None
 ) -> dict[str, Any]:
-    """The body of ``/generate`` for what is left of a request.
+    """The body of ``/generate`` for what is left of a request, which SGLang knows under a ``name``.
 
-    Args:
-        request: the whole of it.
-        made: tokens that it has already, with earlier weights or before a pause.
-        left: how many it may still get.
-        seed: of the whole of it; SGLang hashes it with each token's position.
-        name: under which SGLang knows it.
-        stream: answer token by token.
-        adapter: a LoRA adapter that SGLang has loaded; None: the base model.
+    It ``made`` tokens already, with earlier weights or before a pause. The ``seed`` is that of the whole request:
+    SGLang hashes it with each token's position. The ``adapter`` is one that SGLang has loaded.
     """
     sampling = request.sampling
     greedy = sampling.temperature == 0

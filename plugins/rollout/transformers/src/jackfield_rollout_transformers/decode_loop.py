@@ -27,12 +27,10 @@ class DecodeLoop:
     def __init__(
         self, steps_per_hop: int, may_run: Callable[[], bool], made: Callable[[Sequence], None], threads: str
     ) -> None:
-        """
-        Args:
-            steps_per_hop: passes of a hop, at most, while no stream runs.
-            may_run: whether passes may run now; asked in the worker thread, too.
-            made: told of each stream that has further tokens, and of each sequence that has ended.
-            threads: the name of the worker thread.
+        """A hop has ``steps_per_hop`` passes, at most, while no stream runs.
+
+        ``may_run`` says whether passes may run now, in the worker thread, too; ``made`` is told of each stream that has
+        further tokens, and of each sequence that has ended.
         """
         self.waiting: deque[Sequence] = deque()
         self.work = asyncio.Event()  #: there may be something to do

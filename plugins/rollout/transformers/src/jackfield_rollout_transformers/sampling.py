@@ -137,12 +137,7 @@ class RowTable:
 
 
 def draw(logits: Tensor, table: RowTable, modes: Modes) -> tuple[Tensor, Tensor]:
-    """Draw one token per row.
-
-    Args:
-        logits: ``[B, V]``, any float dtype.
-        table: parameters and random state of the rows.
-        modes: what any of the rows needs.
+    """Draw one token per row of ``logits`` ``[B, V]``, of any float dtype; ``modes`` are what any of the rows needs.
 
     Returns:
         Tokens, int64 ``[B]``, and their log-probabilities, float32 ``[B]``: of the distribution that was drawn from

@@ -71,12 +71,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
     @classmethod
     async def newer(cls, config: Config, than: ConnectRequest | None, seconds: float) -> ConnectRequest:
-        """Watch the folder until other weights are the newest ones.
-
-        Args:
-            config: the engine's.
-            than: what :meth:`newest` or this gave last; None: any weights will do.
-            seconds: how long to watch.
+        """Watch the folder until others than the weights ``than``, which this or :meth:`newest` gave, are the newest.
 
         Raises:
             DeadlineExceeded: nothing came.

@@ -91,11 +91,7 @@ class Parties:
     """This party, and the others that it listens to."""
 
     def __init__(self, own: Path, seconds: float, poll_seconds: float) -> None:
-        """
-        Args:
-            own: this party's file, which is made.
-            seconds: the deadline of the transfer, from now.
-            poll_seconds: how often the others' files are looked at.
+        """Make this party's own file; the deadline of the transfer is ``seconds`` from now.
 
         Raises:
             WeightsError: another process is this party; ``weights.storage``.

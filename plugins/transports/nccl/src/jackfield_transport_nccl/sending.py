@@ -32,11 +32,7 @@ class SessionStore(c10d.Store):
     """
 
     def __init__(self, seconds: float, publish: Callable[[str, str], None]) -> None:
-        """
-        Args:
-            seconds: how long a member's value is waited for.
-            publish: tells the others a key and a value, as text; called from any thread.
-        """
+        """A member's value is waited for so many seconds; ``publish`` tells the others, called from any thread."""
         super().__init__()
         self._seconds = seconds
         self._publish = publish
@@ -92,15 +88,7 @@ class Group:
     """One member of the group. What blocks runs in a thread, in the order in which it was asked for."""
 
     def __init__(self, backend: str, rank: int, size: int, host: str, store: SessionStore, seconds: float) -> None:
-        """
-        Args:
-            backend: ``gloo`` or ``nccl``.
-            rank: 0 is the sender.
-            size: of the group.
-            host: this machine's address, as the others reach it (gloo).
-            store: through which the members meet.
-            seconds: until the transfer's deadline.
-        """
+        """Rank 0 is the sender; the others reach this machine (gloo) at ``host``, until the transfer's deadline."""
         self.backend = backend
         self._ends = time.monotonic() + seconds
         self._store = store
@@ -160,14 +148,7 @@ class Sending:
     def __init__(
         self, session: TransferSession, group: Group | None, slots: list[torch.Tensor], bucket_bytes: int, device: str
     ) -> None:
-        """
-        Args:
-            session: with every worker.
-            group: None where there is no worker.
-            slots: buffers, kept by the caller.
-            bucket_bytes: of a bucket.
-            device: of the buffers.
-        """
+        """The caller keeps ``slots``, the buffers; without a worker, there is no ``group``."""
         self._session = session
         self._group = group
         self._slots = slots

@@ -63,10 +63,7 @@ class Agent:
     """One agent over UCX; :meth:`close` leaves nothing of it."""
 
     def __init__(self, devices: str | None) -> None:
-        """
-        Args:
-            devices: that UCX may use; None: all.
-        """
+        """Have UCX use these devices; None: all."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nixl")
         self._stopped = threading.Event()
         self._asked = threading.Event()  #: there is something to do
@@ -142,13 +139,9 @@ class Agent:
     def move_now(
         self, way: Literal["READ", "WRITE"], name: str, theirs: Sequence[Place], ours: Sequence[Place]
     ) -> None:
-        """Copy bytes from a peer's memory to memory of this process, or back; in this agent's thread.
+        """Copy bytes from a peer's registered memory to ours (``READ``), or back; in this agent's thread.
 
-        Args:
-            way: ``READ``: from the peer.
-            name: of the peer.
-            theirs: registered memory of the peer, all of one sort.
-            ours: registered memory of this process: as many places, of the same sizes.
+        Both are as many places, of the same sizes, and each all of one sort.
 
         Raises:
             OSError: the peer has gone, or the agent is closed.
@@ -269,14 +262,7 @@ class Regions:
     """All regions of one agent. Methods are for one event loop, but for :meth:`give`."""
 
     def __init__(self, agent: Agent, device: str, region_bytes: int, max_bytes: int, waits: bool = True) -> None:
-        """
-        Args:
-            agent: that registers them.
-            device: of the memory.
-            region_bytes: of a region; a block that is larger has one of its own.
-            max_bytes: of all regions; exceeded for a single block that is larger,
-            waits: and, without this, for what would have to wait otherwise.
-        """
+        """A block larger than a region has one of its own; with ``waits``, what exceeds ``max_bytes`` has to wait."""
         self._agent = agent
         self._device = device
         self._region_bytes = region_bytes

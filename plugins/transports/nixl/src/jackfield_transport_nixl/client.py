@@ -23,11 +23,6 @@ class Client:
     """A connection to a store, and this process's agent."""
 
     def __init__(self, settings: QueueConfig, agent: Agent) -> None:
-        """
-        Args:
-            settings: of the backend.
-            agent: of this process, started.
-        """
         self._settings = settings
         self._clock = Clock()
         self._connection: Connection | None = None

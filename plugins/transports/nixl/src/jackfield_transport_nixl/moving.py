@@ -44,13 +44,7 @@ class Sending:
     """What one transfer sends. The tensor before the last has been copied or read when :meth:`add` returns."""
 
     def __init__(self, session: TransferSession, agent: Agent, slots: Sequence[torch.Tensor], in_place: bool) -> None:
-        """
-        Args:
-            session: with every worker, one at least.
-            agent: of the sender.
-            slots: as :meth:`slots` makes them.
-            in_place: whether tensors larger than a bucket are read where they lie.
-        """
+        """``slots`` come from :meth:`slots`; ``in_place``, tensors larger than a bucket are read where they lie."""
         self._in_place = in_place
         self._session = session
         self._agent = agent
@@ -186,13 +180,7 @@ class Receiving:
     """What a worker reads, as soon as it is shown and there is room for it."""
 
     def __init__(self, session: TransferSession, agent: Agent, kept: list[torch.Tensor], device: str) -> None:
-        """
-        Args:
-            session: with the sender.
-            agent: of the worker.
-            kept: buffers of earlier transfers, kept by the caller.
-            device: of the buffers.
-        """
+        """The caller keeps the buffers ``kept`` from transfer to transfer."""
         self._session = session
         self._agent = agent
         self._kept = kept

@@ -321,9 +321,7 @@ def _name_what_lacks(request: GetRequest, found: Found) -> None:
 def joined(address: str | None, object_store_bytes: int | None) -> bool:
     """Have this process in a cluster; whether it was not in one before.
 
-    Args:
-        address: of the cluster to join; None: the one that the process is in, or a new one on this machine.
-        object_store_bytes: shared memory of a new one; None: Ray's default.
+    Without an address, it is the one that the process is in, or a new one on this machine.
 
     Raises:
         QueueError: ``queue.unreachable``.

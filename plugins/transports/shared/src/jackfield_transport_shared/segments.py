@@ -45,10 +45,7 @@ class Pool:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """
-        Args:
-            max_bytes: of all segments; exceeded only for a single one that is larger.
-        """
+        """``max_bytes`` of all segments are exceeded only for a single one that is larger."""
         self._max_bytes = max_bytes
         self._segments: list[Segment] = []
         self._made = 0
@@ -72,12 +69,7 @@ class Pool:
         self._segments.clear()
 
     def take(self, size: int, free: Callable[[Segment], bool]) -> Segment | None:
-        """A segment of at least ``size`` bytes: the smallest free one, or a new one; None where that has to wait.
-
-        Args:
-            size: in bytes.
-            free: whether a segment has no readers any more.
-        """
+        """A segment of at least ``size`` bytes: the smallest that is ``free`` of readers, or a new one; None: wait."""
         fitting = [segment for segment in self._segments if segment.buffer.numel() >= size and free(segment)]
         if fitting:
             return min(fitting, key=lambda segment: segment.buffer.numel())

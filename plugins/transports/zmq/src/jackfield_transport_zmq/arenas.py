@@ -45,9 +45,7 @@ class ForeignArena:
     """Another process's arena, opened to be read: a write there is a segmentation fault, and spoils nothing."""
 
     def __init__(self, block: Sequence[int]) -> None:
-        """
-        Args:
-            block: as a message has it.
+        """Open what a message describes.
 
         Raises:
             OSError: it is not there any more, or belongs to another user.
@@ -82,13 +80,7 @@ class Held:
     """Bytes that are shown to torch; once the last tensor is gone that shows them, ``released`` is called."""
 
     def __init__(self, memory: Any, address: int, size: int, gone: Callable[[], object]) -> None:
-        """
-        Args:
-            memory: what keeps the bytes there.
-            address: of the first.
-            size: in bytes.
-            gone: called from any thread.
-        """
+        """``memory`` keeps ``size`` bytes at ``address`` there; ``gone`` is called from any thread."""
         self._memory = memory
         self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
         weakref.finalize(self, gone).atexit = False
@@ -184,10 +176,7 @@ class Arenas:
     """All arenas of one process. They go with this object, and once they have no readers any more."""
 
     def __init__(self, max_bytes: int) -> None:
-        """
-        Args:
-            max_bytes: of all arenas; exceeded only for a single block that is larger.
-        """
+        """``max_bytes`` of all arenas are exceeded only for a single block that is larger."""
         self._max_bytes = max_bytes
         self._arenas: list[Arena] = []
         self._returned: deque[Block] = deque()

@@ -49,12 +49,7 @@ class Client:
     """Of one event loop."""
 
     def __init__(self, directory: Directory, settings: QueueConfig, died: Callable[[UnitAddress], None]) -> None:
-        """
-        Args:
-            directory: of the queue; kept up to date.
-            settings: of the backend.
-            died: called when a unit's death is noticed.
-        """
+        """The directory is kept up to date; ``died`` is called when a unit's death is noticed."""
         self.directory = directory
         self._settings = settings
         self._died = died
@@ -129,12 +124,7 @@ class Client:
         )
 
     async def homes(self, partition: str, keys: Sequence[str], known: int) -> dict[int, list[int]]:
-        """The unit of each row, by unit: where a row is already it stays.
-
-        Args:
-            partition: of the rows.
-            keys: of the rows.
-            known: how many units this is planned with.
+        """The unit of each row, by unit, planned with ``known`` units: where a row is already it stays.
 
         Raises:
             Stale: there are more units.

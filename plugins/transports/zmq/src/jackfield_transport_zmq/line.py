@@ -48,15 +48,7 @@ class Line:
         heard: Callable[[UnitAddress, Message], None],
         lost: Callable[[UnitAddress], None],
     ) -> None:
-        """
-        Args:
-            context: of the client.
-            unit: the other end.
-            directory: with the secrets of the queue.
-            settings: of the client.
-            heard: called with every message, before the request is answered.
-            lost: called when the unit's process has ended, where that can be seen.
-        """
+        """``heard`` is called with every message, before its request is answered; ``lost`` when the unit has ended."""
         self.unit = unit
         place, shares = place_of_this_process(), settings.shared_from_bytes is not None
         near = bool(place) and place == unit.place
@@ -114,13 +106,9 @@ class Line:
         buffers: Sequence[Buffer] = (),
         refused: Callable[[], object] | None = None,
     ) -> Message:
-        """Say something and wait for the answer.
+        """Say something, whose buffers may not change meanwhile, and wait for the answer.
 
-        Args:
-            kind: of the request.
-            fields: without ``id``.
-            buffers: of the request; they may not change until the answer is there.
-            refused: called when the unit does not do it, also after the deadline.
+        ``refused`` is called when the unit does not do it, also after the deadline.
 
         Raises:
             Lost: the unit died.

@@ -33,10 +33,7 @@ class Reading:
         self._leases: list[Lease] = []
 
     async def run(self, known: int) -> None:
-        """Ask the units; may be done again.
-
-        Args:
-            known: how many units this is planned with.
+        """Ask the units, planned with ``known`` of them; may be done again.
 
         Raises:
             Stale: there are more units.

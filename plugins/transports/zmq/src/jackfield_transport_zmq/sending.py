@@ -71,14 +71,7 @@ class Sending:
     """The sender's socket, and the chunks that some worker has not got yet."""
 
     def __init__(self, host: str, keys: Keys | None, tcp: bool, port: int, secret: str, bucket_bytes: int) -> None:
-        """
-        Args:
-            host: where it listens.
-            keys: for CURVE.
-            tcp: rather than within this host.
-            port: for TCP.
-            secret: that workers share.
-            bucket_bytes: of a chunk.
+        """Listen: by TCP with a port, or within this host. All workers know the secret.
 
         Raises:
             zmq.ZMQError: the address is taken.
@@ -105,12 +98,7 @@ class Sending:
         self._lent = 0  #: chunks up to the last that lies in the memory of the tensor that came last; 0: it was copied
 
     def begin(self, session: TransferSession, slots: list[torch.Tensor]) -> None:
-        """Take what workers want.
-
-        Args:
-            session: with every worker.
-            slots: buffers, kept by the caller.
-        """
+        """Take what workers want; the caller keeps ``slots``, the buffers."""
         self._session, self._slots = session, slots
         self._attached.append(_Attached(self._router, self._wanted))
         self._attached.append(_Attached(self._gate.socket, lambda _: self._gate.answer()))
@@ -237,12 +225,7 @@ class Receiving:
     """A worker's socket, and what has come."""
 
     def __init__(self, place: Mapping[str, Any], session: TransferSession, pool: list[torch.Tensor]) -> None:
-        """
-        Args:
-            place: the worker's share of the topology.
-            session: with the sender.
-            pool: free buffers for tensors that come in pieces, kept by the caller.
-        """
+        """``place`` is the worker's in the topology; the caller keeps ``pool``, for tensors that come in pieces."""
         self._session = session
         self._worker = place["worker"]
         self._wire = Wire(MESSAGES, bytes.fromhex(place["session"]["secret"]))

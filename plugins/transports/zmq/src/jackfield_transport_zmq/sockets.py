@@ -55,12 +55,7 @@ def listening(
 ) -> tuple[zmq.Socket[Any], str]:
     """A server's socket and its address. Its context needs a :class:`Gate`, without which no client gets in.
 
-    Args:
-        context: of the process.
-        host: an address of this machine, for TCP.
-        keys: for CURVE; None: PLAIN.
-        tcp: whether others than this host's processes are to come.
-        port: for TCP; 0: any that is free.
+    It is for this host's processes alone, or with ``tcp`` for others, too. Without keys for CURVE it speaks PLAIN.
 
     Raises:
         zmq.ZMQError: the address is taken.

@@ -37,13 +37,7 @@ class Unit:
     """The state of one unit. Each message is done whole before the next."""
 
     def __init__(self, number: int, wire: Wire, send: Callable[[bytes, list[Buffer]], None], place: str) -> None:
-        """
-        Args:
-            number: among the queue's units.
-            wire: for requests and replies.
-            send: gives frames to the client of an identity.
-            place: where this process runs, to know whose memory it can open.
-        """
+        """``send`` gives frames to a client; ``place``, where this process runs, says whose memory it can open."""
         self._number = number
         self._wire = wire
         self._send = send

@@ -136,10 +136,7 @@ class Reader:
     """Makes columns of what units answer."""
 
     def __init__(self, gathered_max_bytes: int) -> None:
-        """
-        Args:
-            gathered_max_bytes: of memory that is used again for columns whose rows do not lie together.
-        """
+        """So much memory at most is used again for columns whose rows do not lie together."""
         self._mappings: OrderedDict[tuple[int, int], ForeignArena] = OrderedDict()
         self._own = Arenas(gathered_max_bytes)
 

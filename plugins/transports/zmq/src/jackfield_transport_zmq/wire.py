@@ -72,12 +72,7 @@ class Wire:
     """Writes and reads the messages of one protocol."""
 
     def __init__(self, messages: Mapping[str, Schema], secret: bytes, limits: Limits | None = None) -> None:
-        """
-        Args:
-            messages: fields of each kind of message that is read, with their types.
-            secret: up to 64 bytes, known to both ends.
-            limits: of each message.
-        """
+        """``messages`` has the fields of each kind that is read; both ends know the secret, up to 64 bytes."""
         self._decoders = {
             kind: msgspec.msgpack.Decoder(msgspec.defstruct("Fields", [*fields.items()], forbid_unknown_fields=True))
             for kind, fields in messages.items()

@@ -111,14 +111,9 @@ class Letters:
 
 
 class Model:
-    """Answers by script, and remembers what it was asked.
+    """Answers by script, the last answer again and again, and remembers what it was asked.
 
-    Args:
-        answers: text by text; the last is repeated.
-        tokenizer: that knows its tokens; None: a new one.
-        hang_at: the call (counted from 0) that never ends.
-        abort_at: the call that is aborted after ``abort_tokens`` tokens.
-        fails: each call raises.
+    The call ``hang_at`` (counted from 0) never ends; ``abort_at`` is aborted after ``abort_tokens`` tokens.
     """
 
     def __init__(
@@ -227,16 +222,9 @@ async def play(
     fields: Mapping[str, Any] | None = None,
     **context: Any,
 ) -> Trial:
-    """Run a task once.
+    """Run a task once, by the subject's agent on ``model``: both are made, unless one is given, by the task's script.
 
-    Args:
-        subject: whose agent is made, unless one is given.
-        task: with its script.
-        agent: to use; it was made on ``model``, which is then due.
-        model: that answers; default: by the task's script.
-        sampling: the run's sampling parameters.
-        fields: further fields of the task.
-        **context: fields of the ``AgentContext``.
+    ``fields`` are further ones of the task, ``context`` those of the ``AgentContext``.
     """
     model = model or Model(task.answers)
     if agent is None:

@@ -56,13 +56,10 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def model_folder(*, tied: bool = True, dropout: float = 0.0) -> Path:
-    """A Qwen3 of two layers and hidden size 16, in float32, always the same.
+    """A Qwen3 of two layers and hidden size 16, in float32, always the same; ``dropout`` is of its attention weights.
 
-    Weights are drawn wider than at an initialization, so that each of them shows in the results.
-
-    Args:
-        tied: one tensor for embeddings and output layer.
-        dropout: of the attention weights, in training.
+    Weights are drawn wider than at an initialization, so that each of them shows in the results. If it is ``tied``,
+    embeddings and output layer are one tensor.
     """
     return _made(tied, dropout, LAYERS)
 

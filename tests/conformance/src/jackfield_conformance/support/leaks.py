@@ -118,12 +118,7 @@ def _scratch(folder: Path) -> Iterator[None]:
 
 
 def assert_nothing_left(life: Callable[[Path], Awaitable[None]], folder: Path) -> None:
-    """Live a plugin's life and look at what is left of it.
-
-    Args:
-        life: makes, uses and stops the plugin in the folder that it is given.
-        folder: for the lives and, beside them, for temporary files.
-    """
+    """Make, use and stop a plugin in a folder, which is for temporary files, too, and look at what is left of it."""
     left: list[str] = []
     for attempt in range(_ATTEMPTS):
         scratch = folder / f"scratch-{attempt}"

@@ -82,12 +82,9 @@ _serve(begin["function"], begin["imports"])
 
 
 class Host:
-    """Has children carry orders out, one at a time. It ends with this process.
+    """Has children carry orders out by ``module:name``, one at a time. It ends with this process.
 
-    Args:
-        function: ``module:name`` of what a child calls with its order.
-        imports: further modules that the host imports before it forks; none may start a thread.
-        environment: variables beside this process's own.
+    Before it forks it imports further modules, none of which may start a thread. ``environment`` is added to ours.
     """
 
     def __init__(self, function: str, imports: Sequence[str] = (), environment: Mapping[str, str] | None = None):

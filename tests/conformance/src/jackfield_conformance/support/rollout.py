@@ -204,13 +204,9 @@ async def push(
 ) -> Pushed:
     """Send weights (default: the other model's) to a server of one worker; raises what ``update_weights`` raises.
 
-    Nothing is verified on the way: a receipt is returned as it came.
-
-    Args:
-        breaks_after: the sender raises after so many tensors.
-        never_comes: the sender does not connect.
-        sender: of :func:`delta_sender`, where deltas follow; None: a new one.
-        base: of a delta, the version that it changes.
+    Nothing is verified on the way: a receipt is returned as it came. The sender, where deltas follow that of
+    :func:`delta_sender`, raises after ``breaks_after`` tensors, or does not connect. ``base`` is the version that a
+    delta changes.
     """
     weights = named_weights() if weights is None else weights
     name, settings = checkpoint_engine(subject)

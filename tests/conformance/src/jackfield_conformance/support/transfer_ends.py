@@ -157,12 +157,9 @@ class Team:
             assert end.answer(_START_SECONDS) == {"made": True}
 
     def begin(self, version: int, kind: str = "full", **holds: int) -> None:
-        """Let everybody start a transfer of the tensors of seed ``version``.
+        """Let everybody start a transfer, ``full`` or ``adapter``, of the tensors of seed ``version``.
 
-        Args:
-            version: of the weights, and their seed.
-            kind: ``full`` or ``adapter``.
-            holds: ``rank_0=5``: it stops before its sixth tensor, answers ``holding`` and does nothing any more.
+        ``holds`` are like ``rank_0=5``: it stops before its sixth tensor, answers ``holding`` and does nothing more.
         """
         metadata = tuple(end.ask("prepare")["metadata"] for end in self.ranks)
         cls: Any = load_plugin("checkpoint_engine", self.plugin).cls
