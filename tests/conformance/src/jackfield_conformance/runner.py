@@ -171,11 +171,7 @@ RUNS: list[Certificate] = []
 
 
 def split(plugin: str) -> tuple[str, str]:
-    """``"reward:rules"`` as kind and name.
-
-    Raises:
-        ValueError: it is not of this form.
-    """
+    """``"reward:rules"`` as kind and name. Raises ``ValueError``: it is not of this form."""
     kind, colon, name = plugin.partition(":")
     if not colon or kind not in PREFIXES or not name:
         raise ValueError(f"expected KIND:NAME, KIND one of {', '.join(PREFIXES)}; found {plugin!r}")

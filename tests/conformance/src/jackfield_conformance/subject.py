@@ -50,11 +50,7 @@ class Subject:
         return self.capabilities.get(capability) in ("full", "partial")
 
     def make(self, context: Any, **settings: Any) -> Any:
-        """A new object of the plugin, on this context; ``settings`` replace those of its fixture.
-
-        Raises:
-            ConfigError: the settings do not fit the plugin's config class.
-        """
+        """A new object of the plugin, on this context; ``settings`` replace those of its fixture."""
         if not settings:
             return self.cls(self.config, context)
         from jackfield.settings import structure

@@ -32,11 +32,7 @@ _UNREADABLE = (OSError, SafetensorError, ValueError, LookupError, TypeError, Att
 
 
 def make_folder(folder: str, ranks: Ranks) -> Path:
-    """Make the folder of a checkpoint, on every rank's behalf.
-
-    Raises:
-        EngineError: ``engine.failed``, on every rank, when it holds something already or cannot be made.
-    """
+    """Make the folder of a checkpoint, on every rank's behalf; every rank raises where it holds something."""
     path, problem = Path(folder), None
     if ranks.rank == 0:
         try:
@@ -57,11 +53,7 @@ def make_folder(folder: str, ranks: Ranks) -> Path:
 def save(
     folder: Path, model: TokenModel, optimization: Optimization | None, streams: RandomStreams, ranks: Ranks
 ) -> None:
-    """Write a native checkpoint into an empty folder. A collective operation.
-
-    Raises:
-        EngineError: ``engine.failed``, on every rank, when a rank could not write.
-    """
+    """Write a native checkpoint into an empty folder. Collective; every rank raises where one cannot write."""
     with _agreed(ranks, "the checkpoint could not be written", folder, "look at the disk's room and permissions"):
         (folder / "tensors").mkdir(exist_ok=True)
         write_tensors(folder / "tensors", ranks.rank, _tensors(model, optimization))
@@ -77,11 +69,7 @@ def save(
 
 @contextmanager
 def _agreed(ranks: Ranks, message: str, folder: Path, fix: str) -> Iterator[None]:
-    """Each rank does its part; where one fails, every rank raises.
-
-    Raises:
-        EngineError: ``engine.failed``.
-    """
+    """Each rank does its part; where one fails, every rank raises. Raises ``EngineError``: ``engine.failed``."""
     error: EngineError | None = None
     try:
         yield

@@ -25,11 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a :attr:`ModelSpec.dtype`.
-
-    Raises:
-        EngineError: ``config.invalid-value`` for another name.
-    """
+    """The torch dtype of a :attr:`ModelSpec.dtype`; ``config.invalid-value`` for another name."""
     if name not in DTYPES:
         raise EngineError(
             f"unknown dtype {name!r}",

@@ -164,11 +164,7 @@ class Placement:
         self._aside: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that are not where their parameters are
 
     def move(self, device: str, *, model: bool, optimizer: bool, grad: bool) -> None:
-        """Move the chosen state; every bit of it stays the same.
-
-        Raises:
-            EngineError: ``config.invalid-value`` for a device that is neither the CPU nor the engine's own.
-        """
+        """Move the chosen state, to the CPU or the engine's own device; every bit of it stays the same."""
         try:
             target = torch.device(device)
         except RuntimeError:

@@ -55,11 +55,7 @@ class WeightFolder:
         self._tied = bool(_described(self._model).get("tie_word_embeddings"))
 
     async def receive(self, request: UpdateWeightsRequest) -> ReceivedWeights:
-        """Receive a version, whole or not at all.
-
-        Raises:
-            WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.storage``.
-        """
+        """Receive a version, whole or not at all."""
         if len(request.connect) != 1:
             message = "connect arguments do not fit the replica's workers"
             raise WeightsError(message, expected=1, found=len(request.connect))
@@ -150,11 +146,7 @@ def _described(folder: Path) -> dict[str, Any]:
 
 
 def check_tensor(name: str, tensor: torch.Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a tensor that the model does not have.
-
-    Raises:
-        WeightsError: ``weights.missing`` for a name, ``weights.transfer`` for a shape.
-    """
+    """Refuse a tensor that the model does not have: ``weights.missing``, or ``weights.transfer`` for its shape."""
     if name not in expected:
         raise WeightsError(f"the model has no tensor {name}", code="weights.missing", where=name)
     if tuple(tensor.shape) != expected[name]:
@@ -163,11 +155,7 @@ def check_tensor(name: str, tensor: torch.Tensor, expected: Mapping[str, tuple[i
 
 
 def check_complete(found: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
-    """Refuse half a model; of tied tensors one is enough.
-
-    Raises:
-        WeightsError: ``weights.missing``, naming tensors.
-    """
+    """Refuse half a model (``weights.missing``), naming tensors; of tied tensors one is enough."""
     ends = ("lm_head.weight", "embed_tokens.weight")
     has_one = tied and any(name.endswith(ends) for name in found)
     missing = [name for name in expected if name not in found and not (has_one and name.endswith(ends))]

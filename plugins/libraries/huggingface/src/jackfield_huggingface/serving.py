@@ -70,11 +70,7 @@ class SleepingServer(RelayServer):
         """Have the engine take memory again."""
 
     async def sleep(self, request: SleepRequest) -> SleepResult:
-        """Give memory back; only while paused or idle.
-
-        Raises:
-            RolloutError: ``rollout.request`` while decoding; ``rollout.stopped``.
-        """
+        """Give memory back; only while paused or idle."""
         self._require_running()
         if not self._paused and self._running:
             raise self._error("the server is decoding", "rollout.request", fix="pause it before it sleeps")

@@ -108,11 +108,7 @@ class Body(ABC):
         return given
 
     def check(self) -> None:
-        """Refuse numbers out of their ranges, and what would have no effect.
-
-        Raises:
-            ClientError: naming the field.
-        """
+        """Refuse numbers out of their ranges, and what would have no effect, naming the field."""
         for name, lowest, highest, expected in _RANGES:
             value = getattr(self, name, None)
             if value is not None and not lowest <= value <= highest:
@@ -231,11 +227,7 @@ class ChatBody(Body):
         return 1
 
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
-        """The token ids of the rendered conversation, as the only prompt.
-
-        Raises:
-            ClientError: the messages are not ones that OpenAI's API takes, or the chat template refuses them.
-        """
+        """The token ids of the rendered conversation, as the only prompt, unless OpenAI or its template refuses it."""
         if not self.messages:
             raise refused("messages", "at least one message", self.messages)
         for place, message in enumerate(self.messages):
@@ -249,12 +241,7 @@ class ChatBody(Body):
 
 
 def read_body(cls: type[Body], data: Any) -> Body:
-    """Structure a body.
-
-    Raises:
-        ClientError: for a field that is not served, or out of its range.
-        RolloutError: those of ``structure``.
-    """
+    """Structure a body; ``ClientError`` for a field that is not served, or out of its range."""
     if not isinstance(data, Mapping):
         raise refused("the body", "a JSON object", data)
     for name, neutral in _NEUTRAL.items():

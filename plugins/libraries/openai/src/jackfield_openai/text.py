@@ -122,11 +122,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {"tool": ("tool_call_id",), "function":
 
 
 def check_message(message: Any, path: str) -> None:
-    """Refuse a message that OpenAI refuses.
-
-    Raises:
-        ClientError: naming the field, as ``messages[0].content``.
-    """
+    """Refuse a message that OpenAI refuses. Raises ``ClientError``: naming the field, as ``messages[0].content``."""
     if not isinstance(message, Mapping):
         raise refused(path, "an object", message, "invalid_type")
     role = _text(message, "role", path)

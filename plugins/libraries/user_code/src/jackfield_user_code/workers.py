@@ -95,11 +95,7 @@ class UserCodeWorker:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Start the process and import the code, unless that is done.
-
-        Raises:
-            RunError: ``worker.start``: the interpreter or the code is missing, raised or took too long.
-        """
+        """Start the process and import the code, unless that is done; ``worker.start``: it cannot, or not in time."""
         if self._process is None or self._process.is_ending:
             await self.close()
             await self._spawn()
@@ -314,11 +310,7 @@ class UserCodePool:
         return tuple(worker.pid for worker in self._workers if worker.pid is not None)
 
     async def start(self) -> None:
-        """Start one process now, to see early that the code can be loaded. The others start when they are needed.
-
-        Raises:
-            RunError: ``worker.start``.
-        """
+        """Start one process now, to see early that the code can be loaded. The others start when they are needed."""
         async with self._worker(self._limits.start_seconds) as worker:
             await worker.start()
 

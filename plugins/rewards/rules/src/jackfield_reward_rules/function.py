@@ -67,11 +67,7 @@ class FunctionReward(RewardAgent):
         return workers
 
     async def start(self) -> None:
-        """Import the function once, so that a wrong path shows at the beginning of a run.
-
-        Raises:
-            RunError: ``worker.start``.
-        """
+        """Import the function once, so that a wrong path shows at the beginning of a run (``worker.start``)."""
         await self._pool.start()
 
     async def close(self) -> None:

@@ -47,11 +47,7 @@ class RulesReward(RewardAgent):
         return workers
 
     async def start(self) -> None:
-        """Start the worker process where the method needs it.
-
-        Raises:
-            RunError: ``worker.start`` when it cannot start (math-verify is not installed).
-        """
+        """Start the worker process where the method needs it; ``worker.start``: math-verify is not installed."""
         if self._judge is None:
             await self._pool.start()
 

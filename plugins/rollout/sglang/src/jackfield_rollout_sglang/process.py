@@ -43,12 +43,7 @@ class SglangProcess:
         return f"SGLang's server has ended with code {self._process.returncode}"
 
     async def start(self, arguments: Sequence[str], seconds: float) -> None:
-        """Start the server and wait until it answers.
-
-        Raises:
-            RolloutError: ``rollout.stopped``: it ended instead.
-            DeadlineExceeded: it did neither.
-        """
+        """Start the server and wait until it answers; ``rollout.stopped`` where it ends instead."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sglang.launch_server", *arguments, stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,

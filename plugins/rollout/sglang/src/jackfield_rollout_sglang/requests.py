@@ -131,11 +131,7 @@ def generate_body(
 
 
 def read_answer(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
-    """An answer of ``/generate``, whole or one of a stream (with what is new alone).
-
-    Raises:
-        RolloutError: ``rollout.failed``: an error of SGLang's, or tokens without log-probabilities.
-    """
+    """An answer of ``/generate``, whole or one of a stream (with what is new alone); raises the error that it is."""
     if "error" in answer or "meta_info" not in answer:
         raise RolloutError("SGLang refuses the request", code="rollout.failed", where=body["rid"], found=dict(answer))
     meta = answer["meta_info"]

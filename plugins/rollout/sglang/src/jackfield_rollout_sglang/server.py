@@ -34,13 +34,7 @@ class SglangServer(FolderServer):
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> ServerInfo:
-        """Start SGLang, and wait until it has loaded the model.
-
-        Raises:
-            PluginError: ``plugin.requirement``: SGLang is not installed in this interpreter.
-            RolloutError: ``engine.model`` when the folder cannot be served, ``rollout.stopped``.
-            DeadlineExceeded: SGLang did not answer.
-        """
+        """Start SGLang, and wait until it has loaded the model; ``plugin.requirement`` where it is not installed."""
         self._begin()
         self._require_sglang()
         self._weight_folder = WeightFolder(self.context, self.config.weight_folder)

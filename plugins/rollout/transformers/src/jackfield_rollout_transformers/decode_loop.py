@@ -50,11 +50,7 @@ class DecodeLoop:
         return self.decoder.running - sum(each.row >= 0 for each in self._discarded)
 
     async def generate(self, sequence: Sequence) -> None:
-        """Generate a sequence to its end. Cancelling takes it out of the batch.
-
-        Raises:
-            RolloutError: ``rollout.failed``: it cannot be generated.
-        """
+        """Generate a sequence to its end, or raise why it cannot be. Cancelling takes it out of the batch."""
         self.waiting.append(sequence)
         self._note_change()
         try:

@@ -105,11 +105,7 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
 
 
 def load_decode(path: str, trust_remote_code: bool = False) -> Callable[[list[int]], str]:
-    """The tokenizer's ``ids -> text`` (special tokens shown), for finding stop strings.
-
-    Raises:
-        RolloutError: ``rollout.request`` when the folder has no tokenizer.
-    """
+    """The tokenizer's ``ids -> text`` (special tokens shown), for finding stop strings; the folder has to have one."""
     try:
         # without its files the library makes an empty tokenizer, which decodes everything to nothing
         if not any(name.startswith(_TOKENIZER_FILES) or name.endswith(".model") for name in os.listdir(path)):

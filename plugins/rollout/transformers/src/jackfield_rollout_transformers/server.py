@@ -72,11 +72,7 @@ class TransformersServer(RelayServer):
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> ServerInfo:
-        """Load the model and begin to serve.
-
-        Raises:
-            RolloutError: ``engine.model`` when the folder cannot be served, ``rollout.stopped`` after :meth:`stop`.
-        """
+        """Load the model and begin to serve."""
         self._begin()
         try:
             self._model = await self._loop.in_thread(load_model, self.config, self.context)
@@ -217,11 +213,7 @@ class TransformersServer(RelayServer):
         return ResumeResult(running=self._loop.running)
 
     async def sleep(self, request: SleepRequest) -> SleepResult:
-        """Give memory back; only while paused or idle. Requests that a pause keeps are computed again afterwards.
-
-        Raises:
-            RolloutError: ``rollout.request`` while decoding; ``rollout.stopped``.
-        """
+        """Give memory back; only while paused or idle. Requests that a pause keeps are computed again afterwards."""
         async with self._loop.between_hops():
             self._require_running()
             if not self._paused and self._running:

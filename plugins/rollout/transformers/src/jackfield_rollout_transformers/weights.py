@@ -213,11 +213,7 @@ class AdapterUpdate:
         self._tensors[name] = tensor.detach().to(self._weights.model.device, copy=True)
 
     def finish(self, received: Mapping[str, str]) -> dict[str, str]:
-        """Merge; return the digests of the adapter's tensors as they lie here.
-
-        Raises:
-            WeightsError: see :meth:`~jackfield_huggingface.adapters.MergedAdapter.merge`.
-        """
+        """Merge; return the digests of the adapter's tensors as they lie here."""
         self._weights.adapter.merge(self._tensors, self._config)
         return {name: self._digest(tensor) for name, tensor in self._tensors.items()}
 

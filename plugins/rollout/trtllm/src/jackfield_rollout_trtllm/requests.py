@@ -69,11 +69,7 @@ def sampling_arguments(request: GenerateRequest, left: int, seed: int) -> dict[s
 
 
 def new_tokens(completion: Any, known: int, name: str) -> tuple[list[int], list[float]]:
-    """Tokens behind the first ``known`` ones of a ``CompletionOutput``, and their log-probabilities.
-
-    Raises:
-        RolloutError: ``rollout.failed``: a token without a log-probability.
-    """
+    """Tokens behind the first ``known`` of a ``CompletionOutput``, and their log-probabilities: each must have one."""
     tokens: Sequence[int] = list(completion.token_ids)
     entries: Sequence[Any] = list(completion.logprobs or ())
     if len(tokens) != len(entries):

@@ -34,13 +34,7 @@ class TrtllmServer(FolderServer):
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> ServerInfo:
-        """Load the model.
-
-        Raises:
-            PluginError: ``plugin.requirement``: TensorRT-LLM is not installed in this interpreter.
-            RolloutError: ``engine.model`` when the folder cannot be served, ``rollout.stopped``.
-            DeadlineExceeded: it takes too long.
-        """
+        """Load the model; ``plugin.requirement`` where TensorRT-LLM is not installed."""
         self._begin()
         self._llm = self._make()
         self._weight_folder = WeightFolder(self.context, self.config.weight_folder)

@@ -45,12 +45,7 @@ class VllmServer(SleepingServer):
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> ServerInfo:
-        """Load the model and begin to serve.
-
-        Raises:
-            PluginError: ``plugin.requirement``: vLLM is not installed in this interpreter.
-            RolloutError: ``engine.model`` when the folder cannot be served, ``rollout.stopped`` after :meth:`stop`.
-        """
+        """Load the model and begin to serve; ``plugin.requirement`` where vLLM is not installed."""
         self._begin()
         self._engine = await self._open_engine()
         described = self._engine.model_config
@@ -173,12 +168,7 @@ class VllmServer(SleepingServer):
         return ResumeResult(running=sum(bool(each.token_ids) for each in self._running.values()))
 
     async def sleep(self, request: SleepRequest) -> SleepResult:
-        """Give memory back; only while paused or idle, and only on a GPU.
-
-        Raises:
-            PluginError: ``plugin.capability`` on a CPU.
-            RolloutError: ``rollout.request`` while decoding; ``rollout.stopped``.
-        """
+        """Give memory back; only while paused or idle, and only on a GPU: ``plugin.capability`` on a CPU."""
         from vllm.platforms import current_platform
 
         self._require_running()

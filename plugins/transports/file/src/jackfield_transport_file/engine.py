@@ -87,11 +87,7 @@ class FileCheckpointEngine(CheckpointEngine):
     # -- before the transfer
 
     async def prepare(self) -> PrepareResult:
-        """Rank 0 makes a folder for the transfer, and removes what has to go.
-
-        Raises:
-            WeightsError: ``weights.storage``.
-        """
+        """Rank 0 makes a folder for the transfer, and removes what has to go."""
         if self.context.rank != 0:
             return PrepareResult()
         self._leave("started again")
@@ -117,12 +113,7 @@ class FileCheckpointEngine(CheckpointEngine):
         )
 
     async def connect(self, request: ConnectRequest) -> None:
-        """The sender says which version it writes; a worker waits to hear that.
-
-        Raises:
-            WeightsError: ``weights.version`` for weights of another version; ``weights.transfer``; ``weights.storage``.
-            DeadlineExceeded: naming the sender.
-        """
+        """The sender says which version it writes; a worker waits to hear that."""
         self._version = request.version
         if self.context.end == "receiver":
             await self._enter(request.arguments)
@@ -157,12 +148,7 @@ class FileCheckpointEngine(CheckpointEngine):
     # -- the trainer's side
 
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
-        """Write every tensor, mark the whole as the newest, then wait until all workers have read it.
-
-        Raises:
-            WeightsError: ``weights.storage``, a full disk among it; ``weights.transfer`` when a worker breaks off.
-            DeadlineExceeded: naming the workers that are late.
-        """
+        """Write every tensor, mark the whole as the newest, then wait until all workers have read it."""
         if self.context.rank != 0:
             for _ in weights:  # gathering a tensor needs every rank
                 pass
@@ -219,12 +205,7 @@ class FileCheckpointEngine(CheckpointEngine):
     # -- the rollout's side
 
     async def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield the tensors of one file while the next one is read.
-
-        Raises:
-            WeightsError: ``weights.transfer`` when the sender breaks off; ``weights.digest``; ``weights.storage``.
-            DeadlineExceeded: naming the sender.
-        """
+        """Yield the tensors of one file while the next one is read."""
         transfer = self._transfer
         if transfer is None or not self._connected:
             raise WeightsError("the receiver is not connected", expected="connect, receive_weights")

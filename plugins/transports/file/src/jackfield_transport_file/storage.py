@@ -34,11 +34,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[None]:
-    """Errors of the file system become ours.
-
-    Raises:
-        WeightsError: ``weights.storage``.
-    """
+    """Errors of the file system become ours. Raises ``WeightsError``: ``weights.storage``."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -120,11 +116,7 @@ class Parties:
             self._file.write(json.dumps(dict(message)).encode() + b"\n")
 
     def look(self) -> None:
-        """See what the others have said.
-
-        Raises:
-            WeightsError: one of them broke off.
-        """
+        """See what the others have said. Raises ``WeightsError``: one of them broke off."""
         with guarded(self._folder):
             for other in self.others:
                 other.look()
@@ -133,12 +125,7 @@ class Parties:
             raise WeightsError("; ".join(broken))
 
     async def until(self, ready: Callable[[Other], bool], what: str) -> None:
-        """Wait until all others are ready, because of what they said.
-
-        Raises:
-            WeightsError: one of them broke off.
-            DeadlineExceeded: naming who is not ready to do ``what``.
-        """
+        """Wait until all others are ready, by what they said, to do ``what``; errors name who is not, or broke off."""
         while True:
             self.look()
             late = [other.name for other in self.others if not ready(other)]
@@ -180,11 +167,7 @@ SENDER = "sender"
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[list[Any]]:
-    """Write tensors to a file; returns their entries ``[name, digest]``, in their order.
-
-    Raises:
-        WeightsError: ``weights.storage``.
-    """
+    """Write tensors to a file; returns their entries ``[name, digest]``, in their order."""
     entries = [[name, digest(tensor)] for name, tensor in tensors.items()]
     with guarded(path.parent):
         save_file(dict(tensors), path)
@@ -192,11 +175,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[list[An
 
 
 def read_shard(path: Path, entries: Sequence[Sequence[Any]]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a file, in their order.
-
-    Raises:
-        WeightsError: ``weights.digest`` for one that is not what was written; ``weights.storage``.
-    """
+    """The tensors of a file, in their order; ``weights.digest`` for one that is not what was written."""
     found = []
     with guarded(path.parent), safe_open(path, framework="pt") as file:
         for name, wanted in entries:
@@ -251,11 +230,7 @@ def clean(folder: Path, keep: int) -> None:
 
 @contextlib.contextmanager
 def _alone(transfer: Path) -> Iterator[None]:
-    """Hold the transfer while no process reads it.
-
-    Raises:
-        BlockingIOError: one does.
-    """
+    """Hold the transfer while no process reads it. Raises ``BlockingIOError``: one does."""
     if not (transfer / INDEX).exists():
         yield
         return

@@ -222,12 +222,7 @@ class Sending:
 
 
 async def finished(session: TransferSession, flight: Future[None], who: str) -> None:
-    """Wait for something that all members of the group do together.
-
-    Raises:
-        WeightsError: it failed, with the peer that is to blame, if one is.
-        DeadlineExceeded: naming ``who``.
-    """
+    """Wait for what all members of the group do together; errors name who is to blame, or ``who`` is late."""
     try:
         await session.wait_for(asyncio.wrap_future(flight), who)
     except RuntimeError as error:

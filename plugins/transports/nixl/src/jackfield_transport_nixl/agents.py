@@ -279,11 +279,7 @@ class Regions:
         return sum(region.memory.numel() for region in self.regions.values())
 
     async def take(self, size: int) -> Block | None:
-        """A block of so many bytes; None where that has to wait.
-
-        Raises:
-            OSError: memory cannot be registered.
-        """
+        """A block of so many bytes; None where that has to wait. Raises ``OSError``: memory cannot be registered."""
         size = aligned(max(size, 1))
         async with self._making:
             found = self._found(size)

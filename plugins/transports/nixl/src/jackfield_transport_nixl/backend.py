@@ -116,11 +116,7 @@ class NIXLBackend(TransferQueueBackend):
     # -- rows
 
     async def put(self, request: PutRequest) -> PutResult:
-        """Small values in a message; large ones are written to the store's memory from where they lie.
-
-        Raises:
-            QueueError: ``queue.full`` where the store's memory stays full; ``queue.unreachable`` naming the store.
-        """
+        """Small values in a message; large ones are written to the store's memory from where they lie."""
         client = self._open()
         samples = split_request(request)
         size = sum(len(content) for cells in samples for _, content in cells.values())
@@ -180,12 +176,7 @@ class NIXLBackend(TransferQueueBackend):
                 client.notify_after("let_go", room)
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys; large values are read out of the store's memory, each column into memory of
-        its own.
-
-        Raises:
-            QueueError: ``queue.unknown-sample``, ``queue.column``; ``queue.unreachable`` naming the store.
-        """
+        """Columns in the order of the keys; large values are read from the store's memory, each column into its own."""
         client = self._open()
         found = await client.within(client.store.get(request.partition, list(request.keys), list(request.columns)))
         _name_what_lacks(request, found)

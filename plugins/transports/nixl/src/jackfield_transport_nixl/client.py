@@ -35,11 +35,7 @@ class Client:
         self.long_store: Store  #: the same, with the deadline of checkpoints
 
     async def connect(self, file: Path) -> None:
-        """Connect to the store whose address is in a file.
-
-        Raises:
-            QueueError: ``queue.unreachable``.
-        """
+        """Connect to the store whose address is in a file. Raises ``QueueError``: ``queue.unreachable``."""
         try:
             address = Address.read(file)
         except RpcError as error:
@@ -65,22 +61,14 @@ class Client:
         return self._unreachable(f"the process that keeps the samples {reason}")
 
     async def within(self, call: Awaitable[T]) -> T:
-        """Wait for a call of the store.
-
-        Raises:
-            QueueError: what the store raises; ``queue.unreachable`` where it does not answer in time.
-        """
+        """Wait for a call of the store, and raise what it raises; ``queue.unreachable``: it does not answer in time."""
         try:
             return await call
         except DeadlineExceeded as error:
             raise self._unreachable(error.message) from error
 
     async def room(self, size: int) -> Room:
-        """Ask for memory of the store.
-
-        Raises:
-            QueueError: ``queue.full``; ``queue.unreachable``.
-        """
+        """Ask for memory of the store. Raises ``QueueError``: ``queue.full``; ``queue.unreachable``."""
         try:
             return await self.store.room(size)
         except DeadlineExceeded:
@@ -114,11 +102,7 @@ class Client:
             raise self._unreachable("the store speaks of memory that it does not have") from None
 
     async def done(self, future: Future[T]) -> T:
-        """Wait for the agent.
-
-        Raises:
-            QueueError: ``queue.unreachable``.
-        """
+        """Wait for the agent. Raises ``QueueError``: ``queue.unreachable``."""
         try:
             return await self._clock.wait_for(asyncio.wrap_future(future), self._settings.seconds, "NIXL")
         except OSError as error:

@@ -24,12 +24,7 @@ _WORKER_SLOTS = 2  #: one is read by the worker while the next one arrives
 
 
 async def finished(session: TransferSession, future: Future[T], who: str, where: str | None = None) -> T:
-    """Wait for an agent.
-
-    Raises:
-        WeightsError: it failed, with the peer that is to blame, if one is.
-        DeadlineExceeded: naming ``who``.
-    """
+    """Wait for an agent; raises who is to blame, if anyone is, and at the deadline an error that names ``who``."""
     try:
         return await session.wait_for(asyncio.wrap_future(future), who)
     except OSError as error:
@@ -197,12 +192,7 @@ class Receiving:
         self.pieces = 0  #: that have been read
 
     async def begin(self) -> None:
-        """Know the sender's memory.
-
-        Raises:
-            WeightsError: the sender breaks off.
-            DeadlineExceeded: naming the sender.
-        """
+        """Know the sender's memory."""
         await self._session.until(lambda peer: "agent" in peer.said, "show its memory")
         said = self._session.peers[0].said
         self._name = await finished(self._session, self._agent.meet(b64decode(said["agent"])), "the sender's agent")
@@ -286,12 +276,7 @@ class Receiving:
         self._pump()
 
     async def ready(self) -> None:
-        """Wait until something has come, or everything has been read.
-
-        Raises:
-            WeightsError: the sender broke off, or cannot be read.
-            DeadlineExceeded: naming the sender.
-        """
+        """Wait until something has come, or everything has been read."""
 
         def goes_on(sender: Peer) -> bool:
             return bool(self.failure or self.arrived) or sender.said.get("pieces") == self.pieces

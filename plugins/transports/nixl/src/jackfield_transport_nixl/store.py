@@ -129,11 +129,7 @@ class Store:
         )
 
     async def listen(self, host: str, port: int) -> Address:
-        """Listen for clients.
-
-        Raises:
-            QueueError: ``queue.store``: the address is taken, or none of this machine's.
-        """
+        """Listen for clients; ``queue.store``: the address is taken, or none of this machine's."""
         try:
             return await self._server.listen(host, port)
         except RpcError as error:

@@ -64,11 +64,7 @@ class RayBackend(TransferQueueBackend):
     # -- life
 
     async def start(self) -> None:
-        """Be in a cluster, and have an index.
-
-        Raises:
-            QueueError: ``queue.unreachable``.
-        """
+        """Be in a cluster, and have an index. Raises ``QueueError``: ``queue.unreachable``."""
         settings = self._settings
         # in this thread: what Ray starts would end with another one
         self._own_cluster = joined(settings.address, settings.object_store_bytes)
@@ -95,11 +91,7 @@ class RayBackend(TransferQueueBackend):
         return self._threads
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Ask Ray.
-
-        Raises:
-            QueueError: ``queue.full`` or ``queue.unreachable``; what ``work`` raises.
-        """
+        """Ask Ray. Raises ``QueueError``: ``queue.full`` or ``queue.unreachable``; what ``work`` raises."""
         try:
             return await asyncio.wrap_future(self._open().submit(work))
         except exceptions.ObjectStoreFullError as error:
@@ -124,11 +116,7 @@ class RayBackend(TransferQueueBackend):
     # -- rows
 
     async def put(self, request: PutRequest) -> PutResult:
-        """Copy all columns into one object.
-
-        Raises:
-            QueueError: ``queue.full`` where Ray's object store is, and cannot be spilled to disk.
-        """
+        """Copy all columns into one object; ``queue.full``: Ray's store is, and cannot be spilled to disk."""
         self._open()
         keys, name = request.keys, uuid.uuid4().hex
         samples, entries = split_request(request), list[Entry]()
@@ -144,12 +132,9 @@ class RayBackend(TransferQueueBackend):
         return PutResult(bytes=sum(array.nbytes for array in arrays))
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys. Large columns whose rows were put together are shown where they lie in
-        Ray's store, and must not be written to.
+        """Columns in the order of the keys; ``queue.lost`` names rows that went with a process or node.
 
-        Raises:
-            QueueError: ``queue.unknown-sample``, ``queue.column``; ``queue.lost`` naming rows that went with a process
-                or node; ``queue.unreachable`` at the deadline.
+        Large columns whose rows were put together are shown where they lie in Ray's store, and must not be written to.
         """
         keys, columns = list(request.keys), list(request.columns)
         found: Found = await self._ask("get", request.partition, keys, columns)

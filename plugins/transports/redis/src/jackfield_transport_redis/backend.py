@@ -107,11 +107,7 @@ class RedisBackend(TransferQueueBackend):
         return PutResult(bytes=stored)
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys.
-
-        Raises:
-            QueueError: ``queue.unknown-sample``, ``queue.column``; ``queue.lost`` naming rows that were altered.
-        """
+        """Columns in the order of the keys; ``queue.lost`` names rows that were altered."""
         server = self._open()
         fields = [field for name in request.columns for field in (f"h:{name}", f"v:{name}")]
         found: dict[str, list[bytes | None]] = {}

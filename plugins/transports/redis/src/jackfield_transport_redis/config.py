@@ -45,11 +45,7 @@ URL_VARIABLE = "JACKFIELD_REDIS_URL"
 
 
 def server(folder: Path) -> dict[str, Any]:
-    """Settings: the server of the environment variable ``JACKFIELD_REDIS_URL``; its rows stay on it.
-
-    Raises:
-        PluginError: the variable is not set.
-    """
+    """Settings: the server of ``JACKFIELD_REDIS_URL`` in the environment, which has to be set; its rows stay on it."""
     url = os.environ.get(URL_VARIABLE)
     if not url:
         raise PluginError(

@@ -62,11 +62,7 @@ class Server:
         )
 
     async def check(self) -> None:
-        """Refuse a server that is not there, too old, a replica, evicts, or does not keep what it should.
-
-        Raises:
-            QueueError: ``queue.unreachable`` or ``queue.store``.
-        """
+        """Refuse (``queue.store``) a server that is too old, a replica, evicts, or does not keep what it should."""
         found: dict[str, Any] = await self.run(lambda client: client.info("all"), repeats=False)
         version = tuple(int(part) for part in str(found["redis_version"]).split(".")[:2])
         if version < _OLDEST:

@@ -101,10 +101,9 @@ def _made(number: int, size: int) -> Segment:
 
 
 def mapped(place: Mapping[str, Any]) -> torch.Tensor:
-    """A worker's view of a segment, uint8 ``[bytes]``: to be read. It is private, so that no worker spoils the others'.
+    """A worker's private view of a segment, uint8 ``[bytes]``, to be read, so that no worker spoils the others'.
 
-    Raises:
-        WeightsError: the sender is not a process of this user on this host, or is gone.
+    Raises ``WeightsError``: the sender is not a process of this user on this host, or is gone.
     """
     path = f"/proc/{place['pid']}/fd/{place['descriptor']}"
     try:

@@ -83,11 +83,7 @@ class SQLBackend(TransferQueueBackend):
         return PutResult(bytes=await database.run(lambda connection: rows.write(connection, samples), "write"))
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys, all of one moment.
-
-        Raises:
-            QueueError: ``queue.unknown-sample``, ``queue.column``; ``queue.lost`` naming rows that were altered.
-        """
+        """Columns in the order of the keys, all of one moment; ``queue.lost`` names rows that were altered."""
         database, rows = self._open()
 
         def read(connection: sql.Connection) -> dict[tuple[str, str], Cell]:

@@ -54,11 +54,7 @@ class Database:
         return self._url.render_as_string(hide_password=True)
 
     async def first(self, work: Work[T]) -> T:
-        """The first transaction, which writes: a missing database is an error at once.
-
-        Raises:
-            QueueError: ``queue.unreachable`` or ``queue.store``.
-        """
+        """The first transaction, which writes: a missing database is an error at once."""
         result = await self._attempt(work, "write", self._seconds)
         self._known = True
         return result

@@ -129,11 +129,7 @@ class Rows:
     def cells(
         self, connection: sql.Connection, partition: str, keys: Sequence[str], names: Sequence[str] | None = None
     ) -> dict[tuple[str, str], Cell]:
-        """By key and name; those that are not there are left out. ``names``: None for all.
-
-        Raises:
-            QueueError: ``queue.lost`` naming the rows whose cells are not those that were put.
-        """
+        """By key and name, all names for None, without those that are not there; ``queue.lost`` names altered rows."""
         query = sql.select(*(CELLS.c[name] for name in ("key", "name", "digest", *_VALUE)))
         if names is not None:
             query = query.where(CELLS.c.name.in_(names))

@@ -61,11 +61,7 @@ CELLS = sql.Table(
 
 
 def prepare(connection: sql.Connection, tag_columns: Sequence[str] | None) -> None:
-    """Make tables and view where they are missing; to be called in a transaction that writes.
-
-    Raises:
-        QueueError: ``queue.store`` where the tables are of another format.
-    """
+    """Make tables and view where they are missing, in a transaction that writes; refuse those of another format."""
     server = connection.dialect.name == "postgresql"
     if server:
         connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK)))

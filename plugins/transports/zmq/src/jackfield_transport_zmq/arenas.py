@@ -45,11 +45,7 @@ class ForeignArena:
     """Another process's arena, opened to be read: a write there is a segmentation fault, and spoils nothing."""
 
     def __init__(self, block: Sequence[int]) -> None:
-        """Open what a message describes.
-
-        Raises:
-            OSError: it is not there any more, or belongs to another user.
-        """
+        """Open what a message describes. Raises ``OSError``: it is not there any more, or belongs to another user."""
         pid, descriptor, self.size, self.device, self.inode, _ = block
         self._descriptor = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self._descriptor)

@@ -173,9 +173,7 @@ class ZMQBackend(TransferQueueBackend):
     async def put(self, request: PutRequest) -> PutResult:
         """Each row to its unit, all units at once; through shared memory where the put is large and they share a host.
 
-        Raises:
-            QueueError: ``queue.lost`` where a unit dies meanwhile, naming the rows; ``queue.unreachable`` naming a unit
-                that does not answer; ``queue.full`` where shared memory stays full.
+        Where a unit dies meanwhile, ``queue.lost`` names the rows.
         """
         client = self._open()
         made = outgoing(request)
@@ -219,12 +217,9 @@ class ZMQBackend(TransferQueueBackend):
         await all_of(put(unit, rows) for unit, rows in homes.items())
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys. Large columns whose rows lie together are shown where they lie in shared
-        memory, and must not be written to.
+        """Columns in the order of the keys; ``queue.lost`` names rows that went with a unit.
 
-        Raises:
-            QueueError: ``queue.unknown-sample``, ``queue.column``; ``queue.lost`` naming rows that went with a unit;
-                ``queue.unreachable`` naming a unit.
+        Large columns whose rows lie together are shown where they lie in shared memory, and must not be written to.
         """
         reading = Reading(self._open(), self._reader, request)
         try:

@@ -219,11 +219,7 @@ class Client:
     # -- our shared memory
 
     async def room(self, size: int) -> Block:
-        """A block of so many bytes, once there is room.
-
-        Raises:
-            QueueFull: there was none until the deadline.
-        """
+        """A block of so many bytes, once there is room. Raises ``QueueFull``: there was none until the deadline."""
         ends = self._clock.time() + self._settings.seconds
         while (block := self._arenas.take(size)) is None:
             future = self._loop.create_future()

@@ -106,10 +106,7 @@ class Directory:
 
     @classmethod
     def read(cls, path: Path) -> Directory:
-        """
-        Raises:
-            QueueError: ``queue.unreachable`` without such a file, ``queue.store`` for one of another format.
-        """
+        """Raises ``queue.unreachable`` without such a file, ``queue.store`` for one of another format."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -158,11 +155,7 @@ class UnitProcess:
         return cls(process)
 
     def answer(self, number: int, until: float) -> UnitAddress:
-        """Wait for its address.
-
-        Raises:
-            QueueError: ``queue.store`` where it did not come up.
-        """
+        """Wait for its address. Raises ``QueueError``: ``queue.store`` where it did not come up."""
         assert self.process.stdout is not None
         with self.process.stdout as output:
             ready, _, _ = select.select([output], [], [], max(until - time.monotonic(), 0.0))
@@ -188,11 +181,7 @@ class UnitProcess:
 
 
 def started(numbers: Sequence[int], host: str, directory: Directory) -> list[UnitProcess]:
-    """Units of these numbers, side by side. Blocks.
-
-    Raises:
-        QueueError: one did not start; then none runs.
-    """
+    """Units of these numbers, side by side. Blocks. Raises ``QueueError``: one did not start; then none runs."""
     children: list[UnitProcess] = []
     try:
         children.extend(UnitProcess.begin(number, host, directory) for number in numbers)

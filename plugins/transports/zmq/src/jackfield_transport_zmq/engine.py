@@ -39,11 +39,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
             sending.close()
 
     def listen(self, secret: str) -> Mapping[str, Any]:
-        """Listen where chunks leave.
-
-        Raises:
-            WeightsError: the port is taken.
-        """
+        """Listen where chunks leave. Raises ``WeightsError``: the port is taken."""
         config, host = self.config, self.context.host
         near = is_loopback(host)
         encrypted = not near if config.encrypted is None else config.encrypted

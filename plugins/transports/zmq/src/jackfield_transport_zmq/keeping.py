@@ -77,11 +77,7 @@ class Memory:
         self.freed: defaultdict[bytes, list[tuple[int, int]]] = defaultdict(list)  #: by producer, to be told
 
     def opened(self, producer: bytes, entries: Sequence[Sequence[int]]) -> list[Shared]:
-        """The blocks of a message, used once by the caller.
-
-        Raises:
-            OSError: the producer's memory is gone.
-        """
+        """The blocks of a message, used once by the caller. Raises ``OSError``: the producer's memory is gone."""
         found: list[Shared] = []
         try:
             for entry in entries:
@@ -101,11 +97,7 @@ class Memory:
         return found
 
     def kept(self, entry: CellEntry, buffers: Sequence[Buffer], blocks: Sequence[Shared]) -> Kept:
-        """A cell of a message.
-
-        Raises:
-            ValueError: it points beyond its message or its arena.
-        """
+        """A cell of a message. Raises ``ValueError``: it points beyond its message or its arena."""
         text, source, offset, size = entry
         if source < 0:
             block = blocks[-1 - source]

@@ -96,11 +96,7 @@ class Reading:
         return lacking_column(partition, name, [key for key in keys if self._lacking[key][0] == name], there)
 
     def columns(self) -> dict[str, Column]:
-        """The columns, in the order of the keys.
-
-        Raises:
-            QueueError: ``queue.column`` for rows that do not fit together.
-        """
+        """The columns, in the order of the keys; ``queue.column`` for rows that do not fit together."""
         rows = [self._found[key] for key in self._request.keys]
         return {
             name: self._reader.column(name, [row[number] for row in rows])
@@ -130,8 +126,7 @@ InThread = Callable[..., Awaitable[Any]]
 async def written(client: Client, reader: Reader, folder: Path, in_thread: InThread) -> SnapshotResult:
     """Have all units hold writers back, remember what is there, and go on; then write it, unit after unit.
 
-    Raises:
-        QueueError: ``queue.lost`` where a unit dies meanwhile; there is no checkpoint then.
+    Where a unit dies meanwhile (``queue.lost``), there is no checkpoint.
     """
     mark = uuid.uuid4().hex
     units = client.living()

@@ -59,11 +59,7 @@ def packed_cells(cells: Sequence[Cell]) -> tuple[dict[str, Any], list[Buffer]]:
 
 
 def outgoing(request: PutRequest) -> Outgoing:
-    """Return what a put is about; its values stay where they are.
-
-    Raises:
-        QueueError: ``queue.invalid`` for rows that are named twice or columns of other lengths.
-    """
+    """What a put is about, without copies; ``queue.invalid`` for rows named twice or columns of other lengths."""
     return Outgoing([list(cells.values()) for cells in split_request(request)])
 
 
@@ -143,11 +139,7 @@ class Reader:
     def slots(
         self, cells: Sequence[Any], blocks: Sequence[Any], buffers: Sequence[Buffer], lease: Lease | None
     ) -> list[Slot]:
-        """The cells of a reply.
-
-        Raises:
-            QueueError: ``queue.store`` where they are damaged, or their memory cannot be opened.
-        """
+        """The cells of a reply; ``queue.store`` where they are damaged, or their memory cannot be opened."""
         try:
             mappings = [self._mapping(block) for block in blocks]
             return [self._slot(entry, mappings, buffers, lease) for entry in cells]
@@ -173,11 +165,7 @@ class Reader:
         return Slot((text, mapping.view[offset : offset + size]), mapping, offset, lease)
 
     def column(self, name: str, slots: Sequence[Slot]) -> Column:
-        """Rows as one column: shown where they lie in shared memory, if they are large and lie together.
-
-        Raises:
-            QueueError: ``queue.column`` for rows that do not fit together.
-        """
+        """Rows as one column: shown where they lie in shared memory, if they are large and lie together."""
 
         def memory(size: int) -> Any:
             if size < _SHOWN:

@@ -82,11 +82,7 @@ class Wire:
         self.refused: Counter[str] = Counter()  #: by code of error
 
     def encode(self, kind: str, fields: Mapping[str, Any], buffers: Sequence[Buffer] = ()) -> list[Buffer]:
-        """The frames of a message; buffers stay where they are.
-
-        Raises:
-            RpcError: ``rpc.size`` for a message above the limits.
-        """
+        """The frames of a message; buffers stay where they are. Raises ``rpc.size`` for one above the limits."""
         sizes = [buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers]
         body = msgspec.msgpack.encode([kind, fields, sizes])
         self._check_sizes(len(body), sizes)
@@ -236,11 +232,7 @@ class Packer:
 
 
 def bytes_of(entry: CellEntry, buffers: Sequence[Buffer]) -> memoryview:
-    """The bytes of a cell that is not in shared memory.
-
-    Raises:
-        ValueError: it points beyond its message.
-    """
+    """The bytes of a cell that is not in shared memory. Raises ``ValueError``: it points beyond its message."""
     _, source, offset, size = entry
     buffer = memoryview(buffers[source]) if 0 <= source < len(buffers) else memoryview(b"")
     if offset < 0 or size < 0 or offset + size > len(buffer):

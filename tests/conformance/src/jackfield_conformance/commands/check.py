@@ -116,11 +116,7 @@ def run_checks(
 
 
 def keep(certificate: Mapping[str, Any]) -> Path:
-    """Write a certificate where ``find_certification`` looks, in the place of an older one of the plugin.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Write a certificate where ``find_certification`` looks, in the place of an older one of the plugin."""
     folder = certificate_folder()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{certificate['kind']}-{certificate['plugin']}.json"

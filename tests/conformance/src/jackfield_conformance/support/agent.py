@@ -192,11 +192,7 @@ class Trial:
     output: AgentLoopOutput
 
     def blocks(self, sequence: AgentSequence) -> list[Block]:
-        """The calls whose tokens are in this sequence, in its order.
-
-        Raises:
-            AssertionError: some tokens of a call are there, and others are not, or not side by side.
-        """
+        """The calls whose tokens are in this sequence, in its order; none may be there in part, or in pieces."""
         found = []
         for request, result in self.model.calls:
             own = [token for token in result.token_ids if token >= _FIRST_MODEL_TOKEN]

@@ -247,11 +247,7 @@ def assert_received(wanted: Tensors, found: Tensors, what: str = "received") -> 
 
 
 async def within(seconds: float, awaitable: Awaitable[Any], what: str) -> Any:
-    """Await for a bounded time.
-
-    Raises:
-        AssertionError: time ran out.
-    """
+    """Await for a bounded time. Raises ``AssertionError``: time ran out."""
     task = asyncio.ensure_future(awaitable)
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:
@@ -277,11 +273,7 @@ async def broken(
     kinds: type[Exception] | tuple[type[Exception], ...] = BREAKS,
     seconds: float = BREAK_SECONDS,
 ) -> Exception:
-    """Await what has to break off: the error, of one of these kinds, which has to come within the deadline.
-
-    Raises:
-        AssertionError: nothing was raised, or something else, or too late.
-    """
+    """Await what has to break off within the deadline: the error, of one of these kinds."""
     try:
         await within(seconds + GRACE_SECONDS, awaitable, what)
     except AssertionError:

@@ -51,11 +51,7 @@ class Played:
 
 
 def play(subject: Subject) -> Played:
-    """Run two ranks of the plugin to their end, once per plugin and process.
-
-    Raises:
-        AssertionError: a rank failed or did not end in time; with what it said.
-    """
+    """Run two ranks of the plugin to their end, once per plugin and process; if one fails, raise what it said."""
     key = (subject.cls, repr(subject.config))
     if key not in _PLAYED:
         number = len(_PLAYED)

@@ -45,11 +45,7 @@ class Unreadable(ScoreRequest):
 
 
 def requests_of(subject: Subject, key: str) -> list[ScoreRequest]:
-    """The requests that the fixture gives under ``key``, each with an idempotency key of its own.
-
-    Raises:
-        NotApplicable: it gives none.
-    """
+    """The requests that the fixture gives under ``key``, each with a key of its own; ``NotApplicable`` for none."""
     given: Sequence[Mapping[str, Any]] = subject.fixture.get(key, ())
     if not given:
         raise NotApplicable(f"the fixture gives no '{key}'")

@@ -102,11 +102,7 @@ class End:
         self.connection.send({"what": what, **details})
 
     def answer(self, seconds: float = _ANSWER_SECONDS) -> dict[str, Any]:
-        """Return what it answers.
-
-        Raises:
-            AssertionError: nothing within ``seconds``, or it has died.
-        """
+        """Return what it answers. Raises ``AssertionError``: nothing within ``seconds``, or it has died."""
         assert self.connection.poll(seconds), f"no answer within {seconds:g} s"
         try:
             found: dict[str, Any] = self.connection.recv()
