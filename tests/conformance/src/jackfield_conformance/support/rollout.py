@@ -116,8 +116,8 @@ class Reader:
 
 
 @contextlib.contextmanager
-def forward_passes() -> Iterator[list[str]]:
-    """The modules that run in this process meanwhile. A server in another process shows none."""
+def standing_still(otherwise: str) -> Iterator[None]:
+    """No module runs in this process meanwhile. A server in another process is not looked at."""
     seen: list[str] = []
 
     def note(module: torch.nn.Module, _: Any) -> None:
@@ -125,9 +125,21 @@ def forward_passes() -> Iterator[list[str]]:
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
     try:
-        yield seen
+        yield
     finally:
         handle.remove()
+    assert [] == seen[:1], otherwise
+
+
+def calling(server: BaseRolloutServer, sent: GenerateRequest) -> asyncio.Task[GenerateResult]:
+    """A call of ``generate`` under way."""
+    return spawn(server.generate(sent), f"caller of {sent.request_id}")
+
+
+async def assert_counted(server: BaseRolloutServer, running: int, waiting: int, why: str) -> None:
+    """``health`` says how many requests run, and how many wait."""
+    health = await server.health()
+    assert (running, waiting) == (health.running, health.waiting), f"{why}, health says {health}"
 
 
 async def ended(awaitable: Awaitable[T], what: str) -> T:

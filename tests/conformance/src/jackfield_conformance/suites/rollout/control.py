@@ -20,22 +20,20 @@ from jackfield_conformance.support.rollout import (
     PAGE,
     PROMPT,
     Reader,
+    assert_counted,
     breathe,
+    calling,
     ended,
-    forward_passes,
     greedy,
     request,
     serving,
     spawn,
+    standing_still,
 )
 from jackfield_conformance.support.rollout_model import assert_greedy, prompt_that_ends, tolerance
 
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
-
-
-def _task(server: BaseRolloutServer, sent: GenerateRequest) -> asyncio.Task[GenerateResult]:
-    return spawn(server.generate(sent), f"caller of {sent.request_id}")
 
 
 def _assert_aborted(sent: GenerateRequest, result: GenerateResult, at_least: int = 0) -> None:
@@ -51,13 +49,9 @@ def _assert_aborted(sent: GenerateRequest, result: GenerateResult, at_least: int
 async def _assert_nothing_runs(server: BaseRolloutServer, why: str) -> None:
     """A request of a few tokens passes, and then the server is idle."""
     await server.generate(greedy("passer-by", 4))
-    health = await server.health()
-    assert (0, 0) == (health.running, health.waiting), (
-        f"{why}, and the server still has {health.running} requests running and {health.waiting} waiting"
-    )
-    with forward_passes() as passes:
+    await assert_counted(server, 0, 0, why)
+    with standing_still(f"{why}, and the model still runs"):
         await breathe()
-    assert [] == passes[:1], f"{why}, and the model still runs"
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -120,7 +114,7 @@ def _assert_close(subject: Subject, one: GenerateResult, two: GenerateResult) ->
 async def aborts_end_requests(subject: Subject, server: BaseRolloutServer) -> None:
     """Aborted requests return what they have with ``abort``, the result names them, and the others go on."""
     streamed, whole, mate = greedy("streamed", LONG), greedy("whole", LONG, PROMPT[1:]), greedy("mate", 24)
-    caller, other = _task(server, whole), _task(server, mate)
+    caller, other = calling(server, whole), calling(server, mate)
     reader = Reader(server, streamed)
     await reader.at_least(3)
     result = await server.abort(AbortRequest(request_ids=("streamed", "whole", "unknown")))
@@ -139,7 +133,7 @@ async def aborting_all(subject: Subject, server: BaseRolloutServer) -> None:
     await running.at_least(2)
     await server.pause(PauseRequest())
     sent = greedy("waiting", 8)
-    waiting = _task(server, sent)
+    waiting = calling(server, sent)
     await breathe()
     result = await server.abort(AbortRequest())
     assert ["running", "waiting"] == sorted(result.request_ids), f"abort says it ended {result.request_ids}"
@@ -157,11 +151,9 @@ async def aborted_is_over(subject: Subject, server: BaseRolloutServer) -> None:
     reader = Reader(server, sent)
     await reader.at_least(2)
     await server.abort(AbortRequest(request_ids=("aborted",)))
-    with forward_passes() as passes:
-        health = await server.health()
+    with standing_still("the model runs although its only request was aborted"):
+        await assert_counted(server, 0, 0, "the only request was aborted")
         await breathe()
-    assert [] == passes[:1], "the model runs although its only request was aborted"
-    assert (0, 0) == (health.running, health.waiting), f"an aborted request is still counted: {health}"
     await reader.result()
     again = await server.generate(greedy("aborted", 5))
     assert 5 == len(again.token_ids), "a new request of an aborted one's id did not get its tokens"
@@ -170,7 +162,7 @@ async def aborted_is_over(subject: Subject, server: BaseRolloutServer) -> None:
 @check("ROL-056", page=PAGE + "aborts", using=serving)
 async def cancelling_aborts(subject: Subject, server: BaseRolloutServer) -> None:
     """Cancelling a call of ``generate`` aborts its request, and no other."""
-    cancelled, mate = _task(server, greedy("cancelled", LONG, PROMPT[1:])), greedy("mate", 24)
+    cancelled, mate = calling(server, greedy("cancelled", LONG, PROMPT[1:])), greedy("mate", 24)
     reader = Reader(server, mate)
     await reader.at_least(2)
     cancelled.cancel()
@@ -188,14 +180,13 @@ async def cancelling_aborts(subject: Subject, server: BaseRolloutServer) -> None
 @check("ROL-057", page=PAGE + "pauses", using=serving)
 async def paused_is_paused(subject: Subject, server: BaseRolloutServer) -> None:
     """When ``pause`` returns no forward pass runs, and no token comes until ``resume``."""
-    reader, caller = Reader(server, greedy("streamed", LONG)), _task(server, greedy("whole", LONG))
+    reader, caller = Reader(server, greedy("streamed", LONG)), calling(server, greedy("whole", LONG))
     await reader.at_least(3)
     await server.pause(PauseRequest())
-    with forward_passes() as passes:
+    with standing_still("a forward pass runs although the server is paused"):
         await breathe()
         count = len(reader.token_ids)
         await breathe()
-    assert [] == passes[:1], "a forward pass runs although the server is paused"
     assert count == len(reader.token_ids), "tokens come although the server is paused"
     await server.resume(ResumeRequest())
     await reader.at_least(count + 3)
@@ -234,20 +225,19 @@ async def kept_requests_go_on(subject: Subject, server: BaseRolloutServer) -> No
 async def waiting_for_the_end(subject: Subject, server: BaseRolloutServer) -> None:
     """``pause(wait)`` returns when the running requests have ended by themselves; nothing new runs from then on."""
     sents = [greedy("streamed", 24), greedy("whole", 18, PROMPT[1:])]
-    caller = _task(server, sents[1])
+    caller = calling(server, sents[1])
     reader = Reader(server, sents[0])
     await reader.at_least(2)
     pausing = spawn(server.pause(PauseRequest(mode="wait")), "pause")
     await asyncio.sleep(0)
-    meanwhile = _task(server, greedy("meanwhile", 3))
+    meanwhile = calling(server, greedy("meanwhile", 3))
     paused = await ended(pausing, "the end of the running requests, by pause(wait),")
     assert not meanwhile.done(), "a request that came after pause(wait) was served before resume"
     assert 0 == paused.running, f"pause(wait) says that {paused.running} requests are kept"
-    with forward_passes() as passes:
+    with standing_still("a forward pass runs although pause(wait) has returned"):
         results = [await ended(reader.result(), "a finished request"), await ended(caller, "a finished request")]
-        late = _task(server, greedy("late", 3))
+        late = calling(server, greedy("late", 3))
         await breathe()
-    assert [] == passes[:1], "a forward pass runs although pause(wait) has returned"
     for sent, result in zip(sents, results, strict=True):
         assert (sent.sampling.max_new_tokens, "length") == (len(result.token_ids), result.finish_reason), (
             f"pause(wait) has cut {sent.request_id!r}: {len(result.token_ids)} tokens, {result.finish_reason}"
@@ -262,14 +252,14 @@ async def waiting_for_the_end(subject: Subject, server: BaseRolloutServer) -> No
 async def pausing_by_aborts(subject: Subject, server: BaseRolloutServer) -> None:
     """``pause(abort)`` ends the running requests with what they have."""
     whole = greedy("whole", LONG, PROMPT[1:])
-    caller = _task(server, whole)
+    caller = calling(server, whole)
     reader = Reader(server, greedy("streamed", LONG))
     await reader.at_least(3)
     paused = await server.pause(PauseRequest(mode="abort"))
     assert 0 == paused.running, f"pause(abort) says that {paused.running} requests are kept"
     _assert_aborted(reader.sent, await reader.result(), 3)
     _assert_aborted(whole, await caller, 1)
-    late = _task(server, greedy("late", 3))
+    late = calling(server, greedy("late", 3))
     await breathe()
     assert not late.done(), "a new request was served although the server is paused"
     await server.resume(ResumeRequest())
@@ -281,15 +271,11 @@ async def new_requests_wait(subject: Subject, server: BaseRolloutServer) -> None
     """Requests that come while the server is paused wait, unharmed, until it resumes."""
     await server.pause(PauseRequest())
     sents = [greedy("one", 6), greedy("two", 9, PROMPT[1:])]
-    callers = [_task(server, sent) for sent in sents]
-    with forward_passes() as passes:
+    callers = [calling(server, sent) for sent in sents]
+    with standing_still("the model runs although the server is paused"):
         await breathe()
-        health = await server.health()
-    assert [] == passes[:1], "the model runs although the server is paused"
+        await assert_counted(server, 0, 2, "two requests wait")
     assert not any(caller.done() for caller in callers), "a request was answered although the server is paused"
-    assert (0, 2) == (health.running, health.waiting), (
-        f"two requests wait; health says {health.running} running, {health.waiting} waiting"
-    )
     await server.resume(ResumeRequest())
     for sent, caller in zip(sents, callers, strict=True):
         result = await ended(caller, "a request that waited for resume")
@@ -304,7 +290,7 @@ async def pausing_twice(subject: Subject, server: BaseRolloutServer) -> None:
     for mode in ("keep", "wait", "abort"):
         await server.pause(PauseRequest(mode="keep"))
         await server.pause(PauseRequest(mode=mode))
-        caller = _task(server, greedy("between", 4))
+        caller = calling(server, greedy("between", 4))
         await breathe()
         assert not caller.done(), "a request was answered although the server is paused"
         await server.resume(ResumeRequest())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
@@ -14,7 +15,6 @@ from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import (
     AbortRequest,
     BaseRolloutServer,
-    GenerateRequest,
     GenerateResult,
     PauseRequest,
     ResumeRequest,
@@ -25,7 +25,6 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, RolloutError
 from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.expecting import refused
 from jackfield_conformance.support.leaks import assert_nothing_left
 from jackfield_conformance.support.rollout import (
@@ -33,14 +32,15 @@ from jackfield_conformance.support.rollout import (
     PAGE,
     PROMPT,
     Reader,
+    assert_counted,
     breathe,
+    calling,
     ended,
-    forward_passes,
     greedy,
     push,
     request,
     serving,
-    spawn,
+    standing_still,
 )
 from jackfield_conformance.support.rollout_model import (
     assert_greedy,
@@ -52,10 +52,6 @@ from jackfield_conformance.support.rollout_model import (
 
 if TYPE_CHECKING:
     from jackfield_conformance.subject import Subject
-
-
-def _task(server: BaseRolloutServer, sent: GenerateRequest) -> asyncio.Task[GenerateResult]:
-    return spawn(server.generate(sent), f"caller of {sent.request_id}")
 
 
 # -- start and health ------------------------------------------------------------------------------------------------
@@ -82,16 +78,13 @@ async def health_counts(subject: Subject, server: BaseRolloutServer) -> None:
     readers = [Reader(server, greedy(f"running-{n}", LONG, PROMPT[n:])) for n in range(3)]
     for reader in readers:
         await reader.at_least(2)
-    health = await server.health()
-    assert (3, 0) == (health.running, health.waiting), f"three requests run, health says {health}"
+    await assert_counted(server, 3, 0, "three requests run")
     await server.abort(AbortRequest(request_ids=("running-1",)))
-    health = await server.health()
-    assert (2, 0) == (health.running, health.waiting), f"one of three was aborted, health says {health}"
+    await assert_counted(server, 2, 0, "one of three was aborted")
     await server.abort(AbortRequest())
     for reader in readers:
         await reader.result()
-    health = await server.health()
-    assert (0, 0) == (health.running, health.waiting), f"nothing runs, health says {health}"
+    await assert_counted(server, 0, 0, "nothing runs")
     await push(subject, server, 7)
     version = (await server.health()).weight_version
     assert 7 == version, f"version 7 was loaded, health says {version}"
@@ -160,12 +153,11 @@ async def asleep_nothing_runs(subject: Subject, server: BaseRolloutServer) -> No
     slept = await server.sleep(SleepRequest(level=1))
     assert slept.freed_bytes >= 0, f"{slept.freed_bytes} bytes cannot have been freed"
     sent = greedy("early", 5)
-    caller = _task(server, sent)
-    with forward_passes() as passes:
+    caller = calling(server, sent)
+    with standing_still("the model runs although the server sleeps"):
         await breathe()
         partly = await server.wake_up(WakeUpRequest(tags=("weights",)))
         await breathe()
-    assert [] == passes[:1], "the model runs although the server sleeps"
     assert not caller.done(), "a request was answered although the server sleeps"
     assert ("weights",) == partly.awake, f"the weights alone were woken, wake_up says {partly.awake}"
     woken = await server.wake_up(WakeUpRequest())
@@ -190,25 +182,27 @@ async def decoding_does_not_sleep(subject: Subject, server: BaseRolloutServer) -
 # -- stop ------------------------------------------------------------------------------------------------------------
 
 
+async def _assert_stopped(call: Awaitable[GenerateResult]) -> None:
+    with refused(RolloutError, "rollout.stopped"):
+        await ended(call, "the error of a stopped server")
+
+
 @check("ROL-097", page=PAGE + "life")
 async def stopping_fails_requests(subject: Subject) -> None:
     """``stop`` makes every request that runs or waits fail with ``rollout.stopped``; no caller waits for ever."""
     async with serving(subject) as server:
-        caller = _task(server, greedy("running", LONG, PROMPT[1:]))
+        caller = calling(server, greedy("running", LONG, PROMPT[1:]))
         reader = Reader(server, greedy("streamed", LONG))
         await reader.at_least(2)
         await server.stop()
-        with refused(RolloutError, "rollout.stopped"):
-            await ended(caller, "the error of a stopped server")
-        with refused(RolloutError, "rollout.stopped"):
-            await ended(reader.result(), "the error of a stopped server")
+        await _assert_stopped(caller)
+        await _assert_stopped(reader.result())
     async with serving(subject) as server:
         await server.pause(PauseRequest())
-        waiting = _task(server, greedy("waiting", 4))
+        waiting = calling(server, greedy("waiting", 4))
         await breathe()
         await server.stop()
-        with refused(RolloutError, "rollout.stopped"):
-            await ended(waiting, "the error of a stopped server")
+        await _assert_stopped(waiting)
 
 
 @check("ROL-098", page=PAGE + "life", using=serving)
@@ -216,8 +210,7 @@ async def stopped_is_stopped(subject: Subject, server: BaseRolloutServer) -> Non
     """A stopped server refuses requests with ``rollout.stopped``, and says that it is not healthy."""
     await server.generate(request("before", max_new_tokens=2))
     await server.stop()
-    with refused(RolloutError, "rollout.stopped"):
-        await ended(server.generate(greedy("after", 2)), "the error of a stopped server")
+    await _assert_stopped(server.generate(greedy("after", 2)))
     with refused(RolloutError, "rollout.stopped"):
         async for _ in server.generate_stream(greedy("after, streamed", 2)):
             pass
@@ -258,62 +251,47 @@ _PAGE = "docs/plugins/rollout.md#the-openai-compatible-address"
 _SECONDS = 20.0
 
 
-@check("ROL-110", capability="openai", page=_PAGE)
-async def the_address_serves_the_same_tokens(subject: Subject) -> None:
-    """A request of token ids to the address yields the tokens and log-probabilities that generate yields."""
-    server, info = await _listening(subject)
+@asynccontextmanager
+async def _listening(subject: Subject) -> AsyncIterator[tuple[BaseRolloutServer, ServerInfo]]:
+    settings = subject.fixture.get("openai", {"openai": {}})
+    server: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=model_folder())), **settings)
+    info = await server.start()
     try:
-        sampling: dict[str, Any] = {"seed": 7, "temperature": 0.7, "top_k": 20}
-        expected = await server.generate(request("direct", max_new_tokens=6, **sampling))
-        models = await _ask(info, "/models")
-        assert models["data"], "/models lists no model"
-        answer = await _ask(
-            info,
-            "/completions",
-            {
-                "model": models["data"][0]["id"],
-                "prompt": list(PROMPT),
-                "max_tokens": 6,
-                "logprobs": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-                **sampling,
-            },
-        )
-        [choice] = answer["choices"]
-        found = choice.get("token_ids")
-        assert found == list(expected.token_ids), f"generate: {list(expected.token_ids)}; the address: {found}"
-        pairs = zip(expected.log_probs, choice["logprobs"]["token_logprobs"], strict=True)
-        worst = max(abs(direct - told) for direct, told in pairs)
-        assert worst <= tolerance(subject), f"log-probabilities of the address differ from generate's by {worst:.2g}"
-        assert choice["finish_reason"] == "length", f"it ended at its limit, and says {choice['finish_reason']!r}"
+        assert info.openai_base_url is not None, f"start names no openai_base_url with the settings {settings}"
+        yield server, info
     finally:
         await server.stop()
+
+
+@check("ROL-110", capability="openai", page=_PAGE, using=_listening)
+async def the_address_serves_the_same_tokens(subject: Subject, found: tuple[BaseRolloutServer, ServerInfo]) -> None:
+    """A request of token ids to the address yields the tokens and log-probabilities that generate yields."""
+    server, info = found
+    sampling: dict[str, Any] = {"seed": 7, "temperature": 0.7, "top_k": 20}
+    expected = await server.generate(request("direct", max_new_tokens=6, **sampling))
+    models = await _ask(info, "/models")
+    assert models["data"], "/models lists no model"
+    body = {"model": models["data"][0]["id"], "prompt": list(PROMPT), "max_tokens": 6, "logprobs": 0, **sampling}
+    answer = await _ask(info, "/completions", {**body, "ignore_eos": True, "return_token_ids": True})
+    [choice] = answer["choices"]
+    told = choice.get("token_ids")
+    assert told == list(expected.token_ids), f"generate: {list(expected.token_ids)}; the address: {told}"
+    pairs = zip(expected.log_probs, choice["logprobs"]["token_logprobs"], strict=True)
+    worst = max(abs(direct - told) for direct, told in pairs)
+    assert worst <= tolerance(subject), f"log-probabilities of the address differ from generate's by {worst:.2g}"
+    assert choice["finish_reason"] == "length", f"it ended at its limit, and says {choice['finish_reason']!r}"
 
 
 @check("ROL-111", capability="openai", page=_PAGE)
 async def the_address_closes_with_the_server(subject: Subject) -> None:
     """After stop nothing listens at the address."""
-    server, info = await _listening(subject)
-    try:
+    async with _listening(subject) as (_, info):
         await _ask(info, "/models")
-    finally:
-        await server.stop()
     try:
         await _ask(info, "/models")
     except (URLError, OSError):
         return
     raise AssertionError(f"{info.openai_base_url} answers after stop")
-
-
-async def _listening(subject: Subject) -> tuple[BaseRolloutServer, ServerInfo]:
-    settings = subject.fixture.get("openai", {"openai": {}})
-    server: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=model_folder())), **settings)
-    info = await server.start()
-    if info.openai_base_url is None:
-        await server.stop()
-        raise AssertionError(f"start names no openai_base_url with the settings {settings}")
-    return server, info
 
 
 async def _ask(info: ServerInfo, path: str, body: Mapping[str, Any] | None = None) -> Any:
