@@ -17,7 +17,16 @@ import attrs
 import torch
 from tensordict import TensorDict
 
-from jackfield.abc.engine import BaseEngine, EngineContext, EngineOutput, ModelSpec, OptimizerSpec, TokenOutput
+from jackfield.abc.engine import (
+    BaseEngine,
+    EngineContext,
+    EngineOutput,
+    LoadCheckpointRequest,
+    ModelSpec,
+    OptimizerSpec,
+    SaveCheckpointRequest,
+    TokenOutput,
+)
 from jackfield.sdk.jagged import jagged, rows
 from jackfield_conformance.subject import Subject
 
@@ -85,19 +94,11 @@ def mixture_folder() -> Path:
 def _made(tied: bool, dropout: float, layers: int) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": layers}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        attention_dropout=dropout,
-        bos_token_id=1,
-        eos_token_id=2,
+        vocab_size=VOCABULARY, tie_word_embeddings=tied, attention_dropout=dropout, **sizes, **heads, **ends
     )
     generator = torch.Generator().manual_seed(17)
     with torch.random.fork_rng(devices=[]):
@@ -208,7 +209,7 @@ class Loss:
 # -- float64 ---------------------------------------------------------------------------------------------------------
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class Expected:
     """What a float64 forward of each row by itself, without padding, gives."""
 
@@ -238,13 +239,8 @@ def expected(folder: Path, temperature: float = 1.0, entropy: float = 0.0) -> Ex
     loss = total / sum(sum(row.response_mask) for row in make_rows())
     named = dict(model.named_parameters())
     found = torch.autograd.grad(loss, list(named.values()))
-    return Expected(
-        log_probs=log_prob_rows,
-        entropy=entropies,
-        hidden=hidden,
-        loss=float(loss.detach()),
-        gradients=dict(zip(named, found, strict=True)),
-    )
+    gradients = dict(zip(named, found, strict=True))
+    return Expected(log_prob_rows, entropies, hidden, float(loss.detach()), gradients)
 
 
 def hidden_states(model: Any, row: Row) -> torch.Tensor:
@@ -260,15 +256,9 @@ def hidden_states(model: Any, row: Row) -> torch.Tensor:
 def context_of(subject: Subject, folder: Path | None = None, **changes: Any) -> EngineContext:
     """A context on the tiny model; ``changes`` are of the context or of its model."""
     fields = {field.name for field in attrs.fields(ModelSpec)}
-    model = ModelSpec(
-        path=str(folder or model_folder()), **{name: changes.pop(name) for name in fields & changes.keys()}
-    )
-    standard: dict[str, Any] = {
-        "role": "actor",
-        "optimizer": OPTIMIZER,
-        "device": subject.fixture.get("device", "cpu"),
-        "seed": 3,
-    }
+    of_model = {name: changes.pop(name) for name in fields & changes.keys()}
+    model = ModelSpec(path=str(folder or model_folder()), **of_model)
+    standard = {"role": "actor", "optimizer": OPTIMIZER, "device": subject.fixture.get("device", "cpu"), "seed": 3}
     return EngineContext(model=model, **{**standard, **changes})
 
 
@@ -288,11 +278,11 @@ def opened(subject: Subject, folder: Path | None = None, **changes: Any) -> Iter
         engine.close()
 
 
-def gradients(engine: BaseEngine, data: TensorDict, loss: Any) -> Gradients:
+def gradients(engine: BaseEngine, data: TensorDict | None = None, loss: Any = None) -> Gradients:
     """Those of one pass."""
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch(data, loss)
+        engine.forward_backward_batch(batch() if data is None else data, loss or Loss())
         return held_gradients(engine)
 
 
@@ -301,15 +291,29 @@ def held_gradients(engine: BaseEngine) -> Gradients:
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_grad()}
 
 
-def train(engine: BaseEngine, data: TensorDict, loss: Any, steps: int = 1) -> tuple[EngineOutput, float]:
+def train(engine: BaseEngine, steps: int = 1, loss: Any = None) -> tuple[EngineOutput, float]:
     """Whole training steps; the last output and gradient norm."""
     with engine.train_mode():
         for _ in range(steps):
             engine.optimizer_zero_grad()
-            output = engine.forward_backward_batch(data, loss)
+            output = engine.forward_backward_batch(batch(), loss or Loss())
             norm = engine.optimizer_step()
             engine.lr_scheduler_step()
     return output, norm
+
+
+def assert_goes_on(subject: Subject, what: str, **changes: Any) -> None:
+    """Save, load into a new engine of another seed, step is bitwise equal to step."""
+    folder = str(subject.folder / "native")
+    with opened(subject, **changes) as engine:
+        train(engine, steps=2)
+        engine.save_checkpoint(SaveCheckpointRequest(folder=folder))
+        train(engine)
+        wanted = weights(engine)
+    with opened(subject, **changes, seed=8) as engine:
+        engine.load_checkpoint(LoadCheckpointRequest(folder=folder))
+        train(engine)
+        assert_same_tensors(wanted, weights(engine), what)
 
 
 def weights(engine: BaseEngine) -> dict[str, torch.Tensor]:

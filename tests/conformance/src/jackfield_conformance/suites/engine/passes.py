@@ -199,7 +199,7 @@ def gradients_are_those_of_float64(subject: Subject) -> None:
     for tied in (True, False):
         folder = support.model_folder(tied=tied)
         with support.opened(subject, folder) as engine:
-            found = support.gradients(engine, support.batch(), support.Loss())
+            found = support.gradients(engine)
         wanted = support.expected(folder).gradients
         support.assert_close(wanted, found, GRADIENT_TOLERANCE["float32"], "gradients")
 
@@ -233,8 +233,8 @@ def gradients_accumulate_over_calls(subject: Subject, engine: BaseEngine) -> Non
 @check("ENG-023", page=_GRADIENTS, using=support.opened)
 def zero_grad_forgets(subject: Subject, engine: BaseEngine) -> None:
     """After ``optimizer_zero_grad`` nothing of earlier passes is in the gradients."""
-    first = support.gradients(engine, support.batch(), support.Loss())
-    second = support.gradients(engine, support.batch(), support.Loss())
+    first = support.gradients(engine)
+    second = support.gradients(engine)
     support.assert_close(first, second, SUM_TOLERANCE, "gradients after optimizer_zero_grad")
 
 
@@ -255,7 +255,7 @@ def half_precision_stays_within_its_error(subject: Subject) -> None:
     """Gradients of a bfloat16 model are those of float64 within the error of bfloat16."""
     wanted = support.expected(support.model_folder()).gradients
     with support.opened(subject, dtype="bfloat16") as engine:
-        found = support.gradients(engine, support.batch(), support.Loss())
+        found = support.gradients(engine)
     whole = {"all gradients": torch.cat([tensor.flatten() for tensor in wanted.values()])}
     support.assert_names(wanted, found, "gradients in bfloat16")
     other = {"all gradients": torch.cat([found[name].flatten() for name in wanted])}
@@ -271,7 +271,7 @@ def dropout_is_on_in_train_mode_only(subject: Subject) -> None:
         found = support.log_probs(engine)
         support.assert_tokens(wanted, found, TOKEN_TOLERANCE, "log-probabilities in eval_mode of a model with dropout")
         with engine.train_mode():
-            passes = [support.gradients(engine, support.batch(), support.Loss()) for _ in range(2)]
+            passes = [support.gradients(engine) for _ in range(2)]
         found = support.log_probs(engine)
         support.assert_tokens(wanted, found, TOKEN_TOLERANCE, "log-probabilities in eval_mode after a train_mode")
     same = all(torch.equal(passes[0][name], passes[1][name]) for name in passes[0])

@@ -35,7 +35,7 @@ def _assert_follows_adamw(engine: BaseEngine, spec: OptimizerSpec, rates: Iterat
     )
     with engine.train_mode():
         for _ in range(3):
-            found = support.gradients(engine, support.batch(), support.Loss())
+            found = support.gradients(engine)
             for name, tensor in plain.items():
                 tensor.grad = found[name].double()
             if spec.clip_grad is not None:
@@ -69,7 +69,7 @@ def the_norm_is_the_one_before_clipping(subject: Subject) -> None:
     """``optimizer_step`` returns the global gradient norm before clipping."""
     for clip_grad in (0.05, None):
         with support.opened(subject, optimizer=attrs.evolve(support.OPTIMIZER, clip_grad=clip_grad)) as engine:
-            found = support.gradients(engine, support.batch(), support.Loss())
+            found = support.gradients(engine)
             wanted = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in found.values()))
             with engine.train_mode():
                 norm = engine.optimizer_step()
@@ -80,10 +80,9 @@ def the_norm_is_the_one_before_clipping(subject: Subject) -> None:
 @check("ENG-042", page=_OPTIMIZER)
 def a_norm_that_is_not_finite_skips_the_step(subject: Subject) -> None:
     """A gradient norm that is not finite is returned as it is, and weights and optimizer state stay as they are."""
-    data, loss = support.batch(), support.Loss()
     with support.opened(subject) as engine, support.opened(subject) as other:
         for each in (engine, other):
-            support.train(each, data, loss)
+            support.train(each)
         before = support.weights(engine)
         for bad in (math.nan, math.inf):
 
@@ -92,12 +91,12 @@ def a_norm_that_is_not_finite_skips_the_step(subject: Subject) -> None:
 
             with engine.train_mode():
                 engine.optimizer_zero_grad()
-                engine.forward_backward_batch(data, broken)
+                engine.forward_backward_batch(support.batch(), broken)
                 norm = engine.optimizer_step()
             assert not math.isfinite(norm), f"gradients of {bad} have the norm {norm:g}"
             support.assert_same_tensors(before, support.weights(engine), f"weights after gradients of {bad}")
         for each in (engine, other):
-            support.train(each, data, loss)
+            support.train(each)
         support.assert_same_tensors(
             support.weights(other), support.weights(engine), "weights of the step after a skipped one"
         )
@@ -155,18 +154,17 @@ def _save(engine: BaseEngine, folder: Path) -> None:
 @check("ENG-050", page=_CHECKPOINTS)
 def save_load_step_is_step(subject: Subject) -> None:
     """Save, load into a new engine, step is bitwise equal to step: moments and schedule are in the checkpoint."""
-    data, loss = support.batch(), support.Loss()
     with support.opened(subject, optimizer=COSINE) as engine:
-        support.train(engine, data, loss, steps=3)
+        support.train(engine, steps=3)
         saved = support.weights(engine)
         _save(engine, subject.folder / "native")
         support.assert_same_tensors(saved, support.weights(engine), "weights after a checkpoint was saved")
-        support.train(engine, data, loss, steps=2)
+        support.train(engine, steps=2)
         wanted, rate = support.weights(engine), engine.lr_scheduler_step()
     with support.opened(subject, optimizer=COSINE, seed=8) as engine:
         engine.load_checkpoint(LoadCheckpointRequest(folder=str(subject.folder / "native")))
         support.assert_same_tensors(saved, support.weights(engine), "weights after a checkpoint was loaded")
-        support.train(engine, data, loss, steps=2)
+        support.train(engine, steps=2)
         found = support.weights(engine)
         support.assert_same_tensors(wanted, found, "weights two steps after a checkpoint was loaded")
         other = engine.lr_scheduler_step()
@@ -176,25 +174,15 @@ def save_load_step_is_step(subject: Subject) -> None:
 @check("ENG-051", page=_CHECKPOINTS)
 def random_state_is_saved(subject: Subject) -> None:
     """A checkpoint holds the state of the random generators: dropout goes on as if nothing had happened."""
-    data, loss, dropout = support.batch(), support.Loss(), support.dropout(subject)
-    with support.opened(subject, **dropout) as engine:
-        support.train(engine, data, loss, steps=2)
-        _save(engine, subject.folder / "native")
-        support.train(engine, data, loss)
-        wanted = support.weights(engine)
-    with support.opened(subject, **dropout, seed=8) as engine:
-        engine.load_checkpoint(LoadCheckpointRequest(folder=str(subject.folder / "native")))
-        support.train(engine, data, loss)
-        found = support.weights(engine)
-        support.assert_same_tensors(wanted, found, "weights of a model with dropout, after a checkpoint")
+    what = "weights of a model with dropout, after a checkpoint"
+    support.assert_goes_on(subject, what, **support.dropout(subject))
 
 
 @check("ENG-052", page=_CHECKPOINTS)
 def model_only_leaves_the_rest(subject: Subject) -> None:
     """``model_only`` loads the weights and leaves optimizer and schedule as they are."""
-    data, loss = support.batch(), support.Loss()
     with support.opened(subject, optimizer=COSINE) as engine:
-        support.train(engine, data, loss, steps=3)
+        support.train(engine, steps=3)
         saved = support.weights(engine)
         _save(engine, subject.folder / "native")
     rates = _rates(COSINE)
@@ -203,7 +191,7 @@ def model_only_leaves_the_rest(subject: Subject) -> None:
         engine.load_checkpoint(LoadCheckpointRequest(folder=str(subject.folder / "native"), model_only=True))
         support.assert_same_tensors(saved, support.weights(engine), "weights after a checkpoint was loaded, model_only")
         with engine.train_mode():
-            engine.forward_backward_batch(data, loss)
+            engine.forward_backward_batch(support.batch(), support.Loss())
             engine.optimizer_step()
         support.assert_same_tensors(saved, support.weights(engine), "weights after a step with the warm-up's rate 0")
         found = engine.lr_scheduler_step()
@@ -229,13 +217,12 @@ def saving_tells_what_was_written(subject: Subject, engine: BaseEngine) -> None:
 @check("ENG-060", page=_STATE)
 def offloading_changes_nothing(subject: Subject) -> None:
     """Moving weights, optimizer state and gradients to the CPU and back changes nothing."""
-    data, loss = support.batch(), support.Loss()
     with support.opened(subject) as engine, support.opened(subject) as other:
         for each in (engine, other):
-            support.train(each, data, loss)
+            support.train(each)
             with each.train_mode():
                 each.optimizer_zero_grad()
-                each.forward_backward_batch(data, loss)
+                each.forward_backward_batch(support.batch(), support.Loss())
             if each is engine:
                 for parts in ((True, True, True), (True, False, False), (False, True, True)):
                     each.to("cpu", *parts)
@@ -249,7 +236,7 @@ def _trained(subject: Subject, seed: int, disturbance: int) -> dict[str, torch.T
     torch.manual_seed(disturbance)
     with support.opened(subject, **support.dropout(subject), seed=seed) as engine:
         for step in range(2):
-            support.train(engine, support.batch(), support.Loss())
+            support.train(engine)
             torch.rand(1 + disturbance + step)
         return support.weights(engine)
 

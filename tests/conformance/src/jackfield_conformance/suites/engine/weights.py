@@ -100,7 +100,7 @@ def exports_follow_training(subject: Subject, engine: BaseEngine) -> None:
     """After an optimizer step every exported tensor that had a gradient has changed, also in a second export."""
     before = support.weights(engine)
     for step in ("the first step", "the second step"):
-        support.train(engine, support.batch(), support.Loss())
+        support.train(engine)
         after = support.weights(engine)
         same = [name for name, tensor in before.items() if torch.equal(tensor, after[name])]
         assert not same, f"exported as they were before {step}: {same[:4]}"
@@ -116,7 +116,7 @@ def a_hugging_face_folder_loads(subject: Subject) -> None:
     for tied in (True, False):
         shutil.rmtree(folder, ignore_errors=True)
         with support.opened(subject, support.model_folder(tied=tied)) as engine:
-            support.train(engine, support.batch(), support.Loss())
+            support.train(engine)
             engine.save_checkpoint(SaveCheckpointRequest(folder=str(folder), format="huggingface"))
             wanted = support.weights(engine)
         with support.without_progress_bars():
@@ -206,7 +206,7 @@ def close_leaves_nothing(subject: Subject) -> None:
     async def life(folder: Path) -> None:
         engine = subject.make(support.context_of(subject))
         engine.initialize()
-        support.train(engine, support.batch(), support.Loss())
+        support.train(engine)
         engine.save_checkpoint(SaveCheckpointRequest(folder=str(folder / "native")))
         support.weights(engine)
         engine.close()
@@ -242,10 +242,10 @@ def ranks_change_nothing(subject: Subject) -> None:
     """Two ranks give the gradients, norm, weights and results of one: no number of ranks changes them."""
     played = engine_ranks.play(subject)
     with support.opened(subject) as engine:
-        output, norm = support.train(engine, support.batch(), support.Loss())
+        output, norm = support.train(engine)
         after = support.weights(engine)
     with support.opened(subject) as engine:
-        wanted = support.gradients(engine, support.batch(), support.Loss())
+        wanted = support.gradients(engine)
         found_rows = support.log_probs(engine)
     sizes = {(fact["data_parallel_size"]) for fact in played.facts}
     assert len(sizes) == 1, f"the ranks know of data-parallel sizes {sorted(sizes)}"
@@ -266,17 +266,16 @@ def ranks_change_nothing(subject: Subject) -> None:
 def checkpoints_of_other_numbers_of_ranks_load(subject: Subject) -> None:
     """A checkpoint that two ranks wrote is read by one, optimizer and schedule included."""
     played = engine_ranks.play(subject)
-    data, loss = support.batch(), support.Loss()
     with support.opened(subject) as engine:
-        support.train(engine, data, loss)
+        support.train(engine)
         first = support.weights(engine)
-        support.train(engine, data, loss)
+        support.train(engine)
         second = support.weights(engine)
     with support.opened(subject, seed=8) as engine:
         engine.load_checkpoint(LoadCheckpointRequest(folder=str(played.folder / "native")))
         loaded = support.weights(engine)
         support.assert_same_tensors(played.tensors(0, "weight"), loaded, "weights of the checkpoint of two ranks")
-        support.train(engine, data, loss)
+        support.train(engine)
         stepped = support.weights(engine)
     wanted = {name: second[name].double() - first[name].double() for name in first}
     found = {name: stepped[name].double() - loaded[name].double() for name in first}
@@ -294,7 +293,7 @@ def a_gpu_gives_the_numbers_of_float64(subject: Subject) -> None:
         assert output.log_probs is not None, "an inference pass of an actor has no log_probs"
         assert output.log_probs.device.type == "cpu", f"results are on {output.log_probs.device}, expected the CPU"
         support.assert_tokens(wanted.log_probs, output.log_probs, 1e-3, "log-probabilities on a GPU")
-        found = support.gradients(engine, support.batch(), support.Loss())
+        found = support.gradients(engine)
     support.assert_close(wanted.gradients, found, 1e-3, "gradients on a GPU")
 
 
@@ -302,13 +301,12 @@ def a_gpu_gives_the_numbers_of_float64(subject: Subject) -> None:
 def offloading_from_a_gpu_makes_room_and_changes_nothing(subject: Subject) -> None:
     """Moving everything to the CPU frees the GPU's memory, and back again nothing has changed."""
     _need_gpu()
-    data, loss = support.batch(), support.Loss()
     with support.opened(subject, device="cuda") as engine, support.opened(subject, device="cuda") as other:
         for each in (engine, other):
-            support.train(each, data, loss)
+            support.train(each)
             with each.train_mode():
                 each.optimizer_zero_grad()
-                each.forward_backward_batch(data, loss)
+                each.forward_backward_batch(support.batch(), support.Loss())
         held = torch.cuda.memory_allocated()
         size = sum(tensor.nbytes for tensor in support.weights(engine).values())
         engine.to("cpu")
