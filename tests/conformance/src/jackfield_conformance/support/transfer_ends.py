@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from multiprocessing.connection import Connection
 from typing import Any
@@ -266,9 +267,10 @@ class _Process:
 
     async def serve(self) -> None:
         """Do what is ordered until the test closes the connection."""
+        listening = ThreadPoolExecutor(1)  # apart from the engine's threads, which are counted
         with contextlib.suppress(EOFError):
             while True:
-                order = await asyncio.to_thread(self.connection.recv)
+                order = await asyncio.get_running_loop().run_in_executor(listening, self.connection.recv)
                 try:
                     answer = await self.do(order)
                 except JackfieldError as error:
