@@ -144,7 +144,7 @@ class RunBuilder:
         assert pool is not None
         weights = WeightSubscriber(role=self.role, replicas=pool.members)
         pool.source = following(weights, self.placement)
-        self.stop.begun()
+        self.stop.begun = True
         self._run(pool.keep, weights.run)
         who, seconds = "the trainer to say which weights it has", self.role.config.deadlines.batch
         await self.role.version.until(lambda version: version >= 0, seconds, who)
@@ -158,7 +158,7 @@ class RunBuilder:
         await noticed(role, WEIGHTS, deadlines.batch, "the trainer to begin")
         pipeline = RewardPipeline(role=role)
         await pipeline.register()
-        self.stop.begun()
+        self.stop.begun = True
         self._run(pipeline.run)
         await pipeline.until_finished()
         await role.steps_done.advance(pipeline.groups)
@@ -166,27 +166,21 @@ class RunBuilder:
 
     def _explorer(self, name: str) -> Explorer:
         """Make an explorer; in an offline run it copies the answers of the data."""
-        data, experts = self.role.config.data, self.role.algorithm.experts
-        task_for, expert_for = self._task_order("train", data.groups_per_batch), None
-        if self.role.explores and experts:
-            expert_for = self._task_order("expert", experts, data.groups_per_batch)
+        groups, experts = self.role.config.data.groups_per_batch, self.role.algorithm.experts
+        expert_for = partial(self._task, "expert", experts, groups) if self.role.explores and experts else None
+        task_for = partial(self._task, "train", groups, 0)
         return Explorer(role=self.role, name=name, placement=self.placement, task_for=task_for, expert_for=expert_for)
 
-    def _task_order(self, which: str, groups: int, first: int = 0) -> Callable[[GroupKey], Task]:
-        """Order a file's tasks by group: the same for any number of explorers, and for a run that resumes.
+    def _task(self, which: str, groups: int, first: int, key: GroupKey) -> Task:
+        """Return the task of a group: the same for any number of explorers, and for a run that resumes.
 
-        In each batch they fill so many ``groups``, from the index ``first`` on.
+        Tasks of the file fill so many ``groups`` of each batch, from the index ``first`` on; a retry has another one.
         """
-        tasks, config = self.tasks[which], self.role.config
-        order, retries = (SeededOrder(size=len(tasks), seed=seed) for seed in (config.seed, config.seed + 1))
-        attempts = config.schedule.max_retries + 1
-
-        def task_for(key: GroupKey) -> Task:
-            position = key.batch * groups + key.index - first
-            number = retries.index(position * attempts + key.retry) if key.retry else order.index(position)
-            return cast(Task, tasks[number])
-
-        return task_for
+        tasks, config, seed = self.tasks[which], self.role.config, self.role.config.seed
+        position = key.batch * groups + key.index - first
+        if key.retry:
+            seed, position = seed + 1, position * (config.schedule.max_retries + 1) + key.retry
+        return cast(Task, tasks[SeededOrder(size=len(tasks), seed=seed).index(position)])
 
     # -- replicas
 
@@ -245,7 +239,8 @@ class RunBuilder:
             placement=placement,
         )
         if pool is not None and synchronizer is not None:
-            self._connect(pool, synchronizer, shared, trainer)
+            pool.source = self._source(synchronizer, shared, trainer)
+            self._run(pool.keep)
         await trainer.batches.register()
         return trainer
 
@@ -270,10 +265,8 @@ class RunBuilder:
             on_missing_base=config.weights.on_missing_base,
         )
 
-    def _connect(
-        self, pool: ReplicaPool, synchronizer: WeightSynchronizer, shared: SharedDevice | None, trainer: Trainer
-    ) -> None:
-        """Keep the replicas, and register how those get weights that join later or were restarted."""
+    def _source(self, synchronizer: WeightSynchronizer, shared: SharedDevice | None, trainer: Trainer) -> WeightSource:
+        """Return how replicas get weights that join later or were restarted."""
 
         async def load(replica: Replica) -> None:
             version = trainer.updated
@@ -286,8 +279,7 @@ class RunBuilder:
 
         hold = partial(trainer.placement.hold, "rollout", joins=True)
         turns, posts = shared is not None, self.role.name == "train"
-        pool.source = WeightSource(load=load, hold=hold, sync=synchronizer.sync, takes_turns=turns, posts=posts)
-        self._run(pool.keep)
+        return WeightSource(load=load, hold=hold, sync=synchronizer.sync, takes_turns=turns, posts=posts)
 
     def _probe(self, actor: EngineGroup) -> ReplicaProbe | None:
         config, agents, task = self.role.config, self.role.workers.agents, cast(Task, self.tasks["train"][0])

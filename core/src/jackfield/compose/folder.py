@@ -84,9 +84,6 @@ def folder_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-# -- where a run begins
-
-
 def starting_point(config: RunConfig, digests: Mapping[str, str] | None = None) -> Checkpoint | None:
     """Find the checkpoint to go on from: the newest whole one. What earlier starts left half done is removed.
 
@@ -167,9 +164,6 @@ def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
         what = "%s is damaged (%s); the run goes on from its newest checkpoint, and writes its model again"
         logging.getLogger("jackfield").warning(what, marker, error)
         return False
-
-
-# -- checkpoints and models
 
 
 def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:

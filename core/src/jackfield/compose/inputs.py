@@ -144,9 +144,6 @@ def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
                 encode_answers(tokenizer, task)
 
 
-# -- replay and mixing
-
-
 def check_samplers(settings: MixingConfig) -> None:
     """Make each sampler of what is mixed in.
 

@@ -187,9 +187,6 @@ def _check_effect(config: RunConfig, resolved: ResolvedAlgorithm) -> None:
             raise refusal(config, where, f"{where} has no effect on algorithm {settings.name!r}", expected)
 
 
-# -- the policy that generates, and the one that is trained
-
-
 def _filters(config: RunConfig) -> dict[str, float]:
     """The sampling filters of training responses that leave tokens out, by name."""
     sampling = config.sampling
@@ -241,11 +238,8 @@ def _rounding(config: RunConfig) -> tuple[bool, bool]:
 
 def rollout_bound(config: RunConfig) -> float:
     """Return how far the log-probs of replicas may be from the engine's on average, in nats."""
-    if config.log_prob_check.bound is not None:
-        return config.log_prob_check.bound
-    if config.weights.dtype == "float8_e4m3fn":
-        return _FLOAT8_BOUND
-    return _ROUNDED_BOUND if _rounding(config)[1] else _EXACT_BOUND
+    bound = _ROUNDED_BOUND if _rounding(config)[1] else _EXACT_BOUND
+    return config.log_prob_check.bound or (_FLOAT8_BOUND if config.weights.dtype == "float8_e4m3fn" else bound)
 
 
 def log_prob_check_options(config: RunConfig) -> dict[str, Any]:

@@ -183,20 +183,15 @@ def _prepare(
     algorithm = resolve_algorithm(config, registry.find("rollout", config.rollout.name))
     tasks = read_tasks(config, algorithm)
     prompt_limit(config)
-    _quiet_libraries()
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars, which a log cannot show
+    # every nested tensor that is made from its values asks for a deprecated flag of torch.fx
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     if here:
         check_tokens(config, tasks)
         import_plugins(config, registry, heavy=True)
     check_rows(config)
     return Role(config=config, name=role, algorithm=algorithm, clock=clock, hooks=manager.hook), tasks
-
-
-def _quiet_libraries() -> None:
-    """Silence what other libraries print beside a run's progress and tells its reader nothing."""
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars, which a log cannot show
-    # every nested tensor that is made from its values asks for a deprecated flag of torch.fx
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class Stop:
         self._grace = grace
         self._loop: asyncio.AbstractEventLoop | None = None
         self._until = ""
-        self._begun = False
+        self.begun = False  #: whether everything has started: from then on, closing is worth waiting for
         self.code: int | None = None  #: the exit code that the first signal asks for, 128 and its number
         self.requested = asyncio.Event()  #: set by the first signal
 
@@ -47,16 +47,11 @@ class Stop:
     @contextlib.contextmanager
     def boundary(self, until: str) -> Iterator[None]:
         """Declare that what runs inside ends soon after a signal, so that it is worth waiting for ``until`` then."""
-        self.begun()
-        self._until = until
+        self.begun, self._until = True, until
         try:
             yield
         finally:
             self._until = ""
-
-    def begun(self) -> None:
-        """Declare that everything has started: from now on, closing is worth waiting for."""
-        self._begun = True
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """Do ``work``; after a signal it is cancelled, once it has had its time where it has a boundary.
@@ -83,7 +78,7 @@ class Stop:
         self.code = 128 + number
         how = f"ending {self._until}, within {self._grace:g} s" if self._until else "ending"
         os.write(2, f"{signal.Signals(number).name}: {how}; a second signal ends at once\n".encode())
-        timer = threading.Timer(self._grace if self._begun else min(self._grace, _STARTING_SECONDS), _end_now, [number])
+        timer = threading.Timer(self._grace if self.begun else min(self._grace, _STARTING_SECONDS), _end_now, [number])
         timer.daemon = True
         timer.start()
         if self._loop is None:

@@ -50,6 +50,9 @@ class RankPlace:
     host: str = "127.0.0.1"
 
 
+_ALONE = RankPlace()
+
+
 @attrs.define(kw_only=True, eq=False)
 class WorkerFactory:
     """Makes workers of one run in this process, from plugins of this interpreter.
@@ -93,8 +96,6 @@ class WorkerFactory:
         chosen: PluginSection = getattr(self.config, kind)
         return self.registry.load(kind, chosen.name).build(chosen.settings, context, kind)
 
-    # -- the queue
-
     def backend(self, joins: Path | None = None) -> TransferQueueBackend:
         """Where values are kept, or a client of the store of a served controller's folder ``joins``; not started."""
         folder, silence = joins or Path(self.config.folder) / "queue", self.config.deadlines.heartbeat
@@ -115,18 +116,11 @@ class WorkerFactory:
             max_retries=self.config.schedule.max_retries,
         )
 
-    # -- engines
-
     def engine_rank(
-        self,
-        values: Values,
-        role: str,
-        algorithm: ResolvedAlgorithm,
-        stack: AsyncExitStack,
-        place: RankPlace | None = None,
+        self, values: Values, role: str, algorithm: ResolvedAlgorithm, stack: AsyncExitStack, place: RankPlace = _ALONE
     ) -> EngineRank:
         """A rank of the engine, with its end of the weight plane if it is the actor's; nothing is loaded yet."""
-        config, actor, place, sender = self.config, role == "actor", place or RankPlace(), None
+        config, actor, sender = self.config, role == "actor", None
         shared: Any = {"rank": place.rank, "world_size": place.world_size, "device": config.cluster.device}
         context = EngineContext(
             role=role,  # type: ignore[arg-type]
@@ -158,8 +152,6 @@ class WorkerFactory:
             return model
         path = (self.config.critic.path if critic else None) or model.path
         return attrs.evolve(model, lora=None, value_head=critic, path=path)
-
-    # -- replicas
 
     async def start(self, number: int) -> Worker:
         """Make a replica's server in this process, or in one with an interpreter of its own; it is not started."""
@@ -204,8 +196,6 @@ class WorkerFactory:
             max_model_len=config.cluster.max_model_len,
             clock=self.clock,
         )
-
-    # -- agents and rewards
 
     def agent_worker(self, values: Values, generates: bool, *, request_prefix: str) -> AgentWorker:
         """A worker that runs agents once it has routes; if it ``generates`` nothing, it copies given answers."""
