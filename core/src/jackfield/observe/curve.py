@@ -25,16 +25,15 @@ _QUIET = "#8a8f98"
 _NOTE: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "color": _QUIET, "fontsize": 9}
 
 
+@attrs.define(eq=False, slots=False)
 class LearningCurve(Observer):
     """Draws ``learning_curve.png`` when the run ends, also after a failure."""
 
     name = "learning curve"
     output = "learning_curve.png"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._lines: list[dict[str, Any]] = []
-        self._title: str | None = None
+    _lines: list[dict[str, Any]] = attrs.field(factory=list, init=False)
+    _title: str | None = attrs.field(default=None, init=False)
 
     def hear(self, event: object) -> None:
         """Remember what is drawn, after the points that a resumed run's metrics file has, and draw it at the end."""

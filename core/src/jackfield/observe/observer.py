@@ -9,7 +9,7 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 from attrs.validators import ge, in_
@@ -77,25 +77,24 @@ def _receive(self: Observer, event: object) -> None:
         self.report(str(failure))
 
 
+@attrs.define(eq=False, slots=False)
 class Observer:
-    """The base of the observers.
+    """The base of the observers."""
 
-    Args:
-        settings: which of them write, and how much.
-        folder: the run's folder, made when the run starts.
-        report: prints one text for people; used for this observer's own failures.
-        clock: the run's clock.
-    """
+    name: ClassVar[str] = "observer"  #: in its own error messages
+    output: ClassVar[str] = ""  #: what it writes, relative to the run's folder
+    settings: ObserveSettings
+    folder: Path  #: the run's; an observer makes it when the run starts
+    report: Callable[[str], None]  #: prints one text for people; used for this observer's own failures
+    clock: Clock  #: the run's
+    _files: dict[Path, AppendFile] = attrs.field(factory=dict, init=False)
+    _origin: float = attrs.field(default=0.0, init=False)
+    _failed: bool = attrs.field(default=False, init=False)
 
-    name = "observer"  #: in its own error messages
-    output = ""  #: what it writes, relative to the run's folder
-
-    def __init__(self, settings: ObserveSettings, folder: Path, report: Callable[[str], None], clock: Clock) -> None:
-        self.settings, self.folder, self.report, self.clock = settings, folder, report, clock
-        self.path = folder / self.output
-        self._files: dict[Path, AppendFile] = {}
-        self._origin = 0.0
-        self._failed = False
+    @property
+    def path(self) -> Path:
+        """Return the file or folder that this observer writes."""
+        return self.folder / self.output
 
     run_started = run_ended = stage_ended = step_ended = evaluation_ended = _receive
     samples_recorded = samples_failed = weights_synced = _receive

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from jackfield.observe.observer import Observer, read_lines
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, SamplesFailed, StepEnded
 
@@ -19,6 +21,7 @@ _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_
 _OUTPUTS = ("metrics.jsonl", "tensorboard", "samples", "trace.json", "learning_curve.png")
 
 
+@attrs.define(eq=False, slots=False)
 class ProgressDisplay(Observer):
     """Shows the run on a console: a header, the steps, the evaluations, failures, and a summary at the end.
 
@@ -28,16 +31,13 @@ class ProgressDisplay(Observer):
 
     name = "progress"
 
-    def __init__(self, *arguments: Any) -> None:
-        *common, console = arguments
-        super().__init__(*common)
-        self._console: Console = console
-        self._bar: Progress | None = None
-        self._shown = -math.inf  # when the last line was
-        self._total = 0
-        self._began: float | None = None
-        self._ends: deque[float] = deque(maxlen=21)  # of the last steps, for the time left
-        self._scores: list[tuple[float, int]] = []  # of each evaluation, with its step
+    console: Console
+    _bar: Progress | None = attrs.field(default=None, init=False)
+    _shown: float = attrs.field(default=-math.inf, init=False)  #: when the last line was
+    _total: int = attrs.field(default=0, init=False)
+    _began: float | None = attrs.field(default=None, init=False)
+    _ends: deque[float] = attrs.field(factory=lambda: deque(maxlen=21), init=False)  #: of the last steps
+    _scores: list[tuple[float, int]] = attrs.field(factory=list, init=False)  #: of each evaluation, with its step
 
     def hear(self, event: object) -> None:
         """Show an event."""
@@ -72,8 +72,8 @@ class ProgressDisplay(Observer):
             for line in read_lines(self.folder / "metrics.jsonl", event.first_step):
                 if line.get("kind") == "evaluation":
                     self._remember(line, line["step"])
-        if self._console.is_interactive and self._console.file.isatty():
-            self._bar = _make_bar(self._console)
+        if self.console.is_interactive and self.console.file.isatty():
+            self._bar = _make_bar(self.console)
             self._bar.add_task("first step", total=event.total_steps, completed=event.first_step, left="")
             self._bar.start()
 

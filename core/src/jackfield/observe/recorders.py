@@ -174,6 +174,7 @@ _REMEMBERED = 64  # earlier stages of a track against which a new one is checked
 _SLACK = 1e-6  # seconds by which stages that follow each other may overlap on paper
 
 
+@attrs.define(eq=False, slots=False)
 class Timeline(Observer):
     """Writes ``trace.json`` in the Chrome trace event format: one lane per ``StageEnded.lane``, times in microseconds.
 
@@ -186,10 +187,9 @@ class Timeline(Observer):
     name = "timeline"
     output = "trace.json"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._early: list[StageEnded] = []
-        self._tracks: dict[str, list[tuple[float, float]]] = {}  # by name: starts and ends of their newest stages
+    _early: list[StageEnded] = attrs.field(factory=list, init=False)
+    #: by name: starts and ends of their newest stages
+    _tracks: dict[str, list[tuple[float, float]]] = attrs.field(factory=dict, init=False)
 
     def hear(self, event: object) -> None:
         """Write a stage; those before the run's start (loading a model) wait for it.

@@ -124,7 +124,7 @@ class Trainer:
             batch = await self.batches.next(step.number, may_stop=not step.updates)
         if batch is not None:
             step.batch, step.leased = batch, True
-        return batch is not None
+        return step.leased
 
     async def reference_log_probs(self, step: Step) -> None:
         """Compute log-probs of the reference policy, where the algorithm has one."""
@@ -282,11 +282,10 @@ class Trainer:
             retries = {group: each["retry"] for group, each in zip(step.batch.groups, tags, strict=True)}
             measured["staleness/max"] = float(step.number - oldest_version(tags))
             measured["groups/retries"] = float(sum(retries.values()))
-        if self.batches.mixed:  # count the samples that are not of the step's own groups, by where they come from
-            for lease, each in zip(step.batch.leases, tags, strict=True):
-                if lease.partition != TRAIN or each["batch"] != step.number:
-                    name = f"samples/{'replayed' if lease.partition == TRAIN else lease.partition}"
-                    measured[name] = measured.get(name, 0.0) + 1.0
+        for lease, each in zip(step.batch.leases, tags, strict=True):
+            if lease.partition != TRAIN or each["batch"] != step.number:  # it is not of the step's own groups
+                name = f"samples/{'replayed' if lease.partition == TRAIN else lease.partition}"
+                measured[name] = measured.get(name, 0.0) + 1.0
         return measured
 
 
