@@ -54,14 +54,9 @@ class BatchSource:
             await register(_consumer(partition), partition, columns, sampler=each.sampler, reuse=reuse)
 
     async def next(self, step: int, *, may_stop: bool) -> BatchMeta | None:
-        """Lease the batch of a step.
+        """Lease the batch of a step (from 0); None when the run has to stop before it.
 
-        Args:
-            step: its number, from 0.
-            may_stop: whether the run may end before this step, at a step after which a checkpoint can be cut.
-
-        Returns:
-            the batch; None when the run has to stop.
+        With ``may_stop`` it stops there, if that is a step before which a checkpoint can be cut.
 
         Raises:
             DeadlineExceeded: the batch, or what is mixed in, was not complete in time.
@@ -97,11 +92,7 @@ class BatchSource:
                 await asyncio.wait({leasing})
 
     async def give_back_lost(self, batch: BatchMeta, error: JackfieldError) -> bool:
-        """Fail the lost samples that an error names, and release the batch if some of its own are among them.
-
-        Returns:
-            whether the batch was released, and will be completed again.
-        """
+        """Fail the lost samples that an error names; return whether the batch had some, and was released."""
         if not is_lost(error) or not set(await self.role.queue.fail_lost(batch, lost_keys(error))) & set(batch.keys):
             return False
         await self.role.queue.release(batch)

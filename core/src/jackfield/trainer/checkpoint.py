@@ -50,16 +50,12 @@ class Checkpointer:
     engines: Mapping[str, EngineGroup]  #: by role: those that are trained
     description: Mapping[str, Any]  #: of the run, for the start that resumes it: configuration, digests of the data
     saved: int = attrs.field(default=0, init=False)  #: steps in the newest checkpoint
-    _random: Mapping[str, Any] = attrs.field(factory=dict, init=False)  #: at the end of the last step
+    random: Mapping[str, Any] = attrs.field(factory=dict, init=False)  #: state of the generators after the last step
 
     def is_due(self, steps_done: int) -> bool:
         """Return whether a checkpoint is written after ``steps_done`` steps."""
         settings, schedule = self.role.config.checkpoint, self.role.schedule
         return schedule.is_due(settings.every, steps_done) or (settings.at_end and steps_done == schedule.steps)
-
-    def note_random_state(self) -> None:
-        """Remember this process's generators as they are at the end of a step, before the next one is begun."""
-        self._random = random_state()
 
     async def save(self, steps: int, trainer: Mapping[str, Any], *, again_from: int | None = None) -> None:
         """Write a checkpoint after ``steps`` completed steps; then it is durable, and their acks are final.
@@ -107,7 +103,7 @@ class Checkpointer:
             "step": steps,
             "trainer": dict(trainer),
             "versions": {"jackfield": __version__, "python": platform.python_version()},
-            "random": random_state() if again_from is None else self._random,
+            "random": random_state() if again_from is None else self.random,
             **self.description,
         }
         await self.role.queue.checkpoint(folder / "queue", {} if again_from is None else {TRAIN: again_from})
@@ -185,12 +181,9 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, part: str = "", *, contents: bool = True) -> Checkpoint:
-    """Open a complete checkpoint by its folder, and compare its files with its manifest.
+    """Open a complete checkpoint by its folder, and compare its files, or those in ``part`` of it, with its manifest.
 
-    Args:
-        folder: of the checkpoint.
-        part: the folder in it whose files are compared; by default all are.
-        contents: compare digests too, not only sizes.
+    Without ``contents`` only their sizes are compared, not their digests.
 
     Raises:
         RunError: ``run.no-checkpoint`` when there is none; ``run.checkpoint-damaged``, naming the first file that
@@ -254,10 +247,9 @@ class CheckpointStore:
     def newest(self, part: str = "", *, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
         """Find the newest whole checkpoint; a warning names those that are newer and damaged.
 
-        Args:
-            part: the folder in the checkpoint that has to be whole.
-            check: may refuse what was found, while everything is as it was; then damaged ones are renamed, so that
-                later ones of the same steps can take their places. None: nothing is renamed.
+        Only the folder ``part`` in it has to be whole. ``check`` may refuse what was found, while everything is as it
+        was; then damaged ones are renamed, so that later ones of the same steps can take their places. Without it,
+        nothing is renamed.
 
         Raises:
             RunError: ``run.checkpoint-damaged`` where there are checkpoints and none is whole;
@@ -272,28 +264,19 @@ class CheckpointStore:
             if check is not None:
                 check(found)
             for worse, error in damaged.items():
-                aside = worse.with_name(f"{worse.name}.damaged")
+                where, aside = f"{worse} is damaged ({error.where}", worse.with_name(f"{worse.name}.damaged")
                 if check is not None:
                     _remove(aside)
                     worse.rename(aside)
                 logging.getLogger("jackfield").warning(
-                    "the checkpoint %s is damaged (%s: expected %s, found %s)%s; the newest whole one is taken, of "
-                    "step %d",
-                    *(worse, error.where, error.expected, error.found),
-                    *("" if check is None else f"; it is now {aside}", step),
+                    "the checkpoint %s: expected %s, found %s)%s; the newest whole one is taken, of step %d",
+                    *(where, error.expected, error.found, "" if check is None else f"; it is now {aside}", step),
                 )
             return found
         if damaged:
-            errors = list(damaged.values())
-            raise RunError(
-                "every checkpoint of the run is damaged",
-                code="run.checkpoint-damaged",
-                where=str(self.folder),
-                expected=f"{errors[0].expected} in {errors[0].where}",
-                found="; ".join(f"{error.where}: {error.found}" for error in errors),
-                fix="restore the files of one of them from a copy, or start from the beginning with "
-                "checkpoint.resume=false, which removes what is there",
-            )
+            newest = next(iter(damaged.values()))
+            newest.found = "; ".join(f"{error.where}: {error.found}" for error in damaged.values())
+            raise newest
         return None
 
     def begin(self, step: int) -> Path:
@@ -359,5 +342,6 @@ def _damaged(path: Path, expected: str, found: str) -> RunError:
         where=str(path),
         expected=expected,
         found=found,
-        fix="restore the file from a copy, or take another checkpoint: a run goes on from the newest whole one",
+        fix="restore the file from a copy, or take another checkpoint: a run goes on from the newest whole one; where "
+        "none is, start from the beginning with checkpoint.resume=false, which removes what is there",
     )

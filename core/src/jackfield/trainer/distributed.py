@@ -20,21 +20,14 @@ _NOTHING = SyncReport(version=-1, receipts=(), seconds=0.0, paused_seconds=0.0, 
 
 
 async def noticed(role: Role, topic: str, seconds: float, who: str) -> None:
-    """Wait until another role has posted something under a topic.
-
-    Raises:
-        DeadlineExceeded: names ``who`` it was to come from.
-    """
+    """Wait until another role has posted something under a topic; ``who`` is named when it comes too late."""
     await role.clock.wait_for(role.queue.wait_notice(topic, 0, 2 * seconds), seconds, who)
 
 
 async def publish(role: Role, report: SyncReport | None, version: int) -> None:
-    """Publish how explorers in other processes get the trainer's weights.
+    """Publish how explorers in other processes get the trainer's weights of ``version``.
 
-    Args:
-        role: The trainer's.
-        report: Of the newest synchronisation; None: there was none.
-        version: That the weights have.
+    ``report`` is of the newest synchronisation; None: they are those of the model's folder.
 
     Raises:
         WeightsError: ``weights.transfer``: the checkpoint engine keeps nothing for workers that come later.
@@ -86,11 +79,7 @@ class WeightSubscriber:
             await self.role.version.advance(published.version)
 
     async def load_all(self, published: SyncReport) -> None:
-        """Load published weights into all replicas.
-
-        Raises:
-            WeightsError: as :meth:`run`.
-        """
+        """Load published weights into all replicas; errors are those of :meth:`run`."""
         async with self.loading:
             if published.version < self.newest.version:
                 raise WeightsError(

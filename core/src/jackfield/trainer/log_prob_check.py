@@ -59,12 +59,7 @@ class LogProbCheck:
         return step in (first, schedule.sync_interval) or schedule.is_due(config.log_prob_check.every, step)
 
     def comparison(self, engine: str, version: int) -> Comparison:
-        """Return what the engine is to compare.
-
-        Args:
-            engine: column of an inference pass's log-probs.
-            version: of the engine's weights.
-        """
+        """Return what an engine with weights of ``version`` compares; ``engine`` is a column of its inference pass."""
         rollout = version if self.role.explores else None
         return Comparison(engine=engine, version=rollout, slack=self.slack, dropout=self.dropout)
 

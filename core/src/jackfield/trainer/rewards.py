@@ -30,8 +30,9 @@ class RewardPipeline:
     role: Role
     groups: int = attrs.field(default=0, init=False)  #: that have been rewarded
     _scoring: dict[tuple[int, int], list[str]] = attrs.field(factory=dict, init=False)  #: keys by batch and index
-    _failed_groups: int = attrs.field(default=0, init=False)  #: the last ones in a row without a score
-    _errors: Counter[str] = attrs.field(factory=Counter, init=False)  #: of their samples
+    _unscored: list[Sequence[Scored]] = attrs.field(
+        factory=list, init=False
+    )  #: the last groups, while none has a score
 
     async def register(self) -> None:
         """Register the stage with the queue, and take over the groups of a process that did this before."""
@@ -53,11 +54,7 @@ class RewardPipeline:
                     tasks.create_task(self._finish(batch.select(indexes)))
 
     async def until_finished(self) -> None:
-        """Wait until the trainer in another process has done its last step; while groups come, the wait goes on.
-
-        Raises:
-            DeadlineExceeded: names the trainer and the explorers.
-        """
+        """Wait until the trainer in another process has done its last step; while groups come, the wait goes on."""
         seconds = self.role.config.deadlines.batch + self.role.config.deadlines.engine
         who = "the trainer to finish, or the explorers to bring a group"
         while True:
@@ -129,17 +126,17 @@ class RewardPipeline:
     def _require_some_score(self, group: BatchMeta, scored: Sequence[Scored]) -> None:
         """Groups are made again, but not when it is the reward that is wrong."""
         if any(each.error is None for each in scored):
-            self._failed_groups = 0
-            self._errors.clear()
+            self._unscored.clear()
             return
-        most_failed = self.role.config.schedule.max_retries
-        self._failed_groups += 1
-        self._errors.update(str(each.error).removeprefix("reward failed: ").partition("\n")[0] for each in scored)
-        if self._failed_groups > most_failed:
-            most, *others = (f"{count} × {error}" for error, count in self._errors.most_common(5))
-            frames = str(scored[-1].error).partition("\n")[2]
+        self._unscored.append(scored)
+        most_failed, failed = self.role.config.schedule.max_retries, len(self._unscored)
+        if failed > most_failed:
+            texts = [str(each.error).removeprefix("reward failed: ") for group in self._unscored for each in group]
+            errors = Counter(text.partition("\n")[0] for text in texts)
+            most, *others = (f"{count} × {error}" for error, count in errors.most_common(5))
+            frames = texts[-1].partition("\n")[2]
             raise RewardError(
-                f"{most}: {self._failed_groups} groups in a row ended without a single score",
+                f"{most}: {failed} groups in a row ended without a single score",
                 code="reward.too-many-failures",
                 where=f"group {group.groups[0]}, task {group.tags[0]['task_id']}",
                 expected=f"at most {most_failed} (schedule.max_retries)",

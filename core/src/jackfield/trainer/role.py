@@ -97,11 +97,7 @@ class Progress:
             self._changed.notify_all()
 
     async def until(self, enough: Callable[[int], bool], seconds: float, waiting_for: str) -> int:
-        """Wait until ``enough(value)``.
-
-        Raises:
-            DeadlineExceeded: naming ``waiting_for``.
-        """
+        """Wait until ``enough(value)``; a ``DeadlineExceeded`` names ``waiting_for``."""
 
         async def wait() -> int:
             async with self._changed:

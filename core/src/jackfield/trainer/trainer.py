@@ -16,7 +16,7 @@ from jackfield.queue import BatchMeta
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest_version, own, said_metrics, trained
 from jackfield.trainer.batches import BatchSource
-from jackfield.trainer.checkpoint import Checkpointer
+from jackfield.trainer.checkpoint import Checkpointer, random_state
 from jackfield.trainer.distributed import publish
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.role import Role
@@ -231,7 +231,7 @@ class Trainer:
 
     async def release_explorers(self, steps_done: int) -> None:
         """Let explorers go on. It comes last, so that without an offset nothing is in flight at a checkpoint."""
-        self.checkpoints.note_random_state()
+        self.checkpoints.random = random_state()
         if self.role.name == "train":
             await publish(self.role, self._synced, self._published)
         await self.role.version.advance(self._published)
