@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from jackfield.errors import PluginError
-from jackfield.observe import curve, plot_learning_curve
+from jackfield.observe import display, plot_learning_curve
 from jackfield.observe.observer import read_lines
 
 
@@ -120,9 +120,9 @@ def test_a_missing_file_and_missing_labels_are_errors(tmp_path):
 
 
 def test_the_mean_is_of_neighbours_on_both_sides():
-    assert [3, 5, 9, 19, 33] == curve._moving_mean([3, 3, 9, 15, 33], 3)
-    assert [3, 5, 63 / 5, 19, 33] == curve._moving_mean([3, 3, 9, 15, 33], 5)
-    assert [1, 7] == curve._moving_mean([1, 7], 1)
+    assert [3, 5, 9, 19, 33] == display._moving_mean([3, 3, 9, 15, 33], 3)
+    assert [3, 5, 63 / 5, 19, 33] == display._moving_mean([3, 3, 9, 15, 33], 5)
+    assert [1, 7] == display._moving_mean([1, 7], 1)
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("no")])

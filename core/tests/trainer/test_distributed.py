@@ -19,7 +19,7 @@ from jackfield.plugins import HookManager
 from jackfield.queue import TransferQueue
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.trainer import Role, WeightSubscriber
-from jackfield.trainer.distributed import publish
+from jackfield.trainer.role import publish
 from jackfield.weights import Replica, SyncReport
 
 pytest.importorskip("torch")

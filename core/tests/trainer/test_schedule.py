@@ -10,7 +10,7 @@ import pytest
 from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, ScheduleError
 from jackfield.trainer import Progress, Schedule
-from jackfield.trainer.batches import further_groups
+from jackfield.trainer.trainer import further_groups
 
 
 @pytest.mark.parametrize(("k", "o"), list(itertools.product((1, 2, 3, 5), (0, 1, 2))))

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from jackfield.clock import Clock
 from jackfield.errors import PluginError
-from jackfield.observe.curve import LearningCurve, plot_learning_curve
-from jackfield.observe.observer import ObserveSettings
-from jackfield.observe.progress import ProgressDisplay
+from jackfield.observe.display import LearningCurve, ProgressDisplay, plot_learning_curve
+from jackfield.observe.observer import Observer, ObserveSettings
 from jackfield.observe.recorders import (
     MetricsFile,
     SampleTables,
@@ -51,30 +50,29 @@ def observers(
     """
     from rich.console import Console as RichConsole
 
-    for package, setting, wanted in (
-        ("tensorboard", "observe.tensorboard", settings.tensorboard),
-        ("matplotlib", "observe.curve", settings.curve),
-    ):
-        if wanted and importlib.util.find_spec(package) is None:
-            raise PluginError(
-                f"{package} is not installed",
-                where=setting,
-                expected=f"the package {package}, which {setting} needs",
-                fix=f"install jackfield[train], or set {setting}=false",
-            )
     screen, time = console or RichConsole(stderr=True), clock or Clock()
 
     def report(text: str) -> None:
         screen.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
-    chosen = {
-        MetricsFile: settings.metrics_file,
-        TensorBoardFiles: settings.tensorboard,
-        SampleTables: settings.sample_table,
-        Timeline: settings.timeline,
-        LearningCurve: settings.curve,
-    }
-    made: list[object] = [make(settings, folder, report, time) for make, wanted in chosen.items() if wanted]
+    made: list[object] = []
+    chosen: tuple[tuple[type[Observer], str, str | None], ...] = (
+        (MetricsFile, "metrics_file", None),
+        (TensorBoardFiles, "tensorboard", "tensorboard"),
+        (SampleTables, "sample_table", None),
+        (Timeline, "timeline", None),
+        (LearningCurve, "curve", "matplotlib"),
+    )
+    for make, setting, package in chosen:
+        if getattr(settings, setting):
+            if package is not None and importlib.util.find_spec(package) is None:
+                raise PluginError(
+                    f"{package} is not installed",
+                    where=f"observe.{setting}",
+                    expected=f"the package {package}, which observe.{setting} needs",
+                    fix=f"install jackfield[train], or set observe.{setting}=false",
+                )
+            made.append(make(settings, folder, report, time))
     if settings.progress:  # hooks are called in reverse order: its summary comes when the others have written theirs
         made.insert(0, ProgressDisplay(settings, folder, report, time, screen))
     return made

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from jackfield.trainer.batches import BatchSource
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore, open_checkpoint
-from jackfield.trainer.distributed import FINISHED, WEIGHTS, WeightSubscriber, noticed
 from jackfield.trainer.log_prob_check import LogProbCheck
-from jackfield.trainer.rewards import RewardPipeline
-from jackfield.trainer.role import Progress, Role, RoleName, RunWorkers, Schedule
-from jackfield.trainer.rollouts import Evaluator, Explorer
-from jackfield.trainer.trainer import Trainer
+from jackfield.trainer.role import (
+    FINISHED,
+    WEIGHTS,
+    Progress,
+    Role,
+    RoleName,
+    RunWorkers,
+    Schedule,
+    WeightSubscriber,
+    noticed,
+)
+from jackfield.trainer.rollouts import Evaluator, Explorer, RewardPipeline
+from jackfield.trainer.trainer import BatchSource, Trainer
 
 __all__ = [
     "FINISHED",
