@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 class LoraSpec:
     """A low-rank adapter, in the terms of PEFT's ``LoraConfig``."""
 
-    rank: int = option(8, help="rank of the update", validator=gt(0))
-    alpha: float = option(16.0, help="the update is scaled by alpha / rank", validator=gt(0.0))
-    dropout: float = option(0.0, help="dropout on the adapter's input, while training", validator=[ge(0.0), lt(1.0)])
+    rank: int = option(8, "rank of the update", gt(0))
+    alpha: float = option(16.0, "the update is scaled by alpha / rank", gt(0.0))
+    dropout: float = option(0.0, "dropout on the adapter's input, while training", [ge(0.0), lt(1.0)])
     target_modules: tuple[str, ...] = option(
-        (), help="names of the adapted layers; empty: every linear layer of the language model except the output layer"
+        (), "names of the adapted layers; empty: every linear layer of the language model except the output layer"
     )
 
 
@@ -38,42 +38,34 @@ class ModelSpec:
     """Which model is loaded and in which form."""
 
     path: str = option(help="a Hugging Face folder")
-    dtype: str = option("float32", help="of the parameters: float32, bfloat16 or float16")
-    value_head: bool = option(False, help="a scalar head on the last hidden state (a critic)")
-    lora: LoraSpec | None = option(None, help="train a low-rank adapter; null: train the model's own weights")
-    gradient_checkpointing: bool = option(False, help="compute activations again in the backward pass, for less memory")
+    dtype: str = option("float32", "of the parameters: float32, bfloat16 or float16")
+    value_head: bool = option(False, "a scalar head on the last hidden state (a critic)")
+    lora: LoraSpec | None = option(None, "train a low-rank adapter; null: train the model's own weights")
+    gradient_checkpointing: bool = option(False, "compute activations again in the backward pass, for less memory")
     dropout: float = option(
         0.0,
-        help="probability of every dropout of the model in training passes; dropout in its config.json is not used "
+        "probability of every dropout of the model in training passes; dropout in its config.json is not used "
         "(capability dropout)",
-        validator=[ge(0.0), lt(1.0)],
+        [ge(0.0), lt(1.0)],
     )
-    trust_remote_code: bool = option(False, help="run Python code that the model's folder brings")
+    trust_remote_code: bool = option(False, "run Python code that the model's folder brings")
 
 
 @attrs.frozen(kw_only=True)
 class OptimizerSpec:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = option(1e-6, help="learning rate, the schedule's highest", validator=ge(0.0))
+    lr: float = option(1e-6, "learning rate, the schedule's highest", ge(0.0))
     betas: tuple[float, float] = option(
-        (0.9, 0.999),
-        help="decay of the running averages of gradient and square",
-        validator=deep_iterable(and_(ge(0.0), lt(1.0))),
+        (0.9, 0.999), "decay of the running averages of gradient and square", deep_iterable(and_(ge(0.0), lt(1.0)))
     )
-    eps: float = option(1e-8, help="added to the denominator of an update", validator=[gt(0.0), le(1.0)])
-    weight_decay: float = option(0.01, help="decoupled weight decay", validator=[ge(0.0), le(1e3)])
-    clip_grad: float | None = option(
-        1.0, help="bound of the global gradient norm; null: off", validator=optional(gt(0.0))
-    )
-    scheduler: Literal["constant", "linear", "cosine"] = option("constant", help="the learning rate after the warm-up")
-    warmup_steps: int = option(
-        0, help="linear from 0 to lr: step i < warmup_steps uses lr * i / warmup_steps", validator=ge(0)
-    )
-    total_steps: int | None = option(
-        None, help="length of the decay; needed by linear and cosine", validator=optional(gt(0))
-    )
-    min_lr_ratio: float = option(0.0, help="the decay ends at min_lr_ratio * lr", validator=[ge(0.0), le(1.0)])
+    eps: float = option(1e-8, "added to the denominator of an update", [gt(0.0), le(1.0)])
+    weight_decay: float = option(0.01, "decoupled weight decay", [ge(0.0), le(1e3)])
+    clip_grad: float | None = option(1.0, "bound of the global gradient norm; null: off", optional(gt(0.0)))
+    scheduler: Literal["constant", "linear", "cosine"] = option("constant", "the learning rate after the warm-up")
+    warmup_steps: int = option(0, "linear from 0 to lr: step i < warmup_steps uses lr * i / warmup_steps", ge(0))
+    total_steps: int | None = option(None, "length of the decay; needed by linear and cosine", gt(0))
+    min_lr_ratio: float = option(0.0, "the decay ends at min_lr_ratio * lr", [ge(0.0), le(1.0)])
 
 
 @attrs.frozen(kw_only=True)

@@ -44,7 +44,6 @@ def _few(most: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, tuple | list) and len(value) <= most and all(map(fits, value))
 
 
-_is_seed, _is_stop = _whole(-(2**63), 2**63 - 1), lambda text: isinstance(text, str) and 0 < len(text) <= 1024
 #: By name, the range of a setting as text, and whether a value is in it.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_new_tokens": ("1 to 2^31 - 1", _whole(1)),
@@ -52,9 +51,12 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "top_p": ("more than 0, at most 1", _number(lambda value: 0 < value <= 1)),
     "top_k": ("0 (off) to 2^31 - 1", _whole(0)),
     "min_p": ("0 to 1", _number(lambda value: 0 <= value <= 1)),
-    "seed": ("null, or -2^63 to 2^63 - 1", lambda value: value is None or _is_seed(value)),
+    "seed": ("null, or -2^63 to 2^63 - 1", _whole(-(2**63), 2**63 - 1)),
     "stop_token_ids": ("at most 4096 ids, 0 to 2^31 - 1", _few(4096, _whole(0))),
-    "stop": ("at most 64 texts that are not empty, of at most 1024 characters", _few(64, _is_stop)),
+    "stop": (
+        "at most 64 texts that are not empty, of at most 1024 characters",
+        _few(64, lambda text: isinstance(text, str) and 0 < len(text) <= 1024),
+    ),
     "log_probs": ("processed or raw", lambda value: value in ("processed", "raw")),
 }
 
@@ -67,7 +69,7 @@ def _check(_: Any, attribute: Any, value: Any) -> None:
 
 
 def _ranged(default: Any, help: str) -> Any:
-    return option(default, help=help, validator=_check)
+    return option(default, help, _check)
 
 
 @attrs.frozen(kw_only=True)
@@ -90,7 +92,7 @@ class SamplingParams:
     stop: tuple[str, ...] = _ranged(
         (), "texts that end a response; the text only finds the end, it is never tokenised again"
     )
-    ignore_eos: bool = option(False, help="go on after the model's own end tokens")
+    ignore_eos: bool = option(False, "go on after the model's own end tokens")
     log_probs: Literal["processed", "raw"] = _ranged(
         "processed", "processed: of the distribution that was drawn from; raw: of the logits at temperature 1"
     )

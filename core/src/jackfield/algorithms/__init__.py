@@ -1,9 +1,8 @@
 """Parts of algorithms by name: pure functions on tensors.
 
-Advantages, policy losses, KL estimators, off-policy correction, reward shaping, aggregation. Shapes are ``[B, T]`` over
-response tokens; ``response_mask`` (bool or float) is 1 on the model's own tokens. Losses are normalised by explicit
-*global* counts, so that no split into micro-batches and no data-parallel size changes them. Importing this package does
-not import torch.
+Shapes are ``[B, T]`` over response tokens; ``response_mask`` (bool or float) is 1 on the model's own tokens. Losses are
+normalised by explicit *global* counts, so that no split into micro-batches and no data-parallel size changes them.
+Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ from __future__ import annotations
 from jackfield.algorithms.advantages import advantages
 from jackfield.algorithms.aggregation import aggregate
 from jackfield.algorithms.correction import Correction
-from jackfield.algorithms.kl import kl
+from jackfield.algorithms.divergences import distillation_loss, kl
 from jackfield.algorithms.losses import (
     VALUE_LOSS,
     LossSpec,
-    distillation_loss,
     policy_loss,
     prepare,
     resolve_loss,
     value_loss,
 )
-from jackfield.algorithms.losses.supervised import chord_mu
+from jackfield.algorithms.losses.weighted import chord_mu
 from jackfield.algorithms.named import Algorithm, algorithm
 from jackfield.algorithms.registry import Part, names, part, register, register_part
 from jackfield.algorithms.shaping import (

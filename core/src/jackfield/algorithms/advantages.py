@@ -1,7 +1,4 @@
-"""How much better than expected each token was: estimators with a critic, or by the token's reward to go.
-
-Those that compare whole responses are in :mod:`jackfield.algorithms.relative`.
-"""
+"""How much better than expected each token was: by a critic, or by the token's reward to go."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def advantages(
     """Estimate advantages and returns over a whole batch.
 
     Args:
-        name: of the estimator; ``jackfield algorithms list`` shows them all.
+        name: of the estimator.
         token_rewards: float ``[B, T]``; a sequence-level reward stands on any one token of its row. Rewards on
             observation tokens count: for the row's total, and as credit of the model token before them.
         response_mask: bool or float ``[B, T]``, 1 on the model's own tokens.
@@ -45,10 +42,8 @@ def advantages(
 
     Returns:
         ``(advantages, returns)``, float ``[B, T]``, 0 where the mask is 0. Estimators that compare whole responses
-        return their advantages as returns, too.
-
-    Raises:
-        ConfigError: ``algorithm.unknown``, ``algorithm.input``, ``algorithm.not-finite`` (names the first row).
+        return their advantages as returns, too. Errors are ``algorithm.unknown``, ``algorithm.input`` and
+        ``algorithm.not-finite`` (names the first row).
     """
     chosen = part("advantages", name)
     inputs, options = chosen.split(options)

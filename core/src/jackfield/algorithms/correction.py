@@ -1,8 +1,7 @@
 """A correction where the policy that is trained is not quite the one that generated.
 
-Numerics of inference and training differ, weights are stale, data is replayed. Two modes: *decoupled* weighs by
-pi_old / pi_rollout and clips around pi_old; *bypass* takes pi_rollout, the behaviour policy, for pi_old, so that the
-loss's own ratio corrects, and rejection alone is left to do here.
+Numerics differ, weights are stale, data is replayed. *Decoupled*, it weighs by pi_old / pi_rollout and clips around
+pi_old; *bypass* takes pi_rollout for pi_old, so that the loss's own ratio corrects, and rejection is left to do here.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ class Correction:
 
     enabled: bool | None = option(
         None,
-        help="null: where the rollout server's log-probs differ from the engine's by more than rounding, and with "
+        "null: where the rollout server's log-probs differ from the engine's by more than rounding, and with "
         "sampling filters (top_p, top_k, min_p)",
     )
     level: Literal["token", "sequence", "geometric"] = option(
-        "token", help="a ratio per token, of the whole response, or of the response's geometric mean"
+        "token", "a ratio per token, of the whole response, or of the response's geometric mean"
     )
     bound: Literal["truncate", "icepop", "none"] = option(
-        "truncate", help="truncate: at most upper; icepop: 0 outside of [lower, upper]"
+        "truncate", "truncate: at most upper; icepop: 0 outside of [lower, upper]"
     )
-    upper: float = option(2.0, help="largest weight", validator=[gt(0.0), above("lower")])
-    lower: float = option(0.5, help="smallest weight, for icepop", validator=ge(0.0))
+    upper: float = option(2.0, "largest weight", [gt(0.0), above("lower")])
+    lower: float = option(0.5, "smallest weight, for icepop", ge(0.0))
     reject: Literal["none", "token", "sequence-sum", "sequence-mean", "sequence-max"] = option(
-        "none", help="leave out tokens, or whole responses, whose ratio is outside of [reject_low, reject_high]"
+        "none", "leave out tokens, or whole responses, whose ratio is outside of [reject_low, reject_high]"
     )
-    reject_low: float = option(0.5, help="lower bound of a ratio that is kept", validator=ge(0.0))
-    reject_high: float = option(2.0, help="upper bound of a ratio that is kept", validator=above("reject_low"))
-    batch_normalize: bool = option(False, help="divide by the batch's mean weight")
+    reject_low: float = option(0.5, "lower bound of a ratio that is kept", ge(0.0))
+    reject_high: float = option(2.0, "upper bound of a ratio that is kept", above("reject_low"))
+    batch_normalize: bool = option(False, "divide by the batch's mean weight")
 
     def weights(
         self, log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor

@@ -49,10 +49,7 @@ def _is_option(one: inspect.Parameter) -> bool:
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """A registered function.
-
-    Parts of scope ``batch`` refuse a schedule that streams mini-batches.
-    """
+    """A registered function. Those of scope ``batch`` refuse a schedule that streams mini-batches."""
 
     kind: str  #: ``advantages``, ``loss``, ``kl``, ``aggregation``, ``distillation``, ``shaping``, ``correction`` …
     name: str  #: unique in its kind
@@ -146,13 +143,12 @@ class Part:
         missing = [name for name, required in known.items() if required and name not in given]
         if missing:
             hint = f"or {', '.join(self.prepare_inputs)}, of which prepare makes it" if self.prepare else None
-            raise ConfigError(
+            details = {"expected": hint or ", ".join(self.needs), "found": ", ".join(sorted(given))}
+            message, where = (
                 f"{self.kind} {self.name} needs {' and '.join(missing)}",
-                code="algorithm.input",
-                where=f"algorithm: {self.kind} {self.name}",
-                expected=hint or ", ".join(self.needs),
-                found=", ".join(sorted(given)),
+                f"algorithm: {self.kind} {self.name}",
             )
+            raise ConfigError(message, code="algorithm.input", where=where, **details)
         return self.function(**given, **(options or {}))
 
 

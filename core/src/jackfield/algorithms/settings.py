@@ -20,7 +20,7 @@ from jackfield.settings import option
 class PartSettings:
     """A registered part by name, with its options."""
 
-    name: str | None = option(None, help="null: the bundle's own part")
+    name: str | None = option(None, "null: the bundle's own part")
     options: Mapping[str, Any] = option(
         factory=dict, help="the part's own settings, beside those of the bundle where it is the bundle's part"
     )
@@ -32,26 +32,21 @@ class KLSettings:
 
     name: str = option(
         "k3",
-        help="the estimator: k1, k2, k3, abs, low_var_kl, k3_corrected, or the value of one with k2's gradient: k1+, "
+        "the estimator: k1, k2, k3, abs, low_var_kl, k3_corrected, or the value of one with k2's gradient: k1+, "
         "k3+, abs+, low_var_kl+",
     )
-    coefficient: float = option(0.0, help="0: off, no reference model is loaded for it", validator=ge(0.0))
-    in_reward: bool = option(False, help="take the penalty off the reward of each token, not into the loss")
+    coefficient: float = option(0.0, "0: off, no reference model is loaded for it", ge(0.0))
+    in_reward: bool = option(False, "take the penalty off the reward of each token, not into the loss")
     target: float | None = option(
-        None,
-        help="KL per token that an adaptive controller steers the coefficient to; null: constant",
-        validator=optional(gt(0.0)),
+        None, "KL per token that an adaptive controller steers the coefficient to; null: constant", gt(0.0)
     )
-    horizon: float = option(10000.0, help="samples over which the controller corrects", validator=gt(0.0))
+    horizon: float = option(10000.0, "samples over which the controller corrects", gt(0.0))
 
     def adapted(self, coefficient: float, current: float, samples: int) -> float:
         """Return the coefficient after ``samples`` samples of KL ``current`` per token; constant without a target.
 
         It is multiplied by 1 + clip(current / target - 1, -0.2, 0.2) * samples / horizon (Ziegler et al.,
-        arXiv:1909.08593, section 2.2).
-
-        Raises:
-            ConfigError: ``algorithm.not-finite``.
+        arXiv:1909.08593, section 2.2). A KL that is not finite is refused (``algorithm.not-finite``).
         """
         if self.target is None:
             return coefficient
@@ -65,28 +60,28 @@ class KLSettings:
 class AlgorithmSettings:
     """A named bundle of parts, any of which can be replaced."""
 
-    name: str = option("grpo", help="the bundle; `jackfield algorithms list --kind algorithm` shows them")
-    advantages: PartSettings | None = option(None, help="advantage estimator in the place of the bundle's")
-    loss: PartSettings | None = option(None, help="policy loss in the place of the bundle's")
-    aggregation: str | None = option(None, help="how token losses are averaged, in the place of the bundle's")
+    name: str = option("grpo", "the bundle; `jackfield algorithms list --kind algorithm` shows them")
+    advantages: PartSettings | None = option(None, "advantage estimator in the place of the bundle's")
+    loss: PartSettings | None = option(None, "policy loss in the place of the bundle's")
+    aggregation: str | None = option(None, "how token losses are averaged, in the place of the bundle's")
     kl: KLSettings = option(factory=KLSettings, help="KL penalty to the reference policy")
     entropy_coefficient: float = option(
-        0.0, help="weight of the entropy bonus; below 0 entropy is held down", validator=[ge(-100.0), le(100.0)]
+        0.0, "weight of the entropy bonus; below 0 entropy is held down", [ge(-100.0), le(100.0)]
     )
-    mini_batches: int = option(1, help="optimizer steps that one batch is split into", validator=gt(0))
-    epochs: int = option(1, help="passes over one batch", validator=gt(0))
+    mini_batches: int = option(1, "optimizer steps that one batch is split into", gt(0))
+    epochs: int = option(1, "passes over one batch", gt(0))
     old_log_probs: Literal["auto", "rollout", "engine"] = option(
         "auto",
-        help="the policy before the update, which ratios are taken to: log-probs of the rollout server (bypass), or "
+        "the policy before the update, which ratios are taken to: log-probs of the rollout server (bypass), or "
         "recomputed by the engine (decoupled); auto: engine where the correction is on, and with sampling filters",
     )
     correction: Correction = option(factory=Correction, help="off-policy correction")
     shaping: Shaping = option(factory=Shaping, help="what happens to rewards before the advantages")
     dynamic_sampling: bool | None = option(
-        None, help="replace groups whose rewards are all equal; null: as the bundle has it"
+        None, "replace groups whose rewards are all equal; null: as the bundle has it"
     )
     reward_dimensions: tuple[str, ...] = option(
-        (), help="metrics of the reward that are rewards of their own (gdpo); score is the score itself"
+        (), "metrics of the reward that are rewards of their own (gdpo); score is the score itself"
     )
 
 
@@ -94,14 +89,12 @@ class AlgorithmSettings:
 class CriticSettings:
     """The critic of algorithms that have one (ppo): a model with a value head, trained beside the policy."""
 
-    path: str | None = option(None, help="its Hugging Face folder; null: the policy's")
+    path: str | None = option(None, "its Hugging Face folder; null: the policy's")
     optimizer: OptimizerSpec = option(factory=OptimizerSpec, help="AdamW and its learning-rate schedule")
     clip: float | None = option(
-        0.2,
-        help="how far from the values before the update a prediction may get better; null: off",
-        validator=optional(gt(0.0)),
+        0.2, "how far from the values before the update a prediction may get better; null: off", optional(gt(0.0))
     )
-    warmup_steps: int = option(0, help="first steps in which the critic is trained alone", validator=ge(0))
+    warmup_steps: int = option(0, "first steps in which the critic is trained alone", ge(0))
 
 
 @attrs.frozen(kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import attrs
-from attrs.validators import ge, gt, optional
+from attrs.validators import ge, gt
 
-from jackfield.algorithms.kl import kl
+from jackfield.algorithms.divergences import kl
 from jackfield.algorithms.options import Epsilon, NotNegative, ascending
 from jackfield.algorithms.registry import register
 from jackfield.algorithms.tensors import Groups, clean, masked_mean_std, require_finite, require_shapes
@@ -22,16 +22,14 @@ if TYPE_CHECKING:
 class Shaping:
     """Rewards are clipped, then normalised, then given the overlong penalty."""
 
-    clip: tuple[float, float] | None = option(
-        None, help="bounds of a response's reward; null: off", validator=optional(ascending)
-    )
-    normalize: bool = option(False, help="less the batch's mean, by the batch's standard deviation")
+    clip: tuple[float, float] | None = option(None, "bounds of a response's reward; null: off", ascending)
+    normalize: bool = option(False, "less the batch's mean, by the batch's standard deviation")
     overlong_length: int | None = option(
-        None, help="length in tokens from which the whole overlong penalty holds; null: off", validator=optional(gt(0))
+        None, "length in tokens from which the whole overlong penalty holds; null: off", gt(0)
     )
-    overlong_buffer: int = option(1, help="tokens before it over which the penalty grows from 0", validator=gt(0))
-    overlong_factor: float = option(1.0, help="the largest overlong penalty", validator=ge(0.0))
-    fill_failed: bool = option(False, help="a failed score becomes the mean of its group's others")
+    overlong_buffer: int = option(1, "tokens before it over which the penalty grows from 0", gt(0))
+    overlong_factor: float = option(1.0, "the largest overlong penalty", ge(0.0))
+    fill_failed: bool = option(False, "a failed score becomes the mean of its group's others")
 
     @property
     def active(self) -> bool:

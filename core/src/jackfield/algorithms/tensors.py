@@ -207,13 +207,9 @@ def require_shapes(tensors: Mapping[str, Tensor], *shapes: Sequence[int]) -> Non
     """Refuse (``algorithm.input``) tensors of another shape than these: that of the response mask, or of its rows."""
     for name, tensor in tensors.items():
         if tensor.shape not in shapes:
-            raise ConfigError(
-                f"{name} does not have the shape of response_mask",
-                code="algorithm.input",
-                where=name,
-                expected=" or ".join(str(tuple(shape)) for shape in shapes),
-                found=str(tuple(tensor.shape)),
-            )
+            expected, found = " or ".join(str(tuple(shape)) for shape in shapes), str(tuple(tensor.shape))
+            message = f"{name} does not have the shape of response_mask"
+            raise ConfigError(message, code="algorithm.input", where=name, expected=expected, found=found)
 
 
 def require_finite(tensors: Mapping[str, Tensor], mask: Tensor | None, fix: str = _FIX) -> None:

@@ -1,9 +1,4 @@
-"""The tasks of a file, by number, and the order in which they come.
-
-A :class:`TaskSet` reads a JSONL file, in GSM8K's own format by default. It keeps byte offsets, not text, so that a file
-may be larger than memory. A :class:`SeededOrder` is an endless shuffled walk over task numbers whose only state is a
-position.
-"""
+"""The tasks of a file, by number, and the order in which they come."""
 
 from __future__ import annotations
 
@@ -27,12 +22,13 @@ from jackfield.errors import DataError
 #: Lines in the first so many bytes of a file are parsed when the file is opened, later ones when they are used.
 CHECKED_BYTES = 64 * 2**20
 LINE_BYTES = 16 * 2**20  #: of the longest line
+_GSM8K = TaskFormat()
 
 
 class TaskSet(Sequence[Task]):
     """The tasks of a JSONL file, whose lines may be blank: 16 bytes of memory per task, one ``pread`` per access.
 
-    The file stays open. A number is stable as long as the file is: :attr:`digest` tells.
+    So a file may be larger than memory. It stays open. A number is stable as long as the file is: :attr:`digest` tells.
 
     Args:
         file: its path.
@@ -46,33 +42,23 @@ class TaskSet(Sequence[Task]):
     """
 
     def __init__(
-        self,
-        file: str | Path,
-        task_format: TaskFormat | None = None,
-        *,
-        limit: int | None = None,
-        answers: bool = False,
+        self, file: str | Path, task_format: TaskFormat = _GSM8K, *, limit: int | None = None, answers: bool = False
     ) -> None:
-        self._path, self._format = Path(file), task_format or TaskFormat()
+        self._path, self._format = Path(file), task_format
         self.answers = answers  #: whether each task has an answer to learn from
         if not self._path.is_file():
-            raise DataError(
-                "the task file does not exist",
-                code="data.missing",
-                where=str(file),
-                expected="a JSONL file",
-                found="a folder" if self._path.is_dir() else "nothing",
-                fix=f"check the path; the working folder is {Path.cwd()}",
-            )
+            found = "a folder" if self._path.is_dir() else "nothing"
+            details = {"where": str(file), "expected": "a JSONL file", "found": found}
+            fix = f"check the path; the working folder is {Path.cwd()}"
+            raise DataError("the task file does not exist", code="data.missing", **details, fix=fix)
         self._offsets, self._lines = array.array("Q"), array.array("Q")
         self._file = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         self.digest = self._scan()  #: of the file's bytes: what a resumed run compares
         self._length = len(self._lines) if limit is None else min(limit, len(self._lines))
         if not self._length:
-            raise DataError(
-                "there are no tasks", code="data.empty", where=str(file), expected="one JSON object per line"
-            )
+            expected = "one JSON object per line"
+            raise DataError("there are no tasks", code="data.empty", where=str(file), expected=expected)
         #: the numbers of the tasks that are checked when the file is opened
         self.checked = range(min(self._length, sum(offset < CHECKED_BYTES for offset in self._offsets)))
         seen: dict[str, str] = {}

@@ -55,27 +55,27 @@ class TaskFormat:
 
     prompt_key: str | None = option(
         "question",
-        help="Field with the problem: a text, or a list of messages; null: response_key and rejected_key hold whole "
+        "Field with the problem: a text, or a list of messages; null: response_key and rejected_key hold whole "
         "conversations, which share the prompt.",
     )
-    answer_key: str | None = option("answer", help="Field with the ground truth; null: tasks have none.")
+    answer_key: str | None = option("answer", "Field with the ground truth; null: tasks have none.")
     response_key: str | None = option(
         None,
-        help="Field with what supervised training teaches: a text, or a list of messages; null: the assistant's last "
+        "Field with what supervised training teaches: a text, or a list of messages; null: the assistant's last "
         "turn in the conversation, or answer_key.",
     )
     rejected_key: str | None = option(
-        None, help="Field with what a preference ranks below it (dpo): a text, or a list of messages."
+        None, "Field with what a preference ranks below it (dpo): a text, or a list of messages."
     )
     messages_key: str | None = option(
         None,
-        help="Field with a list of messages (role and content), in the place of prompt_key. Where the assistant has "
+        "Field with a list of messages (role and content), in the place of prompt_key. Where the assistant has "
         "the last word, its last turn is the answer and what is before it the prompt.",
     )
-    id_key: str = option("id", help="Field with the task's id; records without it get file stem and line number.")
-    system: str | None = option(None, help="A system message to put in front.")
-    prompt_template: str = option("{prompt}", help="Text of the user's message; {prompt} stands for the problem.")
-    data_source: str | None = option(None, help="Name of the data set; null: the record's data_source, or file stem.")
+    id_key: str = option("id", "Field with the task's id; records without it get file stem and line number.")
+    system: str | None = option(None, "A system message to put in front.")
+    prompt_template: str = option("{prompt}", "Text of the user's message; {prompt} stands for the problem.")
+    data_source: str | None = option(None, "Name of the data set; null: the record's data_source, or file stem.")
 
     def __attrs_post_init__(self) -> None:
         if "{prompt}" not in self.prompt_template:

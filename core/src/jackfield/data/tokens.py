@@ -79,13 +79,14 @@ class HuggingFaceChatTokenizer:
                 str(name), local_files_only=local, trust_remote_code=trust_remote_code
             )
         except (OSError, ValueError) as error:
+            found = str(error).splitlines()[0] if str(error) else type(error).__name__
+            details = {
+                "expected": "a folder made by save_pretrained, or a name on the Hugging Face Hub",
+                "found": found,
+            }
+            fix = "check the path; save the tokenizer beside the model"
             raise DataError(
-                "the tokenizer cannot be loaded",
-                code="data.missing",
-                where=str(name),
-                expected="a folder made by save_pretrained, or a name on the Hugging Face Hub",
-                found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-                fix="check the path; save the tokenizer beside the model",
+                "the tokenizer cannot be loaded", code="data.missing", where=str(name), **details, fix=fix
             ) from error
         return cls(tokenizer, chat_template=chat_template, end_token_ids=_generation_end_tokens(Path(name)))
 
@@ -229,13 +230,9 @@ def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) 
     with naming(task.place or f"task {task.id}"):
         token_ids = tokenizer.encode_chat(task.messages)
         if max_tokens is not None and len(token_ids) > max_tokens:
-            raise DataError(
-                "a prompt has too many tokens",
-                code="data.prompt-too-long",
-                expected=f"at most {max_tokens} tokens",
-                found=f"{len(token_ids)} tokens",
-                fix="leave this task out of the data, or raise data.max_prompt_tokens or cluster.max_model_len",
-            )
+            details = {"expected": f"at most {max_tokens} tokens", "found": f"{len(token_ids)} tokens"}
+            fix = "leave this task out of the data, or raise data.max_prompt_tokens or cluster.max_model_len"
+            raise DataError("a prompt has too many tokens", code="data.prompt-too-long", **details, fix=fix)
     return token_ids
 
 
@@ -266,13 +263,11 @@ def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size:
     """
     largest = max(tokenizer.tokenizer.get_vocab().values())  # with added tokens
     if largest >= model_vocabulary_size:
-        raise DataError(
-            "the tokenizer knows tokens that the model does not have",
-            code="data.vocabulary",
-            expected=f"token ids below {model_vocabulary_size}, the model's vocabulary size",
-            found=f"token ids up to {largest}",
-            fix="use the tokenizer of this model, or resize the model's embeddings",
-        )
+        message = "the tokenizer knows tokens that the model does not have"
+        fix = "use the tokenizer of this model, or resize the model's embeddings"
+        expected = f"token ids below {model_vocabulary_size}, the model's vocabulary size"
+        found = f"token ids up to {largest}"
+        raise DataError(message, code="data.vocabulary", expected=expected, found=found, fix=fix)
 
 
 def _generation_end_tokens(folder: Path) -> tuple[int, ...]:

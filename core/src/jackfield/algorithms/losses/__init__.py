@@ -10,9 +10,8 @@ import attrs
 
 from jackfield.abc.engine import LossFunction, TokenOutput
 from jackfield.algorithms.aggregation import aggregate, means
-from jackfield.algorithms.kl import kl
-from jackfield.algorithms.losses import clipped, compared, masked, supervised, weighted
-from jackfield.algorithms.losses.distillation import distillation_loss
+from jackfield.algorithms.divergences import kl
+from jackfield.algorithms.losses import clipped, compared, weighted
 from jackfield.algorithms.registry import COUNTS, INPUTS, TOKEN_INPUTS, Part, part
 from jackfield.algorithms.tensors import Term, clean, require_shapes
 from jackfield.errors import ConfigError
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-__all__ = ["VALUE_LOSS", "LossSpec", "distillation_loss", "policy_loss", "prepare", "resolve_loss", "value_loss"]
+__all__ = ["VALUE_LOSS", "LossSpec", "policy_loss", "prepare", "resolve_loss", "value_loss"]
 
-_PARTS = (clipped, compared, masked, supervised, weighted)  # for registration
+_PARTS = (clipped, compared, weighted)  # for registration
 _GROUPING = frozenset({"group_ids", "pair_ids"})
 _GIVEN = COUNTS | {"log_probs", "response_mask", "rollout_weights"}
 VALUE_LOSS = "value"  #: the name of a critic's loss in a LossSpec
@@ -49,9 +48,9 @@ def policy_loss(
         response_mask: bool or float ``[B, T]``. What any tensor holds where it is 0 changes nothing, NaN included.
         global_tokens: masked tokens in the whole batch (all micro-batches, all ranks).
         global_sequences: sequences in the whole batch.
-        aggregation: see :func:`aggregate`. A loss with one value per sequence (or pair) is a mean over sequences (or
-            pairs) in every mode but ``token-sum``.
-        length_norm: see :func:`aggregate`.
+        aggregation: see :func:`aggregate`, as for ``length_norm``. A loss with one value per sequence (or pair) is a
+            mean over sequences (or pairs) in every mode but ``token-sum``.
+        length_norm: of ``seq-mean-token-sum-norm``.
         rollout_weights: importance weights, float ``[B, T]``, 0 for what is left out: those of
             :meth:`jackfield.algorithms.Correction.weights`, masked by what it accepts.
         **options: of the loss, and its further inputs: ``old_log_probs`` (of the policy before this batch's updates),
@@ -61,10 +60,8 @@ def policy_loss(
             :func:`prepare` has precomputed. Without that, this call is the whole batch.
 
     Returns:
-        ``(loss, metrics)``: scalars; metrics are means over the batch and add up like the loss.
-
-    Raises:
-        ConfigError: ``algorithm.unknown``, ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
+        ``(loss, metrics)``: scalars; metrics are means over the batch and add up like the loss. Errors are
+        ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (names the first row).
     """
     chosen = part("loss", name)
     inputs, options = chosen.split(options)
@@ -79,8 +76,12 @@ def policy_loss(
     averaging: dict[str, Any] = {"aggregation": aggregation, "length_norm": length_norm, **counts}
     shares = []
     for term in terms:
-        values = _weighed(term.values, rollout_weights, response_mask)
-        mask = response_mask if term.mask is None else term.mask
+        values, mask = term.values, response_mask if term.mask is None else term.mask
+        if rollout_weights is not None:
+            if values.dim() == 1:
+                fix = "leave the correction out, or choose a loss with a value per token"
+                raise ConfigError("a loss per sequence takes no weights per token", code="algorithm.input", fix=fix)
+            values = values * rollout_weights.detach().masked_fill(response_mask == 0, 0.0)
         shares.append(term.weight * aggregate(values, mask, **{**averaging, **term.counts}))
     loss = sum(shares[1:], start=shares[0])
     return loss, means(metrics, response_mask, loss, **averaging)
@@ -93,13 +94,13 @@ def prepare(name: str, *, log_probs: Tensor, response_mask: Tensor, **options: A
     micro-batches as it is. Its rows can, once each carries these columns: pass them to :func:`policy_loss`.
 
     Args:
-        name: of the loss. One that can be split needs nothing: the result is empty.
+        name: of the loss.
         log_probs: of the policy as it is right before the optimizer step, over the whole batch, ``[B, T]``.
         response_mask: ``[B, T]``.
         **options: the same inputs and options as for :func:`policy_loss`.
 
     Returns:
-        Column name to tensor ``[B, T]`` or ``[B]``, without gradients.
+        Column name to tensor ``[B, T]`` or ``[B]``, without gradients. A loss that can be split has none.
     """
     chosen = part("loss", name)
     inputs, options = chosen.split(options)
@@ -128,8 +129,7 @@ def value_loss(
         clip: how far from ``old_values`` a prediction may get better; None: off.
         **averaging: the counts, ``aggregation`` and ``length_norm`` of :func:`aggregate`.
 
-    Raises:
-        ConfigError: ``algorithm.input`` or ``algorithm.not-finite`` (names the first row).
+    Errors are ``algorithm.input`` and ``algorithm.not-finite`` (names the first row).
     """
     if clip is not None and old_values is None:
         raise ConfigError("a clipped value loss needs old_values", code="algorithm.input", fix="clip=None: no clipping")
@@ -164,15 +164,6 @@ def _clean(chosen: Part, inputs: Mapping[str, Any], mask: Tensor) -> dict[str, A
     return {**used, **clean({key: used[key] for key in used if key in TOKEN_INPUTS}, mask), "response_mask": mask}
 
 
-def _weighed(values: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:
-    if weights is None:
-        return values
-    if values.dim() == 1:
-        fix = "leave the correction out, or choose a loss with a value per token"
-        raise ConfigError("a loss per sequence takes no weights per token", code="algorithm.input", fix=fix)
-    return values * weights.detach().masked_fill(mask == 0, 0.0)
-
-
 @attrs.frozen(kw_only=True)
 class LossSpec:
     """A loss that travels by name to the engine's ranks.
@@ -199,8 +190,7 @@ def resolve_loss(spec: LossSpec) -> LossFunction:
     The name :data:`VALUE_LOSS` is the critic's: :func:`value_loss` of the model's values, with ``returns`` and, as
     those before the update, ``values`` of the data.
 
-    Raises:
-        ConfigError: ``algorithm.unknown`` or ``algorithm.input``: an option that the loss does not have.
+    An unknown loss, and an option that it does not have, are refused (``algorithm.unknown``, ``algorithm.input``).
     """
     if spec.name != VALUE_LOSS:
         return _ComposedLoss(spec)
@@ -247,12 +237,9 @@ class _ComposedLoss:
         if self._kl_coefficient:
             part("kl", self._kl)
         if self._averaging["aggregation"] == "seq-mean-token-sum-norm" and self._averaging["length_norm"] is None:
-            raise ConfigError(
-                "seq-mean-token-sum-norm needs length_norm: micro-batches are padded to different widths",
-                code="algorithm.input",
-                where=f"algorithm: loss {spec.name}",
-                fix="set the loss option length_norm to the longest response that may be generated",
-            )
+            message = "seq-mean-token-sum-norm needs length_norm: micro-batches are padded to different widths"
+            fix = "set the loss option length_norm to the longest response that may be generated"
+            raise ConfigError(message, code="algorithm.input", where=f"algorithm: loss {spec.name}", fix=fix)
         self.needs_entropy = self._entropy_coefficient != 0.0
 
     def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
@@ -293,10 +280,8 @@ class _ComposedLoss:
         inputs = {name: value for name, value in found.items() if value is not None}
         missing = [name for name in self._part.whole_batch if name not in inputs and name not in self._counts]
         if missing and not wanted & _GROUPING:  # a loss that groups rows refuses to be without groups
-            raise ConfigError(
-                f"{self._part.name} depends on the whole batch and got no {' and '.join(missing)}",
-                code="algorithm.input",
-                where=f"algorithm: loss {self._part.name}",
-                fix=f"counts come with the loss's global counts, columns from prepare({self._part.name!r}, …)",
-            )
+            name, lacking = self._part.name, " and ".join(missing)
+            message, where = f"{name} depends on the whole batch and got no {lacking}", f"algorithm: loss {name}"
+            fix = f"counts come with the loss's global counts, columns from prepare({name!r}, …)"
+            raise ConfigError(message, code="algorithm.input", where=where, fix=fix)
         return inputs

@@ -1,16 +1,19 @@
-"""Policy losses with a trust region around the old policy, by token or by sequence.
+"""Policy losses with a trust region around the old policy, by token or by sequence, or with tokens left out.
 
-r = pi / pi_old on a token, A the advantage; the log-probability of a sequence is the sum over its model tokens.
+r = pi / pi_old on a token, A the advantage; the log-probability of a sequence is the sum over its model tokens. Tokens
+are left out by their divergence, or by a choice in the whole batch: Clip-Cov and KL-Cov hold back the few tokens whose
+covariance eats entropy.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
-from jackfield.algorithms.options import ClipDual, NotNegative, Positive, Share
+from jackfield.algorithms.options import ClipDual, NotNegative, Positive, Share, above
 from jackfield.algorithms.registry import register
-from jackfield.algorithms.tensors import CLAMP, LossResult, log_ratio, row_means
+from jackfield.algorithms.tensors import CLAMP, LossResult, log_ratio, masked_mean_std, row_means
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,3 +152,176 @@ def _sppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, epsil
     bound, logs = math.log1p(epsilon), log_probs - old_log_probs
     clipped = logs.clamp(-bound, bound)
     return -advantages * clipped, {"policy/clip_fraction": clipped != logs}
+
+
+def _without(left_out: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """-M r A: no loss and no gradient for the tokens that are left out."""
+    metrics = {"policy/clip_fraction": left_out, "policy/ratio": ratio}
+    return -(ratio * advantages).masked_fill(left_out, 0.0), metrics
+
+
+def _outward(logs: Tensor, advantages: Tensor, up: Tensor | bool = True, down: Tensor | bool = True) -> Tensor:
+    """Tokens that the update moves farther away from pi_old: upwards where ``up`` holds, downwards where ``down``."""
+    return ((advantages > 0) & (logs > 0) & up) | ((advantages < 0) & (logs < 0) & down)
+
+
+def _dppo(name: str, delta: float, text: str, divergence: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Register DPPO's loss with a divergence of the log-probs ``[B, T]`` of pi and pi_old, and a threshold."""
+
+    def loss(
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        *,
+        delta_low: NotNegative = delta,
+        delta_high: NotNegative = delta,
+    ) -> LossResult:
+        apart, logs = divergence(log_probs.detach(), old_log_probs.detach()), log_ratio(log_probs, old_log_probs)
+        left_out = _outward(logs, advantages, apart > delta_high, apart > delta_low)
+        losses, metrics = _without(left_out, logs.exp(), advantages)
+        return losses, {**metrics, "policy/divergence": apart}
+
+    differs = (
+        "The paper's masked objective M r A; verl cuts r at 20 and multiplies by log pi: the same gradient below 20. "
+        "The default thresholds are ours: set them."
+    )
+    loss.__doc__ = f"{text}\n\nDiffers: {differs}"
+    register("loss", name, "token")(loss)
+
+
+def _bernoulli_kl(new: Tensor, old: Tensor) -> Tensor:
+    """D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))."""
+    # a probability that rounds to 1 leaves 0 for the others
+    others_new, others_old = ((-logs.expm1()).clamp(min=1e-12).log() for logs in (new, old))
+    return old.exp() * (old - new) + (-old.expm1()) * (others_old - others_new)
+
+
+_dppo(
+    "dppo_tv",
+    0.2,
+    "-M r A, M = 0 where |pi - pi_old| > delta and the update leads away (A > 0 and r > 1; A < 0 and r < 1). [DPPO, "
+    "arXiv:2602.04879 (binary total variation)]",
+    lambda new, old: (new.exp() - old.exp()).abs(),
+)
+_dppo(
+    "dppo_kl",
+    0.05,
+    "-M r A, M = 0 where the update leads farther away and D > delta: the KL between the Bernoulli variables "
+    '"this token or another". [DPPO, arXiv:2602.04879 (binary KL)]',
+    _bernoulli_kl,
+)
+
+
+def _m2po_mask(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, m2_threshold: float
+) -> dict[str, Tensor]:
+    """Mark the tokens that are kept by 1, ``[B, T]``."""
+    logs = log_probs - old_log_probs
+    candidates = _outward(logs, advantages) & (response_mask != 0)
+    ordered, order = logs.double().square()[candidates].sort(stable=True)
+    count = ordered.new_ones(len(ordered)).cumsum(0)
+    within = ordered.cumsum(0) / count <= m2_threshold  # prefix means of ascending values ascend
+    mask = (response_mask != 0).clone()
+    mask[candidates] = within.new_zeros(len(ordered)).scatter(0, order, within)
+    return {"m2po_mask": mask}
+
+
+@register("loss", "m2po", "batch", whole_batch=("m2po_mask",), prepare=_m2po_mask)
+def _m2po(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, m2po_mask: Tensor, *, m2_threshold: NotNegative = 0.04
+) -> LossResult:
+    """-M r A; M leaves out the largest (log r)^2 among outward tokens until the mean of the others is <= m2_threshold.
+    [M2PO, arXiv:2510.01161, algorithm 1]
+
+    Outward: A > 0 and r > 1, or A < 0 and r < 1. Left-out tokens still count in the mean.
+
+    Differs: One mask for the whole batch, however it is split.
+    """
+    return _without(m2po_mask == 0, log_ratio(log_probs, old_log_probs).exp(), advantages)
+
+
+def _covariance(log_probs: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
+    """(log pi - mean) (A - mean) per token, means over the batch's model tokens."""
+    logs, gains = log_probs.double(), advantages.double()
+    return (logs - masked_mean_std(logs, keep)[0]) * (gains - masked_mean_std(gains, keep)[0])
+
+
+def _clip_cov_mask(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, **options: Any
+) -> dict[str, Tensor]:
+    """Mark the tokens whose gradient is cut by 1, ``[B, T]``; ``options`` are those of the loss."""
+    import torch
+
+    keep = response_mask != 0
+    covariance = _covariance(log_probs, advantages, keep)
+    r = log_ratio(log_probs, old_log_probs).exp()
+    clipped = r.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"]) * advantages < r * advantages
+    inside = (covariance > options["clip_cov_lower"]) & (covariance < options["clip_cov_upper"])
+    candidates = (keep & ~clipped & inside).nonzero()
+    wanted = max(int(options["clip_cov_ratio"] * int(keep.sum())), 1)
+    generator = torch.Generator().manual_seed(options["seed"])
+    chosen = candidates[torch.randperm(len(candidates), generator=generator)[:wanted].to(candidates.device)]
+    mask = torch.zeros_like(keep)
+    mask[chosen[:, 0], chosen[:, 1]] = True
+    return {"clip_cov_mask": mask}
+
+
+@register("loss", "clip_cov", "batch", whole_batch=("clip_cov_mask",), prepare=_clip_cov_mask)
+def _clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    clip_cov_mask: Tensor,
+    *,
+    clip_low: Share = 0.2,
+    clip_high: NotNegative = 0.2,
+    clip_cov_ratio: Share = 0.0002,
+    clip_cov_lower: float = 1.0,
+    clip_cov_upper: Annotated[float, above("clip_cov_lower")] = 5.0,
+    seed: int = 0,
+) -> LossResult:
+    """PPO's loss, 0 for a random clip_cov_ratio of the tokens, drawn among those of clip_cov_lower < Cov <
+    clip_cov_upper. [Cui et al., arXiv:2505.22617, Clip-Cov]
+
+    Cov_t = (log pi_t - mean(log pi)) (A_t - mean(A)); tokens that PPO clips are no candidates; at least one token is
+    drawn where there is a candidate. ``seed`` should change from step to step.
+
+    Differs: verl takes means and selection per micro-batch; here they are those of the whole batch.
+    """
+    clips: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": None}
+    losses, metrics = ppo(log_probs, old_log_probs, advantages, **clips)
+    cut = clip_cov_mask != 0
+    return losses.masked_fill(cut, 0.0), {**metrics, "policy/cov_fraction": cut}
+
+
+def _kl_cov_mask(
+    log_probs: Tensor, advantages: Tensor, response_mask: Tensor, kl_cov_ratio: float
+) -> dict[str, Tensor]:
+    """Mark the tokens of the largest covariance by 1, ``[B, T]``."""
+    keep = response_mask != 0
+    covariance = _covariance(log_probs, advantages, keep).masked_fill(~keep, float("-inf")).flatten()
+    tokens = int(keep.sum())
+    mask = keep.new_zeros(keep.numel())
+    mask[covariance.topk(min(max(int(kl_cov_ratio * tokens), 1), tokens)).indices] = True
+    return {"kl_cov_mask": mask.reshape(keep.shape)}
+
+
+@register("loss", "kl_cov", "batch", whole_batch=("kl_cov_mask",), prepare=_kl_cov_mask)
+def _kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    kl_cov_mask: Tensor,
+    *,
+    kl_cov_ratio: Share = 0.0002,
+    kl_coefficient: NotNegative = 1.0,
+) -> LossResult:
+    """-r A, plus kl_coefficient |log r| on the kl_cov_ratio of the tokens with the largest Cov (see clip_cov), at least
+    one. [Cui et al., arXiv:2505.22617, KL-Cov]
+
+    Differs: verl takes means and selection per micro-batch; here they are those of the whole batch. The penalty
+    |log r| is that of the authors' code.
+    """
+    logs, penalised = log_ratio(log_probs, old_log_probs), kl_cov_mask != 0
+    losses = -logs.exp() * advantages + kl_coefficient * logs.abs().masked_fill(~penalised, 0.0)
+    return losses, {"policy/cov_fraction": penalised, "policy/ratio": logs.exp()}

@@ -1,8 +1,7 @@
 """Losses that compare responses of one group: forms of online policy mirror descent, and preferences between two.
 
-The forms of mirror descent are those of the Trinity-RFT report, arXiv:2505.17826, appendix A. log pi(y) is the sum over
-the model tokens of y; pi_ref is ``ref_log_probs`` where given, else ``old_log_probs`` (the policy that the update
-starts from).
+log pi(y) is the sum over the model tokens of y; pi_ref is ``ref_log_probs`` where given, else ``old_log_probs`` (the
+policy that the update starts from).
 """
 
 from __future__ import annotations
