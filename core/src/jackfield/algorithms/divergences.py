@@ -92,8 +92,9 @@ def distillation_loss(
     log_probs: Tensor,
     teacher_log_probs: Tensor,
     response_mask: Tensor,
-    beta: float | None = None,
-    **averaging: Any,
+    aggregation: str = "token-mean",
+    length_norm: float | None = None,
+    **options: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the share of these rows in the batch's distillation loss, and its metrics.
 
@@ -102,13 +103,15 @@ def distillation_loss(
         log_probs: the student's, normalised over the vocabulary, float ``[B, T, V]``, with gradients.
         teacher_log_probs: the teacher's, float ``[B, T, V]``; -inf is a probability of 0.
         response_mask: bool or float ``[B, T]``.
-        beta: of ``jsd``; None: its default.
-        **averaging: the counts, ``aggregation`` and ``length_norm`` of :func:`jackfield.algorithms.aggregate`.
+        aggregation: see :func:`jackfield.algorithms.aggregate`, as for ``length_norm``.
+        length_norm: of ``seq-mean-token-sum-norm``.
+        **options: ``beta`` of ``jsd``; and the counts ``global_tokens`` and ``global_sequences``.
 
     Errors are ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (names the first row).
     """
     chosen = part("distillation", name)
-    _, options = chosen.split({} if beta is None else {"beta": beta})
+    counts, options = chosen.split(options)
+    averaging: dict[str, Any] = {"aggregation": aggregation, "length_norm": length_norm, **counts}
     if log_probs.shape != teacher_log_probs.shape or log_probs.shape[:2] != response_mask.shape:
         found = f"{tuple(log_probs.shape)}, {tuple(teacher_log_probs.shape)} and {tuple(response_mask.shape)}"
         message, expected = "student, teacher and response_mask do not fit", "[B, T, V], [B, T, V] and [B, T]"

@@ -13,7 +13,9 @@ import attrs
 from jackfield.algorithms.registry import Part, Scope, part, register
 
 #: Inputs that the trainer always has, and that need no mention.
-_ALWAYS = "global_sequences global_tokens kept length_norm log_probs mask response_mask token_rewards".split()
+_ALWAYS = frozenset(
+    {"global_sequences", "global_tokens", "kept", "length_norm", "log_probs", "mask", "response_mask", "token_rewards"}
+)
 
 
 @attrs.frozen(kw_only=True)

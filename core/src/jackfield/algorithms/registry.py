@@ -4,8 +4,7 @@ A part is a plain function. Its *inputs* are tensors and counts: parameters that
 without a default, and those of a name in :data:`INPUTS`; they are optional where they default to None. Its other
 keyword-only parameters are its *options*: what a configuration sets, in the range that the annotation names
 (:mod:`jackfield.algorithms.options`). So the signature says what a part needs, and its docstring what it is: the
-equation with its paper, ``-A log pi. [Williams, 1992]``, and a paragraph that begins with ``Differs:``. Everything is
-passed by name.
+equation with its paper, ``-A log pi. [Williams, 1992]``, and a paragraph that begins with ``Differs:``.
 """
 
 from __future__ import annotations

@@ -115,7 +115,10 @@ def normalize_rewards(scores: Tensor, *, center: bool = True, eps: Epsilon = 1e-
 
 @register("shaping", "clip_rewards", "token")
 def clip_rewards(rewards: Tensor, *, low: float, high: float) -> Tensor:
-    """clip(R, low, high), any shape. Bounds that do not ascend are refused (``algorithm.input``)."""
+    """clip(R, low, high), any shape.
+
+    Bounds that do not ascend are refused (``algorithm.input``).
+    """
     if not low < high:
         raise ConfigError("clip_rewards needs low < high", code="algorithm.input", found=f"{low}, {high}")
     return rewards.clamp(low, high)

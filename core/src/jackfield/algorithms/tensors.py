@@ -61,12 +61,12 @@ class Groups:
 
     def means(self, rows: Tensor) -> Tensor:
         """For each row (``[B]`` or ``[B, D]``) the mean over its group."""
-        return self.sums(rows) / _like(self.sizes, rows)
+        return self.sums(rows) / self.sizes.view(-1, *[1] * (rows.dim() - 1))
 
     def stds(self, rows: Tensor) -> Tensor:
         """For each row the standard deviation of its group, over n - 1; 0 for a group of one."""
         squares = self.sums((rows - self.means(rows)).square())
-        return (squares / _like((self.sizes - 1).clamp(min=1), rows)).sqrt()
+        return (squares / (self.sizes - 1).clamp(min=1).view(-1, *[1] * (rows.dim() - 1))).sqrt()
 
     def maxima(self, rows: Tensor) -> Tensor:
         """For each row (``[B]``) the maximum of its group."""
@@ -93,10 +93,6 @@ class Groups:
         """For each row log(mean(exp)) of its group."""
         highest = self.maxima(rows)
         return highest + self.means((rows - highest).exp()).log()
-
-
-def _like(rows: Tensor, other: Tensor) -> Tensor:
-    return rows.reshape(-1, *([1] * (other.dim() - 1)))
 
 
 def spread(rows: Tensor, mask: Tensor, like: Tensor) -> Tensor:

@@ -215,10 +215,9 @@ def _mix(**given: Any) -> LossResult:
     return _mix_chord(**given, phi=False)
 
 
-_signature = inspect.signature(_mix_chord)  # mix has the inputs of mix_chord, and its options without phi
-_mix.__signature__ = _signature.replace(  # type: ignore[attr-defined]
-    parameters=[one for name, one in _signature.parameters.items() if name != "phi"]
-)
+# mix has the inputs of mix_chord, and its options without phi
+_taken = [one for name, one in inspect.signature(_mix_chord).parameters.items() if name != "phi"]
+_mix.__signature__ = inspect.Signature(_taken)  # type: ignore[attr-defined]
 register("loss", "mix", "token", whole_batch=_MIX_COUNTS)(_mix)
 
 
